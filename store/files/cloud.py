@@ -26,6 +26,18 @@ SCHEMES = ("s3", "gs", "az", "memory")
 """Of the URLs a store can have."""
 TIMEOUT = "MIZARR_TIMEOUT"
 """Environment variable: seconds one request may take, by default 120."""
+ENDPOINTS = {
+    "s3": ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT"),
+    "az": ("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT"),
+    "gs": ("GOOGLE_BASE_URL",),
+}
+"""Environment variables in which obstore looks for another server than the provider's."""
+CREDENTIALS = {
+    "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE",
+    "az": "AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY",
+    "gs": "GOOGLE_APPLICATION_CREDENTIALS",
+}
+"""What to set where there are none; the page on remote stores has them all."""
 _RETRIES = 4
 _DETAILS = re.compile(r"(?i)(signature|credential|token|accesskeyid|sig|key)[^\s,;]*\s*[=:]\s*[^\s,;<>]+")
 
@@ -56,10 +68,11 @@ def normalised(address: str) -> str:
 def connected(address: str) -> ObjectStore:
     """The connection behind a normalised address; nothing is asked yet. What memory:// holds stays with it.
 
-    Raises MissingExtra.
+    Raises MissingExtra, and StoreError for settings that lead nowhere.
     """
     if find_spec("obstore") is None:
         raise MissingExtra(f"{address} needs obstore, not installed here; pip install 'mizarr[remote]'")
+    from obstore.exceptions import BaseError
     from obstore.store import MemoryStore, from_url
 
     if address.startswith("memory://"):
@@ -69,17 +82,40 @@ def connected(address: str) -> ObjectStore:
     except ValueError:
         found = os.environ[TIMEOUT]
         raise StoreError(f"expected seconds in {TIMEOUT}, found {found!r}; set it to a number") from None
+    scheme = address.partition("://")[0]
     client: ClientConfig = {
         "connect_timeout": timedelta(seconds=min(5.0, seconds)),
         "timeout": timedelta(seconds=seconds),
     }
+    if _is_plain_http(scheme):
+        client["allow_http"] = True
     retry: RetryConfig = {"max_retries": _RETRIES, "retry_timeout": timedelta(seconds=seconds)}
-    options: dict[str, Any] = {}
-    if address.startswith("s3://"):
-        if os.environ.get("AWS_ENDPOINT_URL", "").startswith("http://"):
-            client["allow_http"] = True
-        options = _aws_credentials()
-    return from_url(address, client_options=client, retry_config=retry, **options)
+    options: dict[str, Any] = _aws_credentials() if scheme == "s3" else {}
+    try:
+        return from_url(address, client_options=client, retry_config=retry, **options)
+    except (BaseError, ValueError) as error:
+        # Without names and what is quoted: a key may have been put where that of its file should be.
+        found = re.sub(r"""(["'`]).*?\1|(?<=file from ).*(?=: )""", "…", _first_line(error))[:300]
+        raise StoreUnreachable(
+            f"{address}: expected settings in the environment that lead to the store, found some that do not "
+            f"({found}); set {CREDENTIALS[scheme]}"
+        ) from None
+
+
+def _is_plain_http(scheme: str) -> bool:
+    """Whether the environment names a server that is spoken to without TLS, as emulators are.
+
+    StoreError for one that is no address.
+    """
+    names = [name for name in ENDPOINTS[scheme] if os.environ.get(name)]
+    for name in names:
+        parts = urlsplit(os.environ[name])
+        if parts.scheme not in ("http", "https") or not parts.netloc or "@" in parts.netloc:
+            raise StoreError(
+                f"expected http:// or https:// and a host in {name}, found something else; set it so, with "
+                "no credentials in it, or leave it out"
+            )
+    return any(os.environ[name].startswith("http:") for name in names)
 
 
 def _aws_credentials() -> dict[str, Any]:
@@ -100,31 +136,59 @@ def _aws_credentials() -> dict[str, Any]:
 
 def is_worth_a_retry(error: BaseException) -> bool:
     """Whether the same request may succeed: an overloaded server, a connection that was cut, a time-out."""
-    said = str(error)
-    if "dns error" in said or "NoSuchBucket" in said or re.search("AccessDenied|403 Forbidden", said):
+    if (status := _status(error)) is not None:
+        return status in (408, 429) or status >= 500
+    said = _said(error)
+    if re.search("dns error|builder error|NoSuchBucket|AccessDenied|token request", said):
         return False  # asked again, the answer would be the same
     kinds = (
-        r"(?i)timed? ?out|connection|reset|incomplete|closed|body|server error|\b5\d\d\b|SlowDown|HTTP error"
+        "timed? ?out|connection|reset|incomplete|closed|body|server error|internal ?error|SlowDown|HTTP error"
     )
-    return re.search(kinds, said) is not None
+    return re.search(f"(?i){kinds}", said) is not None
 
 
 def as_store_error(error: Exception, what: str) -> StoreError:
-    """What a server, or the way to it, said, in one line. what: the object, as people name it."""
-    said = str(error)
+    """What a server, or the way to it, said, in one line. what: the URL of the object."""
+    said, status = _said(error), _status(error)
+    keys = CREDENTIALS.get(what.partition("://")[0], "those of the provider")
     if "NoSuchBucket" in said or "ContainerNotFound" in said:
         return StoreFormatError(f"{what}: expected a bucket that exists, found none of that name; create it")
-    if re.search(r"(?i)denied|forbidden|\b403\b|permission", said):
-        return StoreUnreachable(f"{what}: access denied; check the credentials and what they allow")
-    if re.search(r"(?i)unauthenticated|credential|\b401\b|InvalidAccessKey|metadata", said):
+    if "token request" in said or (status is None and re.search("(?i)credential", said)):
         return StoreUnreachable(
-            f"{what}: expected credentials the store accepts, found none; set those of the provider in the "
-            "environment or a profile"
+            f"{what}: expected credentials in the environment, a profile or the role of this machine, found "
+            f"none that give access; set {keys}"
         )
-    if re.search(r"(?i)timed? ?out|deadline", said):
+    wrong = "InvalidAccessKeyId|SignatureDoesNotMatch|AuthenticationFailed|failed to authenticate"
+    if status == 401 or re.search(wrong, said):
+        return StoreUnreachable(
+            f"{what}: expected credentials the store accepts, found some that were denied; check {keys}"
+        )
+    if status == 403 or isinstance(error, PermissionError) or "AccessDenied" in said:
+        return StoreUnreachable(f"{what}: access denied; check the credentials and what they allow")
+    if re.search("(?i)timed? ?out|deadline", said):
         return StoreUnreachable(
             f"{what}: no answer in time, {_RETRIES} further attempts included; try again, or set "
             f"{TIMEOUT} to more seconds"
         )
-    first = _DETAILS.sub(r"\1=…", said.splitlines()[0] if said else type(error).__name__)[:300]
+    if re.search("dns error|ConnectionRefused", said):
+        return StoreUnreachable(
+            f"{what}: expected a server, found none there; check the network, and the account or endpoint in "
+            "the environment"
+        )
+    first = _DETAILS.sub(r"\1=…", _first_line(error))[:300]
     return StoreUnreachable(f"{what}: the object store did not do what was asked ({first}); try again")
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error) or type(error).__name__).splitlines()[0]
+
+
+def _said(error: BaseException) -> str:
+    """All obstore says of a failure, but for how long it would have tried: no time-out is meant by that."""
+    return str(error).replace("retry_timeout", "")
+
+
+def _status(error: BaseException) -> int | None:
+    """The status a server answered with, of the whole request or of one object in it; None for no answer."""
+    found = re.search(r"\bcode: (\d{3})\b", str(error))
+    return None if found is None else int(found[1])

@@ -402,9 +402,18 @@ class ObjectFolder(Folder):
         import obstore
 
         asked = list(names)
-        if asked:
+
+        def one(name: str) -> None:
             with suppress(FileNotFoundError):
+                self._ask(name, lambda: obstore.delete(self._store, name))
+
+        if asked:
+            try:
                 self._ask(asked[0], lambda: obstore.delete(self._store, asked))
+            except FileNotFoundError:
+                # At one that is gone already Google stops, and Azure after its 256; S3 does not tell.
+                with ThreadPoolExecutor(_AT_ONCE) as pool:
+                    list(pool.map(one, asked))
         for name in asked:
             self._forget(name)
 
@@ -452,8 +461,14 @@ class ObjectFolder(Folder):
 
 
 def _stat(meta: ObjectMeta) -> Stat:
+    """The stamp has only what every answer tells, and as all of them tell it.
+
+    A list has no quotes about its ETags (Azure), no version (Google, and buckets of S3 that keep old ones),
+    and times in milliseconds where a single answer has whole seconds (Google).
+    """
     modified = meta["last_modified"].timestamp()
-    return Stat(meta["size"], modified, (meta["e_tag"], meta["size"], meta["version"], str(modified)), True)
+    tag = (meta["e_tag"] or "").removeprefix("W/").strip('"')
+    return Stat(meta["size"], modified, (tag, meta["size"], int(modified)), True)
 
 
 def _joined(parts: Sequence[Buffer]) -> Buffer:

@@ -162,13 +162,11 @@ def test_disturbed_folders_end_as_the_undisturbed_one(undisturbed, tmp_path, rou
 
 
 @pytest.mark.slow
-def test_a_disturbed_bucket_ends_as_the_undisturbed_folder(undisturbed, tmp_path, monkeypatch):
+@pytest.mark.parametrize("scheme", ["s3", "az", "gs"])
+def test_a_disturbed_bucket_ends_as_the_undisturbed_folder(undisturbed, provider, speaks, scheme):
     """The same against a server that fails one request in twelve, in five ways."""
-    pytest.importorskip("obstore")
-    pytest.importorskip("moto.server")
-    from object_servers import KEYS, Proxy, new_bucket, s3_server
-
-    from mizarr.store.files import cloud
+    server = provider(scheme)
+    from object_servers import Proxy
 
     dice, lock = random.Random(7), threading.Lock()
 
@@ -176,12 +174,9 @@ def test_a_disturbed_bucket_ends_as_the_undisturbed_folder(undisturbed, tmp_path
         with lock:
             return dice.choice(["503", "lost", "before", "half"]) if dice.random() < 1 / 12 else None
 
-    cloud.connected.cache_clear()
-    monkeypatch.setenv("MIZARR_CACHE", str(tmp_path / "cache"))
-    with s3_server() as endpoint, Proxy(endpoint) as proxy:
-        for name, value in {"AWS_ENDPOINT_URL": proxy.endpoint, "AWS_REGION": "us-east-1", **KEYS}.items():
-            monkeypatch.setenv(name, value)
-        address = f"s3://{new_bucket(endpoint)}/store"
+    with Proxy(server.endpoint) as proxy:
+        speaks(server, proxy.endpoint)
+        address = server.new_address()
         open_store(address)
         proxy.fault = fault
         with Reader(address, shards_of(undisturbed)) as reader:
@@ -198,5 +193,4 @@ def test_a_disturbed_bucket_ends_as_the_undisturbed_folder(undisturbed, tmp_path
             check_finished(address, undisturbed, committed)
         assert reader.wrong == []
         faults = collections.Counter(what for _, _, what in proxy.seen if what)
-    cloud.connected.cache_clear()
     tell(counts | faults | {"scans": reader.scans, "shards read": reader.shards, "requests": len(proxy.seen)})

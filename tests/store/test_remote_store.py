@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from urllib.parse import unquote
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ import xarray as xr
 pytest.importorskip("obstore")
 pytest.importorskip("moto.server")
 
-from object_servers import KEYS, Proxy, new_bucket, s3_server  # conftest.py says where
+from object_servers import ACCOUNT, ACCOUNT_KEY, Proxy  # conftest.py says where
 
 import mizarr
 from mizarr.store import PackedTokens, ResultKey, RunKey, open_store
@@ -32,36 +33,48 @@ TOKENS = PackedTokens.from_lists([list(range(n, n + n % 7 + 900)) for n in range
 DAY = 24 * 3600.0
 
 
-@pytest.fixture(scope="module")
-def endpoint():
-    with s3_server() as found:
-        yield found
+SLOW = pytest.mark.slow
+EVERYWHERE = ["memory", "s3", pytest.param("s3 without cache", marks=SLOW), "az", "gs"]
+ALL_SLOW = [*EVERYWHERE[:3], *(pytest.param(scheme, marks=SLOW) for scheme in ("az", "gs"))]
+"""Where the seam is the same as S3's, which the contract shows, and the store cannot tell."""
+SERVERS = ["s3", "az", "gs"]
+SLOW_SERVERS = ["s3", *(pytest.param(scheme, marks=SLOW) for scheme in ("az", "gs"))]
+each_place = pytest.mark.parametrize("address", EVERYWHERE, indirect=True)
 
 
-@pytest.fixture(params=["memory", "s3", pytest.param("s3 without cache", marks=pytest.mark.slow)])
-def address(request, endpoint, monkeypatch, tmp_path):
+@pytest.fixture(params=ALL_SLOW)
+def address(request, provider, speaks, monkeypatch, tmp_path):
     """Where nothing is yet."""
-    monkeypatch.setenv("MIZARR_CACHE", str(tmp_path / "cache"))
-    cloud.connected.cache_clear()
-    if request.param == "memory":
+    scheme, _, how = request.param.partition(" ")
+    if scheme == "memory":
+        monkeypatch.setenv("MIZARR_CACHE", str(tmp_path / "cache"))
+        cloud.connected.cache_clear()
         yield f"memory://{secrets.token_hex(4)}/store"
-    else:
-        if "without" in request.param:
-            monkeypatch.setenv("MIZARR_CACHE_QUOTA", "0")
-        for name, value in {"AWS_ENDPOINT_URL": endpoint, "AWS_REGION": "us-east-1", **KEYS}.items():
-            monkeypatch.setenv(name, value)
-        yield f"s3://{new_bucket(endpoint)}/store"
-    cloud.connected.cache_clear()
+        cloud.connected.cache_clear()
+        return
+    if how:
+        monkeypatch.setenv("MIZARR_CACHE_QUOTA", "0")
+    speaks(provider(scheme))
+    yield provider(scheme).new_address()
+
+
+@pytest.fixture(params=SLOW_SERVERS)
+def server(request, provider, speaks):
+    """One that is spoken to."""
+    speaks(provider(request.param))
+    return provider(request.param)
 
 
 @pytest.fixture
-def s3(endpoint, monkeypatch, tmp_path):
-    monkeypatch.setenv("MIZARR_CACHE", str(tmp_path / "cache"))
-    for name, value in {"AWS_ENDPOINT_URL": endpoint, "AWS_REGION": "us-east-1", **KEYS}.items():
-        monkeypatch.setenv(name, value)
-    cloud.connected.cache_clear()
-    yield f"s3://{new_bucket(endpoint)}/store"
-    cloud.connected.cache_clear()
+def far(server):
+    """An address there where nothing is yet."""
+    return server.new_address()
+
+
+@pytest.fixture
+def s3(provider, speaks):
+    speaks(provider("s3"))
+    return provider("s3").new_address()
 
 
 def rows_of(variable, layer, at):
@@ -103,7 +116,24 @@ def flip(raw):
     raw[len(raw) // 3] ^= 0xFF
 
 
-@pytest.mark.parametrize(("dtype", "arrays"), [("float32", 4), ("int8", 8)])
+@pytest.mark.parametrize(
+    ("address", "dtype", "arrays"),
+    [
+        *(("memory", *kind) for kind in (("float32", 4), ("int8", 8))),
+        *(("s3", *kind) for kind in (("float32", 4), ("int8", 8))),
+        *((scheme, "float32", 4) for scheme in ("az", "gs")),
+        *(
+            pytest.param(place, *kind, marks=SLOW)
+            for place, kind in (
+                ("s3 without cache", ("float32", 4)),
+                ("s3 without cache", ("int8", 8)),
+                ("az", ("int8", 8)),
+                ("gs", ("int8", 8)),
+            )
+        ),
+    ],
+    indirect=["address"],
+)
 def test_runs_and_results_are_those_of_a_folder(address, tmp_path, dtype, arrays):
     near, far = open_store(tmp_path / "near"), open_store(address)
     for store in (near, far):
@@ -184,6 +214,7 @@ def test_int8_goes_to_a_bucket_and_back_with_its_scales(address, tmp_path):
     assert open_store(address).verify() == [] == back.verify()
 
 
+@each_place
 def test_gc_takes_leftovers_and_what_is_over_quota_and_no_more(address):
     store = open_store(address)
     entry, _ = harvest(store)
@@ -240,6 +271,7 @@ def test_a_claim_is_held_once_and_taken_over_when_its_holder_is_gone(address):
     stale.release()
 
 
+@each_place
 def test_a_run_that_is_gone_is_told_so(address):
     store = open_store(address)
     entry, _ = harvest(store)
@@ -252,18 +284,17 @@ def test_a_run_that_is_gone_is_told_so(address):
 # -- through the cache
 
 
-def test_what_was_read_is_not_fetched_again_and_a_single_row_fetches_one_chunk(endpoint, s3, monkeypatch):
-    harvest(open_store(s3))
-    with Proxy(endpoint) as proxy:
-        monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.endpoint)
-        cloud.connected.cache_clear()
+def test_what_was_read_is_not_fetched_again_and_a_single_row_fetches_one_chunk(server, far, speaks):
+    harvest(open_store(far))
+    with Proxy(server.endpoint) as proxy:
+        speaks(server, proxy.endpoint)
 
         def fetched(read):
             proxy.seen.clear()
-            with_cache = next(open_store(s3, mode="r").entries()).open(chunks=None)
+            with_cache = next(open_store(far, mode="r").entries()).open(chunks=None)
             proxy.seen.clear()
             read(with_cache)
-            return [path for method, path, _ in proxy.seen if method == "GET" and "/c/" in path]
+            return [path for method, path, _ in proxy.seen if method == "GET" and "/c/" in unquote(path)]
 
         def one_row(ds):
             return ds["resid_post"].sel(layer=1).isel(token=1500).values
@@ -307,21 +338,21 @@ def test_the_cache_stays_within_its_quota(s3, tmp_path, monkeypatch):
 # -- the whole way, and other processes
 
 
-def test_capture_stages_report_and_the_command_line_on_s3(s3, tmp_path, capsys):
+def test_capture_stages_report_and_the_command_line_on_a_server(server, far, tmp_path, capsys):
     from mizarr.workflows.cli import run
 
     def said(*arguments):
-        assert run([*arguments, "--store", s3]) == 0
+        assert run([*arguments, "--store", far]) == 0
         return capsys.readouterr().out
 
     prompts = ["a prompt", "another one"]
-    far = mizarr.capture(
-        "specimen", prompts, ["blocks.*.hook_resid_post"], store=open_store(s3), progress=False
+    captured = mizarr.capture(
+        "specimen", prompts, ["blocks.*.hook_resid_post"], store=open_store(far), progress=False
     )
     near = mizarr.capture(
         "specimen", prompts, ["blocks.*.hook_resid_post"], store=open_store(tmp_path / "near"), progress=False
     )
-    xr.testing.assert_equal(far.load(), near.load())
+    xr.testing.assert_equal(captured.load(), near.load())
     assert "specimen" in said("ls")
     said("compute", "logit_lens", "--model", "specimen", "--set", 'prompts=["a prompt"]', "--quiet")
     assert "cached" in said("explain", "logit_lens", "--model", "specimen", "--set", 'prompts=["a prompt"]')
@@ -338,12 +369,16 @@ def test_capture_stages_report_and_the_command_line_on_s3(s3, tmp_path, capsys):
         str(page),
     )
     text = page.read_text()
-    assert not any(secret in text for secret in KEYS.values())
+    assert not any(secret in text for secret in server.secret)
     assert said("verify", "--quiet") == ""
     assert json.loads(said("gc", "--dry-run", "--json"))["dry_run"]
-    for name in open_store(s3).files.list(""):
-        raw = open_store(s3).files.get(name)
-        assert not any(secret.encode() in raw for secret in KEYS.values()), name
+    copied = tmp_path / "copied"
+    assert run(["copy", far, str(copied), "--quiet"]) == 0
+    assert [r.content for r in open_store(copied).records()] == [r.content for r in open_store(far).records()]
+    assert open_store(copied).verify() == []
+    for name in open_store(far).files.list(""):
+        raw = open_store(far).files.get(name)
+        assert not any(secret.encode() in raw for secret in server.secret), name
 
 
 DENIED = {
@@ -352,22 +387,21 @@ DENIED = {
     "writing shards": lambda method, path: method == "PUT" and "/c/" in path,
     "writing records": lambda method, path: method == "PUT" and "/seg/" in path and path.endswith(".json"),
 }
+DENIALS = [
+    pytest.param(scheme, what, marks=[] if scheme == "s3" or what == "writing shards" else [SLOW])
+    for scheme in SERVERS
+    for what in DENIED
+]
 
 
-@pytest.mark.parametrize("what", DENIED)
-def test_what_is_denied_is_told_in_one_line_and_leaves_nothing_half_written(
-    endpoint, tmp_path, monkeypatch, capsys, what
-):
+@pytest.mark.parametrize(("server", "what"), DENIALS, indirect=["server"])
+def test_what_is_denied_is_told_in_one_line_and_leaves_nothing_half_written(server, speaks, capsys, what):
     """Credentials that may not do all of it; once they may, the same command goes on."""
     from mizarr.workflows.cli import run
 
-    monkeypatch.setenv("MIZARR_CACHE", str(tmp_path / "cache"))
-    told = {"AWS_REGION": "us-east-1", "MIZARR_TIMEOUT": "20", **KEYS}
-    with Proxy(endpoint) as proxy:
-        for name, value in {"AWS_ENDPOINT_URL": proxy.endpoint, **told}.items():
-            monkeypatch.setenv(name, value)
-        cloud.connected.cache_clear()
-        at = f"s3://{new_bucket(endpoint)}/store"
+    with Proxy(server.endpoint) as proxy:
+        speaks(server, proxy.endpoint, MIZARR_TIMEOUT="20")
+        at = server.new_address()
         asked = [
             "capture",
             "specimen",
@@ -377,7 +411,7 @@ def test_what_is_denied_is_told_in_one_line_and_leaves_nothing_half_written(
             "blocks.0.hook_resid_post",
             "--quiet",
         ]
-        proxy.fault = lambda method, path: "403" if DENIED[what](method, path) else None
+        proxy.fault = lambda method, path: "403" if DENIED[what](method, unquote(path)) else None
         assert run([*asked, "--store", at]) == 2
         said = capsys.readouterr()
         denied = Counter(seen for seen in proxy.seen if seen[2] == "403")
@@ -385,7 +419,7 @@ def test_what_is_denied_is_told_in_one_line_and_leaves_nothing_half_written(
         assert max(denied.values()) == 1, denied  # asked again it would be denied again
         assert said.out == ""
         assert said.err.count("\n") == 1 and "denied" in said.err and at in said.err
-        assert not any(secret in said.err for secret in KEYS.values())
+        assert not any(secret in said.err for secret in server.secret)
         proxy.fault = lambda method, path: None
         if what.startswith("writing "):
             store = open_store(at)
@@ -393,20 +427,20 @@ def test_what_is_denied_is_told_in_one_line_and_leaves_nothing_half_written(
             assert store.verify() == []
         assert run([*asked, "--store", at]) == 0
         assert open_store(at).verify() == []
-    cloud.connected.cache_clear()
 
 
-def test_a_bucket_that_is_missing_is_told_in_one_line(s3, capsys):
+@pytest.mark.parametrize("server", SERVERS, indirect=True)
+def test_a_bucket_that_is_missing_is_told_in_one_line(server, capsys):
     from mizarr.workflows.cli import run
 
     asked = ["capture", "specimen", "a prompt", "--text", "--hooks", "blocks.0.hook_resid_post", "--quiet"]
-    assert run([*asked, "--store", "s3://no-such-bucket-anywhere/store"]) == 2
+    assert run([*asked, "--store", f"{server.scheme}://no-such-bucket-anywhere/store"]) == 2
     said = capsys.readouterr()
     assert said.out == "" and said.err.count("\n") == 1
     assert "expected a bucket that exists" in said.err
 
 
-def test_two_processes_harvest_one_run_and_agree(s3):
+def test_two_processes_harvest_one_run_and_agree(far):
     program = """
 import sys
 sys.path[:0] = sys.argv[2:]
@@ -417,7 +451,7 @@ print(*sorted(r.content for r in harvest(open_store(sys.argv[1]))[1]))
     paths = [here, os.path.join(here, "..", "contracts")]  # noqa: PTH118
     both = [
         subprocess.Popen(
-            [sys.executable, "-c", program, s3, *paths],
+            [sys.executable, "-c", program, far, *paths],
             stdout=subprocess.PIPE,
             text=True,
             env=dict(os.environ),
@@ -427,13 +461,117 @@ print(*sorted(r.content for r in harvest(open_store(sys.argv[1]))[1]))
     said = [one.communicate(timeout=120)[0] for one in both]
     assert [one.returncode for one in both] == [0, 0]
     assert said[0] == said[1] != ""
-    assert open_store(s3).verify() == []
+    assert open_store(far).verify() == []
 
 
-def test_credentials_that_are_refused_and_none_at_all_are_one_line(s3, monkeypatch, capsys):
+def said_to(capsys, address):
+    """What `ls` of a store says that cannot be looked into: one line, and exit code 2."""
     from mizarr.workflows.cli import run
 
+    assert run(["ls", "--store", address]) == 2
+    said = capsys.readouterr()
+    assert said.out == "" and said.err.count("\n") == 1
+    return said.err
+
+
+WRONG = {
+    "az": {"AZURE_STORAGE_ACCOUNT_KEY": "V1JPTkdLRVk="},
+    "gs": {"GOOGLE_BEARER_TOKEN": "WRONGKEY"},
+}
+
+
+@pytest.mark.parametrize("server", ["az", "gs"], indirect=True)
+def test_credentials_that_are_refused_are_one_line(server, speaks, capsys):
+    """Not of S3: its server looks at none."""
+    address = server.new_address()
+    wrong = WRONG[server.scheme]
+    speaks(server, **wrong)
+    said = said_to(capsys, address)
+    assert "expected credentials the store accepts" in said and next(iter(wrong))[:6] in said
+    assert not any(secret in said for secret in [*wrong.values(), *server.secret])
+    speaks(server)
+    assert open_store(address).verify() == []
+
+
+AMISS = {
+    "az no account": ("az", {}, "AZURE_STORAGE_ACCOUNT_NAME"),
+    "az bad key": (
+        "az",
+        {"AZURE_STORAGE_ACCOUNT_NAME": "a", "AZURE_STORAGE_ACCOUNT_KEY": "SECRET it is"},
+        "AZURE_STORAGE_ACCOUNT_KEY",
+    ),
+    "az no server": (
+        "az",
+        {
+            "AZURE_STORAGE_ACCOUNT_NAME": "a",
+            "AZURE_STORAGE_SAS_TOKEN": "sv=2021-08-06&sp=r&sig=SECRET%3D",
+            "AZURE_STORAGE_ENDPOINT": "http://127.0.0.1:1/a",
+        },
+        "expected a server, found none",
+    ),
+    "gs no file": ("gs", {"GOOGLE_APPLICATION_CREDENTIALS": "/nowhere/key.json"}, "No such file"),
+    "gs key where its file should be": (
+        "gs",
+        {"GOOGLE_APPLICATION_CREDENTIALS": "-----BEGIN PRIVATE KEY----- SECRET: it is"},
+        "No such file",
+    ),
+    "gs no key": ("gs", {"GOOGLE_SERVICE_ACCOUNT_KEY": '"SECRET"'}, "GOOGLE_APPLICATION_CREDENTIALS"),
+    "gs no address": (
+        "gs",
+        {"GOOGLE_BEARER_TOKEN": "SECRET", "GOOGLE_BASE_URL": "user:SECRET@host"},
+        "GOOGLE_BASE_URL",
+    ),
+    "s3 no address": (
+        "s3",
+        {
+            "AWS_ACCESS_KEY_ID": "SECRET",
+            "AWS_SECRET_ACCESS_KEY": "SECRET",
+            "AWS_ENDPOINT_URL": "http://user:SECRET@host",
+        },
+        "AWS_ENDPOINT_URL",
+    ),
+    "s3 no server": (
+        "s3",
+        {
+            "AWS_ACCESS_KEY_ID": "SECRET",
+            "AWS_SECRET_ACCESS_KEY": "SECRET",
+            "AWS_ENDPOINT_URL": "http://127.0.0.1:1",
+        },
+        "expected a server, found none",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", AMISS)
+def test_settings_that_lead_nowhere_are_one_line_and_no_secret_is_in_it(monkeypatch, capsys, what):
+    scheme, settings, expected = AMISS[what]
     monkeypatch.setattr(objects, "_PAUSE", 0.01)
-    assert run(["ls", "--store", s3.replace("/store", "x/store")]) == 2
-    error = capsys.readouterr().err
-    assert "bucket that exists" in error and len(error.strip().splitlines()) == 1
+    monkeypatch.setattr(cloud, "_RETRIES", 0)
+    for name in os.environ:
+        if name.startswith(("AWS_", "AZURE_", "GOOGLE_")):
+            monkeypatch.delenv(name)
+    for name, value in settings.items():
+        monkeypatch.setenv(name, value)
+    cloud.connected.cache_clear()
+    said = said_to(capsys, f"{scheme}://bucket/store")
+    assert expected in said and "SECRET" not in said
+
+
+def test_the_emulator_of_azure_is_found_by_its_switch(provider, speaks, monkeypatch):
+    """As the tools of Azure find it; its account is the one that every emulator has."""
+    server = provider("az")
+    address = server.new_address()
+    speaks(server)
+    files = objects.ObjectFolder(address)
+    files.put_new("a", b"one")
+    for name in server.settings():
+        monkeypatch.delenv(name)
+    told = {"AZURE_STORAGE_USE_EMULATOR": "true", "AZURITE_BLOB_STORAGE_URL": server.endpoint}
+    for name, value in {
+        **told,
+        "AZURE_STORAGE_ACCOUNT_NAME": ACCOUNT,
+        "AZURE_STORAGE_ACCOUNT_KEY": ACCOUNT_KEY,
+    }.items():
+        monkeypatch.setenv(name, value)
+    cloud.connected.cache_clear()
+    assert objects.ObjectFolder(address).get("a") == b"one"
