@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -24,8 +24,8 @@ class Heatmap(View):
     rows, columns: labels.  row_name, column_name, value_name, unit: what the tooltip calls them.
     low, high: ends of the colour scale; None takes those of the values.  diverging: colours part at zero, and
     the scale is as long below it as above.  upward: the first row lies at the bottom, as layers do.
-    framed: blocks of cells with a frame around, each (first row, first column, last row, last column), and
-    what a frame means.
+    framed: blocks of cells with a frame around, each (first row, first column, last row, last column).
+    frame_name: what a frame means, beside the colours of a page and in the caption of a figure.
     """
 
     kind: ClassVar[str] = "heatmap"
@@ -79,6 +79,12 @@ class Heatmap(View):
         return min(14.0, 1.6 + 0.07 * min(word, 38) + (3.6 if square else across)), min(
             14.0, below + (3.6 if square else down)
         )
+
+    def panel(self) -> Heatmap:
+        """With what a frame means in its caption, unless that tells it."""
+        if not (self.framed and self.frame_name) or "framed" in self.caption.lower():
+            return self
+        return replace(self, caption=f"{self.caption}; framed: {self.frame_name}".removeprefix("; "))
 
     def draw(self, axes: Any) -> None:
         """Cells, their labels, frames, and the colours' meaning."""

@@ -183,7 +183,8 @@ class Choice(View):
     def panel(self) -> View:
         """The one shown first, under the title of them all."""
         chosen = self.chosen
-        return replace(chosen, title=chosen.title or self.title, caption=chosen.caption or self.caption)
+        told = replace(chosen, title=chosen.title or self.title, caption=chosen.caption or self.caption)
+        return told.panel()
 
     def within(self, room: int) -> View:
         """As many options as fit, from the first on; the caption tells what is left out."""
