@@ -327,6 +327,10 @@ def test_titles_of_a_row_begin_at_one_height_and_stand_above_their_captions():
     [
         ("recovered by patching attn_out, %", ["recovered by", "patching attn_out, %"]),
         ("mean change of attention to the fact", ["mean change of", "attention to the fact"]),
+        (
+            "KL(clean || run) of next-token distributions, nats",
+            ["KL(clean || run) of next-token", "distributions, nats"],
+        ),
         ("KL, nats", ["KL, nats"]),
         ("", [""]),
     ],
@@ -335,14 +339,39 @@ def test_a_name_that_takes_several_lines_leaves_no_word_alone(text: str, lines: 
     assert paper.even(text, 32).split("\n") == lines
 
 
-def test_words_below_bars_lie_flat_where_there_is_room():
-    def turned(names: tuple[str, ...]) -> set[float]:
-        bars = Bars(x=names, x_name="x", y_name="y", lines=(Line("one", np.ones(len(names))),))
-        axes = paper.compose([bars]).axes[0]
-        return {label.get_rotation() for label in axes.get_xticklabels()}
+def test_a_title_ends_within_the_figure_however_long_the_names_of_rows_are():
+    long = Heatmap(
+        title="How it goes on, without blocks.3.hook_attn_out", caption="shaded by " * 8, values=np.eye(2),
+        rows=("The mother tongue of John Calvin is", "unchanged"), columns=("0", "1"), value_name="p",
+    )  # fmt: skip
+    drawn = paper.compose([long])
+    drawn.canvas.draw()
+    texts = [drawn.axes[0]._left_title, *drawn.axes[0].texts]
+    assert max(text.get_window_extent().x1 for text in texts) < drawn.bbox.x1
 
-    assert turned(("0-1 (42 %)", "2-3 (0 %)")) == {0}
-    assert turned(tuple(f"word {i}" for i in range(16))) == {40}
+
+def test_a_long_caption_leaves_cells_as_wide_as_a_short_one():
+    def wide(caption: str) -> float:
+        drawn = paper.compose([replace(a_heatmap(), caption=caption) for _ in range(3)])
+        drawn.canvas.draw()
+        return float(drawn.axes[0].get_position().width)
+
+    assert wide("words " * 40) == pytest.approx(wide("words"), rel=0.01)
+
+
+def test_words_below_bars_and_cells_lie_flat_where_there_is_room():
+    def turned(view: View) -> set[float]:
+        return {label.get_rotation() for label in paper.compose([view]).axes[0].get_xticklabels()}
+
+    def bars(*names: str) -> Bars:
+        return Bars(x=names, x_name="x", y_name="y", lines=(Line("one", np.ones(len(names))),))
+
+    def cells(*names: str) -> Heatmap:
+        return Heatmap(values=np.eye(1, len(names)), rows=("0",), columns=names, value_name="x")
+
+    many = [f"word {i}" for i in range(16)]
+    assert turned(bars("0-1 (42 %)", "2-3 (0 %)")) == turned(cells("attention", "MLP")) == {0}
+    assert turned(bars(*many)) == turned(cells(*many)) == {40}
 
 
 def test_a_figure_of_one_panel_has_its_words_once_in_a_notebook(monkeypatch):

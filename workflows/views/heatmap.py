@@ -70,15 +70,18 @@ class Heatmap(View):
     def inches(self) -> tuple[float, float]:
         """Room for labels and cells; wider ones where there is text in them."""
         rows, columns = self.values.shape
-        word = max(map(len, self.rows), default=0)
         cell = 0.82 if self.texts else 0.44 if self.numbers else 0.36 if _is_long(self.columns) else 0.3
         tall = 0.34 if self.texts or self.numbers else 0.28
         square = self.row_name == self.column_name and columns > 16
         across, down = max(2.2, cell * columns), max(1.4, tall * rows)
         below = 0.9 if _is_long(self.columns) else 0.5
-        return min(14.0, 1.6 + 0.07 * min(word, 38) + (3.6 if square else across)), min(
-            14.0, below + (3.6 if square else down)
-        )
+        wide, high = (3.6, 3.6) if square else (across, down)
+        return min(14.0, 1.6 + self.gutter + wide), min(14.0, below + high)
+
+    @property
+    def gutter(self) -> float:
+        """Names of rows."""
+        return 0.07 * min(max(map(len, self.rows), default=0), 38)
 
     def panel(self) -> Heatmap:
         """With what a frame means in its caption, unless that tells it."""
@@ -99,7 +102,7 @@ class Heatmap(View):
             interpolation="nearest",
         )
         paper.bare(axes)
-        paper.ticks(axes.xaxis, self.columns)
+        paper.ticks(axes.xaxis, self.columns, int(11 * (self.inches()[0] - 1.6 - self.gutter)))
         paper.ticks(axes.yaxis, self.rows)
         axes.set(xlabel=self.column_name, ylabel=self.row_name)
         for top, left, bottom, right in self.framed:

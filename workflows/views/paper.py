@@ -74,6 +74,9 @@ class Panel(Protocol):
     @property
     def caption(self) -> str: ...  # noqa: D102
 
+    @property
+    def gutter(self) -> float: ...  # noqa: D102
+
     def inches(self) -> tuple[float, float]: ...  # noqa: D102
 
     def draw(self, axes: Any) -> None: ...  # noqa: D102
@@ -103,7 +106,9 @@ def compose(
             rest = max(0.01, wide - sum(widths)) if len(rows) > 1 else 0.01  # of a row that others outdo
             inner = grid[line, 0].subgridspec(1, len(row) + 1, width_ratios=[*widths, rest])
             shares = [wide * width / (sum(widths) + rest) for width in widths]
-            words = [wrapped(panels[i], share) for i, share in zip(row, shares, strict=True)]
+            words = [
+                wrapped(panels[i], share - panels[i].gutter) for i, share in zip(row, shares, strict=True)
+            ]
             top = max(map(points, words))
             for column, i in enumerate(row):
                 axes = figure.add_subplot(inner[0, column], projection=panels[i].projection)
@@ -177,7 +182,7 @@ def ramp(name: str) -> Any:
 
 
 def wrapped(panel: Panel, width: float) -> tuple[list[str], list[str]]:
-    """Lines of the title and of the caption of a panel that is so many inches wide."""
+    """Lines of the title and of the caption of a panel above so many inches."""
     names = textwrap.wrap(panel.title, max(20, int(10.5 * width)))
     return names, textwrap.wrap(panel.caption, max(20, int(14 * width)))
 
@@ -194,7 +199,9 @@ def entitle(axes: Any, title: list[str], caption: list[str], lift: float) -> Non
     # In points, not in shares of the axes: in tall ones a caption would run into the title.
     where = offset_copy(axes.transAxes, axes.figure, y=5 + lift, units="points")
     write = axes.text2D if hasattr(axes, "text2D") else axes.text
-    write(0, 1, "\n".join(caption), transform=where, fontsize=8, color=SOFT, va="bottom")
+    told = write(0, 1, "\n".join(caption), transform=where, fontsize=8, color=SOFT, va="bottom")
+    # The title above it makes room for its lines; its width may reach beyond the axes, as a title's may.
+    told.set_in_layout(not title)
     axes.set_title("\n".join(title), pad=8 + 11 * len(caption) + lift)
 
 
@@ -300,8 +307,12 @@ def ticks(axis: Any, labels: Sequence[str], room: int = 0) -> None:
 
 def even(text: str, width: int) -> str:
     """A text in as few lines of so many characters as it takes, none much longer than the others."""
-    lines = textwrap.wrap(text, width)
-    while width > 1 and len(closer := textwrap.wrap(text, width := width - 1)) == len(lines):
+    lines = textwrap.wrap(text, width, break_on_hyphens=False)
+    while width > 1:
+        width -= 1
+        closer = textwrap.wrap(text, width, break_on_hyphens=False)
+        if len(closer) > len(lines):
+            break
         lines = closer
     return "\n".join(lines)
 

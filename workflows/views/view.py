@@ -54,6 +54,11 @@ class View:
         """Width and height it wants as a panel of a figure, without title and caption."""
         raise NotImplementedError(f"{type(self).__name__} has no panel")
 
+    @property
+    def gutter(self) -> float:
+        """Of these inches, those that names take left of the axes, where title and caption begin."""
+        return 0.0
+
     def draw(self, axes: Any) -> None:
         """Draw it into matplotlib's axes, inside `paper.style()`."""
         raise NotImplementedError(f"{type(self).__name__} has no panel")
