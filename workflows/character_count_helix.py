@@ -293,6 +293,8 @@ class CharacterCountHelix(ModelWorkflow):
         ringing_curves = both.assign_coords(counts=["true counts", "shuffled counts"])
         numbered = found.assign_coords(component=[f"PC{k + 1}" for k in range(found.sizes["component"])])
         curves = numbered["projection"][..., :4].transpose("layer", "component", "count")
+        bands = f"Of {'centred ' if found.attrs['centred'] else ''}mean states. Bands beside the diagonal: "
+        bands += "the curve comes round again; without them it turns away."
         square: dict[str, Any] = {name: tuple(map(str, counts)) for name in ("rows", "columns")}
         ends: dict[str, Any] = {"low": -1.0, "high": 1.0}
         ringing, cosines, components = (
@@ -311,7 +313,7 @@ class CharacterCountHelix(ModelWorkflow):
                 ),
                 (
                     "Cosine between the means of two counts",
-                    "Bands beside the diagonal: the curve comes round again; without them it turns away.",
+                    bands,
                     ("geometry",),
                     lambda layer: Heatmap.of(
                         found["cosine"].sel(layer=layer), low=-1.0, high=1.0, diverging=True, upward=True,
@@ -320,7 +322,7 @@ class CharacterCountHelix(ModelWorkflow):
                 ),
                 (
                     "The curve, one component at a time",
-                    "Mean states projected on their principal components.",
+                    "Mean states projected on their principal components, on one scale.",
                     ("geometry",),
                     lambda layer: Lines.of(
                         curves.sel(layer=layer), x_name="characters since the line began", apart=True
@@ -331,11 +333,15 @@ class CharacterCountHelix(ModelWorkflow):
         along: dict[str, Any] = {"control": "shuffled counts", "low": 0.0, "high": 1.0, "at": shown}
         scores = self.r2.sel(layer=layers).transpose("counts", "layer")
         scores = scores.assign_coords(counts=[f"{counts} counts" for counts in scores["counts"].values])
-        readout = Lines.of(scores, "Can the count be read off linearly?", **along)
+        marked = f"marked: layer {shown}, shown above"
+        readout = Lines.of(
+            scores, "Can the count be read off linearly?", marked, y_name="R² on held-out prompts", **along
+        )
         ratio = numbered["explained_variance_ratio"].transpose("component", "layer")
         dims = Lines.of(
             self._shares(ratio),
             "How few dimensions hold the means?",
+            marked,
             y_name="share of their variance",
             **along,
         )

@@ -364,7 +364,10 @@ class PushedStates(ModelWorkflow):
             here = found.sel(strength=strength).transpose("pushed_at", "read_layer")
             back = [fates[layer, strength].layer for layer in here["pushed_at"].values.tolist()]
             framed = tuple((row, start, row, last) for row, start in enumerate(back) if start is not None)
-            return Heatmap.of(here, low=low, high=1.0, upward=True, framed=framed, frame_name="absorbed")
+            return Heatmap.of(
+                here, low=low, high=1.0, upward=True, row_name="layer pushed", column_name="layer read",
+                framed=framed, frame_name="absorbed",
+            )  # fmt: skip
 
         return Choice.of(
             "strength",
@@ -380,7 +383,8 @@ class PushedStates(ModelWorkflow):
         """At the best layer of case `i`, cosines above it and KL by strength."""
         row, threshold = self.found(i).sel(layer=best, strength=list(self.sweep)), self.settings.threshold
         above = row["similarity"].transpose("strength", "read_layer").isel(read_layer=slice(best, None))
-        cosines = Lines.of(above, f"A push at layer {best}, by strength", "dashed: near", y_name="cosine")
+        told = f"dashed: {threshold:g}, from which on a state is near the undisturbed one"
+        cosines = Lines.of(above, f"A push at layer {best}, by strength", told, y_name="cosine")
         near = Line(f"near, {threshold:g}", np.full(len(cosines.x), threshold), control=True)
         title, kl = "What it does to the answer", row["kl"].expand_dims("layer")
         answer = Lines.of(kl, title, f"at layer {best}", low=0.0)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from mizarr.stages.causal.controls import Null
-from mizarr.workflows.views import Finding, Findings
+from mizarr.workflows.views import Finding, Findings, paper
 
 NULL = Null(np.linspace(-0.1, 0.1, 50), "features of the same layer")
 
@@ -56,3 +56,18 @@ def test_the_strip_has_everything_on_one_axis_in_order():
 def test_equal_draws_make_a_strip():
     strip = Finding("one", 0.0, Null(np.zeros(50), "draws")).strip
     assert set(strip["draws"]) == {strip["effect"]} == {strip["zero"]}
+
+
+def test_a_figure_says_how_large_an_effect_is_where_zero_is_and_what_the_strokes_are():
+    view = Findings.of(
+        Finding("one", 0.5, NULL, unit="nats"), Finding("other", 0.01, NULL), caption="As named."
+    )
+    axes = paper.compose([view.panel()]).axes[0]
+    said = [text.get_text() for text in axes.texts]
+    assert "one: +0.5 nats, beyond chance" in said and "other: +0.01, no more than chance" in said
+    assert any(text.startswith("As named. Dot: the effect") for text in said)
+    assert view.caption == "As named.", "a page has words of its own"
+    upright = [
+        line.get_xdata()[0] for line in axes.lines if len(set(line.get_xdata())) == 1 < len(line.get_xdata())
+    ]
+    assert upright == [each.strip["zero"] for each in view.findings]

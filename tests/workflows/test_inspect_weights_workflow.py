@@ -120,6 +120,13 @@ def test_table_and_figure_show_the_matrices_and_name_the_result(done, tmp_path, 
     assert done.to_json()["provenance"]["keys"]["weights"][:12].encode() in path.read_bytes()
 
 
+def test_matrices_that_outnumber_the_colours_are_shades_by_part_of_a_layer(done):
+    families = {line.name: line.family for view in done.shown if view.kind == "lines" for line in view.lines}
+    assert {families[name] for name in "qkvo"} == {"self_attn"}
+    assert {families[name] for name in ("up", "down", "gate")} == {"mlp"}
+    assert families["ln1"] == "", "two curves need no shades"
+
+
 def test_the_same_files_elsewhere_are_not_read_again(tiny_model, tmp_path):
     store = open_store(tmp_path / "store")
     compute("inspect_weights", store=store, model=str(tiny_model))

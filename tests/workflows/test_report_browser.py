@@ -12,11 +12,12 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pytest
+from matplotlib.colors import to_rgb
 
 from mizarr.stages.attention.flow import unpacked
 from mizarr.stages.logits.lens import format_probability, format_token
 from mizarr.workflows import WORKFLOWS, compute
-from mizarr.workflows.views import Heatmap
+from mizarr.workflows.views import Heatmap, Line, Lines, paper
 from mizarr.workflows.workflow import Workflow
 from tests.browser import Opened, chromium, opened
 
@@ -245,6 +246,38 @@ class Wide(Workflow):
             title="wide", values=self.values, rows=rows, columns=columns, value_name="x", diverging=True
         )
         return [heatmap]
+
+
+class Many(Workflow):
+    """A page with more curves than colours: in families, and in an order."""
+
+    name, question, settings_type = "many", "Which is which?", Nothing
+    nodes: ClassVar[dict[str, Any]] = {}
+
+    def views(self) -> list[Any]:
+        kin = tuple(
+            Line(f"{f}{i}", np.array([0.0, i]), family=f) for f, n in (("a", 4), ("b", 3)) for i in range(n)
+        )
+        ordered = tuple(Line(f"layer {i}", np.array([0.0, i])) for i in range(9))
+        return [Lines(x=(0, 1), x_name="x", y_name="y", lines=lines) for lines in (kin, ordered)]
+
+
+@pytest.mark.parametrize("which", [0, 1], ids=["families", "in order"])
+def test_many_curves_have_the_colours_of_a_figure(which, browser, tmp_path):
+    workflow = Many(Nothing())
+    workflow.report(tmp_path / "many.html")
+    with opened(browser, tmp_path / "many.html") as here:
+        told = (
+            here.page.locator(".lines")
+            .nth(which)
+            .locator("ul.keys i")
+            .evaluate_all("all => all.map((one) => getComputedStyle(one).borderTopColor)")
+        )
+    figure = paper.compose([workflow.shown[which]]).axes[0]
+    drawn = [to_rgb(line.get_color()) for line in figure.lines if len(line.get_xdata()) == 2]
+    for page, one in zip(told, drawn, strict=False):
+        assert numbers(page) == pytest.approx([255 * channel for channel in one], abs=3)
+    assert len(set(told)) == len(told) == (7, 9)[which]
 
 
 @pytest.mark.parametrize("width", [400, 1400])

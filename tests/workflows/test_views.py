@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -65,14 +65,14 @@ def a_table(**told: Any) -> Table:
     )
 
 
-def a_heatmap(**told: Any) -> Heatmap:
+def a_heatmap(caption: str = "below", **told: Any) -> Heatmap:
     array = xr.DataArray(
         [[0.0, 1.0], [2.0, 3.0]],
         dims=("layer", "head"),
         coords={"layer": [4, 5], "head": [0, 1]},
         attrs={"long_name": "KL", "units": "nats"},
     )
-    return Heatmap.of(array, "By head", "below", **told)
+    return Heatmap.of(array, "By head", caption, **told)
 
 
 class Whole(Workflow):
@@ -281,6 +281,97 @@ def test_curves_of_a_family_are_shades_of_one_colour():
     assert hues["a 1"][0] == pytest.approx(hues["a 2"][0], abs=0.02)
     assert hues["a 1"][1] > hues["a 2"][1], "the second one is lighter"
     assert len({round(hues[name][0], 2) for name in ("a 1", "b 1", "alone")}) == 3
+
+
+def test_curves_that_come_in_an_order_run_from_light_to_dark_and_their_names_can_be_read():
+    lines = tuple(Line(f"strength {i}", np.full(2, float(i))) for i in range(12))
+    with paper.style():
+        axes = paper.blank(4, 3).add_subplot()
+        Lines(x=(0, 1), x_name="x", y_name="y", lines=lines).draw(axes)
+    lightness = [sum(to_rgb(line.get_color())) for line in axes.lines if len(line.get_xdata()) == 2][:12]
+    assert lightness == sorted(lightness, reverse=True)
+    assert {text.get_color() for text in axes.texts} == {paper.SOFT}
+
+
+def test_what_a_frame_means_is_said_in_a_figure_once():
+    framed = {"framed": ((0, 0, 0, 0),), "frame_name": "strongest"}
+    assert a_heatmap(**framed).panel().caption == "below; framed: strongest"
+    assert a_heatmap(**framed, caption="Framed: most").panel().caption == "Framed: most"
+    assert a_heatmap(frame_name="strongest").panel().caption == "below", "there is no frame"
+    choice = Choice.of("layer", [2], lambda _: a_heatmap(**framed), title="All")
+    assert choice.panel().caption == "below; framed: strongest"
+    alone = Figure(name="f", title="Mine", caption="told", panels=(a_heatmap(**framed),)).compose("foot")
+    assert "told; framed: strongest" in [text.get_text() for text in alone.axes[0].texts]
+
+
+def test_titles_of_a_row_begin_at_one_height_and_stand_above_their_captions():
+    long = "words " * 40
+    drawn = paper.compose(
+        [a_heatmap(caption=long), replace(a_heatmap(), title=long), replace(a_heatmap(), caption="")],
+        columns=3,
+    )
+    drawn.canvas.draw()
+    first = [axes for axes in drawn.axes if axes.get_title(loc="left")]
+    titles = [axes.get_title(loc="left") and axes._left_title.get_window_extent() for axes in first]
+    assert len(titles) == 3
+    # In pixels of 1/100 inch: less than half a line.
+    assert max(box.y1 for box in titles) - min(box.y1 for box in titles) < 8
+    for axes, title in zip(first, titles, strict=True):
+        (caption, *_) = axes.texts
+        assert axes.bbox.y1 < caption.get_window_extent().y0
+        assert not caption.get_text() or caption.get_window_extent().y1 < title.y0 + 1
+
+
+@pytest.mark.parametrize(
+    ("text", "lines"),
+    [
+        ("recovered by patching attn_out, %", ["recovered by", "patching attn_out, %"]),
+        ("mean change of attention to the fact", ["mean change of", "attention to the fact"]),
+        (
+            "KL(clean || run) of next-token distributions, nats",
+            ["KL(clean || run) of next-token", "distributions, nats"],
+        ),
+        ("KL, nats", ["KL, nats"]),
+        ("", [""]),
+    ],
+)
+def test_a_name_that_takes_several_lines_leaves_no_word_alone(text: str, lines: list[str]):
+    assert paper.even(text, 32).split("\n") == lines
+
+
+def test_a_title_ends_within_the_figure_however_long_the_names_of_rows_are():
+    long = Heatmap(
+        title="How it goes on, without blocks.3.hook_attn_out", caption="shaded by " * 8, values=np.eye(2),
+        rows=("The mother tongue of John Calvin is", "unchanged"), columns=("0", "1"), value_name="p",
+    )  # fmt: skip
+    drawn = paper.compose([long])
+    drawn.canvas.draw()
+    texts = [drawn.axes[0]._left_title, *drawn.axes[0].texts]
+    assert max(text.get_window_extent().x1 for text in texts) < drawn.bbox.x1
+
+
+def test_a_long_caption_leaves_cells_as_wide_as_a_short_one():
+    def wide(caption: str) -> float:
+        drawn = paper.compose([replace(a_heatmap(), caption=caption) for _ in range(3)])
+        drawn.canvas.draw()
+        return float(drawn.axes[0].get_position().width)
+
+    assert wide("words " * 40) == pytest.approx(wide("words"), rel=0.01)
+
+
+def test_words_below_bars_and_cells_lie_flat_where_there_is_room():
+    def turned(view: View) -> set[float]:
+        return {label.get_rotation() for label in paper.compose([view]).axes[0].get_xticklabels()}
+
+    def bars(*names: str) -> Bars:
+        return Bars(x=names, x_name="x", y_name="y", lines=(Line("one", np.ones(len(names))),))
+
+    def cells(*names: str) -> Heatmap:
+        return Heatmap(values=np.eye(1, len(names)), rows=("0",), columns=names, value_name="x")
+
+    many = [f"word {i}" for i in range(16)]
+    assert turned(bars("0-1 (42 %)", "2-3 (0 %)")) == turned(cells("attention", "MLP")) == {0}
+    assert turned(bars(*many)) == turned(cells(*many)) == {40}
 
 
 def test_a_figure_of_one_panel_has_its_words_once_in_a_notebook(monkeypatch):

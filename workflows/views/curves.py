@@ -28,7 +28,7 @@ class Line:
 
     control: dashed and grey.  strong: thick, before all others.  faint: thin, one of many, named at its end.
     band: low and high ends of an interval around it, [2, x].  level: what it is to be compared with, dashed.
-    dots: single values that it sums up, [x, any].  family: figures give curves of one shades of one colour.
+    dots: single values that it sums up, [x, any].  family: curves of one have shades of one colour.
     """
 
     name: str
@@ -39,7 +39,7 @@ class Line:
     band: Array | None = None
     level: float | None = None
     dots: Array | None = field(default=None, metadata={"page": False})
-    family: str = field(default="", metadata={"page": False})
+    family: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,7 +155,7 @@ class Lines(View):
         if self.apart:
             paper.baselines(axes, [line.name for line in self.lines])
         elif len(named) > AT_ENDS:
-            ends = [(_end(line.values), line.name, colours.get(id(line), paper.FAINT)) for line in named]
+            ends = [(_end(line.values), line.name, paper.SOFT) for line in named]  # curves may be pale
             paper.name_ends(axes, float(x[-1]), ends)
         else:
             faint = [line for line in self.lines if line.faint and line.name]
@@ -168,12 +168,11 @@ class Lines(View):
     def _shades(self, lines: list[Line]) -> list[Any]:
         """Colours of curves that are neither a control nor stand out."""
         kin = [line.family or line.name for line in lines]
-        if len(set(kin)) < len(kin):
+        if len(set(kin)) < len(kin) and len(set(kin)) <= len(paper.SHADES):
             first = dict(zip(dict.fromkeys(kin), paper.shades(len(set(kin)), in_order=False), strict=True))
             tints = {name: iter(paper.tints(shade, kin.count(name))) for name, shade in first.items()}
             return [next(tints[name]) for name in kin]
-        shades = paper.shades(len(lines), in_order=len(lines) > len(paper.SHADES) or self.filled)
-        return shades[::-1] if self.filled else shades
+        return paper.shades(len(lines), in_order=len(lines) > len(paper.SHADES) or self.filled)
 
     def _scales(self, axes: Any, x: Array, words: bool) -> None:
         """Ends, names and ticks of both axes."""
@@ -248,7 +247,8 @@ class Bars(View):
         held = np.isfinite([line.values for line in self.lines])
         each = np.full(len(x), 0.8) if self.stacked else 0.8 / np.maximum(1, held.sum(0))
         own = [line for line in self.lines if not (line.control or line.strong)]
-        shades = iter(paper.shades(len(own), in_order=self.stacked and len(own) > len(paper.SHADES)))
+        ordered = self.stacked and len(own) > len(paper.SHADES)
+        shades = iter(paper.shades(len(own), in_order=ordered)[:: -1 if ordered else 1])
         draw, span, end = (
             (axes.barh, axes.hlines, "left") if self.across else (axes.bar, axes.vlines, "bottom")
         )
@@ -275,7 +275,7 @@ class Bars(View):
             paper.name_axes(axes, self.x_name, self.y_name, self.unit)
         if self.log:
             paper.logarithmic(axes.yaxis)
-        paper.ticks(axes.yaxis if self.across else axes.xaxis, self.x)
+        paper.ticks(axes.yaxis if self.across else axes.xaxis, self.x, int(11 * (self.inches()[0] - 1.2)))
         for height, name in self.levels:
             axes.axhline(height, color=paper.CONTROL, lw=1.0, ls="--")
             right = {"xycoords": axes.get_yaxis_transform(), "annotation_clip": False, "va": "center"}

@@ -34,7 +34,8 @@ class Figure(View):
         """The drawing; raises MissingExtra without matplotlib."""
         panels = [view.panel() for view in self.panels]
         if len(panels) == 1:
-            return paper.compose([replace(panels[0], title=self.title, caption=self.caption)], foot=footer)
+            alone = replace(panels[0], title=self.title, caption=self.caption)
+            return paper.compose([alone.panel()], foot=footer)
         told: dict[str, Any] = {"title": self.title, "told": self.caption, "columns": self.columns}
         return paper.compose(panels, foot=footer, **told)
 

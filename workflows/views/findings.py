@@ -8,8 +8,9 @@ prints the sentences, a page and a figure draw each effect among the draws of it
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html import escape
+from textwrap import wrap
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["Finding", "Findings"]
 
 NO_MORE = "no more than chance"
+STROKES = "Dot: the effect, its line 95 % over prompts; grey: random causes of equal size; thin: zero."
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,11 @@ class Finding:
     def verdict(self) -> str:
         """In a few words."""
         return "beyond chance" if self.is_beyond_chance else NO_MORE
+
+    @property
+    def short(self) -> str:
+        """The claim with its effect and the verdict."""
+        return f"{self.claim}: {self._told(self.effect)}, {self.verdict}"
 
     @property
     def sentence(self) -> str:
@@ -180,15 +187,20 @@ class Findings(View):
         """A row per finding."""
         return 9.0, 0.6 + 0.55 * len(self.findings)
 
+    def panel(self) -> Findings:
+        """With what its strokes are in the caption, as a page says it."""
+        return replace(self, caption=f"{self.caption} {STROKES}".strip())
+
     def draw(self, axes: Any) -> None:
         """Each effect among the draws of its null, every row on a scale of its own."""
         for row, each in enumerate(self.findings):
             strip = each.strip
+            axes.plot([strip["zero"]] * 2, [row - 0.15, row + 0.15], color=paper.SOFT, linewidth=0.8)
             axes.plot(strip["draws"], [row] * len(strip["draws"]), "|", color=paper.CONTROL, markersize=12)
             if strip["spread"] is not None:
                 axes.plot(strip["spread"], [row, row], color=paper.BLUE, linewidth=1.5)
             axes.plot([strip["effect"]], [row], "o", color=paper.BLUE, markersize=7)
-            axes.text(0, row - 0.32, f"{each.claim}: {each.verdict}", fontsize=8, va="center")
+            axes.text(0, row - 0.2, "\n".join(wrap(each.short, 140)), fontsize=8, va="bottom")
         axes.set_xlim(0, 100)
-        axes.set_ylim(len(self.findings) - 0.4, -0.6)
+        axes.set_ylim(len(self.findings) - 0.4, -0.7)
         axes.set_axis_off()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -24,8 +24,8 @@ class Heatmap(View):
     rows, columns: labels.  row_name, column_name, value_name, unit: what the tooltip calls them.
     low, high: ends of the colour scale; None takes those of the values.  diverging: colours part at zero, and
     the scale is as long below it as above.  upward: the first row lies at the bottom, as layers do.
-    framed: blocks of cells with a frame around, each (first row, first column, last row, last column), and
-    what a frame means.
+    framed: blocks of cells with a frame around, each (first row, first column, last row, last column).
+    frame_name: what a frame means, beside the colours of a page and in the caption of a figure.
     """
 
     kind: ClassVar[str] = "heatmap"
@@ -70,15 +70,24 @@ class Heatmap(View):
     def inches(self) -> tuple[float, float]:
         """Room for labels and cells; wider ones where there is text in them."""
         rows, columns = self.values.shape
-        word = max(map(len, self.rows), default=0)
         cell = 0.82 if self.texts else 0.44 if self.numbers else 0.36 if _is_long(self.columns) else 0.3
         tall = 0.34 if self.texts or self.numbers else 0.28
         square = self.row_name == self.column_name and columns > 16
         across, down = max(2.2, cell * columns), max(1.4, tall * rows)
         below = 0.9 if _is_long(self.columns) else 0.5
-        return min(14.0, 1.6 + 0.07 * min(word, 38) + (3.6 if square else across)), min(
-            14.0, below + (3.6 if square else down)
-        )
+        wide, high = (3.6, 3.6) if square else (across, down)
+        return min(14.0, 1.6 + self.gutter + wide), min(14.0, below + high)
+
+    @property
+    def gutter(self) -> float:
+        """Names of rows."""
+        return 0.07 * min(max(map(len, self.rows), default=0), 38)
+
+    def panel(self) -> Heatmap:
+        """With what a frame means in its caption, unless that tells it."""
+        if not (self.framed and self.frame_name) or "framed" in self.caption.lower():
+            return self
+        return replace(self, caption=f"{self.caption}; framed: {self.frame_name}".removeprefix("; "))
 
     def draw(self, axes: Any) -> None:
         """Cells, their labels, frames, and the colours' meaning."""
@@ -93,7 +102,7 @@ class Heatmap(View):
             interpolation="nearest",
         )
         paper.bare(axes)
-        paper.ticks(axes.xaxis, self.columns)
+        paper.ticks(axes.xaxis, self.columns, int(11 * (self.inches()[0] - 1.6 - self.gutter)))
         paper.ticks(axes.yaxis, self.rows)
         axes.set(xlabel=self.column_name, ylabel=self.row_name)
         for top, left, bottom, right in self.framed:

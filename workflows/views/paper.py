@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from rich.table import Table as RichTable
 
-DRAWING = 7
+DRAWING = 8
 """Moves when figures change their looks, so that files drawn before are drawn anew."""
 
 INK, SOFT, FAINT, ACCENT, CONTROL = "#1f2430", "#5b6270", "#8a90a0", "#c2410c", "#9aa1b1"
@@ -74,6 +74,9 @@ class Panel(Protocol):
     @property
     def caption(self) -> str: ...  # noqa: D102
 
+    @property
+    def gutter(self) -> float: ...  # noqa: D102
+
     def inches(self) -> tuple[float, float]: ...  # noqa: D102
 
     def draw(self, axes: Any) -> None: ...  # noqa: D102
@@ -102,10 +105,15 @@ def compose(
             widths = [wanted[i][0] for i in row]
             rest = max(0.01, wide - sum(widths)) if len(rows) > 1 else 0.01  # of a row that others outdo
             inner = grid[line, 0].subgridspec(1, len(row) + 1, width_ratios=[*widths, rest])
+            shares = [wide * width / (sum(widths) + rest) for width in widths]
+            words = [
+                wrapped(panels[i], share - panels[i].gutter) for i, share in zip(row, shares, strict=True)
+            ]
+            top = max(map(points, words))
             for column, i in enumerate(row):
                 axes = figure.add_subplot(inner[0, column], projection=panels[i].projection)
                 panels[i].draw(axes)
-                entitle(axes, panels[i].title, panels[i].caption, wide * wanted[i][0] / (sum(widths) + rest))
+                entitle(axes, *words[column], top - points(words[column]))
         if title:
             lines = textwrap.wrap(format_token(title), int(9.5 * wide))
             lines += [fit(format_token(told), int(9.5 * wide))] if told else []
@@ -173,23 +181,28 @@ def ramp(name: str) -> Any:
     return LinearSegmentedColormap.from_list(name, RAMPS[name])
 
 
-def entitle(axes: Any, title: str, caption: str, width: float) -> None:
-    """Title and caption above axes that are so many inches wide."""
-    lines = textwrap.wrap(caption, max(20, int(14 * width)))
-    subtitle(axes, "\n".join(lines))
-    names = textwrap.wrap(title, max(20, int(10.5 * width)))
-    axes.set_title("\n".join(names), pad=8 + 11 * len(lines))
+def wrapped(panel: Panel, width: float) -> tuple[list[str], list[str]]:
+    """Lines of the title and of the caption of a panel above so many inches."""
+    names = textwrap.wrap(panel.title, max(20, int(10.5 * width)))
+    return names, textwrap.wrap(panel.caption, max(20, int(14 * width)))
 
 
-def subtitle(axes: Any, text: str) -> None:
-    """A line above axes, under their title."""
-    # In points, not in shares of the axes: in tall ones that would run into the title.
-    where = {"xycoords": "axes fraction", "textcoords": "offset points", "annotation_clip": False}
-    flat = axes.text2D if hasattr(axes, "text2D") else None
-    if flat:
-        flat(0, 1.02, text, transform=axes.transAxes, fontsize=8, color=SOFT, va="bottom")
-    else:
-        axes.annotate(text, (0, 1), xytext=(0, 5), fontsize=8, color=SOFT, va="bottom", **where)
+def points(words: tuple[list[str], list[str]]) -> float:
+    """Height of the lines of a title and of a caption."""
+    return 12 * len(words[0]) + 11 * len(words[1])
+
+
+def entitle(axes: Any, title: list[str], caption: list[str], lift: float) -> None:
+    """Title and caption above axes, raised by so many points: titles of a row begin at one height."""
+    from matplotlib.transforms import offset_copy
+
+    # In points, not in shares of the axes: in tall ones a caption would run into the title.
+    where = offset_copy(axes.transAxes, axes.figure, y=5 + lift, units="points")
+    write = axes.text2D if hasattr(axes, "text2D") else axes.text
+    told = write(0, 1, "\n".join(caption), transform=where, fontsize=8, color=SOFT, va="bottom")
+    # The title above it makes room for its lines; its width may reach beyond the axes, as a title's may.
+    told.set_in_layout(not title)
+    axes.set_title("\n".join(title), pad=8 + 11 * len(caption) + lift)
 
 
 def footer(figure: Any, text: str) -> None:
@@ -210,7 +223,7 @@ def frame(left: float, bottom: float, right: float, top: float) -> Any:
 def name_axes(axes: Any, x_name: str, y_name: str, unit: str) -> None:
     """What runs along both axes; long names in several lines."""
     told = f"{y_name}, {unit}" if unit else y_name
-    axes.set(xlabel=x_name, ylabel="\n".join(textwrap.wrap(told, 44)))
+    axes.set(xlabel=x_name, ylabel=even(told, 44))
 
 
 def integers(axis: Any) -> None:
@@ -239,17 +252,17 @@ def bare(axes: Any) -> None:
 def bar(axes: Any, image: Any, label: str) -> None:
     """The colours of an image, and what they mean."""
     found = axes.figure.colorbar(image, ax=axes, fraction=0.045, pad=0.02)
-    found.set_label("\n".join(textwrap.wrap(label, 32)))
+    found.set_label(even(label, 32))
     found.outline.set_visible(False)
 
 
 def shades(count: int, *, in_order: bool) -> list[Any]:
-    """Colours to tell things apart by, blue for a thing alone; in order, dark to light."""
+    """Colours to tell things apart by, blue for a thing alone; in order, light to dark as on a page."""
     if count == 1:
         return [BLUE]
     if not in_order:
         return [SHADES[i % len(SHADES)] for i in range(count)]
-    return [ramp("sequential")(0.3 + 0.7 * (count - i) / max(1, count)) for i in range(count)]
+    return [ramp("sequential")((i + count / 3) / (count - 1 + count / 3)) for i in range(count)]
 
 
 def tints(colour: str, count: int) -> list[Any]:
@@ -278,16 +291,30 @@ def name_ends(axes: Any, x: float, ends: Sequence[tuple[float, str, Any]]) -> No
         axes.annotate(f" {text}", (x, last), fontsize=7, va="center", annotation_clip=False, color=colour)
 
 
-def ticks(axis: Any, labels: Sequence[str]) -> None:
-    """Labels at 0, 1, 2, …: all of them as long as there is room, words aslant below an x axis."""
+def ticks(axis: Any, labels: Sequence[str], room: int = 0) -> None:
+    """Labels at 0, 1, 2, …: all of them as long as there is room, words aslant below an x axis unless so many
+    characters hold them."""
     words = [fit(label, 14 if axis.axis_name == "x" else 38) for label in labels]
     places = list(range(len(words)))
     if len(words) > 40 and all(word.isdigit() for word in words):
         step = next(step for step in (5, 10, 20, 50, 100, 200, 500, 1000) if len(words) <= 10 * step)
         places = [place for place in places if int(words[place]) % step == 0]
-    aslant = axis.axis_name == "x" and max(map(len, words), default=0) > 3
+    longest = max(map(len, words), default=0)
+    aslant = axis.axis_name == "x" and longest > 3 and len(words) * (longest + 2) > room
     turned = {"rotation": 40, "ha": "right", "rotation_mode": "anchor"} if aslant else {}
     axis.set_ticks(places, [words[place] for place in places], **turned)
+
+
+def even(text: str, width: int) -> str:
+    """A text in as few lines of so many characters as it takes, none much longer than the others."""
+    lines = textwrap.wrap(text, width, break_on_hyphens=False)
+    while width > 1:
+        width -= 1
+        closer = textwrap.wrap(text, width, break_on_hyphens=False)
+        if len(closer) > len(lines):
+            break
+        lines = closer
+    return "\n".join(lines)
 
 
 def fit(text: str, width: int) -> str:

@@ -130,6 +130,7 @@ class Lens(View):
             values=self.probabilities[..., 0],
             rows=tuple(map(str, self.layers)),
             columns=self.tokens,
+            row_name="layer (residual stream after it)",
             column_name="token read",
             value_name="probability",
             low=0.0,

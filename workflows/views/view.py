@@ -54,6 +54,11 @@ class View:
         """Width and height it wants as a panel of a figure, without title and caption."""
         raise NotImplementedError(f"{type(self).__name__} has no panel")
 
+    @property
+    def gutter(self) -> float:
+        """Of these inches, those that names take left of the axes, where title and caption begin."""
+        return 0.0
+
     def draw(self, axes: Any) -> None:
         """Draw it into matplotlib's axes, inside `paper.style()`."""
         raise NotImplementedError(f"{type(self).__name__} has no panel")
@@ -183,7 +188,8 @@ class Choice(View):
     def panel(self) -> View:
         """The one shown first, under the title of them all."""
         chosen = self.chosen
-        return replace(chosen, title=chosen.title or self.title, caption=chosen.caption or self.caption)
+        told = replace(chosen, title=chosen.title or self.title, caption=chosen.caption or self.caption)
+        return told.panel()
 
     def within(self, room: int) -> View:
         """As many options as fit, from the first on; the caption tells what is left out."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +24,7 @@ from ..inspect_model import BLOCK, TensorFacts, tensor_facts
 from ..material.answers import number
 from ..settings import FileSettings, setting
 from ..subject import Subject
-from ..views import Data, Lines, Table, View, bold, together
+from ..views import Data, Lines, Table, View, bold, paper, together
 from ..workflow import Workflow
 
 if TYPE_CHECKING:
@@ -235,7 +235,8 @@ class InspectWeights(Workflow):
         is_matrix = np.array([ranks[matrix] > 1 for matrix in self.matrices], bool)
         kinds = {"Matrices": drawn[is_matrix], "Vectors: norms and biases": drawn[~is_matrix]}
         caption = f"{unit} of the weights as they are stored"
-        panels = [Lines.of(part, title, caption, low=0.0) for title, part in kinds.items() if part.size]
+        curves = [Lines.of(part, title, caption, low=0.0) for title, part in kinds.items() if part.size]
+        panels = list(map(self._in_families, curves))
         if panels:
             told = caption if len(panels) == 1 else ""
             yield from together("inspect_weights", f"The weights of {name}", *panels, caption=told)
@@ -248,6 +249,13 @@ class InspectWeights(Workflow):
             title="Outside of layers",
             caption="the embedding is the head as well" if config.tie_word_embeddings else "",
         )
+
+    def _in_families(self, curves: Lines) -> Lines:
+        """Where there are more than colours, those of one part of a layer ("mlp") in shades of one."""
+        if len(curves.lines) <= len(paper.SHADES):
+            return curves
+        parts = {s: matrix.partition(".")[0] for s, matrix in zip(self.short, self.matrices, strict=True)}
+        return replace(curves, lines=tuple(replace(one, family=parts[one.name]) for one in curves.lines))
 
     def _spread(self, matrix: str, norms: npt.NDArray[Any]) -> dict[str, Any]:
         """A kind of matrix: its shapes and dtypes, and in which layers its norm is smallest and largest."""

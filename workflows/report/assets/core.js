@@ -84,8 +84,12 @@ const LINE_COLOURS = {
   light: ["#7e22ce", "#4d7c0f", "#0f766e", "#a16207", "#be185d", "#475569"],
   dark: ["#c9a2ff", "#a3d15a", "#5ed0c4", "#e3b64b", "#ff8fbd", "#a9b4c6"],
 };
+const CARD = { light: "#ffffff", dark: "#1a1e25" };
 const mode = () => (dark.matches ? "dark" : "light");
 const rgb = (hex) => [1, 3, 5].map((i) => parseInt(hex.slice(i, i + 2), 16));
+
+/** A colour that is as much of the card it lies on. */
+const tint = (hex, share) => `rgb(${rgb(hex).map((channel, c) => Math.round(channel + (rgb(CARD[mode()])[c] - channel) * share))})`;
 
 /** Colours of numbers from low to high: fill(value), ink(value) for text on it, and the ramp as a gradient. */
 function scale(low, high, diverging = false) {

@@ -42,13 +42,18 @@ DRAW.lines = (host, data) => {
   let cursor = null, place = { x: () => 0, y: () => 0 };
   const own = curves.filter((curve) => !curve.control), controls = curves.filter((curve) => curve.control);
   const shades = scale(-own.length / 3, own.length - 1); // many curves come in an order, such as layers: one ramp
-  const many = own.length > LINE_COLOURS.light.length;
-  const ranks = many ? own.map((_, i) => i) : curveRanks(own.map((curve) => curve.name), LINE_COLOURS.light.length);
+  const kin = own.map((curve) => curve.family || curve.name), heads = [...new Set(kin)];
+  const related = heads.length < kin.length && heads.length <= LINE_COLOURS.light.length;
+  const many = !related && own.length > LINE_COLOURS.light.length;
+  const ranks = many ? own.map((_, i) => i) : curveRanks(related ? heads : kin, LINE_COLOURS.light.length);
   const colour = (i) => {
     if (curves[i].control) return getComputedStyle(host).getPropertyValue("--faint");
-    const rank = ranks[own.indexOf(curves[i])];
-    if (many) return shades.fill(rank);
-    return rank < 0 ? ONE_COLOUR[mode()] : LINE_COLOURS[mode()][rank];
+    const place = own.indexOf(curves[i]);
+    if (many) return shades.fill(place);
+    const rank = ranks[related ? heads.indexOf(kin[place]) : place];
+    const found = rank < 0 ? ONE_COLOUR[mode()] : LINE_COLOURS[mode()][rank];
+    const sisters = own.filter((_, n) => kin[n] === kin[place]);
+    return sisters.length < 2 ? found : tint(found, 0.65 * sisters.indexOf(curves[i]) / Math.max(2, sisters.length - 1));
   };
   const exact = (curve, i) => told(curve.points.values[i], data.unit, curve.points.digits);
 
