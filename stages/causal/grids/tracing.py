@@ -164,7 +164,8 @@ def embedding_deviation(model: Model) -> float:
         for start in range(0, size, ROWS):
             ids = torch.arange(start, min(size, start + ROWS), device=model.device)
             rows = model.network.embed(ids[None], None)[STREAM].double()
-            total += float(rows.sum())
-            squares += float(rows.square().sum())
+            # Row by row first: torch shares one long sum among its threads, and each adds up its own part.
+            total += float(rows.sum(-1).sum())
+            squares += float(rows.square().sum(-1).sum())
     count = size * model.config.hidden_size
     return float(np.sqrt(max(0.0, squares / count - (total / count) ** 2)))

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import Protocol
 
 import torch
@@ -39,6 +39,11 @@ Weigh = Callable[[Tensor, Tensor, Tensor, Tensor | None, AttentionMixer], Tensor
 """What `weighed` is."""
 _QUERIES = 16
 """Queries that go through a product together; fewer make products of other shapes, with other orders."""
+_TOGETHER, _OF_THEIR_OWN = 4, 2
+"""Queries that a product takes at a time, and up to how many have a kernel of their own: four take more than
+twice the time of one."""
+_BLOCK = 32
+"""Queries that the fused kernel takes at once, at least."""
 _TILES = ((64, 32), (512, 64))
 """Tiles that begin before so many positions have so many."""
 _LARGEST_TILE = 256
@@ -376,15 +381,85 @@ def weighed(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, how: Attention
     if is_by_hand(q, how):
         whole = plainly(k.shape[2], how, q.device) if seen is None else seen
         return _mixed(_pattern(_masked(_scores(q, k, how), whole, how), whole, how).to(q.dtype), v)
-    return F.scaled_dot_product_attention(
+    return _fused(q, k, v, seen, how)
+
+
+def over(keys: Tensor, values: Tensor) -> Weigh:
+    """`weighed` by the fused kernel, over keys and values [B, Hk, key, dh] that begin with those it is given
+    and go on with as many that nobody sees as `keys_filled` says."""
+
+    def weigh(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, how: AttentionMixer) -> Tensor:
+        size, every = k.shape[2], keys.shape[2]
+        if seen is not None:
+            seen = F.pad(seen, (0, every - size))
+        elif every > size and (q.shape[2] == 1 or how.is_bidirectional):
+            seen = _first_of(every, size)
+        return _fused(q, keys, values, seen, how, is_filled=True)
+
+    return weigh
+
+
+def keys_filled(q: Tensor, keys: int) -> int:
+    """How many keys these queries [B, H, query, dh] take for bits that are nobody else's business.
+
+    Of the fused kernel of CPUs. It takes exponentials 16 at a time, and those left over by another function;
+    and each thread has its own place for scores, which begins at a multiple of 16 bytes only where this says
+    so: elsewhere MKL has other kernels.
+    """
+    if not _is_told_by_counts(q):
+        return keys
+    return keys + -keys % 16 + (-(2 + q.shape[3]) % 4 if q.shape[2] <= _OF_THEIR_OWN else 0)
+
+
+def _fused(
+    q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, how: AttentionMixer, *, is_filled: bool = False
+) -> Tensor:
+    """`weighed`, by the fused kernel. is_filled: whether keys are as many as `keys_filled` says."""
+    queries, keys = q.shape[2], k.shape[2]
+    is_causal = seen is None and queries > 1 and not how.is_bidirectional
+    more = 0 if is_filled else keys_filled(q, keys) - keys
+    if more:
+        k, v = (F.pad(x, (0, 0, 0, more)) for x in (k, v))
+        if seen is not None:
+            seen = F.pad(seen, (0, more))
+        elif not is_causal:
+            seen = _first_of(keys + more, keys)
+    if _is_told_by_counts(q) and (is_causal or queries > _OF_THEIR_OWN):
+        if is_causal and queries <= _BLOCK:  # the kernel takes them at once, and the mask spares it some
+            seen, is_causal = _up_to_each(queries, k.shape[2]), False
+        rows = -queries % (_QUERIES if is_causal else _TOGETHER)
+        q = F.pad(q, (0, 0, 0, rows)) if rows else q
+        if rows and seen is not None and seen.shape[-2] > 1:
+            seen = F.pad(seen, (0, 0, 0, rows))
+    z = F.scaled_dot_product_attention(
         q,
         k,
         v,
         attn_mask=seen,
-        is_causal=seen is None and q.shape[-2] > 1 and not how.is_bidirectional,
+        is_causal=is_causal,
         scale=how.scale,
         enable_gqa=q.shape[1] != k.shape[1],
     )
+    return z[:, :, :queries]
+
+
+@lru_cache(maxsize=64)
+def _up_to_each(queries: int, keys: int) -> Tensor:
+    """What is added to scores [1, 1, query, key] where each of the first positions sees up to itself."""
+    hidden = torch.ones(queries, keys, dtype=torch.bool).triu(1)
+    return torch.zeros(1, 1, queries, keys).masked_fill(hidden, float("-inf"))
+
+
+@lru_cache(maxsize=64)
+def _first_of(keys: int, seen: int) -> Tensor:
+    """What is added to scores [1, 1, 1, key] of keys of which the first so many are seen. In float32, or the
+    kernel's caller makes it that, at every token that is generated; kept, as layers ask for the same."""
+    return torch.zeros(1, 1, 1, keys).masked_fill(torch.arange(keys) >= seen, float("-inf"))
+
+
+def _is_told_by_counts(q: Tensor) -> bool:
+    """Whether sums of the fused kernel go by the numbers of queries, keys and threads."""
+    return q.device.type == "cpu" and q.dtype == torch.float32
 
 
 def in_tiles(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, how: AttentionMixer) -> Tensor:

@@ -23,7 +23,7 @@ from ..architectures.architecture import AttentionMixer
 from ..architectures.transformer import RopeConfig
 from ..hooks.taps import PassTaps
 from ..hooks.wants import LAST_LOGITS
-from ..networks.attention import attend, causal, is_by_hand
+from ..networks.attention import attend, causal, is_by_hand, keys_filled, over
 from ..networks.history import Carried
 from ..networks.loop import Network, through_layers
 from ..networks.pairs.parts import CrossTaps, seen_of, starts_of
@@ -36,6 +36,8 @@ __all__ = ["Cache", "NewestPositions", "read_on"]
 
 _SMALLEST = 64
 """Positions room is made for at first; it doubles when it is full."""
+_BEHIND = 18
+"""Positions there is room for behind the newest: what attention is filled up with, finite numbers all."""
 
 
 def read_on(network: Network, rows: Sequence[Sequence[int]], cache: Cache, taps: PassTaps) -> Tensor:
@@ -78,7 +80,7 @@ class Cache:
             # A backward pass may read earlier keys again: nothing is written beside them.
             self._held[layer] = held = (self._joined(k, held and held[0]), self._joined(v, held and held[1]))
             return held
-        if held is None or held[0].shape[2] < end:
+        if held is None or held[0].shape[2] < end + _BEHIND:
             held = self._grown(k, held and held[0], end), self._grown(v, held and held[1], end)
             self._held[layer] = held
         for room, new in zip(held, (k, v), strict=True):
@@ -90,6 +92,12 @@ class Cache:
         """Keys and values of a layer that had so many new ones in this pass; views, as of `append`."""
         keys, values = (room[:, :, : self.length + count] for room in self._held[layer])
         return keys, values
+
+    def stretch(self, layer: int, first: int, count: int) -> tuple[Tensor, Tensor] | None:
+        """Keys and values of a layer from a position on, with numbers of no meaning behind the newest; None
+        where there is no room for so many. Views, as of `append`."""
+        keys, values = (room[:, :, first : first + count] for room in self._held[layer])
+        return (keys, values) if keys.shape[2] == count else None
 
     def continued(self, layer: int, name: str, x: Tensor, count: int) -> Tensor:
         """x [B, new, width] behind the `count` rows before it, zeros before the beginning; its last rows are
@@ -127,9 +135,9 @@ class Cache:
 
     def _grown(self, like: Tensor, held: Tensor | None, end: int) -> Tensor:
         size = _SMALLEST
-        while size < end:
+        while size < end + _BEHIND:
             size *= 2
-        room = like.new_empty(*like.shape[:2], size, like.shape[3])
+        room = like.new_zeros(*like.shape[:2], size, like.shape[3])
         if held is not None:
             room[:, :, : self.length] = held[:, :, : self.length]
         return room
@@ -190,8 +198,13 @@ class NewestPositions:
         if new == 1 and not by_hand:
             # One query sees all that its window, or chunk, holds: no mask.
             width = (total - 1) % window + 1 if window and how.is_chunked else window
-            seen = slice(None) if width is None else slice(-width, None)
-            return attend(q, keys[:, :, seen], values[:, :, seen], None, how, layer, self._taps)
+            first = 0 if width is None else max(total - width, 0)
+            wide = self._cache.stretch(
+                layer if how.source is None else how.source, first, keys_filled(q, total - first)
+            )
+            weigh = None if wide is None else over(*wide)
+            seen = keys[:, :, first:], values[:, :, first:]
+            return attend(q, *seen, None, how, layer, self._taps, weigh)
         plain = new == total and window is None and not by_hand
         allowed = None if plain else causal(total, window, q.device, newest=new, is_chunked=how.is_chunked)
         return attend(q, keys, values, allowed, how, layer, self._taps)

@@ -20,7 +20,7 @@ from torch import Tensor
 from ....store.arrays import Ints
 from ..architectures.architecture import AttentionMixer
 from ..architectures.transformer import RopeConfig
-from ..networks.attention import attend, within
+from ..networks.attention import attend, is_by_hand, keys_filled, over, within
 from ..networks.history import Carried
 from ..networks.pairs.parts import seen_of
 from ..networks.recurrences.recurrence import Recurrence
@@ -121,16 +121,21 @@ class BranchHistory:
         of_a_key = q.element_size() * (k.shape[1] * (k.shape[3] + v.shape[3]))
         of_a_score = 3 * q.element_size() * q.shape[1]
         for group in self._groups(layer, how, of_a_key, of_a_score):
-            queries, keys = (torch.from_numpy(part).to(self._device) for part in (group.queries, group.keys))
-            gathered = (
-                q[0][:, queries].transpose(0, 1),
-                k[0][:, keys].transpose(0, 1),
-                v[0][:, keys].transpose(0, 1),
-            )
+            queries = torch.from_numpy(group.queries).to(self._device)
+            given = q[0][:, queries].transpose(0, 1)
+            size = group.keys.shape[1]
+            # What the kernel would be filled up with is gathered at once.
+            by_hand = is_by_hand(q, how) or self._taps.reads_attention(group.branches[0], layer)
+            more = 0 if by_hand else keys_filled(given, size) - size
+            keys = torch.from_numpy(np.pad(group.keys, ((0, 0), (0, more)))).to(self._device)
+            wide_k, wide_v = (x[0][:, keys].transpose(0, 1) for x in (k, v))
+            weigh = over(wide_k, wide_v) if more else None
             allowed = self._allowed(group, how)
             places = torch.from_numpy(group.positions).to(self._device)
             looked_at = self._taps.of_group(group, self._kept, layer, how.room)
-            mixed = attend(*gathered, allowed, how, layer, looked_at, places=places)
+            mixed = attend(
+                given, wide_k[:, :, :size], wide_v[:, :, :size], allowed, how, layer, looked_at, weigh, places
+            )
             real = np.arange(queries.shape[1]) < np.array(group.counts)[:, None]
             own = torch.from_numpy(real).to(self._device)
             z[queries[own]] = mixed.transpose(1, 2)[own]
