@@ -21,7 +21,7 @@ from large_models import write_llama
 
 import mizarr
 from mizarr.pipeline.context import Context
-from mizarr.pipeline.progress import Progress, Task
+from mizarr.pipeline.progress import Bar, Progress
 from mizarr.stages.forward.capture.capture import CaptureNode
 
 LENGTH = 512
@@ -42,7 +42,7 @@ class Watched(Progress):
         self.seen: list[tuple[int, int]] = []
         self._total = total
 
-    def task(self, label: str, *, total: int | None = None, unit: str = "") -> Task:
+    def task(self, label: str, *, total: int | None = None, unit: str = "") -> Bar:
         """A task that notes."""
         task = super().task(label, total=total, unit=unit)
         advance, done = task.advance, [0]
