@@ -53,7 +53,7 @@ from mizarr.stages.causal.state_writes import RandomWrites, StateKnockout, State
 from mizarr.stages.causal.steering import DoseResponse
 from mizarr.stages.circuits.circuit import Circuit
 from mizarr.stages.circuits.evaluation import CircuitValues
-from mizarr.stages.circuits.pairs import FactTokens as EdgePair
+from mizarr.stages.circuits.pairs import Pair as EdgePair
 from mizarr.stages.circuits.paths import PathPatching
 from mizarr.stages.circuits.scores import EdgeEffects, EdgeScores
 from mizarr.stages.circuits.search import CircuitSearch
@@ -76,7 +76,7 @@ from mizarr.stages.features.effects.sweeps import Dose, InjectionSweep
 from mizarr.stages.features.layers.layout import DictionaryLayout
 from mizarr.stages.forward.architectures.points import HookPoint
 from mizarr.stages.forward.architectures.transformer import RopeConfig, TransformerConfig
-from mizarr.stages.forward.edges.layout import DictionaryLayout as GraphLayout
+from mizarr.stages.forward.edges.layout import Layout as GraphLayout
 from mizarr.stages.forward.generation.continuations import GenerationSettings
 from mizarr.stages.forward.hooks.edge_interventions import Knockout, SetValue, Steer
 from mizarr.stages.forward.hooks.interventions import Add, AddAtPositions, Intervention, Replace, Scale, Zero
