@@ -10,8 +10,9 @@ the gradient is taken.
     clean-corrupted      in both runs, halved (ibid.)
     EAP-IG-activations   in runs in which one group - the input, a layer's heads, an MLP - stands k / n of the
                          way, k = 1 … n, averaged over all groups and steps
-    information-flow-routes   no gradient: the share of a destination's stream that a source makes up
-                         (Ferrando and Voita, Information Flow Routes, 2024, equation 3)
+    information-flow-routes
+                         no gradient: the share of a destination's stream that a source makes up (Ferrando and
+                         Voita, Information Flow Routes, 2024, equation 3)
 
 An estimate is of M(the edge left out) - M(clean): positive where leaving it out raises the metric.
 

@@ -184,7 +184,7 @@ class OfChanged(Experiment):
         return []
 
     def measure(self, prepared: Any, cell: CellLabels, result: HookCache) -> None:
-        """Of no run."""
+        """Never asked: nothing is planned, see `dataset`."""
 
 
 def batches(prompts: Sequence[Sequence[int]]) -> Iterator[tuple[list[int], list[list[int]]]]:

@@ -1,6 +1,6 @@
 """Attribution graphs: how one prompt's tokens, features and errors bring about its next token. See DESIGN.md.
 
-rows/                    the local replacement model of a prompt, as explicit linear maps, and its rows of effects
+rows/                    the local replacement model of a prompt, as linear maps, and its rows of effects
 options, prepare, node   what a graph is of, and computing it, each block of rows a cell in the store
 pruning, quantile        what matters in it; numpy, block by block
 logit_effects            which tokens the features raise and lower

@@ -235,7 +235,7 @@ class AttributionGraph:
 
     @property
     def logit_tokens(self) -> list[str]:
-        """Their texts."""
+        """Texts of the logits explained, [logit]."""
         return [str(text) for text in self.dataset["logit_text"].values]
 
     @property

@@ -114,7 +114,7 @@ class Batches:
             del read
 
     def _size(self, number: int) -> int:
-        """Rows of a batch."""
+        """Rows of a batch, by its number: all have `batch`, the last may have fewer."""
         if self.epochs is None:
             return self.batch
         return min(self.batch, self.epochs * self.order.rows - number * self.batch)

@@ -67,7 +67,7 @@ class PageMaterial:
 
     @property
     def layer(self) -> int:
-        """That they read."""
+        """The layer that the features of these pages read."""
         return int(self.results["windows"]["layer"])
 
     @property

@@ -116,7 +116,7 @@ class Reconstructed:
         self.write_points = {layer: HookPoint(write, layer) for layer in layers}
 
     def forward(self, ids: list[list[int]], spec: HookSpec) -> HookCache:
-        """One pass."""
+        """Logits of one pass in which reconstructions stand in."""
         return self.model.forward(ids, spec)
 
     def log_probabilities(self, cache: HookCache) -> Tensor:

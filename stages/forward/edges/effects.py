@@ -175,7 +175,7 @@ class _Suffixes(WholePrompts):
         return torch.arange(self._first, self._length, device=self._device)
 
     def enter(self, layer: int, carried: Carried) -> Carried:
-        """As it is."""
+        """What is carried enters every layer as it is."""
         self._is_last = layer == self._last
         return carried
 

@@ -51,7 +51,7 @@ class AttentionSizes(Protocol):
 
     @property
     def num_attention_heads(self) -> int:
-        """Of queries."""
+        """Heads that ask: of queries."""
         ...
 
     @property
@@ -76,7 +76,7 @@ class AttentionSizes(Protocol):
 
     @property
     def qk_norm_eps(self) -> float:
-        """Theirs."""
+        """What is added to the mean square where queries and keys are normed."""
         ...
 
     @property

@@ -4,8 +4,8 @@ weights.
 Knows tensors, taps and a history; knows no text, files or stores, and no loop: loop.py has that.
 
     embed -> [resid_pre -> ln1 -> attention -> (ln1_post) -> attn_out -> resid_mid
-                        -> ln2 -> MLP       -> (ln2_post) -> mlp_out  -> resid_post] * L -> final_norm ->
-                        logits
+                        -> ln2 -> MLP       -> (ln2_post) -> mlp_out  -> resid_post] * L
+          -> final_norm -> logits
 """
 
 from __future__ import annotations
