@@ -52,7 +52,7 @@ class LocalFolder(Folder):
 
     @property
     def address(self) -> str:
-        """The path."""
+        """The folder's path, as people write it."""
         return str(self.root)
 
     def where(self, name: str) -> str:

@@ -35,7 +35,7 @@ from ..hooks.spec import BoundSpec, Capture
 from ..models.model import Model
 from ..models.residency import EMBEDDING
 from ..networks.history import Carried
-from .batches import BUFFERS, Batch
+from .batches import BUFFERS, PieceBatch
 from .harvest import (
     as_numpy,
     batches_of,
@@ -173,7 +173,7 @@ def _behind(capture: Capture, final: int) -> int:
 
 
 @dataclass(frozen=True)
-class Job:
+class LayerJob:
     """A filled buffer on its way to disk, and what was spooled before these layers, needed no more once it is
     there."""
 
@@ -250,7 +250,7 @@ class _Way:
         in_turn, device = needs_every_core(self.model), self.model.device
         threads = min(THREADS, torch.get_num_threads()) if in_turn or device.type != "cpu" else 1
 
-        def write(buffer: SegmentBuffer, job: Job) -> None:
+        def write(buffer: SegmentBuffer, job: LayerJob) -> None:
             n = job.course.n
             try:
                 buffer.wait()
@@ -263,7 +263,7 @@ class _Way:
             finally:
                 job.handed_over.set()
 
-        def drop(job: Job) -> None:
+        def drop(job: LayerJob) -> None:
             job.handed_over.set()
 
         make = partial(SegmentBuffer, shapes, dtypes, device)
@@ -276,7 +276,7 @@ class _Way:
                 buffer.filled()
                 refuse_overflow(buffer, wanted, entry, course.n)
                 given = tuple(kept.cell for kept in wanted.kept)
-                job = Job(course, given, entered, course.enter(layers[-1] + 1))
+                job = LayerJob(course, given, entered, course.enter(layers[-1] + 1))
                 writer.submit(buffer, job)
                 if in_turn:
                     job.handed_over.wait()
@@ -295,7 +295,7 @@ class _Way:
                 if spooled is not None:
                     spooled.put(carried)
 
-    def _entering(self, course: Course) -> Iterator[tuple[Batch, list[list[int]] | Carried]]:
+    def _entering(self, course: Course) -> Iterator[tuple[PieceBatch, list[list[int]] | Carried]]:
         """Each batch with what enters the layers that come next: its ids, or what was spooled."""
         batches = self._batches(course.n, course.spec)
         if course.at is None:
@@ -304,7 +304,7 @@ class _Way:
             carried = self._spooled(course, course.at).batches(self.model.device)
             yield from zip(batches, carried, strict=True)
 
-    def _batches(self, n: int, spec: BoundSpec) -> list[Batch]:
+    def _batches(self, n: int, spec: BoundSpec) -> list[PieceBatch]:
         pieces = pieces_in(self.model, self.entry, n, spec)
         return batches_of(self.model, self.entry, pieces, spec, self.batch_tokens)
 

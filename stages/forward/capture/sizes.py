@@ -16,7 +16,7 @@ from ....store.runs.packed import PackedTokens
 from ....store.runs.quantised import QUANTISED
 from ..architectures.architecture import Architecture
 from ..architectures.points import BY_NAME
-from ..hooks.spec import Kept, named
+from ..hooks.spec import KeptCapture, named
 from .batches import BUFFERS
 
 __all__ = ["ITEMSIZE", "Sizes", "array_spec"]
@@ -110,7 +110,7 @@ class Sizes:
         return math.prod(spec.tail) * _WIDENED[spec.dtype] if spec.dtype in _WIDENED else spec.row_bytes
 
 
-def array_spec(kept: Kept, config: Architecture, dtype: str, over: int | None = None) -> ArraySpec:
+def array_spec(kept: KeptCapture, config: Architecture, dtype: str, over: int | None = None) -> ArraySpec:
     """How a captured activation is stored: token-major, batch and positions packed, heads behind tokens, an
     axis of one dropped. What has no position is of a prompt. Of attention matrices lower triangles are kept;
     all of them where positions see later ones. over: tokens that what is kept of a run is of.

@@ -51,7 +51,7 @@ class AttentionSizes(Protocol):
 
     @property
     def num_attention_heads(self) -> int:
-        """Of queries."""
+        """Heads that ask: of queries."""
         ...
 
     @property
@@ -76,7 +76,7 @@ class AttentionSizes(Protocol):
 
     @property
     def qk_norm_eps(self) -> float:
-        """Theirs."""
+        """What is added to the mean square where queries and keys are normed."""
         ...
 
     @property
@@ -168,7 +168,7 @@ def attention(
     history: History,
     taps: Taps,
     gate: Tensor | None = None,
-    source: Source | None = None,
+    source: StreamRead | None = None,
 ) -> Tensor:
     """Normalised x [B, token, D] -> what the output projection gives [B, kept, D], before any post-norm.
 
@@ -193,7 +193,7 @@ def attention(
 
 
 @dataclass(frozen=True)
-class Source:
+class StreamRead:
     """The stream [B, token, D] that attention reads, and the norm it is read through."""
 
     stream: Tensor
@@ -206,7 +206,7 @@ def project(
     sizes: AttentionSizes,
     layer: int,
     taps: Taps,
-    source: Source | None = None,
+    source: StreamRead | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """q [B, H, S, dh], k and v [B, Hk, S, dh], before rope."""
     if weights.qkv is not None:
@@ -225,7 +225,7 @@ def project(
 
 def _from_inputs(
     flat: Sequence[Tensor],
-    source: Source,
+    source: StreamRead,
     weights: AttentionWeights,
     sizes: AttentionSizes,
     layer: int,

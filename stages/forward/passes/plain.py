@@ -100,7 +100,7 @@ class WholePrompts:
 
     @property
     def positions(self) -> Tensor:
-        """All."""
+        """Where its tokens stand: every position of the prompt, in order."""
         return torch.arange(self._length, device=self._device)
 
     def shares(self, token: int, ids: Tensor) -> Tensor:
@@ -112,7 +112,7 @@ class WholePrompts:
         return carried
 
     def kept(self, x: Tensor) -> Tensor:
-        """All of them."""
+        """All that came: every token goes on to the next layer."""
         return x
 
     def rotation(self, rope: RopeConfig, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
