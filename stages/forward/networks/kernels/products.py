@@ -27,10 +27,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from . import FEW_ROWS
 from .tuning import is_tuned
 
 _LARGE = 1 << 26
 """Multiplications of one prompt from which asking oneDNN is worth its preparation."""
+_ROWS, _COLUMNS = 4, 16
+"""MKL's blocks: threads get whole ones, and the last what is left."""
+_ALIGNED = 4
+"""Numbers of a row whose first the kernel for few columns sums by where it lies in memory."""
+_SPLIT = 1 << 11
+"""Rows and columns from which even 192 threads are left with whole blocks: measured, 400 and 1,052."""
 _FEW = 16
 """Rows that fewer take as long as: what takes time then is reading the weights."""
 
@@ -48,7 +55,58 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         alone = (x * weight[0]).sum(-1, keepdim=True)
         return alone if bias is None else alone + bias
     # Of rows that do not adjoin torch makes a product for each prompt.
-    return F.linear(x.contiguous(), weight, bias)
+    x = x.contiguous()
+    return _in_full_blocks(x, weight, bias) if _is_split(x, weight) else F.linear(x, weight, bias)
+
+
+def each_product(x: Tensor, y: Tensor) -> Tensor:
+    """Matrices x [n, row, in] with matrices y [n, in, column], [n, row, column]: as `product`, the same on
+    any number of threads, which share one matrix where there are few."""
+    if x.device.type != "cpu" or x.dtype != torch.float32 or torch.is_grad_enabled():
+        return torch.bmm(x, y)
+    rows, columns = x.shape[1], y.shape[2]
+    more_rows, more_columns = _to_whole(rows, _ROWS), _to_whole(columns, _COLUMNS)
+    if not more_rows and not more_columns:
+        return torch.bmm(x, y)
+    made: Tensor = torch.bmm(F.pad(x, (0, 0, 0, more_rows)), F.pad(y, (0, more_columns)))
+    return made[:, :rows, :columns].contiguous()
+
+
+def _to_whole(count: int, block: int) -> int:
+    """What is missing to whole blocks, where threads may be left with less."""
+    return -count % block if _COLUMNS < count < _SPLIT else 0
+
+
+def _is_split(x: Tensor, weight: Tensor) -> bool:
+    """Whether some number of threads would leave one with a piece of a block, which kernels of their own sum
+    in another order: a few rows, or a few columns; or rows begin where such a kernel for few columns sums by
+    where they begin. It is asked of the sizes alone, so that all numbers of threads multiply alike."""
+    if x.device.type != "cpu" or x.dtype != torch.float32 or torch.is_grad_enabled():
+        return False
+    rows = x.numel() // max(x.shape[-1], 1)
+    return rows >= FEW_ROWS and any(_missing(rows, weight))
+
+
+def _missing(rows: int, weight: Tensor) -> tuple[int, int, int]:
+    """Rows, columns and width to whole blocks."""
+    columns, width = weight.shape
+    return (
+        _to_whole(rows, _ROWS),
+        _to_whole(columns, _COLUMNS),
+        -width % _ALIGNED if columns < _COLUMNS else 0,
+    )
+
+
+def _in_full_blocks(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """The product with zeros to whole blocks of rows and columns, which are dropped, and whole widths."""
+    flat = x.flatten(0, -2)
+    rows, columns = flat.shape[0], weight.shape[0]
+    more_rows, more_columns, wider = _missing(rows, weight)
+    weight = F.pad(weight, (0, wider, 0, more_columns)) if more_columns or wider else weight
+    bias = F.pad(bias, (0, more_columns)) if more_columns and bias is not None else bias
+    made = F.linear(F.pad(flat, (0, wider, 0, more_rows)) if more_rows or wider else flat, weight, bias)
+    found: Tensor = made[:rows, :columns].contiguous().unflatten(0, x.shape[:-1])
+    return found
 
 
 def _wants_onednn(x: Tensor, weight: Tensor) -> bool:
