@@ -376,6 +376,7 @@ class CaptureNode(Ports):
             entry = made.result()
             if begun is not None:
                 entry.take_over(begun, self.cells)
+                self._expect_room(store)
             missing = entry.missing(self.cells)
             if context.has_workers:
                 total = sum(len(entry.segments[n]) for n in missing)
@@ -595,7 +596,8 @@ class CaptureNode(Ports):
         if self.segment_tokens is not None:
             return self.segment_tokens
         width = self.source.config.hidden_size
-        return self._sizes.segment_tokens(self.cells, width, self.memory, selects=bool(self.spec.keeps))
+        of_run = all(spec.packed == "segment" for spec in self.specs())
+        return self._sizes.segment_tokens(self.cells, width, self.memory, of_run=of_run)
 
     def _for_workers(self, context: Context) -> Any:
         import torch

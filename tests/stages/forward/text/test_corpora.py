@@ -217,6 +217,22 @@ def test_a_disk_without_room_is_told_before_anything_is_computed(tmp_path, monke
     assert list(store.entries()) == []
 
 
+def test_so_is_one_without_room_for_what_a_corpus_gained(tmp_path, monkeypatch):
+    """What is taken over takes no room."""
+    from mizarr.store.files import LocalFolder
+
+    monkeypatch.setattr("mizarr.stages.forward.capture.capture.WORTH_A_LOOK", 1)
+    store = open_store(tmp_path / "store", durability="process")
+    asked = {"store": store, "progress": False, "segment_tokens": 32}
+    prompts = [[n % 50] * 16 for n in range(40)]
+    capture("specimen", prompts[:8], HOOKS, **asked)
+    of_token = 6 * 192 * 4
+    monkeypatch.setattr(LocalFolder, "free_bytes", property(lambda self: 30 * 16 * of_token))
+    with pytest.raises(StoreFull, match=f"expected {32 * 16 * of_token} bytes of room"):
+        capture("specimen", prompts, HOOKS, **asked)
+    assert capture("specimen", prompts[:32], HOOKS, **asked).sizes["token"] == 32 * 16
+
+
 def test_an_estimate_is_near_and_reads_little(words, tmp_path):
     rng = np.random.default_rng(0)
     for n in range(20):
