@@ -29,7 +29,7 @@ from ..hooks.taps import AttentionTaps, Taps
 from .gradients import is_recorded
 from .history import History
 from .kernels.functions import evenly
-from .kernels.products import product
+from .kernels.products import each_product, product
 from .norms import apply_norm
 from .rope import rotate
 from .transfer import to_device
@@ -462,7 +462,7 @@ def _scores(q: Tensor, k: Tensor, how: AttentionMixer) -> Tensor:
     kv_heads, keys = k.shape[1], k.shape[2]
     # Queries that share a key head are stacked into one matrix, so that keys are never repeated in memory.
     stacked = q.reshape(batch * kv_heads, -1, q.shape[-1])
-    raw = torch.bmm(stacked * how.scale, k.reshape(batch * kv_heads, keys, -1).transpose(1, 2))
+    raw = each_product(stacked * how.scale, k.reshape(batch * kv_heads, keys, -1).transpose(1, 2))
     found = raw.view(batch, heads, queries, keys)
     return found if how.relative is None else found + how.relative(q, k)
 
@@ -497,5 +497,5 @@ def _mixed(pattern: Tensor, v: Tensor) -> Tensor:
     batch, heads, queries, keys = pattern.shape
     kv_heads = v.shape[1]
     stacked = pattern.reshape(batch * kv_heads, -1, keys)
-    mixed: Tensor = torch.bmm(stacked, v.reshape(batch * kv_heads, keys, -1))
+    mixed = each_product(stacked, v.reshape(batch * kv_heads, keys, -1))
     return mixed.view(batch, heads, queries, -1)
