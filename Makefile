@@ -63,7 +63,7 @@ format: $(VENV)/installed-test
 
 typecheck: $(VENV)/installed-test
 	$(BIN)/mypy
-	$(BIN)/mypy tests/typing/api.py
+	MYPYPATH=tests/benchmarks:. $(BIN)/mypy --cache-dir .mypy_cache/users --follow-imports=silent tests/typing/api.py tests/benchmarks/*.py
 
 bench: $(VENV)/installed-test
 	@for file in tests/benchmarks/bench_*.py; do echo "== $$file"; $(BIN)/python $$file || exit 1; done

@@ -26,7 +26,7 @@ _LINE_EVERY = 5.0  # seconds between plain lines
 _SIZES = ("", "k", "M", "G", "T")
 
 
-class Task:
+class Bar:
     """One thing counted; `advance` from any thread."""
 
     def __init__(self, owner: Progress, label: str, total: int | None, unit: str) -> None:
@@ -97,9 +97,9 @@ class Progress:
         self._lines = None if log is None else _opened(Path(log))
         self._bars: Any = None
 
-    def task(self, label: str, *, total: int | None = None, unit: str = "") -> Task:
+    def task(self, label: str, *, total: int | None = None, unit: str = "") -> Bar:
         """Start counting something; total None when it is not known."""
-        task = Task(self, label, total, unit)
+        task = Bar(self, label, total, unit)
         if self._bars is not None:
             task._bar = self._bars.add_task(label, total=total, shown="")
         return task
@@ -130,12 +130,12 @@ class Progress:
             self._lines.close()
             self._lines = None
 
-    def _log(self, task: Task) -> None:
+    def _log(self, task: Bar) -> None:
         if self._lines is not None:
             self._lines.write(json.dumps(task.to_json()) + "\n")
             self._lines.flush()
 
-    def _show(self, task: Task) -> None:
+    def _show(self, task: Bar) -> None:
         if self.quiet:
             return
         if self._bars is not None:

@@ -126,11 +126,11 @@ class ConstantNode(Ports):
         store.put_result(self._key, self._held(store), provenance={}, confirm=whole.confirm)
 
     def status(self, store: Store) -> Status:
-        """Always there."""
+        """Cached: what is in hand needs no run."""
         return Status(True, cells_cached=1)
 
     def estimate(self, store: Store) -> Estimate:
-        """Nothing."""
+        """Nothing is read or written: it is there."""
         return NOTHING
 
     def labels(self, store: Store, axis: str) -> list[Any]:
@@ -146,10 +146,10 @@ class ConstantNode(Ports):
         return cut(self.content, lambda: held, variable, selection, changes=self._is_lazy)
 
     def run(self, store: Store, context: Context) -> None:
-        """Nothing to do."""
+        """Does nothing: what is in hand is there."""
 
     def open(self, store: Store) -> xr.Dataset:
-        """The dataset."""
+        """The dataset in hand, as it was given."""
         return self._held(store)
 
     @property

@@ -3,20 +3,18 @@
 Border: labels and bytes; what a stage computed, and whether it should run at all, is decided in the pipeline.
 
 Every attempt to store a result is a folder of its own with an ordinary Zarr v3 group in it, which plain
-`xr.open_zarr` reads.
-It becomes the result when `keys/<key>.json` names it. The first attempt to get there wins and the others
-remove themselves, so no file is ever written by two, and a killed attempt is a stray folder that nobody
-reads.
+`xr.open_zarr` reads. It becomes the result when `keys/<key>.json` names it. The first attempt to get there
+wins and the others remove themselves, so no file is ever written by two, and a killed attempt is a stray
+folder that nobody reads.
 
     data/<ab>/<key>.<random>/
-        dataset/                the Zarr group; a folder of its own, as Zarr warns of strangers among its
-        arrays manifest.json           R and, for `verify`, {path: [size, digest]} provenance/<when>.json
-        request, parents, versions: how it came about; never part of R
+        dataset/                  the Zarr group, by itself, as Zarr warns of strangers among its arrays
+        manifest.json             R and, for `verify`, {path: [size, digest]}
+        provenance/<when>.json    request, parents, versions: how it came about; never part of R
 
 Text is stored as Zarr's `string`: fixed-length unicode has no Zarr v3 specification and other readers refuse
-it.
-Values are stored as they are: no fill values, no scaling, no compression (float activations gain at most 9
-%), and every chunk with its crc32c, which any reader of Zarr checks. What describes the arrays is compared
+it. Values are stored as they are: no fill values, no scaling, no compression (float activations gain at most
+9 %), and every chunk with its crc32c, which any reader of Zarr checks. What describes the arrays is compared
 with the manifest when a result is opened.
 """
 

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
-from mizarr.stages.features.crosscoder import Crosscoder, Place
+from mizarr.stages.features.crosscoder import Crosscoder, CrosscoderPlace
 from mizarr.stages.features.layers.activations import JumpReLU
 
 D, F = 12, 40
@@ -227,7 +227,7 @@ def save_random_crosscoder(
         return torch.from_numpy(np.stack([weights[name] for weights in every]))
 
     made = Crosscoder(
-        tuple(Place(*place) for place in places),
+        tuple(CrosscoderPlace(*place) for place in places),
         stacked("W_enc"),
         torch.from_numpy(every[0]["b_enc"]),
         stacked("W_dec"),

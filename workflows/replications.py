@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["REPLICATIONS", "Claim", "Replication", "value_at"]
+__all__ = ["REPLICATIONS", "PrintedNumber", "Replication", "value_at"]
 
 LLAMA, GEMMA, STARCODER = "meta-llama/Llama-3.2-1B", "google/gemma-2-2b", "bigcode/starcoder2-3b"
 RWKV7, RWKV6 = "RWKV/RWKV7-Goose-World3-1.5B-HF", "RWKV/v6-Finch-1B6-HF"
@@ -31,7 +31,7 @@ Path = tuple[str | int, ...]
 
 
 @dataclass(frozen=True)
-class Claim:
+class PrintedNumber:
     """A number that was printed: for which model, where it stands in the workflow's document, and how far off
     ours may be."""
 
@@ -68,7 +68,7 @@ class Replication:
     settings: Mapping[str, Any] = field(default_factory=dict)
     offline: Mapping[str, Any] = field(default_factory=dict)
     dictionary: str = ""
-    claims: tuple[Claim, ...] = ()
+    claims: tuple[PrintedNumber, ...] = ()
     revision: str = "main"
 
     def asked(self, model: str) -> dict[str, Any]:
@@ -106,17 +106,17 @@ REPLICATIONS: dict[str, Replication] = {
         (LLAMA, GEMMA, STARCODER),
         {"pairs": 1, "kinds": ("resid_post",)},
         claims=(
-            Claim(LLAMA, ("results", 0, "subject_pos"), 4),
-            Claim(LLAMA, ("results", 0, "corrupted_kl"), 3.78, 0.1),
-            Claim(LLAMA, recovered(8), 99.5, 0.6),
-            Claim(LLAMA, recovered(11), 72, 5),
-            Claim(LLAMA, recovered(15), 0, 3),
-            Claim(GEMMA, ("results", 0, "subject_pos"), 4),
-            Claim(GEMMA, ("results", 0, "corrupted_kl"), 0.50, 0.01),
-            Claim(GEMMA, recovered(25), 0, 2),
-            Claim(STARCODER, ("results", 0, "subject_pos"), 3),
-            Claim(STARCODER, ("results", 0, "corrupted_kl"), 4.16, 0.05),
-            Claim(STARCODER, recovered(21), 5, 1),
+            PrintedNumber(LLAMA, ("results", 0, "subject_pos"), 4),
+            PrintedNumber(LLAMA, ("results", 0, "corrupted_kl"), 3.78, 0.1),
+            PrintedNumber(LLAMA, recovered(8), 99.5, 0.6),
+            PrintedNumber(LLAMA, recovered(11), 72, 5),
+            PrintedNumber(LLAMA, recovered(15), 0, 3),
+            PrintedNumber(GEMMA, ("results", 0, "subject_pos"), 4),
+            PrintedNumber(GEMMA, ("results", 0, "corrupted_kl"), 0.50, 0.01),
+            PrintedNumber(GEMMA, recovered(25), 0, 2),
+            PrintedNumber(STARCODER, ("results", 0, "subject_pos"), 3),
+            PrintedNumber(STARCODER, ("results", 0, "corrupted_kl"), 4.16, 0.05),
+            PrintedNumber(STARCODER, recovered(21), 5, 1),
         ),
     ),
     "algzoo": Replication(
@@ -134,18 +134,18 @@ REPLICATIONS: dict[str, Replication] = {
         {"prompt": FRANCE, "target": " Paris", "sweep": False},
         {"prompt": None, "target": None},
         claims=(
-            Claim(LLAMA, ("kl_divergence",), 0.0559, 0.006),
-            Claim(LLAMA, ("target_logit_diff",), 0.553, 0.03),
-            Claim(LLAMA, ("baseline_p_target",), 0.393, 0.01),
-            Claim(LLAMA, ("ablated_p_target",), 0.260, 0.01),
-            Claim(GEMMA, ("kl_divergence",), 0.01705, 5e-4),
-            Claim(GEMMA, ("target_logit_diff",), -0.3310, 5e-3),
-            Claim(GEMMA, ("baseline_p_target",), 0.03878, 1e-3),
-            Claim(GEMMA, ("ablated_p_target",), 0.06650, 1e-3),
-            Claim(STARCODER, ("kl_divergence",), 0.02852, 1e-3),
-            Claim(STARCODER, ("top_changed", 0, "token"), " Par"),
-            Claim(STARCODER, ("top_changed", 0, "baseline_prob"), 0.4093, 2e-3),
-            Claim(STARCODER, ("top_changed", 0, "ablated_prob"), 0.3218, 2e-3),
+            PrintedNumber(LLAMA, ("kl_divergence",), 0.0559, 0.006),
+            PrintedNumber(LLAMA, ("target_logit_diff",), 0.553, 0.03),
+            PrintedNumber(LLAMA, ("baseline_p_target",), 0.393, 0.01),
+            PrintedNumber(LLAMA, ("ablated_p_target",), 0.260, 0.01),
+            PrintedNumber(GEMMA, ("kl_divergence",), 0.01705, 5e-4),
+            PrintedNumber(GEMMA, ("target_logit_diff",), -0.3310, 5e-3),
+            PrintedNumber(GEMMA, ("baseline_p_target",), 0.03878, 1e-3),
+            PrintedNumber(GEMMA, ("ablated_p_target",), 0.06650, 1e-3),
+            PrintedNumber(STARCODER, ("kl_divergence",), 0.02852, 1e-3),
+            PrintedNumber(STARCODER, ("top_changed", 0, "token"), " Par"),
+            PrintedNumber(STARCODER, ("top_changed", 0, "baseline_prob"), 0.4093, 2e-3),
+            PrintedNumber(STARCODER, ("top_changed", 0, "ablated_prob"), 0.3218, 2e-3),
         ),
     ),
     "attention-patterns": Replication(
@@ -155,12 +155,12 @@ REPLICATIONS: dict[str, Replication] = {
         (LLAMA, GEMMA, STARCODER),
         {"prompt": FRANCE},
         claims=(
-            Claim(LLAMA, ("peak_layer",), 2),
-            Claim(LLAMA, ("peak_weight",), 0.847, 5e-3),
-            Claim(GEMMA, ("peak_layer",), 22),
-            Claim(GEMMA, ("peak_weight",), 0.845, 2e-3),
-            Claim(STARCODER, ("peak_layer",), 26),
-            Claim(STARCODER, ("peak_weight",), 0.866, 2e-3),
+            PrintedNumber(LLAMA, ("peak_layer",), 2),
+            PrintedNumber(LLAMA, ("peak_weight",), 0.847, 5e-3),
+            PrintedNumber(GEMMA, ("peak_layer",), 22),
+            PrintedNumber(GEMMA, ("peak_weight",), 0.845, 2e-3),
+            PrintedNumber(STARCODER, ("peak_layer",), 26),
+            PrintedNumber(STARCODER, ("peak_weight",), 0.866, 2e-3),
         ),
     ),
     "attention-routing": Replication(
@@ -172,14 +172,14 @@ REPLICATIONS: dict[str, Replication] = {
         {"preset": "specimen"},
         dictionary="mntss/clt-gemma-2-2b-426k",
         claims=(
-            Claim(GEMMA, ("planning_site",), 23),
-            Claim(GEMMA, ("top_heads", 0, "layer"), 21),
-            Claim(GEMMA, ("top_heads", 0, "head"), 5),
-            Claim(GEMMA, ("top_heads", 0, "baseline_attn"), 0.3157, 2e-3),
-            Claim(GEMMA, ("top_heads", 0, "delta"), -0.0462, 2e-3),
-            Claim(GEMMA, ("top_heads", 1, "delta"), 0.0273, 2e-3),
-            Claim(GEMMA, ("strength_sweep", 5, "total_routing_shift"), 0.1912, 5e-3),
-            Claim(GEMMA, ("strength_sweep", 11, "total_routing_shift"), 0.3400, 5e-3),
+            PrintedNumber(GEMMA, ("planning_site",), 23),
+            PrintedNumber(GEMMA, ("top_heads", 0, "layer"), 21),
+            PrintedNumber(GEMMA, ("top_heads", 0, "head"), 5),
+            PrintedNumber(GEMMA, ("top_heads", 0, "baseline_attn"), 0.3157, 2e-3),
+            PrintedNumber(GEMMA, ("top_heads", 0, "delta"), -0.0462, 2e-3),
+            PrintedNumber(GEMMA, ("top_heads", 1, "delta"), 0.0273, 2e-3),
+            PrintedNumber(GEMMA, ("strength_sweep", 5, "total_routing_shift"), 0.1912, 5e-3),
+            PrintedNumber(GEMMA, ("strength_sweep", 11, "total_routing_shift"), 0.3400, 5e-3),
         ),
     ),
     "attention-routing-2.5m": Replication(
@@ -191,10 +191,10 @@ REPLICATIONS: dict[str, Replication] = {
         {"preset": "specimen"},
         dictionary="mntss/clt-gemma-2-2b-2.5M",
         claims=(
-            Claim(GEMMA, ("top_heads", 0, "layer"), 21),
-            Claim(GEMMA, ("top_heads", 0, "head"), 5),
-            Claim(GEMMA, ("top_heads", 0, "delta"), -0.0087, 1e-3),
-            Claim(GEMMA, ("strength_sweep", 5, "total_routing_shift"), 0.0519, 3e-3),
+            PrintedNumber(GEMMA, ("top_heads", 0, "layer"), 21),
+            PrintedNumber(GEMMA, ("top_heads", 0, "head"), 5),
+            PrintedNumber(GEMMA, ("top_heads", 0, "delta"), -0.0087, 1e-3),
+            PrintedNumber(GEMMA, ("strength_sweep", 5, "total_routing_shift"), 0.0519, 3e-3),
         ),
     ),
     "character-count": Replication(
@@ -214,15 +214,15 @@ REPLICATIONS: dict[str, Replication] = {
         {"preset": "specimen"},
         dictionary="mntss/transcoder-Llama-3.2-1B",
         claims=(
-            Claim(LLAMA, ("step_a", "max_prob"), 0.687, 0.01),
-            Claim(LLAMA, ("baseline_logit",), 8.1287, 0.05),
-            Claim(LLAMA, ("arms", "plt", "suppress_only", "max_prob"), 0.98607, 0.01),
-            Claim(LLAMA, ("arms", "plt", "suppress_only", "spike_position"), 30),
-            Claim(LLAMA, ("arms", "plt", "suppress_inject", "max_prob"), 0.98583, 0.01),
-            Claim(LLAMA, ("arms", "plt", "w_skip_projection_at_spike"), 0.5407, 0.01),
-            Claim(LLAMA, ("arms", "clt", "over_targets_suppress_only", "max_prob"), 0.87126, 0.02),
-            Claim(LLAMA, ("arms", "clt", "over_targets_suppress_inject", "max_prob"), 0.90119, 0.02),
-            Claim(
+            PrintedNumber(LLAMA, ("step_a", "max_prob"), 0.687, 0.01),
+            PrintedNumber(LLAMA, ("baseline_logit",), 8.1287, 0.05),
+            PrintedNumber(LLAMA, ("arms", "plt", "suppress_only", "max_prob"), 0.98607, 0.01),
+            PrintedNumber(LLAMA, ("arms", "plt", "suppress_only", "spike_position"), 30),
+            PrintedNumber(LLAMA, ("arms", "plt", "suppress_inject", "max_prob"), 0.98583, 0.01),
+            PrintedNumber(LLAMA, ("arms", "plt", "w_skip_projection_at_spike"), 0.5407, 0.01),
+            PrintedNumber(LLAMA, ("arms", "clt", "over_targets_suppress_only", "max_prob"), 0.87126, 0.02),
+            PrintedNumber(LLAMA, ("arms", "clt", "over_targets_suppress_inject", "max_prob"), 0.90119, 0.02),
+            PrintedNumber(
                 LLAMA, ("arms", "clt", "over_targets_suppress_inject_same_layer", "max_prob"), 0.91706, 0.02
             ),
         ),
@@ -250,17 +250,17 @@ REPLICATIONS: dict[str, Replication] = {
         {"prompt": FRANCE, "doses": (0.5, 4.0, 6.0), "sweep": False},
         {"prompt": None},
         claims=(
-            Claim(LLAMA, ("baseline_attention",), 0.630, 0.01),
-            Claim(LLAMA, ("points", 0, "kl_divergence"), 0.006, 2e-3),
-            Claim(LLAMA, ("points", 1, "kl_divergence"), 0.029, 5e-3),
-            Claim(LLAMA, ("points", 2, "kl_divergence"), 0.043, 5e-3),
-            Claim(GEMMA, ("baseline_attention",), 0.589, 2e-3),
-            Claim(GEMMA, ("points", 1, "kl_divergence"), 0.002, 1e-3),
-            Claim(GEMMA, ("points", 2, "kl_divergence"), 0.003, 1e-3),
-            Claim(STARCODER, ("baseline_attention",), 0.673, 2e-3),
-            Claim(STARCODER, ("points", 0, "kl_divergence"), 0.002, 1e-3),
-            Claim(STARCODER, ("points", 1, "kl_divergence"), 0.004, 1e-3),
-            Claim(STARCODER, ("points", 2, "kl_divergence"), 0.005, 1e-3),
+            PrintedNumber(LLAMA, ("baseline_attention",), 0.630, 0.01),
+            PrintedNumber(LLAMA, ("points", 0, "kl_divergence"), 0.006, 2e-3),
+            PrintedNumber(LLAMA, ("points", 1, "kl_divergence"), 0.029, 5e-3),
+            PrintedNumber(LLAMA, ("points", 2, "kl_divergence"), 0.043, 5e-3),
+            PrintedNumber(GEMMA, ("baseline_attention",), 0.589, 2e-3),
+            PrintedNumber(GEMMA, ("points", 1, "kl_divergence"), 0.002, 1e-3),
+            PrintedNumber(GEMMA, ("points", 2, "kl_divergence"), 0.003, 1e-3),
+            PrintedNumber(STARCODER, ("baseline_attention",), 0.673, 2e-3),
+            PrintedNumber(STARCODER, ("points", 0, "kl_divergence"), 0.002, 1e-3),
+            PrintedNumber(STARCODER, ("points", 1, "kl_divergence"), 0.004, 1e-3),
+            PrintedNumber(STARCODER, ("points", 2, "kl_divergence"), 0.005, 1e-3),
         ),
     ),
     "factual-routing": Replication(
@@ -278,9 +278,9 @@ REPLICATIONS: dict[str, Replication] = {
         {"preset": "specimen"},
         dictionary="mntss/clt-llama-3.2-1b-524k",
         claims=(
-            Claim(LLAMA, ("max_position",), 30),
-            Claim(LLAMA, ("max_prob",), 0.6866, 0.01),
-            Claim(LLAMA, ("baseline_prob",), 1.0573e-06, 2e-7),
+            PrintedNumber(LLAMA, ("max_position",), 30),
+            PrintedNumber(LLAMA, ("max_prob",), 0.6866, 0.01),
+            PrintedNumber(LLAMA, ("baseline_prob",), 1.0573e-06, 2e-7),
         ),
     ),
     "figure13-gemma": Replication(
@@ -292,9 +292,9 @@ REPLICATIONS: dict[str, Replication] = {
         {"preset": "specimen"},
         dictionary="mntss/clt-gemma-2-2b-426k",
         claims=(
-            Claim(GEMMA, ("max_position",), 31),
-            Claim(GEMMA, ("max_prob",), 0.4567, 0.01),
-            Claim(GEMMA, ("baseline_prob",), 4.836e-08, 1e-8),
+            PrintedNumber(GEMMA, ("max_position",), 31),
+            PrintedNumber(GEMMA, ("max_prob",), 0.4567, 0.01),
+            PrintedNumber(GEMMA, ("baseline_prob",), 4.836e-08, 1e-8),
         ),
     ),
     "figure13-gemma-2.5m": Replication(
@@ -306,9 +306,9 @@ REPLICATIONS: dict[str, Replication] = {
         {"preset": "specimen"},
         dictionary="mntss/clt-gemma-2-2b-2.5M",
         claims=(
-            Claim(GEMMA, ("max_position",), 31),
-            Claim(GEMMA, ("max_prob",), 0.4642, 0.01),
-            Claim(GEMMA, ("baseline_prob",), 1.8939e-11, 4e-12),
+            PrintedNumber(GEMMA, ("max_position",), 31),
+            PrintedNumber(GEMMA, ("max_prob",), 0.4642, 0.01),
+            PrintedNumber(GEMMA, ("baseline_prob",), 1.8939e-11, 4e-12),
         ),
     ),
     "figure13-pairs": Replication(
@@ -328,15 +328,21 @@ REPLICATIONS: dict[str, Replication] = {
         {"prompts": (FRANCE,), "answers": (" Paris",), "soft_cap": False},
         {"prompts": None, "answers": None},
         claims=(
-            Claim(GEMMA, ("results", 0, "answer_first_top10"), 25),
-            Claim(GEMMA, ("results", 0, "layers", 25, "predictions", 0, "token"), " a"),
-            Claim(GEMMA, ("results", 0, "layers", 25, "predictions", 0, "probability"), 0.9956, 2e-3),
-            Claim(STARCODER, ("results", 0, "layers", 22, "predictions", 0, "token"), " Par"),
-            Claim(GEMMA, ("results", 0, "layers", 25, "answer_probability"), 1.35e-5, 3e-6),
-            Claim(STARCODER, ("results", 0, "layers", 22, "predictions", 0, "probability"), 0.330, 5e-3),
-            Claim(STARCODER, ("results", 0, "layers", 26, "predictions", 0, "probability"), 0.740, 5e-3),
-            Claim(STARCODER, ("results", 0, "layers", 29, "predictions", 0, "probability"), 0.4093, 2e-3),
-            Claim(LLAMA, ("results", 0, "layers", 15, "answer_probability"), 0.393, 0.01),
+            PrintedNumber(GEMMA, ("results", 0, "answer_first_top10"), 25),
+            PrintedNumber(GEMMA, ("results", 0, "layers", 25, "predictions", 0, "token"), " a"),
+            PrintedNumber(GEMMA, ("results", 0, "layers", 25, "predictions", 0, "probability"), 0.9956, 2e-3),
+            PrintedNumber(STARCODER, ("results", 0, "layers", 22, "predictions", 0, "token"), " Par"),
+            PrintedNumber(GEMMA, ("results", 0, "layers", 25, "answer_probability"), 1.35e-5, 3e-6),
+            PrintedNumber(
+                STARCODER, ("results", 0, "layers", 22, "predictions", 0, "probability"), 0.330, 5e-3
+            ),
+            PrintedNumber(
+                STARCODER, ("results", 0, "layers", 26, "predictions", 0, "probability"), 0.740, 5e-3
+            ),
+            PrintedNumber(
+                STARCODER, ("results", 0, "layers", 29, "predictions", 0, "probability"), 0.4093, 2e-3
+            ),
+            PrintedNumber(LLAMA, ("results", 0, "layers", 15, "answer_probability"), 0.393, 0.01),
         ),
     ),
     "recurrent-feedback": Replication(
@@ -347,8 +353,8 @@ REPLICATIONS: dict[str, Replication] = {
         {"preset": "anacrousis", "sweep": False, "controls": 1},
         {"preset": "specimen"},
         claims=(
-            Claim(LLAMA, ("baseline_rhymes",), 9, 1),
-            Claim(LLAMA, ("recurrent_rhymes",), 11, 1),
+            PrintedNumber(LLAMA, ("baseline_rhymes",), 9, 1),
+            PrintedNumber(LLAMA, ("recurrent_rhymes",), 11, 1),
         ),
     ),
     "rwkv": Replication(
@@ -359,8 +365,8 @@ REPLICATIONS: dict[str, Replication] = {
         {"prompt": "def fibonacci(n):\n    ", "target": "if"},
         {"prompt": None, "target": None},
         claims=(
-            Claim(RWKV7, ("top_tokens", 0, "token_id"), 1942),
-            Claim(RWKV6, ("top_tokens", 0, "token_id"), 1942),
+            PrintedNumber(RWKV7, ("top_tokens", 0, "token_id"), 1942),
+            PrintedNumber(RWKV6, ("top_tokens", 0, "token_id"), 1942),
         ),
     ),
     "sae": Replication(
@@ -372,11 +378,11 @@ REPLICATIONS: dict[str, Replication] = {
         {"prompt": None, "dictionary": None},
         dictionary=SCOPE,
         claims=(
-            Claim(GEMMA, ("positions", -1, "active"), 14),
-            Claim(GEMMA, ("positions", -1, "top", 0, "index"), 10492),
-            Claim(GEMMA, ("positions", -1, "top", 0, "activation"), 44.07, 0.05),
-            Claim(GEMMA, ("positions", -1, "top", 1, "index"), 8920),
-            Claim(GEMMA, ("mse",), 6.9127, 0.02),
+            PrintedNumber(GEMMA, ("positions", -1, "active"), 14),
+            PrintedNumber(GEMMA, ("positions", -1, "top", 0, "index"), 10492),
+            PrintedNumber(GEMMA, ("positions", -1, "top", 0, "activation"), 44.07, 0.05),
+            PrintedNumber(GEMMA, ("positions", -1, "top", 1, "index"), 8920),
+            PrintedNumber(GEMMA, ("mse",), 6.9127, 0.02),
         ),
     ),
     "steering-convergence": Replication(
@@ -387,20 +393,20 @@ REPLICATIONS: dict[str, Replication] = {
         {"prompt": FRANCE, "target": " Paris"},
         {"prompt": None, "target": None},
         claims=(
-            Claim(LLAMA, ("baseline_p_target",), 0.393, 0.01),
-            Claim(LLAMA, ("best_injection_layer",), 12),
-            Claim(LLAMA, ("layer_summaries", 8, "p_target"), 0.266, 0.01),
-            Claim(LLAMA, ("layer_summaries", 15, "p_target"), 0.903, 0.01),
-            Claim(LLAMA, ("layer_summaries", 15, "kl_divergence"), 1.507, 0.05),
-            Claim(LLAMA, ("convergence_matrix", 8, 15), 0.9974, 2e-3),
-            Claim(LLAMA, ("convergence_matrix", 14, 15), 0.9037, 5e-3),
-            Claim(LLAMA, ("strength_sweep", 0, "kl_divergence"), 0.0707, 5e-3),
-            Claim(GEMMA, ("best_injection_layer",), 23),
-            Claim(GEMMA, ("layer_summaries", 25, "p_target"), 0.3680, 5e-3),
-            Claim(GEMMA, ("layer_summaries", 25, "kl_divergence"), 0.6982, 1e-2),
-            Claim(GEMMA, ("convergence_matrix", 13, 25), 0.9867, 1e-3),
-            Claim(GEMMA, ("convergence_matrix", 24, 25), 0.8994, 2e-3),
-            Claim(GEMMA, ("strength_sweep", 0, "kl_divergence"), 0.0139, 1e-3),
+            PrintedNumber(LLAMA, ("baseline_p_target",), 0.393, 0.01),
+            PrintedNumber(LLAMA, ("best_injection_layer",), 12),
+            PrintedNumber(LLAMA, ("layer_summaries", 8, "p_target"), 0.266, 0.01),
+            PrintedNumber(LLAMA, ("layer_summaries", 15, "p_target"), 0.903, 0.01),
+            PrintedNumber(LLAMA, ("layer_summaries", 15, "kl_divergence"), 1.507, 0.05),
+            PrintedNumber(LLAMA, ("convergence_matrix", 8, 15), 0.9974, 2e-3),
+            PrintedNumber(LLAMA, ("convergence_matrix", 14, 15), 0.9037, 5e-3),
+            PrintedNumber(LLAMA, ("strength_sweep", 0, "kl_divergence"), 0.0707, 5e-3),
+            PrintedNumber(GEMMA, ("best_injection_layer",), 23),
+            PrintedNumber(GEMMA, ("layer_summaries", 25, "p_target"), 0.3680, 5e-3),
+            PrintedNumber(GEMMA, ("layer_summaries", 25, "kl_divergence"), 0.6982, 1e-2),
+            PrintedNumber(GEMMA, ("convergence_matrix", 13, 25), 0.9867, 1e-3),
+            PrintedNumber(GEMMA, ("convergence_matrix", 24, 25), 0.8994, 2e-3),
+            PrintedNumber(GEMMA, ("strength_sweep", 0, "kl_divergence"), 0.0139, 1e-3),
         ),
     ),
 }

@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from ..stages.features.layers.layout import FeatureId
     from ..stages.forward.architectures.architecture import Architecture
 
-__all__ = ["Case", "PushedStatesSettings", "PushedStates"]
+__all__ = ["Case", "PushedStatesSettings", "PushedStatesCases"]
 
 ABSORBED = f"at most {RETURNED:.0%} of its largest distance left, from there to the end"
 
@@ -121,7 +121,7 @@ class Case:
         return first_reached(self.config, layer, self.position, len(self.experiment.tokens) - 1)
 
 
-class PushedStates(ModelWorkflow):
+class PushedStatesCases(ModelWorkflow):
     """One or several prompts, each pushed at every layer."""
 
     name = "steering_convergence"
@@ -450,4 +450,4 @@ class PushedStates(ModelWorkflow):
         )
 
 
-WORKFLOW = PushedStates
+WORKFLOW = PushedStatesCases

@@ -15,10 +15,10 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from .. import __version__
 from ..stages.extras import is_installed, require
 from ..store.digest import digest
 from ..store.errors import ConfigError, nearest
+from ..store.version import __version__
 from .report.reported import NO_CLAIM
 from .subject import Need, Subject
 

@@ -72,10 +72,15 @@ def _inverse(matrix: Array) -> Array:
 def _of_ten() -> tuple[Array, Array, Array]:
     """22 neurons. With m(...) = max(0, ...) over the numbers named, after t of them:
 
-    0-9: relu of each of the last ten;  20: m(all but the last);  19: m(all) - neuron 20, what the last one
-    adds; 21: m(all) - last;  18: m(all but the one before the last) - last, and 10-17 the same without an
-    earlier one. Output i is relu(x_i) - 2 m(all but x_i): only the largest has a positive one, and the second
-    largest has the smallest of the others' penalties.
+        0-9      relu of each of the last ten
+        10-17    m(all but an earlier one) - last, of each of the eight before that
+        18       m(all but the one before the last) - last
+        19       m(all) - neuron 20, what the last one adds
+        20       m(all but the last)
+        21       m(all) - last
+
+    Output i is relu(x_i) - 2 m(all but x_i): only the largest has a positive one, and the second largest has
+    the smallest of the others' penalties.
     """
     ih, hh, oh = np.zeros(22), np.zeros((22, 22)), np.zeros((10, 22))
     top, before, over = 19, 20, 21

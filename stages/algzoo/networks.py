@@ -1,8 +1,8 @@
 """The two kinds of network, without their computation: sizes, hook points, which tensors they are made of.
 
-    RNN          p_t = W_ih x_t + W_hh h_{t-1},  h_t = relu(p_t),  h_{-1} = 0,  y = W_oh h_{T-1} transformer
-    z = embed[x] + pos_embed;  per layer z += softmax(Q K' / sqrt(d)) V O', every position seeing all;
-                 y = unembed z[last]
+    RNN          p_t = W_ih x_t + W_hh h_{t-1},  h_t = relu(p_t),  h_{-1} = 0,  y = W_oh h_{T-1}
+    transformer  z = embed[x] + pos_embed;  per layer z += softmax(Q K' / sqrt(d)) V O', every position seeing
+                 all;  y = unembed z[last]
 
 Neither has biases or norms. A file says what it is by the names and shapes of its tensors alone (`shape_of`).
 

@@ -34,7 +34,7 @@ class RnnWeights:
 
     @property
     def hidden(self) -> int:
-        """Neurons."""
+        """How many neurons the state has."""
         return len(self.ih)
 
     @property

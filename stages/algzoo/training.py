@@ -1,6 +1,6 @@
 """Training of networks of AlgZoo, as the zoo's were: fresh samples in every step, AdamW, a seed.
 
-    python -m mizarr train-zoo …                             # the command; or, cached in a store:
+    mizarr train-zoo …    # the command; or, cached in a store:
     trained_rnn.on(task="2nd_argmax", hidden=4, sequence=3, seed=0)
 
 The schedule is the zoo's (lr 0.04 / sqrt(H), weight decay 1e-3, batches of 1024, linear warm-up, exponential

@@ -114,7 +114,7 @@ class Continuation(Experiment):
         return []
 
     def measure(self, prepared: Model, cell: CellLabels, result: HookCache) -> None:
-        """Of no run."""
+        """Never asked: nothing is planned, see `dataset`."""
 
     def dataset(self, prepared: Model, cell: CellLabels, measured: Sequence[Any]) -> xr.Dataset:
         """One prompt continued: token_id, logprob [prompt, step], texts [prompt], captures by step."""

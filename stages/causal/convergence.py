@@ -251,7 +251,7 @@ class Pushes(Experiment):
 
     @property
     def contrast(self) -> ContrastiveVectors:
-        """The vectors."""
+        """The experiment that makes the vectors that are added."""
         return ContrastiveVectors(
             self.positive, self.negative, self.positive_positions, self.negative_positions, self.normalised
         )
@@ -330,7 +330,7 @@ class PushedStates(Pushes):
         )
 
     def joined(self, parts: Sequence[xr.Dataset]) -> xr.Dataset:
-        """All layers."""
+        """Cells of all layers, along `layer`."""
         return along_layers(parts)
 
 

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CounterFactPatching",
-    "Pair",
+    "FactTokens",
     "blocks_of",
     "differing_span",
     "position_map",
@@ -58,7 +58,7 @@ SAID: Mapping[str, Output] = {
 
 
 @dataclass(frozen=True)
-class Pair:
+class FactTokens:
     """Two prompts as token ids, and which positions of the original one state the fact.
 
     subject: (position, counterfactual position) of each token of it, which routing patches together; patching
@@ -82,7 +82,7 @@ class Pair:
         in_range("fact", "position", self.fact, len(self.original))
 
 
-def position_map(pair: Pair) -> tuple[int, ...]:
+def position_map(pair: FactTokens) -> tuple[int, ...]:
     """For every position of the original, the counterfactual one whose state is put there.
 
     Tokens of the fact, and what stands before it (a BOS), keep their index; what comes after is counted from
@@ -126,7 +126,7 @@ class Unpatched(NamedTuple):
 
 
 @dataclass
-class Pairs:
+class PairRuns:
     """A model, and the pairs run through it so far: each is run when its first patch is planned.
 
     model: None where runs are only sketched; every state is zero then.
@@ -135,9 +135,9 @@ class Pairs:
     config: Architecture
     model: Model | None
     with_attention: bool = False
-    held: dict[Pair, Unpatched] = field(default_factory=dict)
+    held: dict[FactTokens, Unpatched] = field(default_factory=dict)
 
-    def of(self, pair: Pair) -> Unpatched:
+    def of(self, pair: FactTokens) -> Unpatched:
         """A pair's own two runs."""
         if self.model is None:
             return Unpatched(np.zeros(0), np.zeros(0), Blank(self.config, len(pair.counterfactual)), None)
@@ -192,7 +192,7 @@ def attention_to(fact: Sequence[int], result: HookCache) -> Floats:
 class OnPairs(Experiment):
     """What both experiments have in common: pairs as cells, blocks of layers, one metric."""
 
-    pairs: tuple[Pair, ...]
+    pairs: tuple[FactTokens, ...]
     block_size: int = 4
 
     def params(self) -> dict[str, Any]:
@@ -213,9 +213,9 @@ class OnPairs(Experiment):
 
     def sketch(self, config: Architecture, cell: CellLabels) -> Sequence[Run]:
         """The runs of a cell with zeros for every state."""
-        return self.runs(Pairs(config, None), cell)
+        return self.runs(PairRuns(config, None), cell)
 
-    def changes(self, prepared: Pairs, pair: Pair, result: HookCache) -> tuple[float, int]:
+    def changes(self, prepared: PairRuns, pair: FactTokens, result: HookCache) -> tuple[float, int]:
         """KL(original || patched) in nats, and the token the patched run would say."""
         logits = as_vector(result.logits)
         return float(kl_divergence(prepared.of(pair).original, logits)), int(logits.argmax())
@@ -241,11 +241,11 @@ class CounterFactPatching(OnPairs):
         self.check(config)
         return [cell_of(pair) for pair in self.pairs]
 
-    def prepare(self, model: Model) -> Pairs:
+    def prepare(self, model: Model) -> PairRuns:
         """The model; pairs are run as they come up."""
-        return Pairs(model.config, model)
+        return PairRuns(model.config, model)
 
-    def runs(self, prepared: Pairs, cell: CellLabels) -> Sequence[Run]:
+    def runs(self, prepared: PairRuns, cell: CellLabels) -> Sequence[Run]:
         """One per block and position, positions fastest."""
         pair = pair_of(cell)
         return [
@@ -254,11 +254,11 @@ class CounterFactPatching(OnPairs):
             for place in enumerate(position_map(pair))
         ]
 
-    def measure(self, prepared: Pairs, cell: CellLabels, result: HookCache) -> tuple[float, int]:
+    def measure(self, prepared: PairRuns, cell: CellLabels, result: HookCache) -> tuple[float, int]:
         """KL from the original run, and what would be said."""
         return self.changes(prepared, pair_of(cell), result)
 
-    def dataset(self, prepared: Pairs, cell: CellLabels, measured: Sequence[Any]) -> xr.Dataset:
+    def dataset(self, prepared: PairRuns, cell: CellLabels, measured: Sequence[Any]) -> xr.Dataset:
         """The patches of one pair, [patch], and what its two prompts would say."""
         import xarray as xr
 
@@ -295,7 +295,7 @@ def said(unpatched: Unpatched) -> dict[str, Any]:
     return {name: output.variable(np.array([logits.argmax()], np.int64)) for (name, output), logits in both}
 
 
-def cell_of(pair: Pair) -> dict[str, Any]:
+def cell_of(pair: FactTokens) -> dict[str, Any]:
     """The labels of a pair's cell; its subject is not one of them."""
     return {
         "original": list(pair.original),
@@ -304,6 +304,6 @@ def cell_of(pair: Pair) -> dict[str, Any]:
     }
 
 
-def pair_of(cell: CellLabels) -> Pair:
+def pair_of(cell: CellLabels) -> FactTokens:
     """The pair a cell is about."""
-    return Pair(tuple(cell["original"]), tuple(cell["counterfactual"]), tuple(cell["fact"]))
+    return FactTokens(tuple(cell["original"]), tuple(cell["counterfactual"]), tuple(cell["fact"]))

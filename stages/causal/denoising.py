@@ -120,7 +120,7 @@ class Denoising(Experiment):
         return []
 
     def measure(self, prepared: Model, cell: CellLabels, result: HookCache) -> None:
-        """Of no run."""
+        """Never asked: nothing is planned, see `dataset`."""
 
     def dataset(self, prepared: Model, cell: CellLabels, measured: Sequence[Any]) -> xr.Dataset:
         """One prompt, from its masks to its last token."""

@@ -201,5 +201,5 @@ class AtOnce(Draws):
         return super().joined(parts)
 
     def joined(self, parts: Sequence[xr.Dataset]) -> xr.Dataset:
-        """The one there is."""
+        """The one cell there is, as it was computed."""
         return parts[0]

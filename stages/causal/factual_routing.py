@@ -31,7 +31,7 @@ from ..forward.runs.run import Run
 from .counterfact import (
     SAID,
     OnPairs,
-    Pairs,
+    PairRuns,
     attention_to,
     blocks_of,
     cell_of,
@@ -94,11 +94,11 @@ class FactualRouting(OnPairs):
             {**cell_of(pair), "subject": [list(each) for each in pair.subject or ()]} for pair in self.pairs
         ]
 
-    def prepare(self, model: Model) -> Pairs:
+    def prepare(self, model: Model) -> PairRuns:
         """The model; pairs are run as they come up, the original's attention looked at."""
-        return Pairs(model.config, model, with_attention=True)
+        return PairRuns(model.config, model, with_attention=True)
 
-    def runs(self, prepared: Pairs, cell: CellLabels) -> Sequence[Run]:
+    def runs(self, prepared: PairRuns, cell: CellLabels) -> Sequence[Run]:
         """One per block, with the attention of every layer."""
         pair, config = pair_of(cell), prepared.config
         patterns = weights_of(config)
@@ -110,12 +110,12 @@ class FactualRouting(OnPairs):
             for block in blocks_of(config.num_layers, self.block_size)
         ]
 
-    def measure(self, prepared: Pairs, cell: CellLabels, result: HookCache) -> tuple[float, int, Floats]:
+    def measure(self, prepared: PairRuns, cell: CellLabels, result: HookCache) -> tuple[float, int, Floats]:
         """KL from the original run, what would be said, and the attention of the last token to the fact."""
         pair = pair_of(cell)
         return (*self.changes(prepared, pair, result), attention_to(pair.fact, result))
 
-    def dataset(self, prepared: Pairs, cell: CellLabels, measured: Sequence[Any]) -> xr.Dataset:
+    def dataset(self, prepared: PairRuns, cell: CellLabels, measured: Sequence[Any]) -> xr.Dataset:
         """One pair: attention [pair, block, layer, head], and as it is unpatched [pair, layer, head]."""
         import xarray as xr
 

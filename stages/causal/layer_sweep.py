@@ -93,7 +93,7 @@ class LayerSweep(Experiment):
         return effect(prepared.logits, read_logits(result), self.target, self.top_k)
 
     def joined(self, parts: Sequence[xr.Dataset]) -> xr.Dataset:
-        """All layers."""
+        """Cells of all layers, along `layer`."""
         return along_layers(parts)
 
     def run_of(self, hooks: HookSpec) -> Run:

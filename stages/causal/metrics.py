@@ -18,7 +18,7 @@ from ...store.arrays import Floats
 from ...store.errors import PromptError
 
 __all__ = [
-    "Change",
+    "TokenChange",
     "kl_divergence",
     "kl_gradient",
     "log_probability_gradient",
@@ -84,7 +84,7 @@ def probability_gradient(logits: Any, token: int) -> Floats:
 
 
 @dataclass(frozen=True)
-class Change:
+class TokenChange:
     """A token whose probability an intervention changed."""
 
     token_id: int
@@ -97,14 +97,14 @@ class Change:
         return self.other - self.baseline
 
 
-def top_changed(baseline: Any, other: Any, k: int = 10) -> list[Change]:
+def top_changed(baseline: Any, other: Any, k: int = 10) -> list[TokenChange]:
     """The k tokens whose probability changed most, largest absolute change first, ties by token id.
 
     baseline, other: logits [vocab].
     """
     p, q = np.exp(log_softmax(baseline)), np.exp(log_softmax(other))
     order = np.argsort(-np.abs(p - q), kind="stable")[:k]
-    return [Change(int(i), float(p[i]), float(q[i])) for i in order]
+    return [TokenChange(int(i), float(p[i]), float(q[i])) for i in order]
 
 
 def _check(logits: npt.NDArray[Any], *tokens: int) -> None:

@@ -133,7 +133,7 @@ class RecurrentContinuation(Experiment):
         return []
 
     def measure(self, prepared: Model, cell: CellLabels, result: HookCache) -> None:
-        """Of no run."""
+        """Never asked: nothing is planned, see `dataset`."""
 
     def dataset(self, prepared: Model, cell: CellLabels, measured: Sequence[Any]) -> xr.Dataset:
         """The trials of one group: token_id, logprob [trial, step], all else [trial]."""
@@ -143,7 +143,7 @@ class RecurrentContinuation(Experiment):
         return self.joined([self._tried(prepared, trial) for trial in trials])
 
     def _tried(self, model: Model, trial: Trial) -> xr.Dataset:
-        """One trial."""
+        """What came of one trial."""
         import xarray as xr
 
         from ..forward.generation.generate import TokenStream

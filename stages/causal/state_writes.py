@@ -68,7 +68,7 @@ class _Writes(LayerSweep):
 
     @property
     def width(self) -> int:
-        """The window."""
+        """How many neighbouring layers are changed together."""
         return self.window
 
     def _variables(

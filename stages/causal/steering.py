@@ -94,7 +94,7 @@ class DoseResponse(LayerSweep):
 
     @property
     def width(self) -> int:
-        """The window."""
+        """How many neighbouring layers are steered together."""
         return self.window
 
     def check(self, config: Architecture) -> None:

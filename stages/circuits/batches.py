@@ -18,21 +18,21 @@ from torch import Tensor
 from ...store.arrays import Floats
 from ..forward.edges.layout import Layout
 from ..forward.edges.parts import SplitNetwork
-from ..forward.edges.prompts import Sources, sources_of
+from ..forward.edges.prompts import EdgeSources, sources_of
 from ..forward.hooks.wants import Logits
 from .pairs import Alternative, Pair, by_length, tokens_of
 
 if TYPE_CHECKING:
     from ..forward.models.model import Model
 
-__all__ = ["MEMORY", "Batch", "as_array", "batches", "gradients", "network_of"]
+__all__ = ["MEMORY", "PairBatch", "as_array", "batches", "gradients", "network_of"]
 
 MEMORY = 1 << 30
 """Bytes that may be taken beside the model unless told otherwise."""
 
 
 @dataclass(frozen=True)
-class Batch:
+class PairBatch:
     """Some pairs of one length.
 
     places: which of all pairs. ids, corrupted_ids: int [B, S]. clean: the clean pass. other: what stands for
@@ -44,7 +44,7 @@ class Batch:
     pairs: list[Pair]
     ids: Tensor
     corrupted_ids: Tensor
-    clean: Sources
+    clean: EdgeSources
     other: Tensor
     logits: Floats
 
@@ -70,7 +70,7 @@ def batches(
     seed: int = 0,
     memory: int = MEMORY,
     only: int | None = None,
-) -> Iterator[Batch]:
+) -> Iterator[PairBatch]:
     """All pairs, as many of one length at once as fit a quarter of the memory.
 
     seed: of which other prompt is drawn for "resampled". only: of which pair alone.
@@ -98,7 +98,7 @@ def batches(
                 asked = corrupted if alternative == "corrupted" else drawn
                 other = sources_of(network, layout, asked).added
             logits = network.unembed(network.final_norm(clean.streams.logits[:, -1]), Logits())
-            yield Batch(places, chosen, ids, corrupted, clean, other, as_array(logits))
+            yield PairBatch(places, chosen, ids, corrupted, clean, other, as_array(logits))
 
 
 def as_array(logits: Tensor) -> Floats:
@@ -107,7 +107,7 @@ def as_array(logits: Tensor) -> Floats:
     return found
 
 
-def gradients(batch: Batch, logits: Tensor) -> Tensor:
+def gradients(batch: PairBatch, logits: Tensor) -> Tensor:
     """The gradient of each pair's metric with respect to last logits of its run, [B, vocab]."""
     held = as_array(logits)
     found = np.zeros_like(held)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from ..forward.edges.layout import Layout
     from ..forward.hooks.wants import Logits
     from ..forward.models.model import Model
-    from .batches import Batch
+    from .batches import PairBatch
 
 __all__ = ["ByPair", "PairExperiment"]
 
@@ -35,7 +35,7 @@ class ByPair:
     """One pair, run. clean: its metric. want: the logits that the metric sees. changes: of such logits
     [row, token], what the metric is beyond the clean one, float64 [row]."""
 
-    batch: Batch
+    batch: PairBatch
     clean: float
     want: Logits
     changes: Callable[[Any], list[float]]

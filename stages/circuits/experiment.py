@@ -50,7 +50,7 @@ class EdgeExperiment(Experiment):
 
     @property
     def unit(self) -> str:
-        """Of the metric."""
+        """The unit of the metric that all pairs share."""
         return self.pairs[0].metric.units
 
     def check(self, config: Architecture) -> Layout:

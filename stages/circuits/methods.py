@@ -10,8 +10,9 @@ the gradient is taken.
     clean-corrupted      in both runs, halved (ibid.)
     EAP-IG-activations   in runs in which one group - the input, a layer's heads, an MLP - stands k / n of the
                          way, k = 1 … n, averaged over all groups and steps
-    information-flow-routes   no gradient: the share of a destination's stream that a source makes up
-                         (Ferrando and Voita, Information Flow Routes, 2024, equation 3)
+    information-flow-routes
+                         no gradient: the share of a destination's stream that a source makes up (Ferrando and
+                         Voita, Information Flow Routes, 2024, equation 3)
 
 An estimate is of M(the edge left out) - M(clean): positive where leaving it out raises the metric.
 
@@ -34,7 +35,7 @@ from ..forward.edges.parts import SplitNetwork
 from ..forward.edges.prompts import Streams, constants, streams_of
 from ..forward.hooks.taps import Place
 from ..forward.networks.history import STREAM
-from .batches import Batch
+from .batches import PairBatch
 from .names import Method
 
 __all__ = ["OfLogits", "edge_scores"]
@@ -58,7 +59,7 @@ class _At:
 def edge_scores(
     network: SplitNetwork,
     layout: Layout,
-    batch: Batch,
+    batch: PairBatch,
     method: Method,
     steps: int,
     of_logits: OfLogits,
@@ -91,7 +92,9 @@ def edge_scores(
     return found, nodes
 
 
-def _taken(network: SplitNetwork, layout: Layout, batch: Batch, method: Method, steps: int) -> Iterator[_At]:
+def _taken(
+    network: SplitNetwork, layout: Layout, batch: PairBatch, method: Method, steps: int
+) -> Iterator[_At]:
     """Where gradients are taken, one after the other, so that no more than one run is held."""
     if method == "EAP":
         yield _At(batch.clean.streams, 1.0, 1.0)
@@ -104,7 +107,7 @@ def _taken(network: SplitNetwork, layout: Layout, batch: Batch, method: Method, 
         yield from _in_groups(network, layout, batch, steps)
 
 
-def _on_the_way(network: SplitNetwork, layout: Layout, batch: Batch, steps: int) -> Iterator[_At]:
+def _on_the_way(network: SplitNetwork, layout: Layout, batch: PairBatch, steps: int) -> Iterator[_At]:
     """Runs whose embedding is k / n of the way from the corrupted prompt's to the clean one's: for edges from
     k = 0 on, for nodes to k = n."""
     entering, weight = batch.clean.streams.heads[0], 1 / steps
@@ -115,7 +118,7 @@ def _on_the_way(network: SplitNetwork, layout: Layout, batch: Batch, steps: int)
     yield _At(batch.clean.streams, 0.0, weight)
 
 
-def _in_groups(network: SplitNetwork, layout: Layout, batch: Batch, steps: int) -> Iterator[_At]:
+def _in_groups(network: SplitNetwork, layout: Layout, batch: PairBatch, steps: int) -> Iterator[_At]:
     """Runs in which one group of sources stands k / n of the way from what stands for it to what it adds.
 
     Where the input is held and nothing but sources makes up the stream that enters, edges into the first
@@ -140,7 +143,7 @@ def _in_groups(network: SplitNetwork, layout: Layout, batch: Batch, steps: int) 
             yield _At(streams_of(network, layout, batch.ids, of_mlp), weight, weight, (("mlp", layer),))
 
 
-def _shares(layout: Layout, batch: Batch) -> Iterator[tuple[slice, Tensor]]:
+def _shares(layout: Layout, batch: PairBatch) -> Iterator[tuple[slice, Tensor]]:
     """Destinations that read the same, and the share of what they read that each source makes up, summed over
     pairs, float64 [source, S]."""
     streams = batch.clean.streams

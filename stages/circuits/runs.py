@@ -17,7 +17,7 @@ from ...store.arrays import Floats
 from ..forward.edges.circuits import Alternatives, circuit_logits
 from ..forward.edges.layout import Bools, Layout
 from ..forward.hooks.wants import Logits
-from .batches import MEMORY, Batch, as_array, batches, network_of
+from .batches import MEMORY, PairBatch, as_array, batches, network_of
 from .pairs import Alternative, Pair, value
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ class Measured:
 
     @torch.no_grad()
     def _read(
-        self, batch: Batch, given: Alternatives, chosen: torch.Tensor, first: int, found: Floats
+        self, batch: PairBatch, given: Alternatives, chosen: torch.Tensor, first: int, found: Floats
     ) -> None:
         network, layout = self._network, self._layout
         logits = as_array(

@@ -160,7 +160,7 @@ class SelectedCircuits(EdgeExperiment):
         )
 
     def joined(self, parts: Sequence[xr.Dataset]) -> xr.Dataset:
-        """Along sizes."""
+        """Cells of all sizes, along `size`."""
         import xarray as xr
 
         along = [name for name, each in parts[0].data_vars.items() if "size" in each.dims]

@@ -159,14 +159,14 @@ class OfChanged(Experiment):
             return model, self.mean.taken(model)
         if not self.dictionary:
             return model, None
-        from ..features.training.replacement import Replacement
+        from ..features.training.replacement import Reconstructed
         from .random_errors import RandomErrors
 
         held = Dictionary.from_pretrained(self.dictionary)
         held.require_fit(model.config, model.name)
         layers = {layer: held.layer(layer) for layer in held.layers}
         read, write = (at(held.layers[0]).kind for at in (held.read_hook, held.write_hook))
-        return model, RandomErrors(Replacement(model, layers, read, write, SKIP))
+        return model, RandomErrors(Reconstructed(model, layers, read, write, SKIP))
 
     def bound(self, prepared: tuple[Model, Any], rows: list[list[int]]) -> BoundSpec:
         """The spec of prompts of one length."""
@@ -184,7 +184,7 @@ class OfChanged(Experiment):
         return []
 
     def measure(self, prepared: Any, cell: CellLabels, result: HookCache) -> None:
-        """Of no run."""
+        """Never asked: nothing is planned, see `dataset`."""
 
 
 def batches(prompts: Sequence[Sequence[int]]) -> Iterator[tuple[list[int], list[list[int]]]]:

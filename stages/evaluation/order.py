@@ -129,7 +129,7 @@ class LayerOrders(OfChanged):
         return by_prompt
 
     def joined(self, parts: Sequence[xr.Dataset]) -> xr.Dataset:
-        """All orders."""
+        """Cells of all orders of layers, one after another."""
         import xarray as xr
 
         return xr.concat(parts, "order")

@@ -20,7 +20,7 @@ import numpy as np
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ..features.training.replacement import Replacement
+    from ..features.training.replacement import Reconstructed
     from ..forward.hooks.spec import HookSpec
 
 __all__ = ["RandomErrors", "turned"]
@@ -51,7 +51,7 @@ def turned(vectors: Tensor, seed: tuple[int, ...]) -> Tensor:
 class RandomErrors:
     """What is added to each place of a closed loop, by seed. worker: the reconstructions."""
 
-    def __init__(self, worker: Replacement) -> None:
+    def __init__(self, worker: Reconstructed) -> None:
         self.worker = worker
         self._held: dict[tuple[tuple[int, ...], ...], dict[int, Tensor]] = {}
         self._bytes = 0

@@ -46,7 +46,7 @@ class FactualRecall(OfChanged):
     targets: tuple[int, ...]
 
     def params(self) -> dict[str, Any]:
-        """All of it."""
+        """All that was asked decides each cell."""
         return {"prompts": [list(ids) for ids in self.prompts], "targets": list(self.targets), **self.change}
 
     def cells(self, config: Architecture) -> Sequence[CellLabels]:

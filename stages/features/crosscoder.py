@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from ...store.errors import ConfigError, DictionaryError
 from ..forward.architectures.points import HookPoint
-from .layers.layout import Place, models_of
+from .layers.layout import CrosscoderPlace, models_of
 
 if TYPE_CHECKING:
     import torch
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from .layers.activations import Activation
     from .layers.layer import LayerFeatures
 
-__all__ = ["CONFIG", "EXCLUSIVE", "KIND", "WEIGHTS", "Crosscoder", "Place", "place_figures"]
+__all__ = ["CONFIG", "EXCLUSIVE", "KIND", "WEIGHTS", "Crosscoder", "CrosscoderPlace", "place_figures"]
 
 WEIGHTS, CONFIG, KIND = "model.safetensors", "config.json", "mizarr crosscoder"
 EXCLUSIVE = 0.1
@@ -49,7 +49,7 @@ class Crosscoder:
     they are stored.
     """
 
-    places: tuple[Place, ...]
+    places: tuple[CrosscoderPlace, ...]
     W_enc: Tensor
     b_enc: Tensor
     W_dec: Tensor
@@ -57,7 +57,7 @@ class Crosscoder:
     activation: Activation
 
     @classmethod
-    def of_joined(cls, features: LayerFeatures, places: Iterable[Place]) -> Self:
+    def of_joined(cls, features: LayerFeatures, places: Iterable[CrosscoderPlace]) -> Self:
         """Of features that read and write the rows of all places, one behind the other."""
         there = tuple(places)
         W_enc, W_dec, b_dec = features.W_enc, features.W_dec[features.layer], features.b_dec
@@ -202,7 +202,7 @@ class Crosscoder:
         try:
             said = json.loads((folder / CONFIG).read_text("utf-8"))
             held = load_file(folder / WEIGHTS)
-            places = tuple(Place(**place) for place in said["places"])
+            places = tuple(CrosscoderPlace(**place) for place in said["places"])
             found = cls(
                 places,
                 held["encoder.weight"].transpose(1, 2),

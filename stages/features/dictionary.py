@@ -30,7 +30,7 @@ from ..forward.architectures.points import BY_NAME, HookPoint
 from .formats.table import open_files
 from .layers.active import Active
 from .layers.files import DictionaryFiles, resolve
-from .layers.layout import FeatureId, Layout, Place, models_of, told
+from .layers.layout import CrosscoderPlace, DictionaryLayout, FeatureId, models_of, told
 
 if TYPE_CHECKING:
     import torch
@@ -51,7 +51,7 @@ class Dictionary:
     def __init__(
         self,
         files: DictionaryFiles,
-        layout: Layout,
+        layout: DictionaryLayout,
         open_layer: Callable[[int], LayerFeatures],
         content: Callable[[], Mapping[str, Any]] | None = None,
     ) -> None:
@@ -199,7 +199,7 @@ class Dictionary:
         return Dictionary.from_pretrained(self.name, read=it.read, write=it.write, device=self.device)
 
     @property
-    def places(self) -> tuple[Place, ...]:
+    def places(self) -> tuple[CrosscoderPlace, ...]:
         """Where the features of a crosscoder read and write, in the order of their rows; else none."""
         return self.layout.places
 

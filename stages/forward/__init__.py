@@ -1,9 +1,12 @@
-"""Hooked models: the only room with model code.
+"""Hooked models: the only room with model code. Its rooms, lowest first, and why they are so: DESIGN.md.
 
-points, hooks, interventions   what can be read and changed, as data                 (torch-free to import)
-config, families, autoconfig   what a family is; files, weights, tokens: how a model is found and loaded
-layout_check                   what a family no row names must pass: agreement with transformers
-transformer/                   the forward pass, hook points told to `taps`
-model                          Model.from_pretrained, forward; cache: what it gave
-capture, harvest, batches      prompts through a model into a store
+architectures   what a model is without its weights: points, sizes, families, checkpoint tensors; no torch
+checkpoints     tensors by name, however files hold them
+hooks           specs, interventions, and the taps that apply them inside a pass
+networks        the torch side of an architecture, and the one loop over layers
+passes          drivers of the loop, and the planner that makes a tree of many runs
+edges           layers taken apart by who reads whom
+text, models    tokenizers and prompts; files, identity, loading, `Model`
+runs, capture   runs as users give them, experiments; activations of a corpus into a store
+generation      texts that go on
 """

@@ -235,7 +235,7 @@ class AttributionGraph:
 
     @property
     def logit_tokens(self) -> list[str]:
-        """Their texts."""
+        """Texts of the logits explained, [logit]."""
         return [str(text) for text in self.dataset["logit_text"].values]
 
     @property
@@ -338,6 +338,18 @@ class PrunedGraph:
         return (
             f"PrunedGraph({int(self.node_mask.sum())} nodes, {len(self.kept.weight)} edges of {self.graph!r})"
         )
+
+    def _repr_html_(self) -> str:
+        """For a notebook: of each kind of node how many are kept, and the edges between them."""
+        c, kinds = self.graph.counts, self.nodes["kind"].values.tolist()
+        of_all = {"feature": c.features, "error": c.errors, "token": c.positions, "logit": c.logits}
+        rows = [(name, f"{kinds.count(name):,}", f"{n:,}") for name, n in of_all.items()]
+        told = (
+            f"{len(self.kept.weight):,} edges; thresholds {self.node_threshold:g} of nodes, "
+            f"{self.edge_threshold:g} of edges"
+        )
+        body = html.table(["nodes", "kept", "of"], rows, right=[1, 2])
+        return html.shown(f"Pruned attribution graph of {self.graph.prompt!r}", body, told)
 
     @property
     def node_mask(self) -> npt.NDArray[np.bool_]:

@@ -25,7 +25,7 @@ import numpy.typing as npt
 
 from ...store.errors import ConfigError
 from .conversion import as_tensor
-from .order import Order, Piece
+from .order import Order, RowStretch
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -114,7 +114,7 @@ class Batches:
             del read
 
     def _size(self, number: int) -> int:
-        """Rows of a batch."""
+        """Rows of a batch, by its number: all have `batch`, the last may have fewer."""
         if self.epochs is None:
             return self.batch
         return min(self.batch, self.epochs * self.order.rows - number * self.batch)
@@ -125,7 +125,7 @@ class Batches:
         end = None
         if self.epochs is not None and self.total is not None:
             end = min(self.total * self.batch, self.epochs * self.order.rows)
-        pieces: Iterator[Piece | None] = chain(self.order.pieces(start * self.batch, end), [None])
+        pieces: Iterator[RowStretch | None] = chain(self.order.pieces(start * self.batch, end), [None])
         with ThreadPoolExecutor(1, thread_name_prefix="window") as reader:
             ahead: Future[_Read] | None = None
             try:
@@ -138,7 +138,7 @@ class Batches:
             finally:
                 reader.shutdown(wait=True, cancel_futures=True)
 
-    def _read(self, piece: Piece, start: int, worker: tuple[int, int], memory: _Memory) -> _Read:
+    def _read(self, piece: RowStretch, start: int, worker: tuple[int, int], memory: _Memory) -> _Read:
         """The rows of a piece that are in batches of a worker, in their order."""
         blocks = self.order.blocks(piece.epoch, piece.window)
         tokens = [self.source.tokens(int(self._blocks[0][n]), int(self._blocks[1][n])) for n in blocks]

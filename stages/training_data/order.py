@@ -21,14 +21,14 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Order", "Piece"]
+__all__ = ["Order", "RowStretch"]
 
 Indices = npt.NDArray[np.int64]
 _BLOCKS, _ROWS = 1, 2  # tags that keep the two kinds of permutation apart
 
 
 @dataclass(frozen=True)
-class Piece:
+class RowStretch:
     """Rows of one window that follow each other in the order. first: the number of the first of them in all
     epochs. window: which, and of which epoch. start, stop: of the permuted window.
     """
@@ -66,7 +66,7 @@ class Order:
         """The order of the rows of a window that has so many."""
         return np.random.default_rng([self.seed, _ROWS, epoch, window]).permutation(rows)
 
-    def pieces(self, first: int, stop: int | None) -> Iterator[Piece]:
+    def pieces(self, first: int, stop: int | None) -> Iterator[RowStretch]:
         """Rows `first` to `stop` of all epochs, without end where that is None, window by window."""
         epoch, done = divmod(first, self.rows)
         while stop is None or epoch * self.rows < stop:
@@ -80,7 +80,7 @@ class Order:
                 if stop is not None:
                     end = min(end, stop - here)
                 if begin < end:
-                    yield Piece(epoch, window, here + begin, begin, end)
+                    yield RowStretch(epoch, window, here + begin, begin, end)
             epoch, done = epoch + 1, 0
 
     def _blocks(self, epoch: int) -> Indices:

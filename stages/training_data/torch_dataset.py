@@ -47,7 +47,7 @@ class SharedBatches(Protocol):
         ...
 
     def load_state_dict(self, state: Mapping[str, Any]) -> Any:
-        """Begin there."""
+        """Go on from where a `state_dict` was taken."""
         ...
 
 

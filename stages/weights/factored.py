@@ -83,7 +83,7 @@ class FactoredMatrix:
 
     @property
     def T(self) -> FactoredMatrix:
-        """Transposed."""
+        """The same map turned round: its factors, transposed, in reverse order."""
         return FactoredMatrix(self.right.T, self.left.T, self.dims[::-1])
 
     def __matmul__(self, other: Any) -> FactoredMatrix:

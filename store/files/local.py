@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..digest import Buffer, file_digest
-from ..errors import ReadOnlyStore, StoreError, StoreFull
+from ..errors import REPAIR, CorruptEntry, ReadOnlyStore, StoreError, StoreFull
 from .folder import THREADS, Folder, Measured, room_at
 from .mapped import Mapped
 from .stamps import Stat
@@ -52,7 +52,7 @@ class LocalFolder(Folder):
 
     @property
     def address(self) -> str:
-        """The path."""
+        """The folder's path, as people write it."""
         return str(self.root)
 
     def where(self, name: str) -> str:
@@ -80,6 +80,8 @@ class LocalFolder(Folder):
                 return file.read()
         except (FileNotFoundError, NotADirectoryError):
             return None
+        except IsADirectoryError:
+            raise self._is_a_folder(name) from None
 
     def get_range(self, name: str, start: int, stop: int | None) -> bytes | None:
         """Bytes of a file from `start` to `stop`, as a slice takes them; None when there is none."""
@@ -91,6 +93,8 @@ class LocalFolder(Folder):
                 return file.read(max(0, last - first))
         except (FileNotFoundError, NotADirectoryError):
             return None
+        except IsADirectoryError:
+            raise self._is_a_folder(name) from None
 
     def stat(self, name: str) -> Stat | None:
         """What the system says of a file, or of a folder; None when there is none."""
@@ -117,11 +121,17 @@ class LocalFolder(Folder):
 
     def mapped(self, name: str) -> Mapped:
         """A file as memory; FileNotFoundError when there is none."""
-        with self.path(name).open("rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            # An empty file cannot be mapped; a byte that is not read stands for it.
-            held = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if size else mmap.mmap(-1, 1)
+        try:
+            with self.path(name).open("rb") as file:
+                size = os.fstat(file.fileno()).st_size
+                # An empty file cannot be mapped; a byte that is not read stands for it.
+                held = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if size else mmap.mmap(-1, 1)
+        except IsADirectoryError:
+            raise self._is_a_folder(name) from None
         return Mapped(held, size, self.where(name))
+
+    def _is_a_folder(self, name: str) -> CorruptEntry:
+        return CorruptEntry(f"{self.where(name)}: expected a file, found a folder; {REPAIR}")
 
     def zarr(self, folder: str) -> Path:
         """The path of a group or an array."""

@@ -83,7 +83,7 @@ class ObjectFolder(Folder):
 
     @property
     def address(self) -> str:
-        """The URL."""
+        """The prefix's URL, as people write it."""
         return self._address
 
     def where(self, name: str) -> str:
@@ -92,7 +92,7 @@ class ObjectFolder(Folder):
 
     @property
     def free_bytes(self) -> None:
-        """Nobody says."""
+        """None: a bucket does not say how much room it has."""
         return
 
     @property

@@ -72,15 +72,15 @@ class FolderStore(Store):
         return await asyncio.to_thread(self._files.size, f"{self._folder}/{key}") is not None
 
     async def set(self, key: str, value: Buffer) -> None:
-        """Refused."""
+        """Refused: readers change nothing."""
         raise ReadOnlyStore(f"cannot write {key}: {self} is open for reading")
 
     async def delete(self, key: str) -> None:
-        """Refused."""
+        """Refused: readers change nothing."""
         raise ReadOnlyStore(f"cannot delete {key}: {self} is open for reading")
 
     async def list(self) -> AsyncIterator[str]:
-        """Every file."""
+        """Names of every file below the group."""
         async for name in self.list_prefix(""):
             yield name
 

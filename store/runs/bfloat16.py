@@ -72,7 +72,7 @@ class BFloat16(ZDType[Any, Any], HasItemSize):
         return NATIVE.type(data)
 
     def default_scalar(self) -> Any:
-        """Zero."""
+        """What an array is filled with where nothing was written: 0."""
         return NATIVE.type(0)
 
     def from_json_scalar(self, data: Any, *, zarr_format: int) -> Any:

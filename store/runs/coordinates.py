@@ -7,9 +7,10 @@ character offsets are not: two writers may come with different ones, so the firs
 `coordinates/labels.json` says which labels this entry has, and the others leave theirs out. Arrays get their
 `zarr.json` last: what is listed is complete.
 
-    token_id prompt position [token]   char_start char_end [token]   layer [layer]
-    row_start row_size text pair_start [prompt_id]      CF contiguous ragged: row_size has
-    sample_dimension="token"
+    [token]      token_id prompt position char_start char_end
+    [layer]      layer
+    [prompt_id]  row_start row_size text pair_start; CF contiguous ragged: row_size has
+                 sample_dimension="token"
 
 Integers lie as shards (`shards.py`) of one chunk, which opening checks against its checksum: they say what
 rows mean. Beyond some 64 MiB they stay mapped. `prompt` and `position` are spelled out for other readers of

@@ -61,5 +61,5 @@ def mean_of_parts(parts: Floats, count: int) -> Floats:
         # Whole numbers of Python: of all segments they may be more than 64 bits, and they divide exactly.
         whole = multiples.astype(np.int64).sum(axis=0).astype(object)
         total = total + whole * (1 << (exponent - _EXPONENTS[-1]))
-    mean = (total / (count << -_EXPONENTS[-1])).astype(np.float64)
+    mean = np.asarray(total / (count << -_EXPONENTS[-1]), np.float64)  # of one number it is Python's own
     return np.where(unknown, np.nan, mean)

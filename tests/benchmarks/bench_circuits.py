@@ -29,6 +29,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import mizarr
 from mizarr.stages.causal.grids.patching_metrics import LogitDifference
+from mizarr.stages.circuits.names import Method
 from mizarr.stages.circuits.pairs import Pair
 from mizarr.stages.circuits.scores import EdgeEffects, EdgeScores
 from mizarr.stages.forward.edges.layout import Layout
@@ -75,7 +76,7 @@ def main() -> None:
         (cell,) = effects.cells(model.config)
         return lambda: effects.dataset(model, cell, ())
 
-    def scored(method: str) -> Any:
+    def scored(method: Method) -> Any:
         scores = EdgeScores(pairs=(pair,), method=method)
         return lambda: scores.dataset(model, {}, ())
 
@@ -94,11 +95,12 @@ def main() -> None:
         rows.append((name, str(edges), f"{middle:.2f}", f"{multiplied:.3f}", f"{share:.4f}", "0.05"))
     columns = ("edges left out", "edges", "seconds", "multiplications", "over as many passes", "target")
     print_table("Exact effects of all edges", columns, rows)
-    rows = []
-    for method in ("EAP", "EAP-IG-inputs"):
+    costs = []
+    estimates: tuple[Method, ...] = ("EAP", "EAP-IG-inputs")
+    for method in estimates:
         seconds = alternate({"ours": scored(method), "passes": passes}, args.rounds)
-        rows.append((method, f"{ratio(seconds['ours'], seconds['passes']) * PASSES:.1f}"))
-    print_table("Scores of all edges and nodes", ("method", "plain passes"), rows)
+        costs.append((method, f"{ratio(seconds['ours'], seconds['passes']) * PASSES:.1f}"))
+    print_table("Scores of all edges and nodes", ("method", "plain passes"), costs)
 
 
 def _multiplications(call: Any) -> int:

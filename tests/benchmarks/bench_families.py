@@ -55,7 +55,7 @@ def save_random(family: str, folder: Path) -> Any:
     torch.manual_seed(0)
     ends = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
     config = AutoConfig.for_model(family, vocab_size=VOCAB, **ends, **FAMILIES[family])
-    kind = AutoModelForMaskedLM if family == "bert" else AutoModelForCausalLM
+    kind: Any = AutoModelForMaskedLM if family == "bert" else AutoModelForCausalLM
     kind.from_config(config).save_pretrained(folder)
     return kind.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa").eval()
 

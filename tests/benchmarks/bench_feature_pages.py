@@ -39,7 +39,7 @@ def codes(features: int, tokens: int, active: int) -> Any:
     frequency = 1 / (np.arange(features) + 10.0) ** 0.6
     bounds = (frequency / frequency.sum()).cumsum()
 
-    def drawn(block_info: Any = None) -> np.ndarray:
+    def drawn(block_info: Any = None) -> Any:
         start, stop = block_info[None]["array-location"][0]
         rng = np.random.default_rng(int(start))
         rows = (stop - start) // active
@@ -53,7 +53,7 @@ def codes(features: int, tokens: int, active: int) -> Any:
         kept = np.cumsum(~again, axis=1)
         return found[(kept <= active) & ~again].astype(np.int32)
 
-    def strengths(block_info: Any = None) -> np.ndarray:
+    def strengths(block_info: Any = None) -> Any:
         start, stop = block_info[None]["array-location"][0]
         return np.random.default_rng([1, int(start)]).exponential(size=stop - start).astype(np.float32) + 0.01
 
@@ -144,6 +144,8 @@ def prepare(folder: Path, features: int, tokens: int, active: int) -> None:
 
 def measure(folder: Path, features: int, tokens: int, active: int, threads: int) -> None:
     """Print seconds of each step, and the most this process, which does nothing else, has held of memory."""
+    import xarray as xr
+
     import mizarr
     from mizarr.pipeline import SourceNode, run
     from mizarr.stages.features.dictionary import Dictionary
@@ -152,7 +154,9 @@ def measure(folder: Path, features: int, tokens: int, active: int, threads: int)
 
     store = mizarr.open_store(folder / "store", durability="process")
     asked = {"features": features, "tokens": tokens, "active": active}
-    encoded, head = (SourceNode(name, 1, given, dict) for name, given in (("codes", asked), ("head", {})))
+    encoded, head = (
+        SourceNode(name, 1, given, xr.Dataset) for name, given in (("codes", asked), ("head", {}))
+    )
     dictionary = Dictionary.from_pretrained(folder / "dictionary")
     nodes = page_nodes(dictionary, encoded=encoded, layer=0, readout=head)
     begin = time.perf_counter(), time.process_time()

@@ -48,7 +48,7 @@ def save_random_llama(folder: Path, **sizes: Any) -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    shape = {
+    shape: dict[str, Any] = {
         "num_hidden_layers": LAYERS,
         "hidden_size": 512,
         "num_attention_heads": 8,

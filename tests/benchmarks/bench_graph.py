@@ -23,6 +23,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +77,7 @@ def serve(folder: Path, threads: int) -> None:
     print("ready", flush=True)
     for line in sys.stdin:
         batch = int(line)
-        times, graph = timed(lambda batch=batch: attribute(ids, model, batch_size=batch, verbose=False))
+        times, graph = timed(partial(attribute, ids, model, batch_size=batch, verbose=False))
         told = {
             "times": times,
             "features": len(graph.selected_features),
@@ -170,14 +171,16 @@ def compare(folder: Path, python: str | None, rounds: int, threads: int) -> None
     peer = None if python is None else Peer(python, folder, threads)
     times: dict[str, list[Times]] = {}
     for number in range(rounds + 1):
-        found, graph = timed(lambda number=number: stored(number))
+        found, graph = timed(partial(stored, number))
         turn = {"mizarr, into a store": found, "mizarr, arithmetic alone": timed(arithmetic)[0]}
         for batch in BATCHES if peer is not None else ():
+            assert peer is not None
             told = peer.graph(batch)
-            turn[f"circuit-tracer, batch {batch}"] = tuple(told["times"])
+            cpu, wall = told["times"]
+            turn[f"circuit-tracer, batch {batch}"] = cpu, wall
             assert (told["features"], told["nodes"]) == (graph.counts.features, graph.counts.nodes)
-        for name, seconds in turn.items():
-            times.setdefault(name, []).extend([seconds] if number else [])
+        for name, once in turn.items():
+            times.setdefault(name, []).extend([once] if number else [])
     if peer is not None:
         peer.close()
     own = times["mizarr, into a store"]

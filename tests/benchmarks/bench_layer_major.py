@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -43,7 +44,7 @@ def small(rounds: int) -> None:
         write_llama(Path(folder) / "m", layers=8, hidden=512, inner=2048, heads=8, vocab=VOCAB)
         number: list[int] = []
 
-        def load(**options: int) -> Model:
+        def load(**options: Any) -> Model:
             return Model.from_pretrained(Path(folder) / "m", progress=False, **options)
 
         least = bytes_of(load().config, 4).least

@@ -30,7 +30,9 @@ from torch.utils.data import DataLoader
 import mizarr
 import mizarr.store.runs.bfloat16  # for zarr to know the dtype
 from mizarr.store import PackedTokens, RunKey, open_store
-from mizarr.store.runs.entries import ArraySpec, Entry
+from mizarr.store.files.local import LocalFolder
+from mizarr.store.reading.labelled import LabelledEntry
+from mizarr.store.runs.entries import ArraySpec
 from mizarr.store.runs.shards import DTYPES
 
 BATCH, BUFFER, PROMPT, SEGMENT = 4096, 1 << 15, 128, 8192
@@ -38,9 +40,9 @@ OINDEX = 2
 """Batches that zarr-python is asked for."""
 
 
-def make_run(root: Path, rows: np.ndarray[Any, Any], dtype: str) -> Entry:
+def make_run(root: Path, rows: np.ndarray[Any, Any], dtype: str) -> LabelledEntry:
     """The rows as one layer of a stored run."""
-    tokens = PackedTokens(np.ones(len(rows), np.int32), [PROMPT] * (len(rows) // PROMPT))
+    tokens = PackedTokens(np.ones(len(rows), np.int32), np.full(len(rows) // PROMPT, PROMPT))
     dims = ("layer", "token", "hidden")
     spec = ArraySpec("resid_post", "blocks.{}.hook_resid_post", dims, {"hidden": rows.shape[1]}, dtype, 1)
     run = RunKey("model", tokens.digest, "none")
@@ -51,9 +53,10 @@ def make_run(root: Path, rows: np.ndarray[Any, Any], dtype: str) -> Entry:
     return entry
 
 
-def contestants(entry: Entry, raw: np.memmap[Any, Any]) -> dict[str, Callable[[], Any]]:
+def contestants(entry: LabelledEntry, raw: np.memmap[Any, Any]) -> dict[str, Callable[[], Any]]:
     """Ways to take an epoch in shuffled batches."""
     rng = np.random.default_rng(0)
+    assert isinstance(entry.folder, LocalFolder)
     opened = zarr.open_array(str(entry.folder.path(f"{entry.path}/resid_post")), mode="r")
     loaders = {
         dtype: mizarr.ActivationLoader(

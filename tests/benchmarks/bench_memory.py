@@ -21,7 +21,7 @@ from large_models import write_llama
 
 import mizarr
 from mizarr.pipeline.context import Context
-from mizarr.pipeline.progress import Progress
+from mizarr.pipeline.progress import Bar, Progress
 from mizarr.stages.forward.capture.capture import CaptureNode
 
 LENGTH = 512
@@ -42,19 +42,19 @@ class Watched(Progress):
         self.seen: list[tuple[int, int]] = []
         self._total = total
 
-    def task(self, label, *, total=None, unit=""):
+    def task(self, label: str, *, total: int | None = None, unit: str = "") -> Bar:
         """A task that notes."""
         task = super().task(label, total=total, unit=unit)
         advance, done = task.advance, [0]
 
-        def noted(count=1, written=0):
+        def noted(count: int = 1, written: int = 0) -> None:
             advance(count, written)
             done[0] += count
             if not self.seen or done[0] - self.seen[-1][0] >= self._total // 20:
                 self.seen.append((done[0], resident()))
                 print(f"{done[0]:>12,} tokens {self.seen[-1][1] / 2**20:8.1f} MiB", flush=True)
 
-        task.advance = noted
+        task.advance = noted  # type: ignore[method-assign]  # of this one task
         return task
 
 

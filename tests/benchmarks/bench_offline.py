@@ -96,12 +96,16 @@ def weights_of(hidden: int) -> xr.Dataset:
 
 def layers(states: xr.Dataset, given: dict[str, Any]) -> xr.Dataset:
     """Shares of the layer's output; read three times, as embedding and as MLP output too."""
-    return component_attribution(states["embed"], states["attn_out"], mlp_out=states["attn_out"], **given)
+    found: xr.Dataset = component_attribution(
+        states["embed"], states["attn_out"], mlp_out=states["attn_out"], **given
+    )
+    return found
 
 
 def heads(states: xr.Dataset, given: dict[str, Any]) -> xr.Dataset:
     """Shares of the heads."""
-    return head_attribution(states["z"], weights=weights_of(states.sizes["hidden"]), **given)
+    found: xr.Dataset = head_attribution(states["z"], weights=weights_of(states.sizes["hidden"]), **given)
+    return found
 
 
 def components(states: xr.Dataset, given: dict[str, Any]) -> xr.Dataset:
@@ -112,7 +116,7 @@ def components(states: xr.Dataset, given: dict[str, Any]) -> xr.Dataset:
 def directions(given: dict[str, Any], here: slice) -> np.ndarray[Any, Any]:
     """What the states of a block are multiplied by, in plain numpy."""
     unembed = given["readout"]["unembed"].values
-    found = unembed[given["targets"].values[here]]
+    found: np.ndarray[Any, Any] = unembed[given["targets"].values[here]]
     found -= unembed[given["against"].values[here]]
     found /= given["scale"].values[here, None]
     return found

@@ -67,12 +67,12 @@ def by_steps(run: Callable[[], Any]) -> Callable[[], Any]:
     """A pass whose states are computed token by token."""
 
     def stepped() -> Any:
-        kernel = rwkv.LinearRecurrence
-        rwkv.LinearRecurrence = StepByStep  # type: ignore[attr-defined]
+        kernel = vars(rwkv)["LinearRecurrence"]
+        vars(rwkv)["LinearRecurrence"] = StepByStep
         try:
             return run()
         finally:
-            rwkv.LinearRecurrence = kernel  # type: ignore[attr-defined]
+            vars(rwkv)["LinearRecurrence"] = kernel
 
     return stepped
 
@@ -97,7 +97,8 @@ def mamba2(layers: int) -> Callable[[list[int]], Any]:
         state_size=64,
         n_groups=1,
     )
-    model = Mamba2ForCausalLM(config).eval()
+    model: Any = Mamba2ForCausalLM(config)
+    model.eval()
 
     def run(ids: list[int]) -> Any:
         with torch.no_grad():

@@ -132,7 +132,7 @@ class Grids:
         for layer in range(self.layers):
             point = HookPoint.z(layer)
             for position in range(LENGTH):
-                for head in range(self.model.config.num_attention_heads):
+                for head in range(self.model.config.attention_heads):
                     value = cache[point][0, head, position]
                     patch = mizarr.Replace(value, positions=(position,), heads=(head,))
                     runs.append(Run(self.corrupted, mizarr.HookSpec().intervene(point, patch), WANT))
@@ -162,7 +162,7 @@ def loop_of(reference: Any, ids: list[int], count: int, device: str) -> Callable
 def compare(grids: Grids, reference: Any, folder: Path, args: argparse.Namespace) -> None:
     """Time each grid beside its loop."""
     cells = grids.layers * LENGTH
-    heads = cells * grids.model.config.num_attention_heads
+    heads = cells * grids.model.config.attention_heads
     cases = [
         ("resid_pre by layer, position", grids.residual, cells, "0.15"),
         ("50 doses of attention steering", grids.doses, len(DOSES), "0.35"),

@@ -72,7 +72,7 @@ def undigested() -> Iterator[None]:
 def writers(root: Path, array: np.ndarray[Any, Any], dtype: str) -> dict[str, Callable[[], Any]]:
     """Ways to write `array` [layer, segment, token, hidden], and a sweep, not to time removal."""
     segment_tokens = array.shape[2]
-    tokens = PackedTokens(np.ones(segment_tokens * SEGMENTS, np.int32), [segment_tokens * SEGMENTS])
+    tokens = PackedTokens(np.ones(segment_tokens * SEGMENTS, np.int32), np.array([segment_tokens * SEGMENTS]))
 
     number = itertools.count()
 
@@ -151,11 +151,11 @@ def readers(entry: Entry, raw: np.memmap[Any, Any]) -> dict[str, Callable[[], An
 
 def make_records(root: Path) -> Callable[[], Any]:
     """A harvest of many segments, of which only the records are there; returns what looks through it."""
-    tokens = PackedTokens(np.ones(RESUMED, np.int32), [RESUMED])
+    tokens = PackedTokens(np.ones(RESUMED, np.int32), np.array([RESUMED]))
     entry = entry_in(root, tokens, "bfloat16", 1, "process")
     cells = [("resid_post", layer) for layer in range(LAYERS)]
     layout = entry.layout("resid_post")
-    folder = entry.folder.path(f"{entry.path}/seg")
+    folder = root / entry.path / "seg"
     folder.mkdir()
     for n in range(RESUMED):
         files = {layout.path(*cell, n): [layout.file_bytes(1), "sha256:" + "0" * 64] for cell in cells}
@@ -171,7 +171,7 @@ def make_records(root: Path) -> Callable[[], Any]:
 def make_run(root: Path, array: np.ndarray[Any, Any], dtype: str) -> Entry:
     """A published run in a store."""
     tokens = PackedTokens(
-        np.ones(array.shape[2] * SEGMENTS, np.int32), [PROMPT] * (array.shape[2] * SEGMENTS // PROMPT)
+        np.ones(array.shape[2] * SEGMENTS, np.int32), np.full(array.shape[2] * SEGMENTS // PROMPT, PROMPT)
     )
     run = RunKey("model", tokens.digest, "none")
     entry = open_store(root, durability="process").create_entry(
@@ -192,7 +192,7 @@ def rates(
     seconds: dict[str, list[float]], size: int, pairs: list[tuple[str, str, str]]
 ) -> list[tuple[str, ...]]:
     """Rows: name, median seconds, MB/s, ratio to its limit, target."""
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for name, limit, target in pairs:
         middle = statistics.median(seconds[name])
         share = f"{ratio(seconds[limit], seconds[name]):.2f}" if limit else "1"

@@ -12,7 +12,7 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -44,7 +44,7 @@ def ratio(numerator: list[float], denominator: list[float]) -> float:
     return statistics.median(a / b for a, b in zip(numerator, denominator, strict=True))
 
 
-def print_table(title: str, columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
+def print_table(title: str, columns: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None:
     """A table on stdout, the first column to the left."""
     table = Table(
         title=f"{title}\n{os.cpu_count()} CPUs, {platform.machine()}, Python {platform.python_version()}"

@@ -162,7 +162,7 @@ def of_the_package(path: Path) -> set[str]:
 @cache
 def all_arrows() -> dict[str, set[str]]:
     """Of every module what it imports of the package."""
-    return {dotted(path): of_the_package(path) for path in MODULES[1:]}
+    return {dotted(path): of_the_package(path) for path in MODULES}
 
 
 def circles(arrows: dict[str, set[str]]) -> list[list[str]]:
@@ -198,6 +198,7 @@ def test_circles_are_found():
 
 
 def test_no_files_import_in_circles():
+    """Imports anywhere count: at the top, inside functions, and those for type checkers alone."""
     assert circles(all_arrows()) == [], (
         "the lower one takes a value or a protocol, or both share a third file"
     )
@@ -256,25 +257,63 @@ def test_a_room_is_no_drawer(room):
     assert len(files) <= LARGEST.get(relative(room), 17), "a folder that needs more is two ideas"
 
 
-MODELS_INSIDE = (
-    "architectures.checkpoint",
-    *(f"architectures.{name}" for name in ("transformer", "rwkv", "hybrid", "families", "mixers")),
-    *(f"architectures.{family}_{what}" for family in ("rwkv", "hybrid") for what in ("families", "tensors")),
-    *(f"architectures.linear_{what}" for what in ("families", "mixers")),
-    *(f"architectures.{name}_families" for name in ("zamba", "recurrent")),
-    *(f"networks.{name}" for name in ("attention", "decoder", "rwkv", "hybrid", "mixers", "recurrences")),
-    *(f"networks.{name}" for name in ("norms", "rope", "mlp", "scan", "ends", "table", "weights")),
-)
-"""Modules of the forward room that know what a family's configuration, tensors and network look like."""
+FORWARD = "mizarr.stages.forward."
+SPOKEN_TO = {
+    "architectures": ("architecture", "known", "points"),
+    "checkpoints": ("checkpoint",),
+    "networks": ("history", "kernels.products"),
+    "passes": ("backward", "kept"),
+}
+"""Of those rooms of forward that know how a model is made, what others may ask: a new file is closed."""
+TRAINERS = ("networks.loop", "passes.plain")
+"""What training of the specimen asks besides, as it runs the same layers."""
 
 
 def test_nobody_outside_the_forward_room_knows_how_a_model_is_made():
-    inside = tuple(f"mizarr.stages.forward.{name}." for name in MODELS_INSIDE)
+    def inside(path: Path) -> list[str]:
+        allowed = [f"{room}.{name}" for room, names in SPOKEN_TO.items() for name in names]
+        allowed += TRAINERS if "specimen" in path.parts else ()
+        found = [name.removeprefix(FORWARD) for name in of_the_package(path) if name.startswith(FORWARD)]
+        return [name for name in found if name.split(".")[0] in SPOKEN_TO and name not in allowed]
+
     outside = [path for path in MODULES if "forward" not in path.relative_to(ROOT).parts]
-    known = offenders(
-        lambda path: [name for name, _ in imports(path) if f"{name}.".startswith(inside)], outside
-    )
+    known = offenders(inside, outside)
     assert not known, "ask an Architecture (Model.config), or Model.network"
+
+
+def test_nobody_asks_of_what_kind_an_architecture_or_network_is():
+    """Shapes are told apart where networks are made of them; everywhere else one asks a property."""
+    rooms = [ROOT / "stages/forward" / room for room in ("architectures", "networks")]
+    kinds = {
+        node.name
+        for path in MODULES
+        if any(room in path.parents for room in rooms) and path.name != "points.py"
+        for node in parsed(path).body
+        if isinstance(node, ast.ClassDef)
+    }
+
+    def asks(path: Path) -> list[str]:
+        return [
+            f"{node.lineno}: {ast.unparse(node)}"
+            for node in ast.walk(parsed(path))
+            if isinstance(node, ast.Call)
+            and _called(node.func) in ("isinstance", "issubclass")
+            and kinds & {each.id for each in ast.walk(node.args[1]) if isinstance(each, ast.Name)}
+        ]
+
+    assert not offenders(asks, [path for path in MODULES if not any(room in path.parents for room in rooms)])
+
+
+def test_one_word_is_one_class():
+    """What makes the specimen is a tool beside the package."""
+    homes: dict[str, list[str]] = {}
+    for path in MODULES:
+        if "specimen" not in path.parts:
+            for node in parsed(path).body:
+                if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                    homes.setdefault(node.name, []).append(dotted(path))
+    twice = {name: found for name, found in homes.items() if len(found) > 1}
+    assert not twice, "give one of them another name"
 
 
 def test_no_room_can_be_imported_under_its_bare_name():

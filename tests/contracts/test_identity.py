@@ -28,7 +28,7 @@ from mizarr.stages.causal.attribution.integrated import IntegratedGradients
 from mizarr.stages.causal.attribution.patching import AttributionPatching
 from mizarr.stages.causal.continuation import Continuation
 from mizarr.stages.causal.convergence import ContrastiveVectors, PushedStates
-from mizarr.stages.causal.counterfact import CounterFactPatching, Pair
+from mizarr.stages.causal.counterfact import CounterFactPatching, FactTokens
 from mizarr.stages.causal.denoising import Denoising
 from mizarr.stages.causal.draws import AtOnce, Draws
 from mizarr.stages.causal.factual_routing import FactualRouting
@@ -73,7 +73,7 @@ from mizarr.stages.features.effects.pushes import FeaturePushes, FeatureVectors,
 from mizarr.stages.features.effects.random_attribution import RandomAttribution
 from mizarr.stages.features.effects.ranked import RankedExchanges, RankedSweep, RankedTrace
 from mizarr.stages.features.effects.sweeps import Dose, InjectionSweep
-from mizarr.stages.features.layers.layout import Layout
+from mizarr.stages.features.layers.layout import DictionaryLayout
 from mizarr.stages.forward.architectures.points import HookPoint
 from mizarr.stages.forward.architectures.transformer import RopeConfig, TransformerConfig
 from mizarr.stages.forward.edges.layout import Layout as GraphLayout
@@ -207,7 +207,7 @@ OF_WRITES = {
     "heads": (1,),
     "positions": (1,),
 }
-PAIR = Pair((1, 2, 3), (1, 4, 3), (1,), ((1, 1),))
+PAIR = FactTokens((1, 2, 3), (1, 4, 3), (1,), ((1, 1),))
 EXPERIMENTS: dict[type[Any], tuple[dict[str, Any], dict[str, Any]]] = {
     ActivationPatching: (
         {**GRID, "clean": (1, 2, 3), "corrupted": (1, 4, 3)},
@@ -617,18 +617,18 @@ NOT_IN_A_KEY = {
         GenerationSettings,
         "seed",
     ): "nobody draws at temperature 0; above it the seed is in the key (tested below)",
-    (Layout, "places"): "their hooks and scales are in its settings; names of models are labels",
-    (Layout, "format"): "which reader found the files: what it read of them is in the other fields",
-    (Layout, "kind"): "follows from targets, which follow from the files",
-    (Layout, "layers"): "follows from the files",
-    (Layout, "targets"): "follows from the files",
-    (Layout, "n_features"): "follows from the files",
-    (Layout, "d_in"): "follows from the files",
-    (Layout, "d_out"): "follows from the files",
-    (Layout, "model_name"): "for people",
-    (Layout, "scan"): "for people",
-    (Layout, "has_skip"): "follows from the files",
-    (Layout, "zero_positions"): "what is suggested; whoever follows it names it in their own key",
+    (DictionaryLayout, "places"): "their hooks and scales are in its settings; names of models are labels",
+    (DictionaryLayout, "format"): "which reader found the files: what it read of them is in the other fields",
+    (DictionaryLayout, "kind"): "follows from targets, which follow from the files",
+    (DictionaryLayout, "layers"): "follows from the files",
+    (DictionaryLayout, "targets"): "follows from the files",
+    (DictionaryLayout, "n_features"): "follows from the files",
+    (DictionaryLayout, "d_in"): "follows from the files",
+    (DictionaryLayout, "d_out"): "follows from the files",
+    (DictionaryLayout, "model_name"): "for people",
+    (DictionaryLayout, "scan"): "for people",
+    (DictionaryLayout, "has_skip"): "follows from the files",
+    (DictionaryLayout, "zero_positions"): "what is suggested; whoever follows it names it in their own key",
     ("encode", "dictionary"): "where it lies; `features` is what it is, and is checked when it is opened",
     ("encode", "device"): "which device computes is in no key",
 }
@@ -728,7 +728,7 @@ def test_every_field_of_an_experiment_is_in_its_key(kind, field, specimen, recur
     assert cells[0] != cells[1], "the whole would be made of cells of another experiment"
 
 
-@pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(Pair)])
+@pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(FactTokens)])
 def test_every_field_of_a_pair_is_in_the_key_of_what_reads_it(field, specimen):
     others = {"original": (1, 2, 5), "counterfactual": (1, 4, 5), "fact": (2,), "subject": ((2, 1),)}
     pairs = PAIR, replace(PAIR, **{field: others[field]})
@@ -907,10 +907,10 @@ def test_what_an_encoding_reads_and_how_is_in_its_key(store):
     assert key(device="cpu") == key(), NOT_IN_A_KEY["encode", "device"]
 
 
-@pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(Layout)])
+@pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(DictionaryLayout)])
 def test_what_decides_a_dictionary_is_in_its_identity(field):
     clt = Dictionary.from_pretrained("specimen/clt")
-    if (Layout, field) in NOT_IN_A_KEY:
+    if (DictionaryLayout, field) in NOT_IN_A_KEY:
         return
     others = {
         "files": clt.layout.files[:-1],

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import mizarr
-from mizarr.workflows.replications import GEMMA, LLAMA, REPLICATIONS, STARCODER, Claim, Path as Place
+from mizarr.workflows.replications import GEMMA, LLAMA, REPLICATIONS, STARCODER, Path as Place, PrintedNumber
 
 REVISION = "main"
 FILES = Path(__file__).parents[2] / ".." / "shared" / "reference" / "published"
@@ -62,7 +62,7 @@ def at(document: Any, path: Place, *, clip: bool = False) -> Any:
 @pytest.mark.network
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize(("name", "claim"), CLAIMS, ids=told)
-def test_the_published_number(name: str, claim: Claim, document):
+def test_the_published_number(name: str, claim: PrintedNumber, document):
     asked = REPLICATIONS[name]
     found = at(document(claim.model, asked.workflow, asked.settings), claim.path)
     if isinstance(claim.value, str):
@@ -108,7 +108,7 @@ ON_MODEL = {"rwkv_inference": "specimen-rwkv"}
 
 
 @pytest.mark.parametrize(("name", "claim"), CLAIMS, ids=told)
-def test_a_claim_can_be_read_from_a_document(name: str, claim: Claim, document):
+def test_a_claim_can_be_read_from_a_document(name: str, claim: PrintedNumber, document):
     asked = REPLICATIONS[name]
     settings = {**asked.settings, **ON_SPECIMEN[asked.workflow]}
     on = ON_MODEL.get(asked.workflow, "specimen")

@@ -162,4 +162,9 @@ def test_a_graph_tells_its_nodes_and_the_logits_it_explains(model, tmp_path: Pat
     }
     assert [row[0] for row in rows[6:]] == [repr(text) for text in graph.logit_tokens]
     assert "<b>bold" not in re.sub(r"<p><b>Attr", "", shown)
+    pruned = graph.prune(node_threshold=0.8, edge_threshold=0.98)
+    kept = rows_of(pruned._repr_html_())[1:]
+    assert [int(row[1]) for row in kept] == [(pruned.nodes["kind"] == row[0]).sum() for row in kept]
+    assert sum(int(row[1]) for row in kept) == pruned.node_mask.sum()
+    assert [row[2] for row in kept] == list(counts.values())
     assert html.escape("<b>bold</b>") in shown

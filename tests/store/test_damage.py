@@ -276,6 +276,23 @@ def test_what_is_damaged_is_set_aside_and_made_again_to_the_bit(copy, sound):
         mend(copy, kinds(copy, rng)[kind], rng, sound[1])
 
 
+def test_a_folder_in_the_place_of_a_file_of_an_array_is_an_error_of_ours(copy, sound):
+    for name in kinds(copy, random.Random(4)).values():
+        if "/c/" not in name and not name.endswith("zarr.json"):
+            continue
+        before = (copy / name).read_bytes()
+        (copy / name).unlink()
+        (copy / name).mkdir()
+        found = answers(copy)
+        wrong = [
+            asked for asked, answer in found.items()
+            if not isinstance(answer, MizarrError) and answer != sound[1].get(asked)
+        ]  # fmt: skip
+        assert not wrong, name
+        (copy / name).rmdir()
+        (copy / name).write_bytes(before)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_whatever_kind_of_file_is_damaged_is_made_again_to_the_bit(copy, sound):

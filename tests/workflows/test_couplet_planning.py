@@ -17,7 +17,7 @@ from mizarr.store.errors import ConfigError
 from mizarr.workflows import build, compute
 from mizarr.workflows.cli import run
 from mizarr.workflows.material.samples.couplets import COUPLETS, FAMILIES, family_of
-from mizarr.workflows.planning.couplet_patches import PLAN, ROLES, Read
+from mizarr.workflows.planning.couplet_patches import PLAN, ROLES, PairsRead
 from mizarr.workflows.specimen import couplets as generator
 from mizarr.workflows.subject import SPECIMEN_FOLDER as SPECIMEN
 from tests import toy_couplets
@@ -221,7 +221,7 @@ def test_random_weights_claim_nothing(seeds, tmp_path, monkeypatch):
         (told,) = (view for view in done.shown if view.kind == "findings")
         assert not told.findings and told.caption.endswith(": nothing is claimed.")
         with monkeypatch.context() as patched:
-            patched.setattr(Read, "is_known", property(lambda read: np.ones(len(read.total), bool)))
+            patched.setattr(PairsRead, "is_known", property(lambda read: np.ones(len(read.total), bool)))
             claims += [each.is_beyond_chance for each in compute("couplet_planning", **given).found]
     assert len(claims) == 6 * seeds
     assert sum(claims) <= binom.ppf(0.99, len(claims), CHANCE)

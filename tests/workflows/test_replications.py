@@ -10,7 +10,7 @@ import pytest
 from mizarr.stages.forward.models.files import ModelFiles, resolve
 from mizarr.workflows import WORKFLOWS, build, kind_of
 from mizarr.workflows.cli import run
-from mizarr.workflows.replications import REPLICATIONS, Claim, value_at
+from mizarr.workflows.replications import REPLICATIONS, PrintedNumber, value_at
 from mizarr.workflows.settings import read_settings
 
 
@@ -88,7 +88,7 @@ def test_what_is_asked_wrongly_is_told(capsys: pytest.CaptureFixture[str]):
 
 
 def test_agreement_is_within_what_was_printed():
-    claim = Claim("m", ("a", 0), 0.5, 0.01)
+    claim = PrintedNumber("m", ("a", 0), 0.5, 0.01)
     assert [claim.agrees(found) for found in (0.509, 0.511, None, "0.5")] == [True, False, False, False]
-    assert Claim("m", ("a",), " Par").agrees(" Par") and claim.place == "a.0"
+    assert PrintedNumber("m", ("a",), " Par").agrees(" Par") and claim.place == "a.0"
     assert value_at({"a": [3]}, ("a", 0)) == 3 and value_at({"a": [3]}, ("a", 1)) is None

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from . import addresses
-from .holdings import Folder, Held
+from .holdings import HeldFolder, Snapshot
 from .opened import harvest
 from .page import Page
 from .pages.prompt import prompt_page
@@ -27,7 +27,7 @@ _NUMBER = r"(0|[1-9][0-9]{0,11})"
 _RUN = r"run/([0-9a-f]{64})"
 
 
-def find_page(held: Held, address: str) -> Page | None:
+def find_page(held: Snapshot, address: str) -> Page | None:
     """The page at an address; None where there is none."""
     for pattern, make in _PAGES:
         if found := re.fullmatch(pattern, address):
@@ -35,7 +35,7 @@ def find_page(held: Held, address: str) -> Page | None:
     return None
 
 
-def find_news(held: Held, address: str) -> dict[str, Any] | None:
+def find_news(held: Snapshot, address: str) -> dict[str, Any] | None:
     """What a page that is live asks for: harvests in progress as plain values; None where there are none."""
     if address == "live.json":
         found = [*reading(held), *harvests(held, addresses.INDEX)]
@@ -50,7 +50,7 @@ def find_news(held: Held, address: str) -> dict[str, Any] | None:
     return {"progress": [{name: getattr(each, name) for name in told} for each in found]}
 
 
-def _run(held: Held, digest: str) -> Folder | None:
+def _run(held: Snapshot, digest: str) -> HeldFolder | None:
     folder = held.folders.get(f"data/{digest[:2]}/{digest}")
     return folder if folder is not None and folder.run is not None else None
 
@@ -58,18 +58,18 @@ def _run(held: Held, digest: str) -> Folder | None:
 def _of_run(make: Callable[..., Page | None]) -> Callable[..., Page | None]:
     """A page of a run, which is looked up, and numbers."""
 
-    def page(held: Held, digest: str, *numbers: str) -> Page | None:
+    def page(held: Snapshot, digest: str, *numbers: str) -> Page | None:
         folder = _run(held, digest)
         return None if folder is None else make(held, folder, *map(int, numbers))
 
     return page
 
 
-def _list(held: Held, name: str, number: str) -> Page | None:
+def _list(held: Snapshot, name: str, number: str) -> Page | None:
     return listing(held, name, int(number)) if int(number) else None
 
 
-def _result(held: Held, key: str) -> Page | None:
+def _result(held: Snapshot, key: str) -> Page | None:
     for folder in held.results:
         if any(record.key == key for record in folder.records):
             return result_page(held, folder)

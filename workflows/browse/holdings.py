@@ -1,8 +1,8 @@
 """What a store holds, remembered between pages: runs, results, their sizes, and what was made of what.
 
 A store of a thousand runs has tens of thousands of files. All are looked at once, in a thread, the newest
-first, and until that is done `Held` is what was found so far; afterwards a folder is looked at again when its
-own stamp, or that of its records, moved, and a key file never, as it never changes.
+first, and until that is done `Snapshot` is what was found so far; afterwards a folder is looked at again when
+its own stamp, or that of its records, moved, and a key file never, as it never changes.
 
 Border: records, notes and sizes of a store; opens no array and changes nothing.
 """
@@ -26,7 +26,7 @@ from ...store.upkeep.collect import Usage, marked, measure
 from ...store.upkeep.lineage import inputs_of
 from ...store.upkeep.listing import ListedRun, runs
 
-__all__ = ["GRACE", "Folder", "Held", "Holdings"]
+__all__ = ["GRACE", "HeldFolder", "Snapshot", "Holdings"]
 
 REFRESH = 1.0
 """Seconds within which a store is not looked at again."""
@@ -39,7 +39,7 @@ Note = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class Folder:
+class HeldFolder:
     """A run or a result: its records, what is noted about it, and, of a run, how it is listed.
 
     written: when its newest file was, in seconds since the epoch. Pages show this and not the last use, as
@@ -89,31 +89,31 @@ class Folder:
 
 
 @dataclass(frozen=True)
-class Held:
+class Snapshot:
     """A store at one moment. folders: by where they lie. damaged: what could not be read. unread: folders
     that were not looked at yet."""
 
     store: Store
-    folders: Mapping[str, Folder]
+    folders: Mapping[str, HeldFolder]
     pins: Mapping[str, str]
     damaged: tuple[str, ...] = ()
     unread: int = 0
     at: float = field(default_factory=time.time)
 
     @cached_property
-    def runs(self) -> list[Folder]:
+    def runs(self) -> list[HeldFolder]:
         """Runs, the one written last first."""
         held = [each for each in self.folders.values() if each.run is not None]
         return sorted(held, key=lambda each: (-each.written, each.data))
 
     @cached_property
-    def results(self) -> list[Folder]:
+    def results(self) -> list[HeldFolder]:
         """Published results and their pieces, the one written last first."""
         held = [each for each in self.folders.values() if each.run is None and each.records]
         return sorted(held, key=lambda each: (-each.written, each.data))
 
     @cached_property
-    def leftovers(self) -> list[Folder]:
+    def leftovers(self) -> list[HeldFolder]:
         """Folders without a key that are no runs: attempts that were begun, or killed."""
         return [each for each in self.folders.values() if each.run is None and not each.records]
 
@@ -136,21 +136,21 @@ class Held:
                     found.setdefault(content, []).append(each.data)
         return found
 
-    def made_from(self, folder: Folder) -> list[Folder]:
+    def made_from(self, folder: HeldFolder) -> list[HeldFolder]:
         """What a result was made from, as far as it is stored, each once."""
         contents = [content for some in folder.inputs.values() for content in some]
         return self._named(data for content in contents for data in self.by_content.get(content, ()))
 
-    def made_of(self, folder: Folder) -> list[Folder]:
+    def made_of(self, folder: HeldFolder) -> list[HeldFolder]:
         """What was made from a run or a result, each once."""
         return self._named(
             data for record in folder.records for data in self._readers.get(record.content, ())
         )
 
-    def _named(self, names: Iterable[str]) -> list[Folder]:
+    def _named(self, names: Iterable[str]) -> list[HeldFolder]:
         return [self.folders[name] for name in dict.fromkeys(names)]
 
-    def pin(self, folder: Folder) -> str:
+    def pin(self, folder: HeldFolder) -> str:
         """Name of the pin that holds it; "" for none."""
         keys = {record.key for record in folder.records}
         return next((name for name, key in self.pins.items() if key in keys), "")
@@ -164,7 +164,7 @@ class Held:
         folder = self.folders.get(data)
         return () if folder is None else folder.notes
 
-    def fate(self, folder: Folder) -> str:
+    def fate(self, folder: HeldFolder) -> str:
         """What `mizarr gc` would do with it, in words."""
         if name := self.pin(folder):
             return f"stays: pinned as {name}"
@@ -184,15 +184,15 @@ class Holdings:
         self._refresh = refresh
         self._lock = threading.Lock()
         self._records: dict[str, Record] = {}
-        self._known: dict[str, tuple[object, Folder]] = {}
+        self._known: dict[str, tuple[object, HeldFolder]] = {}
         self._damaged: list[str] = []
         self._folders = 0
-        self._whole: Held | None = None
+        self._whole: Snapshot | None = None
         self._seen = 0.0
         self._looking: threading.Thread | None = None
         self._failed: BaseException | None = None
 
-    def look(self, patience: float | None = None) -> Held:
+    def look(self, patience: float | None = None) -> Snapshot:
         """What the store holds, no older than a second.
 
         patience: seconds to wait where it was never seen whole; then what was found so far. None: as long as
@@ -222,14 +222,14 @@ class Holdings:
             with self._lock:
                 self._seen, self._looking = time.monotonic(), None
 
-    def _so_far(self, *, is_whole: bool = False) -> Held:
+    def _so_far(self, *, is_whole: bool = False) -> Snapshot:
         """What was found until now; before the folders are counted one is told as unread."""
         pins: dict[str, str] = {}
         with suppress(CorruptEntry):
             pins = self.store.pins()
         known = {data: folder for data, (_, folder) in list(self._known.items())}
         unread = 0 if is_whole else max(1, self._folders - len(known) - len(self._damaged))
-        return Held(self.store, known, pins, tuple(self._damaged), unread)
+        return Snapshot(self.store, known, pins, tuple(self._damaged), unread)
 
     def _read_all(self) -> None:
         damaged, records = [], {}
@@ -273,21 +273,21 @@ class Holdings:
     def _look_at(self, data: str) -> list[Stat | None]:
         return [self.store.files.folder_stat(f"{data}{name}") for name in _WATCHED]
 
-    def _folder(self, data: str, records: tuple[Record, ...]) -> Folder:
+    def _folder(self, data: str, records: tuple[Record, ...]) -> HeldFolder:
         count, total, newest = measure(self.store.files, data)
         is_run = self.store.files.size(f"{data}/zarr.json") is not None
         labels = tuple(record.label for record in records)
         usage = Usage(data, ACTIVATION if is_run else RESULT, labels, total, count, newest)
         notes = tuple(get_provenance(self.store.files, data))
         listed = runs(self.store, [usage])
-        return Folder(usage, records, notes, newest, listed[0] if listed else None)
+        return HeldFolder(usage, records, notes, newest, listed[0] if listed else None)
 
 
 def _newest(looks: Iterable[Stat | None]) -> float:
     return max((stat.modified for stat in looks if stat is not None), default=0.0)
 
 
-def _used(folder: Folder, at: float) -> Folder:
+def _used(folder: HeldFolder, at: float) -> HeldFolder:
     """The folder with a later use."""
     if at <= folder.usage.used:
         return folder

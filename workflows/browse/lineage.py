@@ -14,7 +14,7 @@ from typing import ClassVar
 
 from ...pipeline.plan import human_bytes
 from ..views import View
-from .holdings import Folder, Held
+from .holdings import HeldFolder, Snapshot
 
 __all__ = ["Box", "Lineage", "lineage"]
 
@@ -50,7 +50,7 @@ class Lineage(View):
     box: tuple[int, int] = (WIDE, HIGH)
 
 
-def lineage(held: Held, folder: Folder, way: Callable[[Folder], str]) -> Lineage:
+def lineage(held: Snapshot, folder: HeldFolder, way: Callable[[HeldFolder], str]) -> Lineage:
     """The drawing around a run or result; way: where the box of a folder leads."""
     before, cut_before = _walk(folder, held.made_from)
     after, cut_after = _walk(folder, held.made_of)
@@ -94,10 +94,10 @@ def lineage(held: Held, folder: Folder, way: Callable[[Folder], str]) -> Lineage
     )
 
 
-def _walk(folder: Folder, step: Callable[[Folder], list[Folder]]) -> tuple[dict[str, int], int]:
+def _walk(folder: HeldFolder, step: Callable[[HeldFolder], list[HeldFolder]]) -> tuple[dict[str, int], int]:
     """Relatives in one direction, nearest first, and how many steps away each is by its longest way; and how
     many were left out."""
-    found: dict[str, Folder] = {}
+    found: dict[str, HeldFolder] = {}
     left_out: set[str] = set()
     waiting = [folder]
     for each in waiting:

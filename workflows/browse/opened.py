@@ -21,12 +21,12 @@ from ...store.errors import CorruptEntry
 from ...store.reading.labelled import LabelledEntry
 from ...store.runs.claims import TTL
 from ...store.runs.entries import ArraySpec, group_attributes
-from .holdings import Folder
+from .holdings import HeldFolder
 
 if TYPE_CHECKING:
     import xarray as xr
 
-__all__ = ["Harvest", "Opened", "harvest", "opened"]
+__all__ = ["Harvest", "OpenedRun", "harvest", "opened"]
 
 
 @dataclass(frozen=True)
@@ -53,11 +53,11 @@ class Harvest:
 
 
 @dataclass(frozen=True)
-class Opened:
+class OpenedRun:
     """A run's folder, its entry, and the strings of its vocabulary (None: not kept). has_ids: whether its
     token ids are ids of that vocabulary."""
 
-    folder: Folder
+    folder: HeldFolder
     entry: LabelledEntry
     words: tuple[str, ...] | None
     has_ids: bool
@@ -113,10 +113,10 @@ class Opened:
         return np.array(found).reshape(-1, stop - start)
 
 
-def opened(store: Store, folder: Folder) -> Opened:
+def opened(store: Store, folder: HeldFolder) -> OpenedRun:
     """A run of a store, kept open while it is looked at."""
     stat = store.files.stat(f"{folder.data}/zarr.json")
-    return Opened(folder, *_opened(store.address, folder.data, None if stat is None else stat.stamp))
+    return OpenedRun(folder, *_opened(store.address, folder.data, None if stat is None else stat.stamp))
 
 
 @lru_cache(maxsize=4)
@@ -142,7 +142,7 @@ def _words(address: str, tokenizer: str) -> tuple[str, ...] | None:
     return None if words is None else tuple(words)
 
 
-def harvest(store: Store, folder: Folder) -> Harvest:
+def harvest(store: Store, folder: HeldFolder) -> Harvest:
     """How far a run is. Reads its records, and who touched a claim lately."""
     entry = opened(store, folder).entry
     held = entry.committed()

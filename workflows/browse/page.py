@@ -13,7 +13,7 @@ from typing import ClassVar
 
 from ..views import View
 
-__all__ = ["Link", "Links", "Page", "PageLinks", "Progress", "SearchForm", "TokenLinks"]
+__all__ = ["Link", "Links", "Page", "PageLinks", "HarvestProgress", "SearchForm", "TokenLinks"]
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class SearchForm(View):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Progress(View):
+class HarvestProgress(View):
     """How far a harvest is. done, claimed, total: segments; name: of the run; href: its page."""
 
     kind: ClassVar[str] = "progress"

@@ -12,7 +12,7 @@ from typing import Any
 
 import jinja2
 
-from ... import __version__
+from ...store.version import __version__
 from ..report.templates import asset, environment, script
 from . import addresses
 from .page import Page

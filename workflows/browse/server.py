@@ -24,7 +24,7 @@ from ...stages.extras import require
 from ...store import Store
 from ...store.errors import ConfigError, MizarrError
 from .finding import find_news, find_page
-from .holdings import Held, Holdings
+from .holdings import Holdings, Snapshot
 from .page import Page
 from .pages.search import search_page
 from .render import STATIC, render, static_files
@@ -132,7 +132,7 @@ def application(store: Store, word: str, port: int) -> Starlette:
         foot = f"{_unread(held)} {FOOT}" if held.unread else FOOT
         return Response(render(page, foot), media_type="text/html")
 
-    def searched(held: Held, request: Request) -> Page:
+    def searched(held: Snapshot, request: Request) -> Page:
         asked = request.query_params
         start = tuple(
             int(text) if (text := asked.get(name, "")).isdecimal() else 0 for name in ("run", "prompt")
@@ -155,7 +155,7 @@ def application(store: Store, word: str, port: int) -> Starlette:
     return found
 
 
-def _unread(held: Held) -> str:
+def _unread(held: Snapshot) -> str:
     """How far the first look at a store is."""
     return f"The store is still being read: {held.unread:,} of its runs and results were not looked at yet."
 

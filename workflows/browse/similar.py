@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ...store.arrays import Floats, Ints
-from .opened import Opened
+from .opened import OpenedRun
 
 __all__ = ["Similar", "most_similar", "stretches"]
 
@@ -52,7 +52,7 @@ def stretches(n_tokens: int, row_bytes: int) -> list[tuple[int, int]]:
     return [(start, start + length) for start in starts]
 
 
-def most_similar(run: Opened, variable: str, layer: int | None, token: int, most: int = MOST) -> Similar:
+def most_similar(run: OpenedRun, variable: str, layer: int | None, token: int, most: int = MOST) -> Similar:
     """The tokens most similar to one by cosine, without itself; states of length zero are similar to none."""
     own = run.rows(variable, layer, token, token + 1)[0]
     own = own / (np.linalg.norm(own) or 1.0)

@@ -23,7 +23,7 @@ from ...store.errors import ConfigError
 from ..views import Note
 from . import addresses
 from .finding import find_page
-from .holdings import Held, Holdings
+from .holdings import Holdings, Snapshot
 from .page import Link, Page
 from .pages.search import search_page
 from .render import STATIC, render, static_files
@@ -118,7 +118,7 @@ def write_site(
     return written
 
 
-def _write(held: Held, folder: Path, limits: Limits, progress: Callable[[int, int], None]) -> Written:
+def _write(held: Snapshot, folder: Path, limits: Limits, progress: Callable[[int, int], None]) -> Written:
     written, front = Written(), _Front(limits)
     foot = (
         f"A copy of a store as files: at most {limits.pages:,} pages, {limits.prompts:,} prompts of a run "

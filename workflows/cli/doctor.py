@@ -11,8 +11,8 @@ from pathlib import Path
 
 import click
 
-from ... import __version__
 from ...stages.extras import EXTRAS, missing_modules
+from ...store.version import __version__
 from .options import json_option, print_json, store_option
 
 VARIABLES = (

@@ -17,8 +17,8 @@ from collections.abc import Sequence
 
 import click
 
-from ... import __version__
 from ...store.errors import MizarrError
+from ...store.version import __version__
 from .completion import completion
 from .doctor import doctor
 from .features import features

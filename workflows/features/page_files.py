@@ -23,11 +23,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ... import __version__
 from ...stages.features.layers.layout import FeatureId
 from ...stages.features.pages.windows import around
 from ...store.arrays import Array, Ints
 from ...store.errors import ConfigError
+from ...store.version import __version__
 from ..report.page import policy, write_whole
 from ..report.templates import asset
 from ..views.blocks import plain
@@ -67,7 +67,7 @@ class PageMaterial:
 
     @property
     def layer(self) -> int:
-        """That they read."""
+        """The layer that the features of these pages read."""
         return int(self.results["windows"]["layer"])
 
     @property

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...stages.causal.counterfact import Pair, blocks_of, differing_span, position_map
+from ...stages.causal.counterfact import FactTokens, blocks_of, differing_span, position_map
 from ...stages.causal.draws import AtOnce
 from ...stages.causal.factual_routing import FactualRouting
 from ...store.errors import ConfigError
@@ -41,7 +41,7 @@ class FactPair:
     counterfactual: str
     target: str
     counterfactual_target: str
-    pair: Pair
+    pair: FactTokens
     labels: tuple[str, ...]
 
     @property
@@ -137,14 +137,14 @@ def _tokenised(subject: Subject, record: dict[str, str], rule: SubjectRule) -> F
     labels = encodings[0].label_spans([("fact", (0, end if end > 0 else len(texts[0])))])
     ids = [tuple(encoding.ids) for encoding in encodings]
     fact = tuple(i for i, label in enumerate(labels) if label != "other")
-    pair = Pair(ids[0], ids[1], fact)
+    pair = FactTokens(ids[0], ids[1], fact)
     pair.check()
     if rule == "last_fact":
         places: tuple[tuple[int, int], ...] = ((fact[-1], position_map(pair)[fact[-1]]),)
     else:
         span = differing_span(*ids)
         places = span if rule == "whole" else span[-1:]
-    pair = Pair(ids[0], ids[1], fact, places)
+    pair = FactTokens(ids[0], ids[1], fact, places)
     targets = [record[name] for name in FIELDS[2:]]
     return FactPair(texts[0], texts[1], targets[0], targets[1], pair, tuple(labels))
 
@@ -171,7 +171,7 @@ class PairWorkflow(ModelWorkflow):
         others = tuple(each.pair for each in records if each.pair.original not in shown)[: given.others]
         if not others:
             raise ConfigError("expected other pairs of facts to choose the block on, found none")
-        unrelated, from_unrelated = Unrelated(self.subject), list[Pair]()
+        unrelated, from_unrelated = Unrelated(self.subject), list[FactTokens]()
         for number, each in enumerate(self.pairs):
             pair, targets = each.pair, (each.target, each.counterfactual_target)
             seed = given.seed + number

@@ -116,7 +116,7 @@ class FeatureLabels:
         return asdict(feature) | {"label": self.label(feature)}
 
     def __or__(self, other: FeatureLabels) -> FeatureLabels:
-        """Of both."""
+        """Labels of both; where both have one, that of the other."""
         writes, fires = {**self.writes, **other.writes}, {**self.fires, **other.fires}
         return FeatureLabels(writes, fires, {**self.said, **other.said})
 

@@ -30,7 +30,7 @@ from ..subject import Subject
 if TYPE_CHECKING:
     import xarray as xr
 
-__all__ = ["KINDS", "PLAN", "ROLES", "WAYS", "CoupletPatches", "Placed", "Read"]
+__all__ = ["KINDS", "PLAN", "ROLES", "WAYS", "CoupletPatches", "PlacedPair", "PairsRead"]
 
 ROLES = (
     "end of line 1",
@@ -59,7 +59,7 @@ FEWEST = 2
 
 
 @dataclass(frozen=True)
-class Placed:
+class PlacedPair:
     """A pair in tokens.
 
     ids: with its own end. at: where that stands. roles: positions, in the order of `ROLES`. ends: tokens of
@@ -129,7 +129,7 @@ class CoupletPatches:
     def experiment(self, name: str) -> AtOnce:
         """Of "choice" and "scored" a draw per pair; of a kind of donors so many per pair."""
         if name in ("choice", "scored"):
-            pairs: list[Placed] = getattr(self, name)
+            pairs: list[PlacedPair] = getattr(self, name)
             return AtOnce(tuple(each.patched(each.pair.other) for each in pairs))
         count = self.donors[name]
         if name == "random":
@@ -157,7 +157,7 @@ class CoupletPatches:
         pieces = {word: self._subject.answer_pieces("and they heard", word) for word in words}
         return {word: found[0] for word, found in pieces.items() if len(found) == 1}
 
-    def _placed(self, pair: CoupletPair) -> Placed | None:
+    def _placed(self, pair: CoupletPair) -> PlacedPair | None:
         """A pair in tokens; None where its ends are not one token each, or line 2 has too few of them."""
         ends = pair.end, pair.other
         if not set(ends) <= self._tokens.keys():
@@ -186,7 +186,7 @@ class CoupletPatches:
         )
         if not same or not third or not all(groups):
             return None
-        return Placed(
+        return PlacedPair(
             pair=pair,
             ids=ids,
             at=at,
@@ -214,10 +214,10 @@ class CoupletPatches:
         return tuple(self._subject.tokenizer.encode(pair.text(word)).ids)
 
 
-class Read:
+class PairsRead:
     """What came out for the pairs of one result. count: how many draws each pair has."""
 
-    def __init__(self, found: xr.Dataset, pairs: Sequence[Placed], count: int = 1) -> None:
+    def __init__(self, found: xr.Dataset, pairs: Sequence[PlacedPair], count: int = 1) -> None:
         self._found = found
         self._pairs = [pair for pair in pairs for _ in range(count)]
 

@@ -39,7 +39,7 @@ from ..material.answers import KNOWN, named, require_next
 from ..settings import ControlSettings, Count, ModelSettings, Share, setting
 from ..views import Data, Figure, Finding, Findings, Heatmap, Note, Table, Text, Tokens, View
 from ..workflow import ModelWorkflow
-from .couplet_patches import KINDS, PLAN, ROLES, WAYS, CoupletPatches, Read
+from .couplet_patches import KINDS, PLAN, ROLES, WAYS, CoupletPatches, PairsRead
 
 if TYPE_CHECKING:
     from ...pipeline.nodes import ResultNode
@@ -74,7 +74,7 @@ LATE = (
 """Where neither does, and all states between together do."""
 ON_THE_WAY: Mapping[str, Any] = {"kinds": ("same", "random"), "unit": "nats"}
 """What next tokens before the end are held against."""
-Pick = Callable[[Read], Floats]
+Pick = Callable[[PairsRead], Floats]
 """A number of every draw of a result."""
 
 
@@ -107,11 +107,11 @@ class CoupletPlanning(ModelWorkflow):
     # -- what came out
 
     @cached_property
-    def read(self) -> Mapping[str, Read]:
+    def read(self) -> Mapping[str, PairsRead]:
         """Every result, as numbers of its draws."""
         patches = self.patches
         return {
-            name: Read(
+            name: PairsRead(
                 self.result(name).load(),
                 patches.choice if name == "choice" else patches.scored,
                 patches.donors.get(name, 1),

@@ -15,8 +15,8 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ... import __version__
 from ...store.errors import ConfigError, MissingExtra
+from ...store.version import __version__
 from ..views import Picture, View
 from ..views.blocks import size
 from .recipe import asked, command, made

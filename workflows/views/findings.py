@@ -180,7 +180,7 @@ class Findings(View):
         return table
 
     def body(self) -> str:
-        """A list."""
+        """A list item for each finding."""
         return f"<ul>{''.join(f'<li>{escape(each.sentence)}</li>' for each in self.findings)}</ul>"
 
     def inches(self) -> tuple[float, float]:

@@ -39,7 +39,7 @@ ON_PLANE = 1e-12
 
 
 @dataclass(frozen=True, eq=False)
-class Piece:
+class ConePiece:
     """A cone, and the network on it.  rays [ray, axis], of length one. state: h = state x [neuron, axis].
     gates: open ReLUs so far."""
 
@@ -179,11 +179,12 @@ def gaussian_accuracy(weights: xr.Dataset, *, task: str, sequence: int) -> xr.Da
     )
 
 
-def _through_task(task: Task, sequence: int, hidden: int) -> list[Piece]:
+def _through_task(task: Task, sequence: int, hidden: int) -> list[ConePiece]:
     """The orthants, cut where the order of the numbers changes, or of their distances from the mean."""
     state = np.zeros((hidden, sequence))
     orthants = [
-        Piece(np.diag(np.array(signs, float)), state) for signs in itertools.product((1, -1), repeat=sequence)
+        ConePiece(np.diag(np.array(signs, float)), state)
+        for signs in itertools.product((1, -1), repeat=sequence)
     ]
     planes = _differences(np.eye(sequence))
     if task.name == "argoutlier":
@@ -192,7 +193,7 @@ def _through_task(task: Task, sequence: int, hidden: int) -> list[Piece]:
     return _cut(orthants, planes)
 
 
-def _through_network(rnn: RnnWeights, pieces: list[Piece], sequence: int) -> list[Piece]:
+def _through_network(rnn: RnnWeights, pieces: list[ConePiece], sequence: int) -> list[ConePiece]:
     """The pieces, cut where a ReLU opens, step by step; each with its gates and last state."""
     for step in range(sequence):
         reads = np.zeros(sequence)
@@ -210,7 +211,7 @@ def _through_network(rnn: RnnWeights, pieces: list[Piece], sequence: int) -> lis
     return pieces
 
 
-def _cut(pieces: list[Piece], planes: list[Floats]) -> list[Piece]:
+def _cut(pieces: list[ConePiece], planes: list[Floats]) -> list[ConePiece]:
     """All pieces, cut by all planes."""
     found = []
     for piece in pieces:

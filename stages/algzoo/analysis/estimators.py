@@ -2,10 +2,13 @@
 
 An estimator is what somebody would have to write down, and what that predicts:
 
-    oracle       the task itself piecewise    every linear map the network is made of; it restates the
-    network, and always agrees top_regions  the commonest regions, each by its mean direction and its map; an
-    input goes to the nearest direction ablation     the network without the neurons it hardly misses roles
-    states by the references neurons go with (probing.py), means where there is none; the readout as it is
+    oracle       the task itself
+    piecewise    every linear map the network is made of; it restates the network, and always agrees
+    top_regions  the commonest regions, each by its mean direction and its map; an input goes to the nearest
+                 direction
+    ablation     the network without the neurons it hardly misses
+    roles        states by the references neurons go with (probing.py), means where there is none; the readout
+                 as it is
 
 Numbers are told to b bits (surprise.py says how many); `bits` is the length of the description. What an
 estimator needs to know of the network is fitted on samples of its own.

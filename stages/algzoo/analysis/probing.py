@@ -1,9 +1,13 @@
 """What neurons of the RNN stand for: their last states beside functions of the input that a person can name.
 
 Roles, in the order in which a tie is decided (n numbers x, the last one x_{n-1}; m(...) = max(0, ...)):
-RunningMax m(x);  RunningMin relu(min x);  MaxIncrement relu(m(x) - m(x but the last));  LeaveOneOutMax
-relu(m(x) - last), "maximum less the last" and no leave-one-out over every index;  RecentInput relu(last);
-Comparator relu(x_a - x_b), for every ordered pair.
+
+    RunningMax      m(x)
+    RunningMin      relu(min x)
+    MaxIncrement    relu(m(x) - m(x but the last))
+    LeaveOneOutMax  relu(m(x) - last): "maximum less the last", and no leave-one-out over every index
+    RecentInput     relu(last)
+    Comparator      relu(x_a - x_b), for every ordered pair
 
 A correlation says that a neuron goes with a function over these inputs, not that the network needs it for
 that.

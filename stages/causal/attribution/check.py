@@ -132,7 +132,7 @@ class AttributionCheck(AttributionPatching):
         return xr.Dataset(given, coords, {"metric": metric.name, "units": metric.units})
 
     def joined(self, parts: Sequence[xr.Dataset]) -> xr.Dataset:
-        """The one there is."""
+        """The one cell there is, as it was computed."""
         (whole,) = parts
         return whole
 

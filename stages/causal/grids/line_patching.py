@@ -57,7 +57,7 @@ Way = tuple[Positions, Positions]
 
 
 @dataclass(frozen=True)
-class Lines:
+class PreparedLines:
     """What runs are made of and measured against.
 
     own, other: states of the prompt and of what is put there, float32 [layer + 1, position, hidden]; the
@@ -145,7 +145,7 @@ class LinePatching(Experiment):
 
     # -- runs
 
-    def prepare(self, model: Model) -> Lines:
+    def prepare(self, model: Model) -> PreparedLines:
         """Both unpatched runs with all states."""
         layers = range(model.config.num_layers)
         points = [HookPoint("resid_pre", 0), *(HookPoint("resid_post", layer) for layer in layers)]
@@ -154,9 +154,9 @@ class LinePatching(Experiment):
         own, other = (np.stack([array(found[run][point][0]) for point in points]) for run in (0, 1))
         if self.seed is not None:
             other = own + random_directions(other - own, 1, seed=self.seed)[0]
-        return Lines(own, other, np.stack([read_logits(found[run]) for run in (0, 1)]))
+        return PreparedLines(own, other, np.stack([read_logits(found[run]) for run in (0, 1)]))
 
-    def runs(self, prepared: Lines, cell: CellLabels) -> Sequence[Run]:
+    def runs(self, prepared: PreparedLines, cell: CellLabels) -> Sequence[Run]:
         """One per layer and place, places fastest; then one per way."""
         specs = [
             HookSpec().intervene(
@@ -170,7 +170,7 @@ class LinePatching(Experiment):
         return [Run(self.prompt, spec, self.want) for spec in specs]
 
     @staticmethod
-    def _spec(prepared: Lines, way: Way, layers: int) -> HookSpec:
+    def _spec(prepared: PreparedLines, way: Way, layers: int) -> HookSpec:
         """Changed and held positions of one way, in every layer."""
         changed, held = way
         spec = HookSpec()
@@ -184,11 +184,13 @@ class LinePatching(Experiment):
         shape = (config.num_layers + 1, len(self.prompt), config.axis_sizes["hidden"])
         drawn = 1 + int(digest("line_patching", list(self.donor), self.seed)[:5], 16)
         own, other = (np.broadcast_to(np.float32(constant), shape) for constant in (0, drawn))
-        return self.runs(Lines(own, other, np.zeros(0)), cell)
+        return self.runs(PreparedLines(own, other, np.zeros(0)), cell)
 
     # -- numbers
 
-    def measure(self, prepared: Lines, cell: CellLabels, result: HookCache) -> tuple[Floats, int, Floats]:
+    def measure(
+        self, prepared: PreparedLines, cell: CellLabels, result: HookCache
+    ) -> tuple[Floats, int, Floats]:
         """Probabilities of the groups and the likeliest token at the end, KLs where next tokens are read."""
         logits = read_logits(result)
         return (*self._said(logits[-1]), kl_divergence(prepared.logits[0, :-1], logits[:-1]))
@@ -204,7 +206,7 @@ class LinePatching(Experiment):
         return float(values[chosen].mean()) if chosen else float("nan")
 
     def dataset(
-        self, prepared: Lines, cell: CellLabels, measured: Sequence[tuple[Floats, int, Floats]]
+        self, prepared: PreparedLines, cell: CellLabels, measured: Sequence[tuple[Floats, int, Floats]]
     ) -> xr.Dataset:
         """All of `outputs`, layers by their numbers."""
         import xarray as xr

@@ -122,7 +122,7 @@ class Grid(Experiment):
 
     @property
     def num_samples(self) -> int:
-        """Runs per place."""
+        """How many samples each place has: one, unless a grid draws several."""
         return 1
 
     # -- what is declared

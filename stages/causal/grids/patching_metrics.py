@@ -109,7 +109,7 @@ class LogitDifference(Metric):
 
     @property
     def tokens(self) -> tuple[int, ...]:
-        """The two."""
+        """The two tokens it compares."""
         return (self.correct, self.wrong)
 
     def value(self, logits: Floats, clean: Floats) -> float:
@@ -152,7 +152,7 @@ class Probability(Metric):
 
     @property
     def named(self) -> tuple[int, ...]:
-        """The token."""
+        """The token it asks about."""
         return (self.token,)
 
     def value(self, logits: Floats, clean: Floats) -> float:
@@ -176,7 +176,7 @@ class LogProbability(Metric):
 
     @property
     def named(self) -> tuple[int, ...]:
-        """The token."""
+        """The token it asks about."""
         return (self.token,)
 
     def value(self, logits: Floats, clean: Floats) -> float:
@@ -200,7 +200,7 @@ class Rank(Metric):
 
     @property
     def named(self) -> tuple[int, ...]:
-        """The token."""
+        """The token it asks about."""
         return (self.token,)
 
     def value(self, logits: Floats, clean: Floats) -> float:

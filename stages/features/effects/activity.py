@@ -61,12 +61,12 @@ class FeatureActivity(OfDictionary):
     zero_positions: int = 0
 
     def cells(self, config: Architecture) -> Sequence[CellLabels]:
-        """One."""
+        """One cell: a single pass gives all of it."""
         check_tokens(self.tokens)
         return [{}]
 
     def prepare(self, model: Model) -> Dictionary:
-        """The dictionary."""
+        """The dictionary, open for all cells."""
         return self.opened(model)
 
     def runs(self, prepared: Dictionary, cell: CellLabels) -> list[Run]:
@@ -133,12 +133,12 @@ class FeatureTrace(OfDictionary):
     chosen: tuple[tuple[int, int], ...]
 
     def cells(self, config: Architecture) -> Sequence[CellLabels]:
-        """One."""
+        """One cell: a single pass gives all of it."""
         check_tokens(self.tokens)
         return [{}]
 
     def prepare(self, model: Model) -> Dictionary:
-        """The dictionary."""
+        """The dictionary, open for all cells."""
         return self.opened(model)
 
     def runs(self, prepared: Dictionary, cell: CellLabels) -> list[Run]:

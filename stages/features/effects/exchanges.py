@@ -86,7 +86,7 @@ class FeatureExchanges(OfDictionary):
         return {**super().params(), "exchanges": doses}
 
     def cells(self, config: Architecture) -> Sequence[CellLabels]:
-        """One."""
+        """One cell: storing many would cost more than their runs."""
         if not self.places or not self.exchanges or not all(self.exchanges):
             raise InterventionError(
                 f"expected places and exchanges of at least one feature, found {len(self.places)} and "

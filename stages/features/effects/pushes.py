@@ -96,7 +96,7 @@ class FeatureVectors(OfDictionary, ContrastiveVectors):
         return found.assign({name: self.outputs[name].variable(values) for name, values in own.items()})
 
     def joined(self, parts: Sequence[xr.Dataset]) -> xr.Dataset:
-        """The one there is."""
+        """The one cell there is, as it was computed."""
         return parts[0]
 
     def computed(self, model: Model) -> xr.Dataset:

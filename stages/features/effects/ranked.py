@@ -60,7 +60,7 @@ class _Ranked(OfDictionary):
     target: int
 
     def cells(self, config: Architecture) -> Sequence[CellLabels]:
-        """One."""
+        """One cell: features are ranked among all."""
         check_tokens(self.tokens, (self.word,))
         if not 0 <= self.target < config.num_layers:
             raise InterventionError(

@@ -238,7 +238,7 @@ class InjectionSweep(OfDictionary):
         return xr.Dataset(found, coords=coords)
 
     def joined(self, parts: Sequence[xr.Dataset]) -> xr.Dataset:
-        """All strengths."""
+        """Cells of all strengths, along `strength`."""
         import xarray as xr
 
         found: xr.Dataset = xr.concat(

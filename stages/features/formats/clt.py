@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from ....store.errors import DictionaryError
 from ..layers.files import DictionaryFiles
 from ..layers.layer import LayerFeatures
-from ..layers.layout import Layout, Opened
+from ..layers.layout import DictionaryLayout, Opened
 from .layered import hooks_of, numbered, require_kind, require_shapes, scan_of
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ def read(
             )
         decoder = {f"W_dec_{layer}": (size, len(layers) - layer, width)}
         require_shapes(files, f"W_dec_{layer}.safetensors", decoder)
-    layout = Layout(
+    layout = DictionaryLayout(
         format="clt",
         kind="clt",
         read=kinds[0],

@@ -16,7 +16,7 @@ from ....store.errors import DictionaryError, HookPointNotFound
 from ...forward.architectures.points import HookPoint
 from ..crosscoder import CONFIG, KIND, WEIGHTS, Crosscoder
 from ..layers.files import DictionaryFiles
-from ..layers.layout import Layout, Opened, Place, models_of
+from ..layers.layout import CrosscoderPlace, DictionaryLayout, Opened, models_of
 from ..layers.names import hook_kind
 from .layered import require_shapes
 from .single import to_float
@@ -60,7 +60,7 @@ def read(
         )
     size, width = _sizes(files, len(places), said)
     own = max(layers[0])
-    layout = Layout(
+    layout = DictionaryLayout(
         format="crosscoder",
         kind="crosscoder",
         read=points[0].kind,
@@ -88,7 +88,7 @@ def read(
     return Opened(files, layout, open_layer)
 
 
-def _places(files: DictionaryFiles, said: Any) -> tuple[Place, ...]:
+def _places(files: DictionaryFiles, said: Any) -> tuple[CrosscoderPlace, ...]:
     where = files.path(CONFIG)
     if not isinstance(said, list) or not said:
         raise DictionaryError(f"expected a list of places in {where}, found {said!r}")
@@ -100,7 +100,7 @@ def _places(files: DictionaryFiles, said: Any) -> tuple[Place, ...]:
             hook = str(HookPoint.parse(str(each["hook"])))
         except HookPointNotFound as error:
             raise DictionaryError(f"expected a hook point in {where}, found {error}") from error
-        found.append(Place(str(each["model"]), hook, to_float(each["scale"], "scale", where)))
+        found.append(CrosscoderPlace(str(each["model"]), hook, to_float(each["scale"], "scale", where)))
     return tuple(found)
 
 

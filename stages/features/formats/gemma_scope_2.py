@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from ....store.errors import DictionaryError
 from ..layers.files import DictionaryFiles
-from ..layers.layout import Layout, Opened
+from ..layers.layout import DictionaryLayout, Opened
 from .layered import require_shapes, scan_of
 from .single import OneLayer, hooks_given, join
 
@@ -151,7 +151,7 @@ def read_clt(
         require_shapes(files, name, {"w_enc": (width, size), "w_dec": (size, len(names), width)})
         has_skip |= "affine_skip_connection" in _require_biases(files, name, size, width, width)
     model = _config(files, names[0]).get("model_name")
-    layout = Layout(
+    layout = DictionaryLayout(
         format="gemma_scope_2",
         kind="clt",
         read=kinds[0],

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from ....store.errors import DictionaryError
 from ..layers.files import DictionaryFiles
-from ..layers.layout import Layout, Opened
+from ..layers.layout import DictionaryLayout, Opened
 from ..layers.names import hook_kind
 from .layered import scan_of
 
@@ -116,7 +116,7 @@ def join(files: DictionaryFiles, name: str, parts: Iterable[OneLayer], *, zero_p
                     f"{first.where} and {theirs!r} in {part.where}; open one of them"
                 )
     by_layer = {part.layer: part for part in ordered}
-    layout = Layout(
+    layout = DictionaryLayout(
         format=name,
         kind=first.kind,
         read=first.read,

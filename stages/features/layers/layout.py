@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from .files import DictionaryFiles
     from .layer import LayerFeatures
 
-__all__ = ["FeatureId", "Layout", "Opened", "Place", "models_of", "told"]
+__all__ = ["FeatureId", "DictionaryLayout", "Opened", "CrosscoderPlace", "models_of", "told"]
 
 
 @dataclass(frozen=True, order=True)
@@ -38,7 +38,7 @@ class FeatureId:
 
 
 @dataclass(frozen=True)
-class Place:
+class CrosscoderPlace:
     """Where a crosscoder reads and writes. scale: by which states there are as large as at other places."""
 
     model: str
@@ -49,7 +49,7 @@ class Place:
         return f"{self.model} {self.hook}"
 
 
-def models_of(places: Iterable[Place]) -> tuple[int, ...]:
+def models_of(places: Iterable[CrosscoderPlace]) -> tuple[int, ...]:
     """Number of the model of each place. Names do not tell, as a model may stand against itself: a hook point
     that is there again is that of the next model.
     """
@@ -62,7 +62,7 @@ def models_of(places: Iterable[Place]) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True)
-class Layout:
+class DictionaryLayout:
     """What a format knows of a dictionary before any weight is read.
 
     read, write: hook kinds. layers: those that are read. targets: layer -> layers its features write to.
@@ -87,14 +87,14 @@ class Layout:
     has_skip: bool = False
     settings: Mapping[str, Any] = field(default_factory=dict)
     zero_positions: int = 1
-    places: tuple[Place, ...] = ()
+    places: tuple[CrosscoderPlace, ...] = ()
 
 
 class Opened(NamedTuple):
     """Files of a dictionary as a format reads them; open_layer: the features that read a layer, mapped."""
 
     files: DictionaryFiles
-    layout: Layout
+    layout: DictionaryLayout
     open_layer: Callable[[int], LayerFeatures]
 
 

@@ -29,7 +29,7 @@ class Scaling(Protocol):
 
 @dataclass(frozen=True)
 class AsIs:
-    """No scaling."""
+    """Inputs and outputs as the model has them."""
 
     def __call__(self, x: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
         """Scaled x [..., hidden], and the way back."""

@@ -84,7 +84,7 @@ class Log:
         temporary.replace(self.path)
 
     def write(self, **values: Any) -> None:
-        """Add a line."""
+        """Add a line of the log, for this step."""
         with self.path.open("a", encoding="utf-8") as file:
             file.write(_text(values))
 

@@ -25,11 +25,11 @@ from ..layers.layer import LayerFeatures
 from .settings import TrainingSettings
 from .statistics import RowStatistics
 
-__all__ = ["Affine", "DictionaryModel"]
+__all__ = ["Normaliser", "DictionaryModel"]
 
 
 @dataclass(frozen=True, eq=False)
-class Affine:
+class Normaliser:
     """(x - mean) * scale: rows with mean 0 and mean squared entry 1. mean: float32 [width]. scale: one for
     all entries, or, of joined hook points, [width].
     """
@@ -38,13 +38,13 @@ class Affine:
     scale: float | Tensor
 
     @classmethod
-    def of(cls, found: RowStatistics) -> Affine:
+    def of(cls, found: RowStatistics) -> Normaliser:
         """Of a hook point's moments; the scale of one that never changes is 1."""
         entry = found.variance / len(found.mean)
         return cls(found.mean.float(), entry**-0.5 if entry > 0 else 1.0)
 
     @classmethod
-    def joined(cls, found: Sequence[RowStatistics]) -> Affine:
+    def joined(cls, found: Sequence[RowStatistics]) -> Normaliser:
         """Of hook points in a row, each scaled by itself."""
         parts = [cls.of(each) for each in found]
         each = [torch.full_like(part.mean, float(part.scale)) for part in parts]
@@ -65,8 +65,8 @@ class DictionaryModel(nn.Module):
     def __init__(
         self,
         settings: TrainingSettings,
-        read: Mapping[int, Affine],
-        write: Mapping[int, Affine],
+        read: Mapping[int, Normaliser],
+        write: Mapping[int, Normaliser],
         *,
         seed: int,
         widths: tuple[int, ...] = (),
@@ -216,9 +216,9 @@ class DictionaryModel(nn.Module):
         )
 
 
-def scales(found: Mapping[int, RowStatistics], layers: Sequence[int]) -> dict[int, Affine]:
+def scales(found: Mapping[int, RowStatistics], layers: Sequence[int]) -> dict[int, Normaliser]:
     """How the rows of each layer are scaled."""
-    return {layer: Affine.of(found[layer]) for layer in layers}
+    return {layer: Normaliser.of(found[layer]) for layer in layers}
 
 
 def _unit(rows: Tensor) -> Tensor:

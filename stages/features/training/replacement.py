@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from ...forward.models.model import Model
     from ..layers.layer import LayerFeatures
 
-__all__ = ["Replacement", "replacement_loss"]
+__all__ = ["Reconstructed", "replacement_loss"]
 
 ALL = "all"
 _WAYS = ("replaced", "zero", "mean")
@@ -62,7 +62,7 @@ def replacement_loss(
     predict the next token.
     """
     model.config.require_next_token()
-    worker = Replacement(model, dict(sorted(layers.items())), read, write, skip_positions)
+    worker = Reconstructed(model, dict(sorted(layers.items())), read, write, skip_positions)
     batches = list(_batches(prompts, skip_positions, batch_tokens))
     if not batches:
         raise PromptError(f"expected prompts longer than {skip_positions + 1} tokens, found none")
@@ -102,7 +102,7 @@ def replacement_loss(
     )
 
 
-class Replacement:
+class Reconstructed:
     """The runs of a model with a dictionary's reconstructions in place of what it writes.
 
     layers: features by layer. read, write: hook kinds. skip: first positions that keep their activations.
@@ -116,7 +116,7 @@ class Replacement:
         self.write_points = {layer: HookPoint(write, layer) for layer in layers}
 
     def forward(self, ids: list[list[int]], spec: HookSpec) -> HookCache:
-        """One pass."""
+        """Logits of one pass in which reconstructions stand in."""
         return self.model.forward(ids, spec)
 
     def log_probabilities(self, cache: HookCache) -> Tensor:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from ....store.digest import array_digest
 from ..dictionary import Dictionary
 from ..layers.files import DictionaryFiles
-from ..layers.layout import Layout
+from ..layers.layout import DictionaryLayout
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -38,7 +38,7 @@ def as_dictionary(
     layers: as `Training.layers` gives them. model_name: of the model whose activations these were.
     """
     first = next(iter(layers.values()))
-    layout = Layout(
+    layout = DictionaryLayout(
         format="memory",
         kind=settings.kind,
         read=settings.read,

@@ -29,11 +29,11 @@ from ...forward.architectures.points import HookPoint
 from ...training_data.batches import Batches, every
 from ...training_data.several import EndToEnd, Joined, SideBySide
 from ...training_data.stored import Cell, StoredActivations, TokenRows
-from ..crosscoder import Crosscoder, Place
+from ..crosscoder import Crosscoder, CrosscoderPlace
 from . import checkpoint
 from .evaluate import measure
 from .losses import Loss, loss
-from .models import Affine, DictionaryModel, scales
+from .models import DictionaryModel, Normaliser, scales
 from .settings import TrainingSettings
 from .statistics import RowStatistics, moments
 
@@ -126,7 +126,7 @@ class Training:
         assert isinstance(scale, Tensor)
         width = len(scale) // len(self.places)
         places = [
-            Place(
+            CrosscoderPlace(
                 models[place[2] if len(place) == 3 else 0],
                 str(HookPoint(place[0], place[1])),
                 float(scale[number * width]),
@@ -290,7 +290,9 @@ class Training:
         if held is None:
             read, write = self._scales()
         else:
-            read, write = ({n: Affine(*pair) for n, pair in held[side].items()} for side in ("read", "write"))
+            read, write = (
+                {n: Normaliser(*pair) for n, pair in held[side].items()} for side in ("read", "write")
+            )
         widths = tuple(self.source.width(place) for place in self.places)
         if len(set(widths)) > 1:
             raise ConfigError(f"expected places of one width, found {sorted(set(widths))}; choose others")
@@ -310,7 +312,7 @@ class Training:
         it = self.settings
         found = self._moments()
         if self.places:
-            joined = {0: Affine.joined([found[place] for place in self.places])}
+            joined = {0: Normaliser.joined([found[place] for place in self.places])}
             return joined, joined
         read = {layer: found[it.read, layer] for layer in self.layer_numbers}
         write = {layer: found[it.writes, layer] for layer in self.layer_numbers}

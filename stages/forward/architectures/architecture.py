@@ -39,7 +39,7 @@ __all__ = [
     "OpaqueMixer",
     "Reach",
     "RecurrentMixer",
-    "SideBySide",
+    "MixersSideBySide",
     "Stored",
     "Tensors",
     "later",
@@ -140,7 +140,7 @@ class OpaqueMixer:
 
 
 @dataclass(frozen=True)
-class SideBySide:
+class MixersSideBySide:
     """Mixers that read the same normed stream, and whose outputs are added up."""
 
     kind: ClassVar[str] = "side by side"
@@ -160,7 +160,7 @@ class InTurn:
 
     kind: ClassVar[str] = "in turn"
     is_bidirectional: ClassVar[bool] = False
-    mixers: tuple[AttentionMixer | RecurrentMixer | ConvolutionMixer | SideBySide, ...]
+    mixers: tuple[AttentionMixer | RecurrentMixer | ConvolutionMixer | MixersSideBySide, ...]
 
     @property
     def window(self) -> int | None:
@@ -169,7 +169,7 @@ class InTurn:
         return None if None in windows else 1 + sum(window - 1 for window in windows if window is not None)
 
 
-Mixer = AttentionMixer | RecurrentMixer | ConvolutionMixer | SideBySide | InTurn | NoMixer | OpaqueMixer
+Mixer = AttentionMixer | RecurrentMixer | ConvolutionMixer | MixersSideBySide | InTurn | NoMixer | OpaqueMixer
 
 
 @dataclass(frozen=True)

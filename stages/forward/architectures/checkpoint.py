@@ -15,7 +15,7 @@ __all__ = ["transformer_tensors"]
 EMBED, FINAL_NORM, LAYER = "embed_tokens", "norm", "layers.{}."
 
 
-class Shapes(Protocol):
+class TransformerShapes(Protocol):
     """What of a transformer's configuration decides which tensors there are, and their shapes."""
 
     @property
@@ -56,7 +56,7 @@ class Shapes(Protocol):
     def tie_word_embeddings(self) -> bool: ...
 
 
-def transformer_tensors(config: Shapes) -> Tensors:
+def transformer_tensors(config: TransformerShapes) -> Tensors:
     """The map of a decoder: `Linear`s and norms by the field of LayerWeights they become, biases spelled
     ``field.bias``."""
     c = config
@@ -73,7 +73,7 @@ def transformer_tensors(config: Shapes) -> Tensors:
     return Tensors(outside, (_layer(c),) * c.num_layers, c.root + LAYER, copies)
 
 
-def _layer(config: Shapes) -> dict[str, Stored]:
+def _layer(config: TransformerShapes) -> dict[str, Stored]:
     found: dict[str, Stored] = {}
     for field, name, rows, into, has_bias in _linears(config):
         size = sum(count for _, count in rows)
@@ -91,7 +91,7 @@ def _layer(config: Shapes) -> dict[str, Stored]:
 _Rows = tuple[tuple[str, int], ...]
 
 
-def _linears(config: Shapes) -> Iterator[tuple[str, str, _Rows, int, bool]]:
+def _linears(config: TransformerShapes) -> Iterator[tuple[str, str, _Rows, int, bool]]:
     """(field, name, its rows, columns, whether it has a bias) of each matrix."""
     c = config
     hidden, inner = c.hidden_size, c.intermediate_size
@@ -114,7 +114,7 @@ def _linears(config: Shapes) -> Iterator[tuple[str, str, _Rows, int, bool]]:
         yield "up", "mlp.up_proj", (("up", inner),), hidden, c.mlp_bias
 
 
-def _norms(config: Shapes) -> Iterator[tuple[str, str, int]]:
+def _norms(config: TransformerShapes) -> Iterator[tuple[str, str, int]]:
     hidden = config.hidden_size
     yield "ln1", "input_layernorm", hidden
     if config.use_post_norms:

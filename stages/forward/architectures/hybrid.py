@@ -2,10 +2,11 @@
 
     norm -> mixer, or several side by side -> +        norm -> channel mixer -> +
 
-Norms may stand behind what is added instead, on the stream itself, or on the sum of both (`Block.norms`). A
-block is a layer's list of mixers and its channel mixer; either may be missing. A model of Mamba layers alone
-is the hybrid whose blocks have one mixer and nothing else. What a mixer is stands in mixers.py; here is what
-follows from a sequence of them: hook points that exist in some layers only, and how far a change reaches.
+Norms may stand behind what is added instead, on the stream itself, or on the sum of both
+(`LayerShape.norms`). A layer is a list of mixers and a channel mixer; either may be missing. A model of Mamba
+layers alone is the hybrid whose layers have one mixer and nothing else. What a mixer is stands in mixers.py;
+here is what follows from a sequence of them: hook points that exist in some layers only, and how far a change
+reaches.
 
 Border: sizes and switches; checkpoint names are in hybrid_tensors.py. Never imports torch.
 
@@ -29,9 +30,9 @@ from .architecture import (
     InTurn,
     Layer,
     Mixer,
+    MixersSideBySide,
     NoMixer,
     Reach,
-    SideBySide,
     Tensors,
     later,
     plain,
@@ -43,7 +44,7 @@ from .points import HookPoint
 from .rwkv import UNLIMITED
 from .transformer import RopeConfig
 
-__all__ = ["Block", "HybridConfig"]
+__all__ = ["LayerShape", "HybridConfig"]
 
 _BEFORE_MIXERS = frozenset(("resid_pre", "ln1_scale", "ln1_normalized"))
 _FINAL_NORM = ("ln_final_scale", "ln_final_normalized", "final_norm")
@@ -51,7 +52,7 @@ _TRANSFORM = ("head_pre_act", "head_post_act", "head_scale", "head_normalized", 
 
 
 @dataclass(frozen=True)
-class Block:
+class LayerShape:
     """One layer: mixers that read the same normed stream, and what mixes its channels behind them.
 
     norms: "before" what each of them reads, "after" it, of what it adds, "around" it, of both, "of stream":
@@ -105,7 +106,7 @@ class Block:
         facts = tuple(shape.fact for shape in self.mixers)
         if not facts:
             return NoMixer()
-        own = facts[0] if len(facts) == 1 else SideBySide(facts)
+        own = facts[0] if len(facts) == 1 else MixersSideBySide(facts)
         return own if self.shared is None else InTurn((self.shared.fact, own))
 
     @property
@@ -183,7 +184,7 @@ class HybridConfig(Architecture):
     model_type: str
     hidden_size: int
     vocab_size: int
-    blocks: tuple[Block, ...]
+    blocks: tuple[LayerShape, ...]
     spelling: Spelling
     norm_eps: float
     norm_type: Literal["rms", "gemma_rms", "layer"] = "rms"

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from ....store.errors import ConfigError
 from .families import ACTIVATIONS, Family, read_rope, refuse_unfollowed
-from .hybrid import Block, HybridConfig
+from .hybrid import HybridConfig, LayerShape
 from .hybrid_tensors import Spelling
 from .mixers import AttentionShape, ExpertsShape, Mamba2Shape, MambaShape, MlpShape
 from .transformer import ActivationName, ConfigReader, RopeConfig
@@ -107,7 +107,7 @@ def _mamba(reader: ConfigReader, shapes: TensorShapes) -> HybridConfig:
         norms="plain" if is_falcon else None,
         norm_eps=reader.number("mixer_rms_eps", 1e-6) if is_falcon else 1e-6,
     )
-    return _alone(reader, Block((shape,)), tied=True)
+    return _alone(reader, LayerShape((shape,)), tied=True)
 
 
 def _mamba2(reader: ConfigReader, shapes: TensorShapes) -> HybridConfig:
@@ -125,10 +125,10 @@ def _mamba2(reader: ConfigReader, shapes: TensorShapes) -> HybridConfig:
         has_out_bias=bias,
         has_conv_bias=reader.flag("use_conv_bias", True),
     )
-    return _alone(reader, checked(reader, Block((shape,))), tied=False)
+    return _alone(reader, checked(reader, LayerShape((shape,))), tied=False)
 
 
-def _alone(reader: ConfigReader, block: Block, *, tied: bool) -> HybridConfig:
+def _alone(reader: ConfigReader, block: LayerShape, *, tied: bool) -> HybridConfig:
     """A model of one kind of layer without channel mixers, as `backbone` checkpoints have it."""
     return HybridConfig(
         model_type=reader.raw["model_type"],
@@ -151,7 +151,7 @@ def _bamba(reader: ConfigReader, shapes: TensorShapes) -> HybridConfig:
     attention = _attention(reader, rope=rope_of(reader, _head_dim(reader), 262144, share=0.5))
     mamba = _mamba2_of_hybrid(reader)
     mlp = MlpShape(reader.integer("intermediate_size"), activation_of(reader), has_bias=_mlp_bias(reader))
-    blocks = tuple(Block((attention if layer in listed else mamba,), mlp) for layer in range(layers))
+    blocks = tuple(LayerShape((attention if layer in listed else mamba,), mlp) for layer in range(layers))
     return _hybrid(reader, blocks, Spelling(), context=262144)
 
 
@@ -178,7 +178,7 @@ def _jamba(reader: ConfigReader, shapes: TensorShapes) -> HybridConfig:
     attends = reader.integer("attn_layer_period", 8), reader.integer("attn_layer_offset", 4, least=0)
     routes = reader.integer("expert_layer_period", 2), reader.integer("expert_layer_offset", 1, least=0)
     blocks = tuple(
-        Block(
+        LayerShape(
             (attention if _is_at(layer, attends) else mamba,),
             experts if _is_at(layer, routes) else mlp,
         )
@@ -226,7 +226,9 @@ def _granite(reader: ConfigReader, shapes: TensorShapes) -> HybridConfig:
         expert_parts=("input_linear", "output_linear"),
         shared="shared_mlp.",
     )
-    blocks = tuple(Block((attention if kind == "attention" else mamba,), channel_mixer) for kind in types)
+    blocks = tuple(
+        LayerShape((attention if kind == "attention" else mamba,), channel_mixer) for kind in types
+    )
     return replace(
         _hybrid(reader, blocks, spelling, context=2048, eps=1e-6),
         embedding_scale=_unless_one(reader.number("embedding_multiplier", 1.0)),
@@ -262,7 +264,7 @@ def _falcon_h1(reader: ConfigReader, shapes: TensorShapes) -> HybridConfig:
         has_bias=_mlp_bias(reader),
         factors=(of_mlp[0], of_mlp[1]),
     )
-    block = Block((attention, mamba), mlp)
+    block = LayerShape((attention, mamba), mlp)
     return replace(
         _hybrid(reader, (block,) * reader.integer("num_hidden_layers"), Spelling(), context=8192),
         embedding_scale=_unless_one(reader.number("embedding_multiplier", 1.0)),
@@ -313,10 +315,10 @@ def _nemotron_h(reader: ConfigReader, shapes: TensorShapes) -> HybridConfig:
         has_bias=mlp_bias,
     )
     found = {
-        "attention": Block((attention,)),
-        "mamba": Block((mamba,)),
-        "mlp": Block((), mlp),
-        "moe": Block((), experts),
+        "attention": LayerShape((attention,)),
+        "mamba": LayerShape((mamba,)),
+        "mlp": LayerShape((), mlp),
+        "moe": LayerShape((), experts),
     }
     root = "backbone" if any(name.startswith("backbone.") for name in shapes) else "model"
     spelling = replace(
@@ -348,7 +350,7 @@ def _nemotron_h(reader: ConfigReader, shapes: TensorShapes) -> HybridConfig:
 
 def _hybrid(
     reader: ConfigReader,
-    blocks: tuple[Block, ...],
+    blocks: tuple[LayerShape, ...],
     spelling: Spelling,
     *,
     context: int,
@@ -428,7 +430,7 @@ def _mamba2_of_hybrid(reader: ConfigReader, *, channels: int | None = None, eps:
     return shape
 
 
-def checked(reader: ConfigReader, block: Block) -> Block:
+def checked(reader: ConfigReader, block: LayerShape) -> LayerShape:
     """The block, unless groups do not divide the heads that share them."""
     for shape in block.all_mixers:
         sizes = shape.axis_sizes

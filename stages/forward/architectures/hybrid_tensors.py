@@ -137,7 +137,7 @@ class _Block(Protocol):
     def has_gains(self) -> bool: ...
 
 
-class Shapes(Protocol):
+class HybridShapes(Protocol):
     """What of a configuration decides which tensors there are, and their shapes."""
 
     @property
@@ -180,7 +180,7 @@ class Shapes(Protocol):
     def transform(self) -> HeadTransform | None: ...
 
 
-def hybrid_tensors(config: Shapes) -> Tensors:
+def hybrid_tensors(config: HybridShapes) -> Tensors:
     """The map of a hybrid; "head" is the embedding's where the two are tied."""
     c, spelling = config, config.spelling
     outside = _embeddings(c)
@@ -212,7 +212,7 @@ def hybrid_tensors(config: Shapes) -> Tensors:
     return replace(found, unread=(unread | named) - found.shapes.keys())
 
 
-def _embeddings(config: Shapes) -> dict[str, Stored]:
+def _embeddings(config: HybridShapes) -> dict[str, Stored]:
     """Of tokens, their types and positions; their norm, and their map to the stream."""
     c, spelling = config, config.spelling
     width = c.embedding_width or c.hidden_size
@@ -228,7 +228,7 @@ def _embeddings(config: Shapes) -> dict[str, Stored]:
     return found
 
 
-def _relative_table(config: Shapes) -> dict[str, Stored]:
+def _relative_table(config: HybridShapes) -> dict[str, Stored]:
     """What scores have by distance is made of, for all layers, and its norm."""
     mixer, spelling = next(iter(config.blocks[0].mixers), None), config.spelling
     if not isinstance(mixer, AttentionShape) or (shape := mixer.relative) is None:
@@ -240,7 +240,7 @@ def _relative_table(config: Shapes) -> dict[str, Stored]:
     return found | _norm("relative_norm", spelling.relative_norm, config, has_bias=True)
 
 
-def _transform(config: Shapes, transform: HeadTransform) -> dict[str, Stored]:
+def _transform(config: HybridShapes, transform: HeadTransform) -> dict[str, Stored]:
     """The dense map before the LM head, and its norm."""
     dense, norm = config.spelling.transform
     size = (transform.width, config.hidden_size)
@@ -249,7 +249,7 @@ def _transform(config: Shapes, transform: HeadTransform) -> dict[str, Stored]:
     return found | _norm("transform_norm", norm, config, has_bias=biased, width=transform.width)
 
 
-def _repeated(config: Shapes) -> tuple[dict[str, str], set[str]]:
+def _repeated(config: HybridShapes) -> tuple[dict[str, str], set[str]]:
     """Of blocks that layers share: what a checkpoint may repeat in the room of each of these layers, as copy
     -> original; and all that may stand in the room of a layer that shares with none."""
     copies, whole = {}, set()
@@ -271,7 +271,7 @@ def _all(rows: int, factor: float) -> Factors:
     return () if factor == 1 else ((rows, factor),)
 
 
-def _has_biased_norms(config: Shapes) -> bool:
+def _has_biased_norms(config: HybridShapes) -> bool:
     """Whether they are layer norms with a bias."""
     return config.norm_type == "layer" and config.norm_biases != "none"
 
@@ -279,7 +279,7 @@ def _has_biased_norms(config: Shapes) -> bool:
 def _norm(
     weight: str,
     name: str,
-    config: Shapes,
+    config: HybridShapes,
     *,
     has_bias: bool,
     factor: float = 1.0,
@@ -297,12 +297,12 @@ def _norm(
     return found
 
 
-def _block(config: Shapes, block: _Block) -> Named:
+def _block(config: HybridShapes, block: _Block) -> Named:
     for weight, stored in _inside(config, block):
         yield weight, stored if block.source is None else replace(stored, layer=block.source)
 
 
-def _inside(config: Shapes, block: _Block) -> Named:
+def _inside(config: HybridShapes, block: _Block) -> Named:
     spelling, hidden = config.spelling, config.hidden_size
     if block.shared is not None:
         yield from _shared_block(block.shared, spelling, hidden)

@@ -15,7 +15,7 @@ from typing import Literal
 
 from ....store.errors import ConfigError
 from .families import Family, read_activation, read_rope
-from .hybrid import Block, HybridConfig
+from .hybrid import HybridConfig, LayerShape
 from .hybrid_families import HybridFamily, TensorShapes, checked, require_silu, rope_of
 from .hybrid_tensors import Spelling
 from .linear_mixers import GatedDeltaShape, LightningShape, LinearUnitShape, ShortConvolutionShape
@@ -78,7 +78,7 @@ def _qwen(reader: ConfigReader, shapes: TensorShapes) -> HybridConfig:
     ending = ".mlp.experts.gate_up_proj"
     is_listed = not any(name.startswith(f"{root}layers.") and name.endswith(ending) for name in shapes)
     blocks = tuple(
-        Block(
+        LayerShape(
             (attention if kind == "full_attention" else delta,), _of_qwen(reader, layer, is_listed=is_listed)
         )
         for layer, kind in enumerate(types)
@@ -165,7 +165,10 @@ def _olmo(reader: ConfigReader, shapes: TensorShapes) -> HybridConfig:
     usual = _every(4, layers)
     types = _layer_types(reader, usual if "full_attention" in usual else [*usual[:-1], "full_attention"])
     mlp = MlpShape(reader.integer("intermediate_size", 11008), "silu")
-    found = {"full_attention": Block((attention,), mlp, "after"), "linear_attention": Block((delta,), mlp)}
+    found = {
+        "full_attention": LayerShape((attention,), mlp, "after"),
+        "linear_attention": LayerShape((delta,), mlp),
+    }
     names = {name.rsplit(".", 2)[-2] for name in shapes if name.endswith("norm.weight")}
     # Checkpoints name norms by what they norm; transformers writes them so in layers that attend, too.
     told = "attention_layer_norm" in names
@@ -220,7 +223,7 @@ def _kimi(reader: ConfigReader, shapes: TensorShapes) -> HybridConfig:
     parts = _known(reader, "mlp_layer_types", parts, ("dense", "sparse"))
     experts, mlp = _of_kimi(reader), MlpShape(reader.integer("intermediate_size", 9216), "silu")
     blocks = tuple(
-        Block((attention if kind == "full_attention" else delta,), mlp if part == "dense" else experts)
+        LayerShape((attention if kind == "full_attention" else delta,), mlp if part == "dense" else experts)
         for kind, part in zip(_layer_types(reader, usual), parts, strict=True)
     )
     # The reference writes the MLP of a dense layer into the room of experts.
@@ -281,7 +284,7 @@ def _lfm2(reader: ConfigReader, shapes: TensorShapes) -> HybridConfig:
     usual = ["full_attention" if attends is None or i in attends else "conv" for i in range(layers)]
     types = _layer_types(reader, usual, ("full_attention", "conv"))
     blocks = tuple(
-        Block((attention if kind == "full_attention" else convolution,), _of_lfm2(reader, layer))
+        LayerShape((attention if kind == "full_attention" else convolution,), _of_lfm2(reader, layer))
         for layer, kind in enumerate(types)
     )
     spelling = Spelling(
@@ -356,7 +359,7 @@ def _recurrent_gemma(reader: ConfigReader, shapes: TensorShapes) -> HybridConfig
     mlp = MlpShape(inner, activation, has_bias=True)
     layers, kinds = reader.integer("num_hidden_layers"), reader.strings("block_types")
     kinds = kinds or ["recurrent", "recurrent", "attention"]
-    found = {"recurrent": Block((unit,), mlp), "attention": Block((attention,), mlp)}
+    found = {"recurrent": LayerShape((unit,), mlp), "attention": LayerShape((attention,), mlp)}
     types = _known(reader, "block_types", kinds, tuple(found))
     blocks = tuple(found[types[layer % len(types)]] for layer in range(layers))
     spelling = Spelling(
@@ -409,12 +412,12 @@ def _minimax(reader: ConfigReader, shapes: TensorShapes) -> HybridConfig:
         factor=beta["mlp"],
     )
 
-    def block(layer: int, kind: str) -> Block:
+    def block(layer: int, kind: str) -> LayerShape:
         if kind == "full_attention":
-            return Block((attention,), experts, "of stream", (alpha["full_attn"], alpha["mlp"]))
+            return LayerShape((attention,), experts, "of stream", (alpha["full_attn"], alpha["mlp"]))
         slope = 1 - layer / (layers - 1 + 1e-5) + 1e-5
         lightning = LightningShape(heads, head_dim, slope, activation, out_factor=beta["linear_attn"])
-        return Block((lightning,), experts, "of stream", (alpha["linear_attn"], alpha["mlp"]))
+        return LayerShape((lightning,), experts, "of stream", (alpha["linear_attn"], alpha["mlp"]))
 
     types = _layer_types(reader, _alternating(layers))
     blocks = tuple(block(layer, kind) for layer, kind in enumerate(types))
@@ -447,7 +450,7 @@ def _minimax_m2(reader: ConfigReader, shapes: TensorShapes) -> HybridConfig:
         sums_to_one=True,
         sum_eps=0.0,
     )
-    blocks = (Block((attention,), experts),) * reader.integer("num_hidden_layers", 62)
+    blocks = (LayerShape((attention,), experts),) * reader.integer("num_hidden_layers", 62)
     spelling = replace(
         LLAMA, experts="block_sparse_moe.", expert_parts=OF_MIXTRAL, correction="e_score_correction_bias"
     )
@@ -503,7 +506,7 @@ def _known(reader: ConfigReader, key: str, found: list[str], known: tuple[str, .
 
 def _config(
     reader: ConfigReader,
-    blocks: tuple[Block, ...],
+    blocks: tuple[LayerShape, ...],
     spelling: Spelling,
     *,
     eps: float = 1e-6,

@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from ....store.errors import ConfigError
-from .hybrid import Block, HybridConfig
+from .hybrid import HybridConfig, LayerShape
 from .hybrid_families import HybridFamily, TensorShapes, activation_of, checked, require_silu
 from .hybrid_tensors import Spelling
 from .linear_families import either
@@ -70,7 +70,7 @@ def _xlstm(reader: ConfigReader, shapes: TensorShapes) -> HybridConfig:
         model_type="xlstm",
         hidden_size=hidden,
         vocab_size=reader.integer("vocab_size", 50304),
-        blocks=(Block((mixer,), mlp),) * layers,
+        blocks=(LayerShape((mixer,), mlp),) * layers,
         spelling=spelling,
         norm_eps=eps,
         final_logit_softcapping=reader.number("output_logit_soft_cap", 30.0),
@@ -191,7 +191,9 @@ def _of_fla(reader: ConfigReader, mixer: MixerShape, *, ratio: int, layers: int 
         model_type=reader.raw["model_type"],
         hidden_size=hidden,
         vocab_size=reader.integer("vocab_size", 32000),
-        blocks=tuple(checked(reader, Block((attends.get(layer, mixer),), mlp)) for layer in range(layers)),
+        blocks=tuple(
+            checked(reader, LayerShape((attends.get(layer, mixer),), mlp)) for layer in range(layers)
+        ),
         spelling=spelling,
         norm_eps=reader.number("norm_eps", 1e-6),
         max_position_embeddings=reader.integer("max_position_embeddings", 2048) if attends else None,

@@ -24,7 +24,7 @@ MIXES = ("r", "w", "k", "v", "a", "g")
 """What the time mix of version 7 makes of the token before, in the order in which x_x has them."""
 
 
-class Shapes(Protocol):
+class RwkvShapes(Protocol):
     """What of a configuration decides which tensors there are, and their shapes."""
 
     @property
@@ -73,7 +73,7 @@ NORMS = {
 MATRICES = {"r": "receptance", "k": "key", "v": "value", "g": "gate", "o": "output"}
 
 
-def rwkv_tensors(config: Shapes) -> Tensors:
+def rwkv_tensors(config: RwkvShapes) -> Tensors:
     """The map of an RWKV checkpoint; "head" is the embedding's where the two are tied."""
     c, style = config, config.spelling.partition(",")[0]
     embed, final, head = OUTSIDE[style]
@@ -92,7 +92,7 @@ def _norm(weight: str, name: str, size: int, *, has_bias: bool) -> dict[str, Sto
     return found | ({f"{weight}.bias": Stored(f"{name}.bias", (size,))} if has_bias else {})
 
 
-def _layer(config: Shapes, style: str, layer: int) -> Iterator[tuple[str, Stored]]:
+def _layer(config: RwkvShapes, style: str, layer: int) -> Iterator[tuple[str, Stored]]:
     c, names = config, NORMS[style]
     for norm in ("pre_norm", "ln1", "ln2"):
         if norm != "pre_norm" or (layer == 0 and c.norm_first):
@@ -108,7 +108,7 @@ def _layer(config: Shapes, style: str, layer: int) -> Iterator[tuple[str, Stored
     yield from _channel_mix(c, style)
 
 
-def _matrices(config: Shapes, style: str) -> Iterator[tuple[str, Stored]]:
+def _matrices(config: RwkvShapes, style: str) -> Iterator[tuple[str, Stored]]:
     """Projections [out, in] of the time mix."""
     c = config
     has_gate = c.has_gate and c.generation < 7  # there it is of low rank
@@ -119,7 +119,7 @@ def _matrices(config: Shapes, style: str) -> Iterator[tuple[str, Stored]]:
         yield weight, Stored(f"{name}.weight", shape)
 
 
-def _time_mix(config: Shapes, style: str) -> Iterator[tuple[str, Stored]]:
+def _time_mix(config: RwkvShapes, style: str) -> Iterator[tuple[str, Stored]]:
     """Mixes, decay and bonus of versions 4 to 6, which share a spelling."""
     c, room = config, _attention(style)
     flat, ranks = (1, 1, c.hidden_size), dict(c.ranks)
@@ -144,7 +144,7 @@ def _time_mix(config: Shapes, style: str) -> Iterator[tuple[str, Stored]]:
     yield "bonus", Stored(f"{room}.{bonus}", channels)
 
 
-def _time_mix_7(config: Shapes, style: str, layer: int) -> Iterator[tuple[str, Stored]]:
+def _time_mix_7(config: RwkvShapes, style: str, layer: int) -> Iterator[tuple[str, Stored]]:
     """Mixes and low-rank maps of version 7."""
     c, room, ranks = config, _attention(style), dict(config.ranks)
     if config.spelling == "fla, one x_x":
@@ -172,7 +172,7 @@ def _time_mix_7(config: Shapes, style: str, layer: int) -> Iterator[tuple[str, S
                 yield f"{map_}0", Stored(f"{room}.{map_}0", one)
 
 
-def _channel_mix(config: Shapes, style: str) -> Iterator[tuple[str, Stored]]:
+def _channel_mix(config: RwkvShapes, style: str) -> Iterator[tuple[str, Stored]]:
     c = config
     room = "feed_forward" if style == "hf" else "ffn"
     hidden, inner = c.hidden_size, c.intermediate_size

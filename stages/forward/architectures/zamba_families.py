@@ -12,7 +12,7 @@ import math
 from dataclasses import dataclass, replace
 
 from ....store.errors import ConfigError
-from .hybrid import Block, HybridConfig
+from .hybrid import HybridConfig, LayerShape
 from .hybrid_families import (
     HybridFamily,
     TensorShapes,
@@ -65,7 +65,7 @@ def _zamba(reader: ConfigReader, shapes: TensorShapes) -> HybridConfig:
     usual = ["hybrid" if i % period == offset else "mamba" for i in rest]
     types = _types(reader, ["mamba", "mamba", "hybrid", *usual])
     eps, sharing = reader.number("rms_norm_eps", 1e-5), _Sharing.of(reader, types, count=1)
-    plain = Block((mamba,))
+    plain = LayerShape((mamba,))
     blocks = tuple(
         replace(plain, shared=SharedBlockShape(hidden, attention, mlp, sharing.source(layer), norm_eps=eps))
         if kind == "hybrid"
@@ -108,9 +108,9 @@ def _zamba2(reader: ConfigReader, shapes: TensorShapes) -> HybridConfig:
     types = _types(reader, _USUAL)
     sharing = _Sharing.of(reader, types, count=reader.integer("num_mem_blocks", 1))
 
-    def block(layer: int, kind: str) -> Block:
+    def block(layer: int, kind: str) -> LayerShape:
         if kind != "hybrid":
-            return Block((mamba,))
+            return LayerShape((mamba,))
         shared = SharedBlockShape(
             hidden,
             attention,
@@ -122,7 +122,7 @@ def _zamba2(reader: ConfigReader, shapes: TensorShapes) -> HybridConfig:
             adapts,
             norm_eps=eps,
         )
-        return Block((mamba,), shared=shared)
+        return LayerShape((mamba,), shared=shared)
 
     blocks = tuple(block(layer, kind) for layer, kind in enumerate(types))
     return _config(reader, blocks, Spelling(mlp_parts=("gate_up_proj", "down_proj")), context)
@@ -188,7 +188,7 @@ _USUAL += [*["mamba"] * 4, "hybrid", *["mamba"] * 3, "hybrid", *["mamba"] * 2]
 
 
 def _config(
-    reader: ConfigReader, blocks: tuple[Block, ...], spelling: Spelling, context: int
+    reader: ConfigReader, blocks: tuple[LayerShape, ...], spelling: Spelling, context: int
 ) -> HybridConfig:
     return HybridConfig(
         model_type=reader.raw["model_type"],

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ....store.errors import PlanError
-from .batches import Batch
+from .batches import PieceBatch
 
 _ALLOCATION = ("can't allocate memory", "not enough memory", "out of memory")
 
@@ -28,7 +28,7 @@ class BatchSize:
         self.is_lowered = False
         self._say = say
 
-    def lower(self, failed: Batch) -> None:
+    def lower(self, failed: PieceBatch) -> None:
         """Half of what just did not fit; PlanError for a single prompt."""
         held = len(failed.pieces) * failed.length
         if len(failed.pieces) == 1:

@@ -47,7 +47,7 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Batch:
+class PieceBatch:
     """Pieces that run together, each padded on the right to `length` positions; `copies` times."""
 
     pieces: tuple[Piece, ...]
@@ -80,7 +80,7 @@ def pieces_of(
 
 def plan_batches(
     pieces: Sequence[Piece], *, batch_tokens: int, one_length: bool, fewest: int = 1
-) -> list[Batch]:
+) -> list[PieceBatch]:
     """Batches of at most `batch_tokens` computed positions; a longer prompt runs alone. fewest: positions of
     a pass, for which a batch of fewer is copied."""
     groups: list[list[Piece]] = []
@@ -90,7 +90,7 @@ def plan_batches(
         groups[-1].append(piece)
     parts = [part for group in groups for part in _by_powers(group)]
     return [
-        Batch(tuple(part), part[-1].run, max(1, math.ceil(fewest / (len(part) * part[-1].run))))
+        PieceBatch(tuple(part), part[-1].run, max(1, math.ceil(fewest / (len(part) * part[-1].run))))
         for part in parts
     ]
 

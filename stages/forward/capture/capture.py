@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -23,7 +23,15 @@ from ....pipeline.plan import as_bytes
 from ....pipeline.reasons import last_timed
 from ....pipeline.took import measured
 from ....store.digest import digest
-from ....store.errors import ConfigError, EntryNotFound, PlanError, StageError, StoreFull, nearest
+from ....store.errors import (
+    ConfigError,
+    EntryNotFound,
+    PlanError,
+    PromptError,
+    StageError,
+    StoreFull,
+    nearest,
+)
 from ....store.keys import RunKey
 from ....store.provenance import put_provenance
 from ....store.reading.labelled import LabelledEntry
@@ -123,6 +131,8 @@ def capture(
         adapter=adapter,
         codec=codec,
     )
+    if about is not None:
+        node.require_other_names(about.coords)
     with node.source.just_identified():
         run(node, store, cluster=cluster, workers=workers, quiet=not progress, log=log)
     return node.open(store) if about is None else node.open(store).assign_coords(about.coords)
@@ -192,6 +202,14 @@ class CaptureNode(Ports):
 
     def __repr__(self) -> str:
         return f"CaptureNode({self.source.name}, {self.tokens!r}, {len(self.spec.captures)} captures)"
+
+    def require_other_names(self, labels: Iterable[Any]) -> None:
+        """Raise PromptError for labels of prompts that are named as what is captured, or an axis of it."""
+        own = {name for spec in self.specs() for name in (spec.variable, *spec.dims)}
+        if taken := sorted(own.intersection(map(str, labels))):
+            raise PromptError(
+                f"expected labels by names of their own, found {taken[0]!r}, which is captured; rename it"
+            )
 
     def _require_logits(self) -> None:
         """Raise ConfigError for logits of what computes its own, and for more of them than there are."""
@@ -358,6 +376,7 @@ class CaptureNode(Ports):
             entry = made.result()
             if begun is not None:
                 entry.take_over(begun, self.cells)
+                self._expect_room(store)
             missing = entry.missing(self.cells)
             if context.has_workers:
                 total = sum(len(entry.segments[n]) for n in missing)
@@ -577,7 +596,8 @@ class CaptureNode(Ports):
         if self.segment_tokens is not None:
             return self.segment_tokens
         width = self.source.config.hidden_size
-        return self._sizes.segment_tokens(self.cells, width, self.memory, selects=bool(self.spec.keeps))
+        of_run = all(spec.packed == "segment" for spec in self.specs())
+        return self._sizes.segment_tokens(self.cells, width, self.memory, of_run=of_run)
 
     def _for_workers(self, context: Context) -> Any:
         import torch

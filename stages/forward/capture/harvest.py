@@ -34,12 +34,12 @@ from ....store.runs.packed import MATRICES, PackedTokens, rows_before
 from ....store.runs.quantised import QUANTISED
 from ..architectures.points import LOGITS
 from ..hooks.reductions import MEAN, NORM
-from ..hooks.spec import BoundSpec, Capture, Kept
+from ..hooks.spec import BoundSpec, Capture, KeptCapture
 from ..hooks.taps import Sink
 from ..models.model import Model
 from ..networks.kernels import FEW_ROWS
 from .backoff import BatchSize, is_out_of_memory, release_device_memory
-from .batches import BUFFERS, Batch, Piece, pieces_of, plan_batches
+from .batches import BUFFERS, Piece, PieceBatch, pieces_of, plan_batches
 from .of_run import of_run
 from .overlap import OverlappedWriter, SegmentBuffer, send
 from .reduced import keep_means, norms
@@ -47,7 +47,7 @@ from .selected import SelectedRows
 from .vocabulary import of_logits
 
 _WAIT = 0.2  # seconds before looking again at segments that others have claimed
-Keeper = Callable[[Batch], AbstractContextManager[Sink]]
+Keeper = Callable[[PieceBatch], AbstractContextManager[Sink]]
 """Takes what a batch shows while it is entered; what a batch gives of a run counts when it is left."""
 
 
@@ -185,7 +185,7 @@ def _pass_by(
 ) -> None:
     """All batches of a segment, smaller ones where memory runs out."""
 
-    def run(batch: Batch) -> None:
+    def run(batch: PieceBatch) -> None:
         rows = ids_of(entry, batch)
         with keep(batch) as sink:
             if not spec.gradients:
@@ -226,7 +226,7 @@ def pieces_in(model: Model, entry: Entry, n: int, spec: BoundSpec) -> list[Piece
 
 def batches_of(
     model: Model, entry: Entry, pieces: Sequence[Piece], spec: BoundSpec, batch_tokens: int
-) -> list[Batch]:
+) -> list[PieceBatch]:
     """The forward passes that these take."""
     # What is left behind a prompt is left behind its padding.
     leaves = any(kept.keep.reduction is None and _axis(entry, kept) == "prompt_id" for kept in spec.kept)
@@ -244,11 +244,11 @@ def _goes_whole(model: Model, entry: Entry, spec: BoundSpec) -> bool:
     return model.config.lengths_must_match or sees_length
 
 
-def _axis(entry: Entry, kept: Kept) -> str:
+def _axis(entry: Entry, kept: KeptCapture) -> str:
     return entry.spec(kept.variable).packed
 
 
-def ids_of(entry: Entry, batch: Batch) -> list[list[int]]:
+def ids_of(entry: Entry, batch: PieceBatch) -> list[list[int]]:
     """Token ids of a batch, padded to its length, as often as it is to be computed."""
     return [_padded(entry.tokens, piece, batch.length) for piece in batch.pieces] * batch.copies
 
@@ -257,7 +257,7 @@ def ids_of(entry: Entry, batch: Batch) -> list[list[int]]:
 def keeping(model: Model, entry: Entry, n: int, spec: BoundSpec, buffer: SegmentBuffer) -> Iterator[Keeper]:
     """What takes the activations of each batch to their places in a segment's buffer."""
     tokens, segment = entry.tokens, entry.segments[n]
-    wanted: dict[Capture, list[Kept]] = defaultdict(list)
+    wanted: dict[Capture, list[KeptCapture]] = defaultdict(list)
     for kept in spec.kept:
         wanted[kept.capture].append(kept)
     axes = {kept.variable: entry.spec(kept.variable).packed for kept in spec.kept}
@@ -267,7 +267,7 @@ def keeping(model: Model, entry: Entry, n: int, spec: BoundSpec, buffer: Segment
         if kept.keep.selection is not None and axes[kept.variable] != "segment"
     }
 
-    def keep(batch: Batch, kept: Kept, value: Tensor) -> None:
+    def keep(batch: PieceBatch, kept: KeptCapture, value: Tensor) -> None:
         cell, axis = kept.cell, axes[kept.variable]
         rows = entry.rows(cell[0], n)
         if kept.keep.reduction == MEAN:
@@ -288,7 +288,7 @@ def keeping(model: Model, entry: Entry, n: int, spec: BoundSpec, buffer: Segment
         value = _token_major(value, kept.capture)
         put(batch, kept, norms(value) if kept.keep.reduction == NORM else value)
 
-    def put(batch: Batch, kept: Kept, value: Tensor) -> None:
+    def put(batch: PieceBatch, kept: KeptCapture, value: Tensor) -> None:
         cell, axis = kept.cell, axes[kept.variable]
         rows = entry.rows(cell[0], n)
         if axis in selected:
@@ -299,7 +299,7 @@ def keeping(model: Model, entry: Entry, n: int, spec: BoundSpec, buffer: Segment
             _keep_rows(value, batch, buffer.view(cell, rows))
 
     @contextmanager
-    def of_batch(batch: Batch) -> Iterator[Sink]:
+    def of_batch(batch: PieceBatch) -> Iterator[Sink]:
         def sink(capture: Capture, value: Tensor) -> None:
             if capture.point.kind != LOGITS:
                 for kept in wanted[capture]:
@@ -336,7 +336,7 @@ def _token_major(value: Tensor, capture: Capture) -> Tensor:
     return value.transpose(1, 2) if dims[2:3] == ("position",) else value
 
 
-def _keep_rows(value: Tensor, batch: Batch, place: Tensor) -> None:
+def _keep_rows(value: Tensor, batch: PieceBatch, place: Tensor) -> None:
     """Kept positions of [batch, position, …] to their tokens; neighbours in both go in one copy."""
     pieces = batch.pieces
     first = 0
@@ -353,7 +353,7 @@ def _keep_rows(value: Tensor, batch: Batch, place: Tensor) -> None:
         first = last + 1
 
 
-def _is_segment(value: Tensor, batch: Batch, segment: range, dtype: torch.dtype) -> bool:
+def _is_segment(value: Tensor, batch: PieceBatch, segment: range, dtype: torch.dtype) -> bool:
     """Whether [batch, position, …] is the whole segment as it is stored: its tokens, in order, in memory."""
     pieces = batch.pieces
     in_order = pieces[0].at == pieces[0].start == 0 and all(
@@ -375,7 +375,7 @@ def _adjoin(piece: Piece, other: Piece, length: int) -> bool:
     return whole and other.at == piece.at + length
 
 
-def _keep_prompts(value: Tensor, batch: Batch, place: Tensor, tokens: PackedTokens, first: int) -> None:
+def _keep_prompts(value: Tensor, batch: PieceBatch, place: Tensor, tokens: PackedTokens, first: int) -> None:
     """[batch, …] behind the last token of each prompt to the prompts that end in a segment, `first` being the
     first of them."""
     for row, piece in enumerate(batch.pieces):
@@ -384,7 +384,7 @@ def _keep_prompts(value: Tensor, batch: Batch, place: Tensor, tokens: PackedToke
 
 
 def _keep_pairs(
-    value: Tensor, batch: Batch, place: Tensor, tokens: PackedTokens, segment: range, axis: str
+    value: Tensor, batch: PieceBatch, place: Tensor, tokens: PackedTokens, segment: range, axis: str
 ) -> None:
     """Attention matrices [batch, head, query, key] to [pair, head], row by row: on the axis "pair" lower
     triangles, where query q of a prompt owns q + 1 pairs; on "square" all of them."""

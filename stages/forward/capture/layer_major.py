@@ -4,7 +4,8 @@ As many neighbouring layers as there is room for are read; every segment goes th
 what they capture is committed, and what comes out of the last of them is spooled (spool.py) for the layers
 that are read next. So every weight is read once for a corpus of any size, and memory is that of some layers,
 a batch and a few buffers. Batches are those of harvest.py, taps and layers as well: the numbers are the same,
-bit by bit on one machine.
+bit by bit on one machine. Logits are made in a step of their own, behind all layers, where the LM head
+comes and goes as they do: so it is read once, too, and takes no layer's place.
 
 A harvest that was killed goes on, segment by segment, from the last layer whose spool stands and from which
 all can be had that is missing; what a segment still needs of layers before is computed from its tokens.
@@ -31,11 +32,12 @@ from ....store.files import THREADS, room_at
 from ....store.runs.claims import Claim
 from ....store.runs.committed import VariableLayer
 from ....store.runs.entries import Entry
+from ..architectures.points import LOGITS
 from ..hooks.spec import BoundSpec, Capture
 from ..models.model import Model
 from ..models.residency import EMBEDDING
 from ..networks.history import Carried
-from .batches import BUFFERS, Batch
+from .batches import BUFFERS, PieceBatch
 from .harvest import (
     as_numpy,
     batches_of,
@@ -62,7 +64,8 @@ class Course:
     """One segment on its way through the layers.
 
     spec: of what it is to give. of: digest of all that its spool depends on. places: positions computed. at:
-    the layer it enters next; None where its tokens are to be embedded. last: how many layers it goes through.
+    the layer it enters next; None where its tokens are to be embedded. last: how many layers it goes through,
+    the LM head counted as one where it comes and goes.
     """
 
     n: int
@@ -137,9 +140,13 @@ def _through(
     spool = Spool(entry.folder, f"{entry.path}/seg")
     way = _Way(model, entry, spec, batch_tokens, spool, advance)
     courses = [way.course(n, only(spec, todo)) for n, todo in missing.items()]
-    layers = range(min(course.at or 0 for course in courses), max(course.last for course in courses))
+    final, last = model.config.num_layers, max(course.last for course in courses)
+    layers = range(min(course.at or 0 for course in courses), min(last, final))
     weights = model.streamed
     groups = [layers] if weights is None else list(weights.window.groups(layers, way.buffers(courses)))
+    if weights is not None and last > final:
+        weights.window.expect_room(weights.head)
+        groups.append(range(final, last))
     if len(groups) > 1:
         way.expect_room(courses)
     if weights is not None and weights.embeds_whole:
@@ -149,7 +156,7 @@ def _through(
                 way.embed(course)
     for group in groups:
         if weights is not None:
-            weights.window.keep_only(group)
+            weights.window.keep_only(group if group[0] < final else [weights.head])
         way.through(courses, group)
     for course in courses:
         spool.clear(course.n)
@@ -164,16 +171,17 @@ def _entered(capture: Capture, final: int) -> int:
     return point.layer + (point.kind == "resid_post")
 
 
-def _behind(capture: Capture, final: int) -> int:
-    """How many layers a pass goes through to meet a capture."""
+def _behind(capture: Capture, final: int, *, apart: bool) -> int:
+    """How many layers a pass goes through to meet a capture, the LM head counted as one where it is
+    `apart`."""
     point = capture.point
     if point.layer is None:
-        return 0 if point.kind == "embed" else final
+        return 0 if point.kind == "embed" else final + (apart and point.kind == LOGITS)
     return point.layer + 1
 
 
 @dataclass(frozen=True)
-class Job:
+class LayerJob:
     """A filled buffer on its way to disk, and what was spooled before these layers, needed no more once it is
     there."""
 
@@ -201,7 +209,8 @@ class _Way:
         batches, final = self._batches(n, spec), self.model.config.num_layers
         pieces = [[[piece.prompt, piece.run] for piece in batch.pieces] for batch in batches]
         of = digest("spool", VERSION, self.entry.run.digest, self.entry.segment_tokens, pieces)
-        last = max(1, *(_behind(capture, final) for capture in spec.captures))
+        apart = self.model.streamed is not None
+        last = max(1, *(_behind(capture, final, apart=apart) for capture in spec.captures))
         first = min(_entered(capture, final) for capture in spec.captures)
         spooled = [layer for layer in self.spool.layers(n, of) if layer <= first and layer < last]
         places = sum(len(batch.pieces) * batch.length * batch.copies for batch in batches)
@@ -250,7 +259,7 @@ class _Way:
         in_turn, device = needs_every_core(self.model), self.model.device
         threads = min(THREADS, torch.get_num_threads()) if in_turn or device.type != "cpu" else 1
 
-        def write(buffer: SegmentBuffer, job: Job) -> None:
+        def write(buffer: SegmentBuffer, job: LayerJob) -> None:
             n = job.course.n
             try:
                 buffer.wait()
@@ -263,7 +272,7 @@ class _Way:
             finally:
                 job.handed_over.set()
 
-        def drop(job: Job) -> None:
+        def drop(job: LayerJob) -> None:
             job.handed_over.set()
 
         make = partial(SegmentBuffer, shapes, dtypes, device)
@@ -276,7 +285,7 @@ class _Way:
                 buffer.filled()
                 refuse_overflow(buffer, wanted, entry, course.n)
                 given = tuple(kept.cell for kept in wanted.kept)
-                job = Job(course, given, entered, course.enter(layers[-1] + 1))
+                job = LayerJob(course, given, entered, course.enter(layers[-1] + 1))
                 writer.submit(buffer, job)
                 if in_turn:
                     job.handed_over.wait()
@@ -284,6 +293,7 @@ class _Way:
     def _fill(self, course: Course, layers: Sequence[int], spec: BoundSpec, buffer: SegmentBuffer) -> None:
         """All batches of a segment through some layers."""
         ends = course.ends_with(layers)
+        held = [layer for layer in layers if layer < self.model.config.num_layers]
         with contextlib.ExitStack() as stack:
             spooled = None
             if not ends:
@@ -291,11 +301,11 @@ class _Way:
             keep = stack.enter_context(keeping(self.model, self.entry, course.n, spec, buffer))
             for batch, entering in self._entering(course):
                 with keep(batch) as sink:
-                    carried = self.model.stream_layers(entering, layers, spec, sink, ends=ends)
+                    carried = self.model.stream_layers(entering, held, spec, sink, ends=ends)
                 if spooled is not None:
                     spooled.put(carried)
 
-    def _entering(self, course: Course) -> Iterator[tuple[Batch, list[list[int]] | Carried]]:
+    def _entering(self, course: Course) -> Iterator[tuple[PieceBatch, list[list[int]] | Carried]]:
         """Each batch with what enters the layers that come next: its ids, or what was spooled."""
         batches = self._batches(course.n, course.spec)
         if course.at is None:
@@ -304,7 +314,7 @@ class _Way:
             carried = self._spooled(course, course.at).batches(self.model.device)
             yield from zip(batches, carried, strict=True)
 
-    def _batches(self, n: int, spec: BoundSpec) -> list[Batch]:
+    def _batches(self, n: int, spec: BoundSpec) -> list[PieceBatch]:
         pieces = pieces_in(self.model, self.entry, n, spec)
         return batches_of(self.model, self.entry, pieces, spec, self.batch_tokens)
 

@@ -25,9 +25,9 @@ from ....store.runs.packed import PackedTokens
 from ....store.runs.run_sums import BELOW, MOST_TOKENS, QUANTA
 from ....store.runs.selections import Selection
 from ..hooks.reductions import RUN_MEAN
-from ..hooks.spec import BoundSpec, Kept
+from ..hooks.spec import BoundSpec, KeptCapture
 from ..networks.kernels import FEW_ROWS
-from .batches import Batch
+from .batches import PieceBatch
 from .overlap import SegmentBuffer
 
 __all__ = ["OfRun", "of_run", "sums_in_parts"]
@@ -58,7 +58,7 @@ class OfRun:
         for place, made, join in self._waiting:
             place.copy_(join(place, made.to(place.device)))
 
-    def meet(self, kept: Kept, value: Tensor, batch: Batch) -> None:
+    def meet(self, kept: KeptCapture, value: Tensor, batch: PieceBatch) -> None:
         """What is kept of [batch, position, …]."""
         reduction = kept.keep.reduction
         assert reduction is not None
@@ -70,7 +70,7 @@ class OfRun:
         join = torch.maximum if reduction.combine == "max" else torch.add
         self._waiting.append((self._places[kept.cell], made, join))
 
-    def _of_features(self, kept: Kept, value: Tensor, mask: Tensor) -> dict[str, Tensor]:
+    def _of_features(self, kept: KeptCapture, value: Tensor, mask: Tensor) -> dict[str, Tensor]:
         """Figures of all features of one layer, counted once for all that is kept of them."""
         reduction, number = kept.keep.reduction, kept.capture.point.layer or 0
         identity = "" if reduction is None or reduction.identity is None else reduction.identity
@@ -158,7 +158,7 @@ def in_parts(values: Tensor, what: str) -> Tensor:
     return torch.stack(found, dim=-1)
 
 
-def _mask(value: Tensor, batch: Batch, tokens: PackedTokens, selection: Selection | None) -> Tensor:
+def _mask(value: Tensor, batch: PieceBatch, tokens: PackedTokens, selection: Selection | None) -> Tensor:
     """Which places of [batch, position, …] are tokens of the segment that are kept, bool [batch,
     position]."""
     mask = torch.zeros(value.shape[:2], dtype=torch.bool)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ....store.runs.packed import PackedTokens
-from .batches import Batch
+from .batches import PieceBatch
 from .overlap import send
 
 
@@ -21,7 +21,7 @@ def norms(value: Tensor) -> Tensor:
     return folded(value.double().square()).sqrt()
 
 
-def keep_means(value: Tensor, batch: Batch, place: Tensor, tokens: PackedTokens, first: int) -> None:
+def keep_means(value: Tensor, batch: PieceBatch, place: Tensor, tokens: PackedTokens, first: int) -> None:
     """Means over all positions of [batch, position, …] to the prompts that end in a segment, `first` being
     the first of them."""
     for row, piece in enumerate(batch.pieces):

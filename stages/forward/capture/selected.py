@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ....store.runs.entries import Entry
 from ....store.runs.selections import Selection
-from .batches import Batch
+from .batches import PieceBatch
 from .overlap import send
 
 
@@ -24,7 +24,7 @@ class _Rows:
     """What is kept of one batch. prompt, position: of each row, int [row]. places: rows that adjoin here and
     in the segment, (first here, first there, how many)."""
 
-    batch: Batch
+    batch: PieceBatch
     prompt: Tensor
     position: Tensor
     places: list[tuple[int, int, int]]
@@ -38,7 +38,7 @@ class SelectedRows:
         self._first = int(entry.bounds(selection.axis)[n])
         self._latest: _Rows | None = None
 
-    def put(self, value: Tensor, batch: Batch, place: Tensor) -> None:
+    def put(self, value: Tensor, batch: PieceBatch, place: Tensor) -> None:
         """Kept positions of [batch, position, …] to their rows [row, …] of the segment."""
         if self._latest is None or self._latest.batch is not batch:
             self._latest = self._of(batch, value.device)  # once for all layers: a GPU is waited for
@@ -46,7 +46,7 @@ class SelectedRows:
         for here, there, count in self._latest.places:
             send(rows[here : here + count], place[there : there + count])
 
-    def _of(self, batch: Batch, device: torch.device) -> _Rows:
+    def _of(self, batch: PieceBatch, device: torch.device) -> _Rows:
         starts = np.array([piece.at for piece in batch.pieces], np.int64) + self._segment.start
         firsts = self._selection.starts_on(self._tokens, starts) - self._first
         kept: list[npt.NDArray[np.int64]] = []

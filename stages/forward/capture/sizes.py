@@ -16,7 +16,7 @@ from ....store.runs.packed import PackedTokens
 from ....store.runs.quantised import QUANTISED
 from ..architectures.architecture import Architecture
 from ..architectures.points import BY_NAME
-from ..hooks.spec import Kept, named
+from ..hooks.spec import KeptCapture, named
 from .batches import BUFFERS
 
 __all__ = ["ITEMSIZE", "Sizes", "array_spec"]
@@ -24,7 +24,7 @@ __all__ = ["ITEMSIZE", "Sizes", "array_spec"]
 OVERLAP = 8
 """Segments a corpus is cut into at least, so that writing one hides behind computing the next."""
 LONGEST = 1 << 20
-"""Tokens of a segment at most where few bytes are kept of each: no more than that is ever computed again."""
+"""Tokens of a segment at most where nothing is kept of each: no more than that is ever computed again."""
 SMALLEST_SHARD = 4 << 20
 """Bytes below which shards are not made smaller for the sake of overlap: each costs a sync."""
 _WIDE = 8
@@ -70,16 +70,15 @@ class Sizes:
         of_run, others = self._apart(cells)
         return math.ceil(self.held(others) * tokens) + self.row_bytes(of_run)
 
-    def segment_tokens(
-        self, cells: Sequence[VariableLayer], width: int, memory: int, *, selects: bool
-    ) -> int:
+    def segment_tokens(self, cells: Sequence[VariableLayer], width: int, memory: int, *, of_run: bool) -> int:
         """Tokens of a segment: as many as the store likes, but no more than memory allows, nor so many that
         nothing overlaps.
 
         While a segment is written the next is computed: a corpus is cut into at least `OVERLAP` of them, as
         long as its largest shards stay above a few MiB. Sizes are those of the residual stream, `width`
         numbers a token, whatever is captured first, unless that is much wider: so two stores cut a run alike.
-        selects: whether some tokens alone are kept. Raises PlanError where no token fits the memory.
+        of_run: whether all that is kept are figures of the run, which every segment has: of those there are
+        fewer then. Raises PlanError where no token fits the memory.
         """
         from ....store.store import default_segment_tokens
 
@@ -90,12 +89,13 @@ class Sizes:
                 f"the memory of {memory}; capture fewer points, or raise memory="
             )
         own = list(self.specs.values())
-        stream = ArraySpec("stream", "", ("token", "hidden"), {"hidden": width}, own[0].dtype, None)
+        dtype = own[0].run_dtype or own[0].dtype
+        stream = ArraySpec("stream", "", ("token", "hidden"), {"hidden": width}, dtype, None)
         largest = max(self.stored([(name, None)]) for name in self.specs)
-        if not selects and largest <= _WIDE * stream.row_bytes:
+        if not of_run and largest <= _WIDE * stream.row_bytes:
             largest, own = stream.row_bytes, [stream]
         overlapping = max(self.tokens.n_tokens // OVERLAP, int(SMALLEST_SHARD // largest), 1)
-        longest = min(affordable, overlapping, *([LONGEST] if selects else []))
+        longest = min(affordable, overlapping, *([LONGEST] if of_run else []))
         return min(default_segment_tokens(self.tokens, own), 1 << (longest.bit_length() - 1))
 
     def _apart(self, cells: Sequence[VariableLayer]) -> tuple[list[VariableLayer], list[VariableLayer]]:
@@ -110,7 +110,7 @@ class Sizes:
         return math.prod(spec.tail) * _WIDENED[spec.dtype] if spec.dtype in _WIDENED else spec.row_bytes
 
 
-def array_spec(kept: Kept, config: Architecture, dtype: str, over: int | None = None) -> ArraySpec:
+def array_spec(kept: KeptCapture, config: Architecture, dtype: str, over: int | None = None) -> ArraySpec:
     """How a captured activation is stored: token-major, batch and positions packed, heads behind tokens, an
     axis of one dropped. What has no position is of a prompt. Of attention matrices lower triangles are kept;
     all of them where positions see later ones. over: tokens that what is kept of a run is of.

@@ -78,7 +78,7 @@ class SpoolFile:
 
     @property
     def place(self) -> Path:
-        """Where it lies."""
+        """The folder that what was spooled lies in."""
         return self.folder.scratch(self.path) / self.file
 
     @contextlib.contextmanager

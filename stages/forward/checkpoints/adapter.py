@@ -25,7 +25,7 @@ from ....store.arrays import Array
 from ....store.digest import digest
 from ....store.errors import ConfigError, ModelNotFound, WeightsError
 from .formats import stored_in
-from .source import Entry, Source, Take
+from .source import Take, TensorEntry, TensorSource
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -58,7 +58,7 @@ _FACTOR = re.compile(r"(.*)\.lora_(?:(A|B)\.weight|embedding_(A|B))")
 
 
 @dataclass(frozen=True)
-class Change:
+class TensorChange:
     """What an adapter does to one tensor of a checkpoint.
 
     whole: the adapter's tensor that replaces it, else None. low: names of A and B, else None. scale: of their
@@ -88,7 +88,7 @@ class Adapter:
         )
 
     @cached_property
-    def source(self) -> Source:
+    def source(self) -> TensorSource:
         """Its tensors by their own names."""
         return stored_in((self.file,))
 
@@ -115,7 +115,7 @@ class Adapter:
         counted = {key: self.config.get(key) for key in COUNTS}
         return f"sha256:{digest('adapter', VERSION, weights, counted)}"
 
-    def changes(self, names: Collection[str]) -> dict[str, Change]:
+    def changes(self, names: Collection[str]) -> dict[str, TensorChange]:
         """What is done to which tensors. names: those of the checkpoint.
 
         Raises WeightsError for a tensor of the adapter that belongs to none of them, or to no pair.
@@ -133,14 +133,14 @@ class Adapter:
                 )
             else:
                 whole[re.sub(r"\.(base_layer|modules_to_save(\.default)?)\.", ".", inside)] = name
-        found = {self._placed(name, names): Change(whole=stored) for name, stored in whole.items()}
+        found = {self._placed(name, names): TensorChange(whole=stored) for name, stored in whole.items()}
         for module, factors in low.items():
             place = self._placed(f"{module}.weight", names)
-            before = found.get(place, Change()).whole
+            before = found.get(place, TensorChange()).whole
             found[place] = self._product(module, factors, before)
         return found
 
-    def _product(self, module: str, factors: Mapping[str, str], whole: str | None) -> Change:
+    def _product(self, module: str, factors: Mapping[str, str], whole: str | None) -> TensorChange:
         if set(factors) != {"A", "B"}:
             raise WeightsError(
                 f"expected factors A and B of {module!r} in {self.file}, found {', '.join(sorted(factors))} "
@@ -157,7 +157,7 @@ class Adapter:
         scale = alpha / math.sqrt(rank) if self.config.get("use_rslora") else alpha / rank
         is_embedding = "lora_embedding" in factors["A"]
         turned = is_embedding or bool(self.config.get("fan_in_fan_out"))
-        return Change(whole, (factors["A"], factors["B"]), scale, turned)
+        return TensorChange(whole, (factors["A"], factors["B"]), scale, turned)
 
     def _placed(self, name: str, names: Collection[str]) -> str:
         """What the checkpoint calls a tensor; a prefix may be the base model's or the whole model's."""
@@ -176,16 +176,16 @@ class Adapter:
 class Adapted:
     """A source with an adapter merged into its tensors, which are float32 where they change."""
 
-    base: Source
+    base: TensorSource
     adapter: Adapter
 
     @cached_property
-    def changes(self) -> dict[str, Change]:
+    def changes(self) -> dict[str, TensorChange]:
         """What is done to which tensors."""
         return self.adapter.changes(self.base.entries)
 
     @property
-    def entries(self) -> dict[str, Entry]:
+    def entries(self) -> dict[str, TensorEntry]:
         """Those of the base. Raises WeightsError for a change of another shape."""
         found = dict(self.base.entries)
         for name, change in self.changes.items():
@@ -195,14 +195,14 @@ class Adapted:
                     f"expected a change of {name!r}, {list(found[name].shape)}, found one of {list(shape)} "
                     f"in {self.adapter.directory}; is it an adapter of another model?"
                 )
-            found[name] = Entry(shape, "F32")
+            found[name] = TensorEntry(shape, "F32")
         return found
 
     def mapped(self, name: str) -> Array | None:
-        """As `Source.mapped`."""
+        """As `TensorSource.mapped`."""
         return None if name in self.changes else self.base.mapped(name)
 
-    def _shape(self, change: Change) -> tuple[int, ...]:
+    def _shape(self, change: TensorChange) -> tuple[int, ...]:
         entries = self.adapter.source.entries
         if change.low is None:
             return entries[change.whole or ""].shape
@@ -211,7 +211,7 @@ class Adapted:
 
     @contextmanager
     def opened(self) -> Iterator[Take]:
-        """As `Source.opened`."""
+        """As `TensorSource.opened`."""
         with self.base.opened() as take, self.adapter.source.opened() as adapted:
 
             def merged(name: str) -> Tensor:

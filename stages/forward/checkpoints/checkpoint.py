@@ -21,7 +21,7 @@ from ..architectures.architecture import Architecture
 from .adapter import Adapted, Adapter
 from .formats import stored_in
 from .quantised.scheme import Dequantised, Scheme
-from .source import Entry, Source, Take
+from .source import Take, TensorEntry, TensorSource
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -42,7 +42,7 @@ class Checkpoint:
     adapter: Adapter | None = None
 
     @cached_property
-    def _plain(self) -> Source:
+    def _plain(self) -> TensorSource:
         stored = stored_in(self.files)
         return stored if self.quantisation is None else Dequantised(stored, self.quantisation)
 
@@ -51,11 +51,11 @@ class Checkpoint:
         return None if self.adapter is None else Adapted(self._plain, self.adapter)
 
     @property
-    def _source(self) -> Source:
+    def _source(self) -> TensorSource:
         return self._adapted or self._plain
 
     @property
-    def entries(self) -> dict[str, Entry]:
+    def entries(self) -> dict[str, TensorEntry]:
         """Every tensor before it is read, by name. Raises WeightsError for damaged files."""
         return dict(self._source.entries)
 
@@ -94,7 +94,7 @@ class Checkpoint:
             yield take
 
     def mapped(self, name: str) -> Array | None:
-        """As `Source.mapped`."""
+        """As `TensorSource.mapped`."""
         return self._source.mapped(name)
 
     def array(self, name: str) -> Array:

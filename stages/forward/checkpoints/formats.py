@@ -11,7 +11,7 @@ from .gguf.header import SUFFIX
 from .gguf.source import GgufFiles
 from .pickled import PickledFiles
 from .safetensors import SafetensorsFiles
-from .source import Source
+from .source import TensorSource
 
 __all__ = ["stored_in"]
 
@@ -22,6 +22,6 @@ _FORMATS: dict[str, type[SafetensorsFiles] | type[PickledFiles] | type[GgufFiles
 """Ending -> format; safetensors for every other."""
 
 
-def stored_in(files: tuple[Path, ...]) -> Source:
+def stored_in(files: tuple[Path, ...]) -> TensorSource:
     """The tensors of files of one format."""
     return _FORMATS.get(files[0].suffix if files else "", SafetensorsFiles)(files)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ....store.errors import WeightsError
-from .source import Entry, Take
+from .source import Take, TensorEntry
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -33,10 +33,10 @@ class PickledFiles:
     files: tuple[Path, ...]
 
     @cached_property
-    def entries(self) -> dict[str, Entry]:
-        """As `Source.entries`; imports torch. Raises WeightsError for a file that holds more than tensors by
-        name, and for a tensor that two files hold."""
-        found: dict[str, Entry] = {}
+    def entries(self) -> dict[str, TensorEntry]:
+        """As `TensorSource.entries`; imports torch. Raises WeightsError for a file that holds more than
+        tensors by name, and for a tensor that two files hold."""
+        found: dict[str, TensorEntry] = {}
         for path in self.files:
             for name, tensor in _tensors(path).items():
                 if name in found:
@@ -44,15 +44,15 @@ class PickledFiles:
                         f"expected {name!r} in one file, found it in {path.name} and another; remove the one "
                         "that is not of this checkpoint"
                     )
-                found[name] = Entry(tuple(tensor.shape), _code(name, tensor))
+                found[name] = TensorEntry(tuple(tensor.shape), _code(name, tensor))
         return found
 
     def mapped(self, name: str) -> None:
-        """As `Source.mapped`: never."""
+        """As `TensorSource.mapped`: never."""
 
     @contextmanager
     def opened(self) -> Iterator[Take]:
-        """As `Source.opened`."""
+        """As `TensorSource.opened`."""
         held: dict[str, Tensor] = {}
         for path in self.files:
             held |= _tensors(path)

@@ -18,7 +18,7 @@ from ....store.arrays import Array
 from ....store.errors import WeightsError
 from ....store.exchange.tensors import mapped_tensor, read_header
 from .reading import fill
-from .source import Entry, Take
+from .source import Take, TensorEntry
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -49,18 +49,18 @@ class SafetensorsFiles:
         return held
 
     @property
-    def entries(self) -> dict[str, Entry]:
+    def entries(self) -> dict[str, TensorEntry]:
         """From the headers alone; never imports torch."""
-        return {name: Entry(tuple(it["shape"]), it["dtype"]) for name, (_, it, _) in self.held.items()}
+        return {name: TensorEntry(tuple(it["shape"]), it["dtype"]) for name, (_, it, _) in self.held.items()}
 
     def mapped(self, name: str) -> Array:
-        """As `Source.mapped`: files of this format hold every tensor as it is."""
+        """As `TensorSource.mapped`: files of this format hold every tensor as it is."""
         path, entry, start = self.held[name]
         return mapped_tensor(path, entry, start, name)
 
     @contextmanager
     def opened(self) -> Iterator[Take]:
-        """As `Source.opened`. Raises WeightsError for a file that is cut short meanwhile."""
+        """As `TensorSource.opened`. Raises WeightsError for a file that is cut short meanwhile."""
         with ExitStack() as stack:
             files = {path: stack.enter_context(FileIO(path)) for path in self.files}
 

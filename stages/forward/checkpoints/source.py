@@ -16,25 +16,25 @@ from ....store.arrays import Array
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Entry", "Source", "Take"]
+__all__ = ["TensorEntry", "TensorSource", "Take"]
 
 Take = Callable[[str], "Tensor"]
 """Gives a tensor by its name, in memory of its own."""
 
 
 @dataclass(frozen=True)
-class Entry:
+class TensorEntry:
     """One tensor before it is read. dtype: by its code in safetensors ("BF16")."""
 
     shape: tuple[int, ...]
     dtype: str
 
 
-class Source(Protocol):
+class TensorSource(Protocol):
     """Tensors by name."""
 
     @property
-    def entries(self) -> Mapping[str, Entry]:
+    def entries(self) -> Mapping[str, TensorEntry]:
         """All there are. Raises WeightsError for files that are damaged."""
         ...
 

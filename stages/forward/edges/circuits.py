@@ -24,7 +24,7 @@ from ..hooks.wants import Logits
 from ..passes.plain import WholePrompts
 from .layout import KINDS, Layout
 from .parts import NO_TAPS, SplitNetwork, attended
-from .prompts import Sources, constants, written_by_heads
+from .prompts import EdgeSources, constants, written_by_heads
 
 __all__ = ["Alternatives", "circuit_logits"]
 
@@ -37,13 +37,13 @@ class Alternatives:
     layer read it, and behind all of them.
     """
 
-    clean: Sources
+    clean: EdgeSources
     other: Tensor
     constant: Sequence[Tensor]
 
     @classmethod
     def of(
-        cls, network: SplitNetwork, layout: Layout, ids: Tensor, clean: Sources, other: Tensor
+        cls, network: SplitNetwork, layout: Layout, ids: Tensor, clean: EdgeSources, other: Tensor
     ) -> Alternatives:
         """ids: of the prompts, [B, S]."""
         return cls(clean, other, constants(network, layout, ids[:1], clean.z[0][:1]))

@@ -35,7 +35,7 @@ from ..networks.rope import rope_tables
 from ..passes.plain import WholePrompts
 from .layout import KINDS, Layout
 from .parts import NO_TAPS, SplitNetwork, attended, output_by_head, projected
-from .prompts import Sources
+from .prompts import EdgeSources
 
 __all__ = ["alone_at", "changed_edges", "most_rows"]
 
@@ -48,7 +48,7 @@ MOST_TOKENS = 4096
 def changed_edges(
     network: SplitNetwork,
     layout: Layout,
-    clean: Sources,
+    clean: EdgeSources,
     change: Tensor,
     want: Logits,
     *,
@@ -114,7 +114,7 @@ class _Rest:
     """The rest of the model behind a change of the clean stream at its last positions, S' of them."""
 
     def __init__(
-        self, network: SplitNetwork, layout: Layout, clean: Sources, want: Logits, memory: int
+        self, network: SplitNetwork, layout: Layout, clean: EdgeSources, want: Logits, memory: int
     ) -> None:
         self.network, self.layout, self.clean = network, layout, clean
         self._want, self._memory, self._length = want, memory, clean.added.shape[2]
@@ -175,7 +175,7 @@ class _Suffixes(WholePrompts):
         return torch.arange(self._first, self._length, device=self._device)
 
     def enter(self, layer: int, carried: Carried) -> Carried:
-        """As it is."""
+        """What is carried enters every layer as it is."""
         self._is_last = layer == self._last
         return carried
 

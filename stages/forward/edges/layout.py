@@ -67,7 +67,7 @@ class Layout:
 
     @property
     def num_layers(self) -> int:
-        """Of the model."""
+        """How many layers the model has."""
         return len(self.parallel)
 
     @cached_property

@@ -38,7 +38,7 @@ from ..passes.plain import WholePrompts
 from .effects import most_rows
 from .layout import KINDS, Layout
 from .parts import NO_TAPS, PartTaps, SplitNetwork, projected
-from .prompts import Sources
+from .prompts import EdgeSources
 
 __all__ = ["Changes", "Senders", "Sent", "patched_paths"]
 
@@ -134,7 +134,7 @@ class Changes:
 def patched_paths(
     network: SplitNetwork,
     layout: Layout,
-    clean: Sources,
+    clean: EdgeSources,
     sent: Sent,
     receivers: Sequence[int],
     want: Logits,
@@ -163,7 +163,7 @@ class _Second:
     """The pass in which senders are changed and other heads held, as what the stream differs by."""
 
     def __init__(
-        self, network: SplitNetwork, layout: Layout, clean: Sources, sent: Sent, mlps_held: bool
+        self, network: SplitNetwork, layout: Layout, clean: EdgeSources, sent: Sent, mlps_held: bool
     ) -> None:
         self._network, self._layout, self._clean, self._mlps_held = network, layout, clean, mlps_held
         self._sent = sent
@@ -242,7 +242,7 @@ class _ReceiverTaps(PartTaps):
 
 
 def _third(
-    network: SplitNetwork, layout: Layout, clean: Sources, kept: Kept, first: int, want: Logits
+    network: SplitNetwork, layout: Layout, clean: EdgeSources, kept: Kept, first: int, want: Logits
 ) -> Tensor:
     """Logits [row, token] where receivers are what was kept; first: the first layer of one."""
     rows = len(next(iter(kept.values()))[1])

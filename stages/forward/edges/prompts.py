@@ -19,7 +19,15 @@ from ..passes.plain import WholePrompts
 from .layout import Layout
 from .parts import NO_TAPS, PartTaps, SplitNetwork, output_by_head, output_constant
 
-__all__ = ["KeptPrompts", "Sources", "Streams", "constants", "sources_of", "streams_of", "written_by_heads"]
+__all__ = [
+    "KeptPrompts",
+    "EdgeSources",
+    "Streams",
+    "constants",
+    "sources_of",
+    "streams_of",
+    "written_by_heads",
+]
 
 
 @dataclass(frozen=True)
@@ -35,7 +43,7 @@ class Streams:
 
 
 @dataclass(frozen=True)
-class Sources:
+class EdgeSources:
     """A pass with what each source added to the stream, [B, source, S, D], and what heads had read.
 
     keys: by layer, rotated keys and values as attention took them.
@@ -70,7 +78,7 @@ def streams_of(
     return _streams(layout, taps, final)
 
 
-def sources_of(network: SplitNetwork, layout: Layout, ids: Tensor) -> Sources:
+def sources_of(network: SplitNetwork, layout: Layout, ids: Tensor) -> EdgeSources:
     """The pass over token ids [B, S], with what each source adds."""
     layers = range(layout.num_layers)
     wanted = [*_read(layout), *((kind, layer) for kind in ("z", "mlp_out") for layer in layers)]
@@ -82,7 +90,7 @@ def sources_of(network: SplitNetwork, layout: Layout, ids: Tensor) -> Sources:
     for layer in layers:
         added[:, layout.heads(layer)] = written_by_heads(network, layer, taps.found["z", layer])
         added[:, layout.mlp(layer)] = taps.found["mlp_out", layer]
-    return Sources(
+    return EdgeSources(
         _streams(layout, taps, final), added, [taps.found["z", layer] for layer in layers], history.keys
     )
 

@@ -185,7 +185,7 @@ class SteeringSpec(_EdgeSpec):
 
     @classmethod
     def knockout(cls) -> SteeringSpec:
-        """Cut edges."""
+        """A spec that cuts edges, none yet."""
         return cls(kind="knockout", value=0.0)
 
     @classmethod

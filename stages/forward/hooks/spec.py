@@ -67,7 +67,7 @@ class Capture:
 
 
 @dataclass(frozen=True)
-class Kept:
+class KeptCapture:
     """What a store keeps of one capture."""
 
     capture: Capture
@@ -94,14 +94,14 @@ class BoundSpec:
     interventions: tuple[tuple[HookPoint, Intervention], ...] = ()
     order: tuple[int, ...] | None = None
     objective: Objective | None = None
-    keeps: tuple[Kept, ...] = ()
+    keeps: tuple[KeptCapture, ...] = ()
 
     @property
-    def kept(self) -> tuple[Kept, ...]:
+    def kept(self) -> tuple[KeptCapture, ...]:
         """What a store keeps, in execution order."""
-        return self.keeps or tuple(map(Kept, self.captures))
+        return self.keeps or tuple(map(KeptCapture, self.captures))
 
-    def only(self, kept: Iterable[Kept]) -> BoundSpec:
+    def only(self, kept: Iterable[KeptCapture]) -> BoundSpec:
         """The spec with what makes some of its keeps, and no other capture."""
         chosen = tuple(kept)
         captures = tuple(dict.fromkeys(each.capture for each in chosen))
@@ -293,8 +293,8 @@ class HookSpec:
             )
         return found
 
-    def _kept(self, available: Sequence[HookPoint], model: str) -> set[Kept]:
-        found: set[Kept] = set()
+    def _kept(self, available: Sequence[HookPoint], model: str) -> set[KeptCapture]:
+        found: set[KeptCapture] = set()
         for (held, when, is_gradient), keeps in self._captures.items():
             if held == HookPoint.logits() and held not in available:
                 raise HookPointNotFound(
@@ -304,7 +304,7 @@ class HookSpec:
             for point in (_differentiable if is_gradient else _expanded)(held, available, model):
                 for keep in keeps:
                     keep.require(point, named(held, is_gradient))
-                    found |= {Kept(Capture(point, when, is_gradient), each) for each in keep.stored}
+                    found |= {KeptCapture(Capture(point, when, is_gradient), each) for each in keep.stored}
         return found
 
     def canonical(self) -> dict[str, Any]:
@@ -375,7 +375,7 @@ def refuse_gradients(spec: BoundSpec, who: str) -> None:
         )
 
 
-def _refuse_keeps(kept: Iterable[Kept]) -> None:
+def _refuse_keeps(kept: Iterable[KeptCapture]) -> None:
     for each in kept:
         if each.keep != WHOLE:
             raise HookPointNotFound(
@@ -388,7 +388,7 @@ def _execution(capture: Capture) -> tuple[Any, ...]:
     return capture.point.order, capture.when, capture.is_gradient
 
 
-def layers_by_variable(captures: Iterable[Capture | Kept]) -> dict[str, list[int | None]]:
+def layers_by_variable(captures: Iterable[Capture | KeptCapture]) -> dict[str, list[int | None]]:
     """Which layers of each stored variable a set of captures asks for; [None] where there is no layer
     axis."""
     found: dict[str, list[int | None]] = defaultdict(list)

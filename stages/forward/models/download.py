@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ....pipeline.progress import Progress, Task, short
+from ....pipeline.progress import Bar, Progress, short
 from ....store.errors import DownloadError, ModelNotFound
 from ..text.world import WORLD
 from .files import CONFIG, INDEX, PICKLED, PICKLED_INDEX, TOKENIZER, WEIGHTS, ModelFiles, hub_cache, resolve
@@ -184,7 +184,7 @@ def _arrived(blobs: Path, *, unfinished: bool = True) -> int:
 
 
 @contextmanager
-def _watch(blobs: Path, task: Task) -> Iterator[None]:
+def _watch(blobs: Path, task: Bar) -> Iterator[None]:
     """Count what arrives on disk, since the hub's client reports progress in another way in each version."""
     done = threading.Event()
     counted = 0

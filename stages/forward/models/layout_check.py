@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from ....store.digest import digest
 from ....store.errors import ConfigError, MissingExtra
 from ....store.index import layout_verdicts
-from ..architectures.transformer import TransformerConfig
+from ..architectures.architecture import Architecture
 from ..networks.bridge.reference import quiet, witness
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ class LayoutCase:
     directory: Path
     weight_files: tuple[Path, ...]
     raw: Mapping[str, Any]
-    config: TransformerConfig
+    config: Architecture
     weights: str
     forward: str
 
@@ -220,21 +220,27 @@ class CannotCheck(Exception):
     """transformers cannot bear witness, or not far enough; says why."""
 
 
-def turning_points(config: TransformerConfig, declared: Mapping[str, Any]) -> dict[str, int]:
+def turning_points(config: Architecture, declared: Mapping[str, Any]) -> dict[str, int]:
     """Lengths at which a pass may begin to compute otherwise, by what names them.
 
     Those the decoder knows (windows, rope), and every whole number of the configuration that could be one: a
     chunk size or a scaling that begins at some position has a name nobody here has heard of.
     """
-    rope = config.rope
-    points = [(f"window {window}", window) for window in config.layer_windows if window is not None]
-    if rope.scheme not in FIXED_ROPE and rope.original_max_position_embeddings is not None:
-        points.append((f"original context of {rope.scheme} rope", rope.original_max_position_embeddings))
+    windows = [layer.mixer.window for layer in config.layers]
+    points = [(f"window {window}", window) for window in windows if window is not None]
+    heads = [config.heads_of(layer) for layer in range(config.num_layers)]
+    ropes = [each.rope for each in heads if each is not None and each.rope is not None]
+    changing = [rope for rope in ropes if rope.scheme not in FIXED_ROPE]
+    points += [
+        (f"original context of {rope.scheme} rope", rope.original_max_position_embeddings)
+        for rope in changing
+        if rope.original_max_position_embeddings is not None
+    ]
     points += [
         (key, number)
         for key, number in _whole_numbers(declared)
         if key.rpartition(".")[2] not in NO_LENGTHS
-        and not (key.endswith("original_max_position_embeddings") and rope.scheme in FIXED_ROPE)
+        and (changing or not key.endswith("original_max_position_embeddings"))
     ]
     found: dict[str, int] = {}
     for key, number in points:
@@ -243,7 +249,7 @@ def turning_points(config: TransformerConfig, declared: Mapping[str, Any]) -> di
     return found
 
 
-def lengths_to_check(config: TransformerConfig, turns: Mapping[str, int]) -> list[int]:
+def lengths_to_check(config: Architecture, turns: Mapping[str, int]) -> list[int]:
     """Prompt lengths past every turning point, short ones first; the whole context where it is affordable.
 
     Raises CannotCheck for a turning point no affordable prompt goes past.

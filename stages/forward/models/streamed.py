@@ -146,12 +146,16 @@ class Window:
                 unit for unit, (made, was) in self._held.items() if was.first_difference(fingerprint(made))
             ]
 
-    def _make_room(self, unit: Unit) -> None:
+    def expect_room(self, unit: Unit) -> None:
+        """Raise ConfigError for one larger than the room."""
         if self._sizes[unit] > self._room:
             raise ConfigError(
                 f"expected room for the {unit} of {self._name}, {self._sizes[unit]:,} bytes at once, found "
                 f"{self._room:,} allowed beside what is always there; allow more (max_memory=)"
             )
+
+    def _make_room(self, unit: Unit) -> None:
+        self.expect_room(unit)
         while sum(self._sizes[each] for each in self._held) + self._sizes[unit] > self._room:
             self._let_go(next(reversed(self._held)))
 
@@ -248,8 +252,13 @@ class StreamedWeights(Weights[Any]):
     @property
     def lm_head(self) -> Tensor | None:
         """The whole of what the LM head multiplies by; None where it is the embedding."""
+        return None if self.head == EMBEDDING else self.window.get(HEAD)
+
+    @property
+    def head(self) -> Unit:
+        """What the LM head multiplies by, as it comes and goes."""
         outside = self._files.config.tensors.outside
-        return None if outside["head"] == outside["embed"] else self.window.get(HEAD)
+        return EMBEDDING if outside["head"] == outside["embed"] else HEAD
 
     @property
     def embeds_whole(self) -> bool:

@@ -29,7 +29,7 @@ from ..hooks.taps import AttentionTaps, Taps
 from .gradients import is_recorded
 from .history import History
 from .kernels.functions import evenly
-from .kernels.products import product
+from .kernels.products import each_product, product
 from .norms import apply_norm
 from .rope import rotate
 from .transfer import to_device
@@ -56,7 +56,7 @@ class AttentionSizes(Protocol):
 
     @property
     def num_attention_heads(self) -> int:
-        """Of queries."""
+        """Heads that ask: of queries."""
         ...
 
     @property
@@ -81,7 +81,7 @@ class AttentionSizes(Protocol):
 
     @property
     def qk_norm_eps(self) -> float:
-        """Theirs."""
+        """What is added to the mean square where queries and keys are normed."""
         ...
 
     @property
@@ -173,7 +173,7 @@ def attention(
     history: History,
     taps: Taps,
     gate: Tensor | None = None,
-    source: Source | None = None,
+    source: StreamRead | None = None,
 ) -> Tensor:
     """Normalised x [B, token, D] -> what the output projection gives [B, kept, D], before any post-norm.
 
@@ -198,7 +198,7 @@ def attention(
 
 
 @dataclass(frozen=True)
-class Source:
+class StreamRead:
     """The stream [B, token, D] that attention reads, and the norm it is read through."""
 
     stream: Tensor
@@ -211,7 +211,7 @@ def project(
     sizes: AttentionSizes,
     layer: int,
     taps: Taps,
-    source: Source | None = None,
+    source: StreamRead | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """q [B, H, S, dh], k and v [B, Hk, S, dh], before rope."""
     if weights.qkv is not None:
@@ -230,7 +230,7 @@ def project(
 
 def _from_inputs(
     flat: Sequence[Tensor],
-    source: Source,
+    source: StreamRead,
     weights: AttentionWeights,
     sizes: AttentionSizes,
     layer: int,
@@ -537,7 +537,7 @@ def _scores(q: Tensor, k: Tensor, how: AttentionMixer) -> Tensor:
     kv_heads, keys = k.shape[1], k.shape[2]
     # Queries that share a key head are stacked into one matrix, so that keys are never repeated in memory.
     stacked = q.reshape(batch * kv_heads, -1, q.shape[-1])
-    raw = torch.bmm(stacked * how.scale, k.reshape(batch * kv_heads, keys, -1).transpose(1, 2))
+    raw = each_product(stacked * how.scale, k.reshape(batch * kv_heads, keys, -1).transpose(1, 2))
     found = raw.view(batch, heads, queries, keys)
     return found if how.relative is None else found + how.relative(q, k)
 
@@ -572,5 +572,5 @@ def _mixed(pattern: Tensor, v: Tensor) -> Tensor:
     batch, heads, queries, keys = pattern.shape
     kv_heads = v.shape[1]
     stacked = pattern.reshape(batch * kv_heads, -1, keys)
-    mixed: Tensor = torch.bmm(stacked, v.reshape(batch * kv_heads, keys, -1))
+    mixed = each_product(stacked, v.reshape(batch * kv_heads, keys, -1))
     return mixed.view(batch, heads, queries, -1)

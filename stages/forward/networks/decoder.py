@@ -4,8 +4,8 @@ weights.
 Knows tensors, taps and a history; knows no text, files or stores, and no loop: loop.py has that.
 
     embed -> [resid_pre -> ln1 -> attention -> (ln1_post) -> attn_out -> resid_mid
-                        -> ln2 -> MLP       -> (ln2_post) -> mlp_out  -> resid_post] * L -> final_norm ->
-                        logits
+                        -> ln2 -> MLP       -> (ln2_post) -> mlp_out  -> resid_post] * L
+          -> final_norm -> logits
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..architectures.transformer import TransformerConfig
 from ..hooks.taps import Taps
-from .attention import Source, attention
+from .attention import StreamRead, attention
 from .ends import Ends
 from .history import STREAM, Carried, History, Shares
 from .mlp import mlp
@@ -45,7 +45,7 @@ class Decoder(Ends[TransformerConfig, LayerWeights]):
         c, weights = self.config, self.weights.layers[layer]
         x = taps("resid_pre", layer, carried[STREAM])
         h = normalise(x, weights.ln1, c.norm_type, c.norm_eps, taps, "ln1", layer)
-        source = Source(x, lambda read: apply_norm(read, weights.ln1, c.norm_type, c.norm_eps))
+        source = StreamRead(x, lambda read: apply_norm(read, weights.ln1, c.norm_type, c.norm_eps))
         h = attention(h, weights, c, c.mixers[layer], layer, history, taps, source=source)
         if weights.ln1_post is not None:
             h = normalise(h, weights.ln1_post, c.norm_type, c.norm_eps, taps, "ln1_post", layer)

@@ -7,8 +7,8 @@ In layers that share a block (mixers/shared_block.py), ln1 norms what that adds 
 
 Knows which class computes which kind of mixer, and nothing of what they do. A layer without a channel mixer,
 or without a mixer, has neither its half nor resid_mid. Norms may stand behind what mixers give, around them,
-on the stream, or on its sum with what they give (`Block.norms`); in a parallel layer both halves read the
-same norm.
+on the stream, or on its sum with what they give (`LayerShape.norms`); in a parallel layer both halves read
+the same norm.
 
 Axes: [B, token, channel].
 """
@@ -28,7 +28,7 @@ from ..architectures.architecture import LENT
 from ..architectures.hybrid import HybridConfig
 from ..checkpoints.source import Take
 from ..hooks.taps import Taps
-from .attention import Source
+from .attention import StreamRead
 from .ends import Ends
 from .history import STREAM, Carried, History, Shares, share_of
 from .kernels.products import product
@@ -193,7 +193,9 @@ class Hybrid(Ends[HybridConfig, HybridLayer]):
         if not isinstance(mixer, SelfAttention) or not has_norm:
             return mixer(h, layer, history, taps)
         c, norm = self.config, self.norm_of("ln1", layer)
-        source = Source(stream, lambda read: apply_norm(self._narrow(read), norm, c.norm_type, c.norm_eps))
+        source = StreamRead(
+            stream, lambda read: apply_norm(self._narrow(read), norm, c.norm_type, c.norm_eps)
+        )
         return mixer(h, layer, history, taps, source)
 
     def _beside(self, carried: Carried) -> Carried:

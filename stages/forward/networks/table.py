@@ -29,7 +29,7 @@ NETWORKS: dict[str, tuple[Callable[..., Any], Callable[[Any, Any], Network]]] = 
     "rwkv": (rwkv.block, Rwkv),
     "hybrid": (hybrid.block, Hybrid),
     "carrying": (carrying.block, carrying.Carrying),
-    "pair": (pairs.block, pairs.Pair),
+    "pair": (pairs.block, pairs.PairNetwork),
 }
 """Kind -> what makes the weights of a layer of tensors, and what computes with all of them."""
 

@@ -28,11 +28,11 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from ..hooks.spec import BoundSpec, Capture, When
 from ..hooks.taps import Place, RunTaps, Sink, StateTaps
 
-__all__ = ["GradientTaps", "Watched"]
+__all__ = ["GradientTaps", "WatchedPlace"]
 
 
 @dataclass(frozen=True)
-class Watched:
+class WatchedPlace:
     """Where in autograd's graph a wanted gradient is: one place, or one for each position of states."""
 
     shape: torch.Size
@@ -57,7 +57,7 @@ class GradientTaps:
         self._run = RunTaps(replace(spec, captures=plain), lambda c, x: sink(c, x.detach()))
         self._wanted = {(c.point.kind, c.point.layer, c.when): c for c in spec.gradients}
         self._places = frozenset((c.point.kind, c.point.layer) for c in spec.gradients)
-        self.watched: dict[Capture, Watched] = {}
+        self.watched: dict[Capture, WatchedPlace] = {}
         self._dropped = dropped
         self._entered: Tensor | None = None
 
@@ -107,7 +107,7 @@ class GradientTaps:
         if capture is None:
             return x
         x = x.view_as(x) if x.requires_grad else x.detach().requires_grad_()
-        told = Watched(x.shape, x.dtype, x.device, position is not None)
+        told = WatchedPlace(x.shape, x.dtype, x.device, position is not None)
         edges = self.watched.setdefault(capture, told).edges
         if len(edges) <= (position or 0):  # a layer computed again on the way back meets its taps again
             edges.append(get_gradient_edge(x))

@@ -173,7 +173,7 @@ class NewestPositions:
         return carried
 
     def kept(self, x: Tensor) -> Tensor:
-        """All of them."""
+        """All that came: every new token goes on to the next layer."""
         return x
 
     def rotation(self, rope: RopeConfig, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

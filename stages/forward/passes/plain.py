@@ -55,7 +55,8 @@ def forward_part(
     """A pass through some layers, in order, that another one goes on from; empty where it ends here.
 
     entering: token ids [B, S], or what came out of the layer before these. What is carried is shown to the
-    taps by the pass that goes on from it. ends: go to the end of what is wanted, past the final norm.
+    taps by the pass that goes on from it. ends: go to the end of what is wanted, past the final norm; without
+    layers, from what came out of the last of all.
     """
     first = entering if isinstance(entering, Tensor) else entering[STREAM]
     if isinstance(entering, Tensor):
@@ -70,9 +71,10 @@ def forward_part(
     left = layers[0] - 1 if layers and layers[0] else None
     if not ends:
         return part_way(network, carried, layers, history, taps, left)
+    last = network.config.num_layers - 1
     try:
-        x = onwards(network, carried, layers, history, taps, left)
-        if layers[-1] == network.config.num_layers - 1:
+        x = onwards(network, carried, layers, history, taps, left if layers else last)
+        if not layers or layers[-1] == last:
             network.finish(x, taps, None)
     except EverythingHeld:
         pass
@@ -100,7 +102,7 @@ class WholePrompts:
 
     @property
     def positions(self) -> Tensor:
-        """All."""
+        """Where its tokens stand: every position of the prompt, in order."""
         return torch.arange(self._length, device=self._device)
 
     def shares(self, token: int, ids: Tensor) -> Tensor:
@@ -112,7 +114,7 @@ class WholePrompts:
         return carried
 
     def kept(self, x: Tensor) -> Tensor:
-        """All of them."""
+        """All that came: every token goes on to the next layer."""
         return x
 
     def rotation(self, rope: RopeConfig, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

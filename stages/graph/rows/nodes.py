@@ -53,7 +53,7 @@ class NodeCounts:
 
     @property
     def nodes(self) -> int:
-        """All of them."""
+        """How many nodes there are of all kinds."""
         return self.sources + self.logits
 
     @property

@@ -12,7 +12,7 @@ import mizarr
 from mizarr.pipeline import run
 from mizarr.stages.causal.counterfact import (
     CounterFactPatching,
-    Pair,
+    FactTokens,
     blocks_of,
     differing_span,
     position_map,
@@ -25,9 +25,9 @@ from ..forward.random_models import save_random_model
 from ..reference_runs import Reference, put
 
 LAYERS = 3
-SHORT = Pair((0, 7, 42, 99, 5, 13), (0, 9, 43, 99, 5, 13), fact=(1, 2, 3), subject=((2, 2),))
-LONG = Pair((0, 7, 42, 99, 5), (0, 8, 51, 52, 99, 5), fact=(1, 2, 3), subject=((1, 2), (2, 3)))
-OTHER = Pair((0, 31, 42, 99, 5), (0, 32, 42, 99, 5), fact=(1, 2), subject=((1, 1),))
+SHORT = FactTokens((0, 7, 42, 99, 5, 13), (0, 9, 43, 99, 5, 13), fact=(1, 2, 3), subject=((2, 2),))
+LONG = FactTokens((0, 7, 42, 99, 5), (0, 8, 51, 52, 99, 5), fact=(1, 2, 3), subject=((1, 2), (2, 3)))
+OTHER = FactTokens((0, 31, 42, 99, 5), (0, 32, 42, 99, 5), fact=(1, 2), subject=((1, 1),))
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +54,7 @@ def compute(experiment, folder: Path, where: Path):
     return node.open(store).load()
 
 
-def patched_by_hand(reference: Reference, pair: Pair, block: list[int], *places: tuple[int, int]):
+def patched_by_hand(reference: Reference, pair: FactTokens, block: list[int], *places: tuple[int, int]):
     """Logits and activations of the original with positions overwritten in every layer of a block."""
     _, states = reference.run(pair.counterfactual)
     edits = {}
@@ -128,7 +128,7 @@ def test_routing_is_the_mean_attention_of_the_last_token_to_the_fact(random_mode
 def test_positions_of_the_fact_keep_their_index_and_later_ones_count_from_the_end():
     assert position_map(SHORT) == (0, 1, 2, 3, 4, 5)
     assert position_map(LONG) == (0, 1, 2, 3, 5)
-    longer_fact = Pair((0, 1, 2, 3, 4, 9), (0, 1, 9), fact=(1, 2, 3, 4))
+    longer_fact = FactTokens((0, 1, 2, 3, 4, 9), (0, 1, 9), fact=(1, 2, 3, 4))
     assert position_map(longer_fact) == (0, 1, 2, 2, 2, 2), "kept within the counterfactual prompt"
 
 
@@ -182,9 +182,9 @@ def test_keys_move_with_pairs_blocks_facts_and_subjects(random_model, tmp_path):
         CounterFactPatching(pairs=(SHORT,), block_size=1),
         CounterFactPatching(pairs=(LONG,), block_size=2),
         CounterFactPatching(pairs=(SHORT, LONG), block_size=2),
-        CounterFactPatching(pairs=(Pair(SHORT.original, SHORT.counterfactual, (1, 2)),), block_size=2),
+        CounterFactPatching(pairs=(FactTokens(SHORT.original, SHORT.counterfactual, (1, 2)),), block_size=2),
     ]
-    moved = Pair(SHORT.original, SHORT.counterfactual, SHORT.fact, ((1, 1),))
+    moved = FactTokens(SHORT.original, SHORT.counterfactual, SHORT.fact, ((1, 1),))
     routing = [FactualRouting(pairs=(each,), block_size=2) for each in (SHORT, moved)]
     keys = {each.on(str(folder)).key(store).digest for each in [*patching, *routing]}
     assert len(keys) == len(patching) + len(routing)
@@ -197,17 +197,21 @@ def test_keys_move_with_pairs_blocks_facts_and_subjects(random_model, tmp_path):
     [
         (CounterFactPatching(pairs=()), StageError, "at least one pair"),
         (CounterFactPatching(pairs=(SHORT,), block_size=4), StageError, r"block size in 1..3"),
-        (CounterFactPatching(pairs=(Pair((0, 1), (0, 1), (1,)),), block_size=1), PromptError, "equal"),
-        (CounterFactPatching(pairs=(Pair((), (1,), (0,)),), block_size=1), PromptError, "none"),
-        (CounterFactPatching(pairs=(Pair((0, 1), (0, 2), ()),), block_size=1), PromptError, "of the fact"),
+        (CounterFactPatching(pairs=(FactTokens((0, 1), (0, 1), (1,)),), block_size=1), PromptError, "equal"),
+        (CounterFactPatching(pairs=(FactTokens((), (1,), (0,)),), block_size=1), PromptError, "none"),
         (
-            CounterFactPatching(pairs=(Pair((0, 1), (0, 2), (2,)),), block_size=1),
+            CounterFactPatching(pairs=(FactTokens((0, 1), (0, 2), ()),), block_size=1),
+            PromptError,
+            "of the fact",
+        ),
+        (
+            CounterFactPatching(pairs=(FactTokens((0, 1), (0, 2), (2,)),), block_size=1),
             InterventionError,
             "found 2",
         ),
-        (FactualRouting(pairs=(Pair((0, 1), (0, 2), (1,)),), block_size=1), PromptError, "subject"),
+        (FactualRouting(pairs=(FactTokens((0, 1), (0, 2), (1,)),), block_size=1), PromptError, "subject"),
         (
-            FactualRouting(pairs=(Pair((0, 1), (0, 2), (1,), ((1, 5),)),), block_size=1),
+            FactualRouting(pairs=(FactTokens((0, 1), (0, 2), (1,), ((1, 5),)),), block_size=1),
             InterventionError,
             "found 5",
         ),

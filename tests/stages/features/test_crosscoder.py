@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from mizarr.stages.features.crosscoder import Crosscoder, Place, place_figures
+from mizarr.stages.features.crosscoder import Crosscoder, CrosscoderPlace, place_figures
 from mizarr.stages.features.layers.activations import JumpReLU, ReLU, TopK
 from mizarr.stages.features.training.settings import TrainingSettings
 from mizarr.stages.features.training.trainer import Training
@@ -168,7 +168,7 @@ def test_an_interrupted_crosscoder_ends_with_the_bits_of_one_that_was_not(tmp_pa
 
 
 def test_relative_norms_are_shares_of_the_norms_in_units_of_the_states():
-    places = (Place("a", "h", 1.0), Place("b", "h", 0.1))
+    places = (CrosscoderPlace("a", "h", 1.0), CrosscoderPlace("b", "h", 0.1))
     W_dec = torch.tensor([[[3.0, 4], [0, 0], [1, 0]], [[0, 0], [0, 2], [30, 0]]])
     found = Crosscoder(places, torch.zeros_like(W_dec), torch.zeros(3), W_dec, torch.zeros(2, 2), ReLU())
     assert found.relative_norm().tolist() == pytest.approx([0, 1, 0.75])
@@ -176,7 +176,8 @@ def test_relative_norms_are_shares_of_the_norms_in_units_of_the_states():
 
 def test_what_does_not_fit_is_told(tmp_path):
     made = Crosscoder(
-        (Place("a", "h", 1.0),), torch.ones(1, 2, 3), torch.zeros(2), torch.ones(1, 2, 3), torch.zeros(1, 3),
+        (CrosscoderPlace("a", "h", 1.0),),
+        torch.ones(1, 2, 3), torch.zeros(2), torch.ones(1, 2, 3), torch.zeros(1, 3),
         JumpReLU(torch.zeros(2)),
     )  # fmt: skip
     with pytest.raises(DictionaryError, match="expected states"):

@@ -38,7 +38,6 @@ def threads() -> Iterator[None]:
 
 @pytest.fixture(scope="module", params=KINDS)
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Sizes of which products have no exceptions: none of 17 to 27, or 33 to 43, columns."""
     path = tmp_path_factory.mktemp("model")
     save_random_model(path, request.param, 1, **SIZES, intermediate_size=64, num_hidden_layers=3)
     return path

@@ -16,7 +16,7 @@ from mizarr.workflows.browse.finding import find_news, find_page
 from mizarr.workflows.browse.holdings import Holdings
 from mizarr.workflows.browse.lineage import Lineage
 from mizarr.workflows.browse.opened import opened
-from mizarr.workflows.browse.page import PageLinks, Progress, TokenLinks
+from mizarr.workflows.browse.page import HarvestProgress, PageLinks, TokenLinks
 from mizarr.workflows.browse.pages.search import look
 from mizarr.workflows.browse.render import render
 from mizarr.workflows.browse.similar import most_similar, stretches
@@ -253,7 +253,7 @@ def test_a_harvest_in_progress_tells_what_stands(made, tmp_path):
         assert mine
         (told,) = find_news(watching.look(), "live.json")["progress"]
         assert (told["done"], told["claimed"], told["total"]) == (1, 1, len(entry.segments))
-        assert views(find_page(watching.look(), "index.html"), Progress)
+        assert views(find_page(watching.look(), "index.html"), HarvestProgress)
         write(1)
         assert find_news(watching.look(), address)["progress"][0]["done"] == 2
     assert "nobody is at it" in find_news(watching.look(), address)["progress"][0]["told"]

@@ -12,7 +12,7 @@ from typing import TypeVar
 from ....pipeline.plan import human_bytes
 from ...views import Styled
 from .. import addresses
-from ..holdings import Folder
+from ..holdings import HeldFolder
 from ..page import Link, PageLinks
 
 __all__ = ["cut", "digest_of", "home", "linked", "moment", "paged", "sized", "way_to"]
@@ -30,15 +30,15 @@ def home(here: str) -> Link:
     return Link("store", addresses.to(here, addresses.INDEX))
 
 
-def digest_of(folder: Folder) -> str:
+def digest_of(folder: HeldFolder) -> str:
     """The name of a run's folder: its digest."""
     return folder.data.rpartition("/")[2]
 
 
-def way_to(here: str) -> Callable[[Folder], str]:
+def way_to(here: str) -> Callable[[HeldFolder], str]:
     """Of a folder the address of its page, from here; "" for one that has none."""
 
-    def way(folder: Folder) -> str:
+    def way(folder: HeldFolder) -> str:
         if folder.run is not None:
             return addresses.to(here, addresses.run(digest_of(folder)))
         return addresses.to(here, addresses.result(folder.records[0].key)) if folder.records else ""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from ...views import Choice, Heatmap, Note, View
 from .. import addresses
-from ..holdings import Folder, Held
-from ..opened import Opened, opened
+from ..holdings import HeldFolder, Snapshot
+from ..opened import OpenedRun, opened
 from ..page import Link, Page, TokenLinks
 from .parts import digest_of, home, paged
 
@@ -19,7 +19,7 @@ TEXT = 4000
 """Characters of a prompt that are written out."""
 
 
-def prompt_page(held: Held, folder: Folder, prompt: int, number: int) -> Page | None:
+def prompt_page(held: Snapshot, folder: HeldFolder, prompt: int, number: int) -> Page | None:
     """A page of a prompt; None where there is none."""
     assert folder.run is not None
     run, digest = opened(held.store, folder), digest_of(folder)
@@ -56,7 +56,7 @@ def prompt_page(held: Held, folder: Folder, prompt: int, number: int) -> Page | 
 
 
 def token_links(
-    run: Opened, here: str, start: int, stop: int, at: int = -1, title: str = "", caption: str = ""
+    run: OpenedRun, here: str, start: int, stop: int, at: int = -1, title: str = "", caption: str = ""
 ) -> TokenLinks:
     """Tokens of a range, each leading to its page. at: packed place of the one a page is about."""
     digest = digest_of(run.folder)
@@ -68,7 +68,7 @@ def token_links(
     return TokenLinks(tokens=tuple(links), at=at - start if at >= 0 else -1, title=title, caption=caption)
 
 
-def _text(run: Opened, prompt: int) -> list[View]:
+def _text(run: OpenedRun, prompt: int) -> list[View]:
     texts = run.entry.tokens.texts
     if texts is None:
         return []
@@ -77,7 +77,7 @@ def _text(run: Opened, prompt: int) -> list[View]:
     return [Note(title="Text", text=text[:TEXT], caption=told)]
 
 
-def _norms(run: Opened, start: int, stop: int, first: int) -> View:
+def _norms(run: OpenedRun, start: int, stop: int, first: int) -> View:
     """Norms by layer and position, of each variable that has layers."""
     held = {name: layers for name, layers in run.per_token().items() if None not in layers}
     if not held:
@@ -95,7 +95,7 @@ def _norms(run: Opened, start: int, stop: int, first: int) -> View:
 
 
 def _heatmap(
-    run: Opened, name: str, layers: list[int | None], start: int, stop: int, labels: tuple[str, ...]
+    run: OpenedRun, name: str, layers: list[int | None], start: int, stop: int, labels: tuple[str, ...]
 ) -> Heatmap:
     spec = run.spec(name)
     is_number = not spec.tail

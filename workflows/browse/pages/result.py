@@ -12,7 +12,7 @@ from ....store.errors import MizarrError
 from ...report.recipe import facts
 from ...views import Choice, Heatmap, Line, Lines, Note, Table, Values, View, labels
 from .. import addresses
-from ..holdings import Folder, Held
+from ..holdings import HeldFolder, Snapshot
 from ..lineage import lineage
 from ..page import Page
 from .parts import home, sized, way_to
@@ -30,7 +30,7 @@ PARAMETERS = 4000
 """Characters of a parameter that are written out."""
 
 
-def result_page(held: Held, folder: Folder) -> Page:
+def result_page(held: Snapshot, folder: HeldFolder) -> Page:
     """The page of a result."""
     record = folder.records[0]
     here = addresses.result(record.key)
@@ -134,7 +134,7 @@ def _word(value: Any) -> str:
     return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
-def _facts(held: Held, folder: Folder) -> Values:
+def _facts(held: Snapshot, folder: HeldFolder) -> Values:
     pairs = {
         "stored (UTC)": folder.records[0].created[:16].replace("T", " "),
         "on disk": sized(folder.usage.bytes),
@@ -163,7 +163,7 @@ def _dtype(dtype: Any) -> str:
     return "text" if dtype.kind in "UTO" else str(dtype)
 
 
-def _recipe(held: Held, folder: Folder) -> Iterator[View]:
+def _recipe(held: Snapshot, folder: HeldFolder) -> Iterator[View]:
     """Stage, parameters and what is noted about the computation."""
     record, asked = folder.records[0], folder.note("request") or {}
     stage = str(asked.get("stage", "")).partition("/")[0]

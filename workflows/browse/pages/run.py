@@ -8,10 +8,10 @@ from typing import Any
 from ....store.reading.selection import ranges
 from ...views import Note, Table, Values, View
 from .. import addresses
-from ..holdings import Folder, Held
+from ..holdings import HeldFolder, Snapshot
 from ..lineage import lineage
-from ..opened import Harvest, Opened, harvest, opened
-from ..page import Page, Progress
+from ..opened import Harvest, OpenedRun, harvest, opened
+from ..page import HarvestProgress, Page
 from .parts import cut, digest_of, home, linked, moment, paged, sized, way_to
 from .store import told
 
@@ -23,7 +23,7 @@ SHOWN = 140
 """Characters of a prompt in a list."""
 
 
-def run_page(held: Held, folder: Folder, number: int) -> Page | None:
+def run_page(held: Snapshot, folder: HeldFolder, number: int) -> Page | None:
     """A page of a run; None where it has fewer pages of prompts."""
     assert folder.run is not None
     run, state = opened(held.store, folder), harvest(held.store, folder)
@@ -50,16 +50,16 @@ def run_page(held: Held, folder: Folder, number: int) -> Page | None:
     )
 
 
-def progress(folder: Folder, state: Harvest) -> Iterator[Progress]:
+def progress(folder: HeldFolder, state: Harvest) -> Iterator[HarvestProgress]:
     """How far a run is; nothing for one that is whole."""
     if not state.is_whole or state.is_live:
         words = told(state.done, state.total, state.claimed, state.tokens)
-        yield Progress(
+        yield HarvestProgress(
             name=digest_of(folder)[:12], done=state.done, claimed=state.claimed, total=state.total, told=words
         )
 
 
-def _facts(held: Held, folder: Folder) -> Values:
+def _facts(held: Snapshot, folder: HeldFolder) -> Values:
     """What passes these were."""
     assert folder.run is not None
     identity = folder.note("identity") or {}
@@ -82,7 +82,7 @@ def _facts(held: Held, folder: Folder) -> Values:
     return Values(pairs=pairs, caption=f"mizarr gc: it {held.fate(folder)}.")
 
 
-def _hook_points(run: Opened) -> View:
+def _hook_points(run: OpenedRun) -> View:
     """Variables that are declared, their layers, dims and bytes as published."""
     published: dict[str, list[int | None]] = {}
     for variable, layer in run.entry.published():
@@ -118,7 +118,7 @@ def _dims(dims: tuple[str, ...], sizes: Any) -> Iterator[str]:
         yield f"{dim} {sizes[dim]}" if dim in sizes else dim
 
 
-def _prompts(run: Opened, rows: list[int], here: str, digest: str) -> Table:
+def _prompts(run: OpenedRun, rows: list[int], here: str, digest: str) -> Table:
     """A line per prompt."""
     packed = run.entry.tokens
 

@@ -11,7 +11,7 @@ from ....store.errors import MizarrError
 from ....store.runs.coordinates import read_texts
 from ...views import Note, Styled, Table, View
 from .. import addresses
-from ..holdings import Held
+from ..holdings import Snapshot
 from ..page import Link, Links, Page, SearchForm
 from .parts import cut, digest_of, home, linked
 
@@ -49,7 +49,9 @@ class Looked:
     without: int
 
 
-def search_page(held: Held, words: str, start: tuple[int, int] = (0, 0), *, is_static: bool = False) -> Page:
+def search_page(
+    held: Snapshot, words: str, start: tuple[int, int] = (0, 0), *, is_static: bool = False
+) -> Page:
     """Prompts with some words. start: run and prompt to begin at. is_static: of files, which cannot
     answer; the first prompts are listed, and a script filters them."""
     here = addresses.SEARCH
@@ -67,7 +69,7 @@ def search_page(held: Held, words: str, start: tuple[int, int] = (0, 0), *, is_s
     )
 
 
-def look(held: Held, words: str, start: tuple[int, int] = (0, 0), *, seconds: float = SECONDS) -> Looked:
+def look(held: Snapshot, words: str, start: tuple[int, int] = (0, 0), *, seconds: float = SECONDS) -> Looked:
     """Prompts whose text has the words, whatever their case; at most `MOST`, in about `seconds`."""
     wanted, until = words.casefold(), time.monotonic() + seconds
     hits: list[Hit] = []

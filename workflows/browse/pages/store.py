@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 
 from ...views import Note, Table, Values, View, dim
 from .. import addresses
-from ..holdings import Folder, Held
+from ..holdings import HeldFolder, Snapshot
 from ..opened import harvest
-from ..page import Link, Links, Page, Progress, SearchForm
+from ..page import HarvestProgress, Link, Links, Page, SearchForm
 from .parts import digest_of, home, linked, moment, paged, sized
 
 __all__ = ["PER_PAGE", "harvests", "listing", "lists", "reading", "store_page"]
@@ -19,7 +19,7 @@ LOOKED_AT = 8
 """Runs, of those written last, that are asked whether somebody is at them."""
 
 
-def store_page(held: Held) -> Page:
+def store_page(held: Snapshot) -> Page:
     """What the store holds."""
     here = addresses.INDEX
     whole = lists(held)["results"]
@@ -57,7 +57,7 @@ def store_page(held: Held) -> Page:
     )
 
 
-def lists(held: Held) -> dict[str, list[Folder]]:
+def lists(held: Snapshot) -> dict[str, list[HeldFolder]]:
     """The long lists by name."""
     return {
         "runs": held.runs,
@@ -66,7 +66,7 @@ def lists(held: Held) -> dict[str, list[Folder]]:
     }
 
 
-def listing(held: Held, name: str, number: int) -> Page | None:
+def listing(held: Snapshot, name: str, number: int) -> Page | None:
     """A page of a long list; None where there is none."""
     here, items = addresses.listing(name, number), lists(held)[name]
     part, links = paged(items, number, PER_PAGE, here, lambda to: addresses.listing(name, to))
@@ -84,22 +84,22 @@ def listing(held: Held, name: str, number: int) -> Page | None:
     )
 
 
-def reading(held: Held) -> Iterator[Progress]:
+def reading(held: Snapshot) -> Iterator[HarvestProgress]:
     """How much of a store was looked at, right after the start."""
     if held.unread:
         found, total = len(held.folders), len(held.folders) + held.unread
         words = f"{found:,} of {total:,} runs and results so far, the newest first"
-        yield Progress(name="Reading the store", done=found, claimed=0, total=total, told=words)
+        yield HarvestProgress(name="Reading the store", done=found, claimed=0, total=total, told=words)
 
 
-def harvests(held: Held, here: str) -> Iterator[Progress]:
+def harvests(held: Snapshot, here: str) -> Iterator[HarvestProgress]:
     """Runs that somebody is at, of those written to last."""
     for folder in [each for each in held.runs if each.run][:LOOKED_AT]:
         assert folder.run is not None
         state = harvest(held.store, folder)
         if not state.is_live:
             continue
-        yield Progress(
+        yield HarvestProgress(
             name=f"{folder.run.model} {folder.run.run[:12]}",
             done=state.done,
             claimed=state.claimed,
@@ -117,15 +117,15 @@ def told(done: int, total: int, claimed: int, tokens: int) -> str:
     return whole if done == total else f"{whole}; nobody is at it, the same capture goes on from here"
 
 
-def _models(held: Held) -> Table:
+def _models(held: Snapshot) -> Table:
     """A line per model: by the digest of its weights and configuration, as two may share a name."""
-    groups: dict[tuple[str, str], list[Folder]] = {}
+    groups: dict[tuple[str, str], list[HeldFolder]] = {}
     for each in held.runs:
         if each.run is not None:
             groups.setdefault((each.run.model, each.model), []).append(each)
     rows = sorted(groups.items(), key=lambda group: -sum(each.usage.bytes for each in group[1]))
 
-    def hooks(group: Sequence[Folder]) -> str:
+    def hooks(group: Sequence[HeldFolder]) -> str:
         names = {hook.partition(" ")[0] for each in group for hook in (each.run.hooks if each.run else ())}
         return ", ".join(sorted(names)) or "none finished"
 
@@ -142,7 +142,7 @@ def _models(held: Held) -> Table:
     )
 
 
-def _runs(runs: Sequence[Folder], here: str, more: str = "") -> Table:
+def _runs(runs: Sequence[HeldFolder], here: str, more: str = "") -> Table:
     return Table.of(
         [each for each in runs if each.run is not None],
         ("run", lambda each: linked(each.run.run[:12], here, addresses.run(digest_of(each)))),
@@ -158,7 +158,9 @@ def _runs(runs: Sequence[Folder], here: str, more: str = "") -> Table:
     )
 
 
-def _results(held: Held, results: Sequence[Folder], here: str, more: str = "", title: str = "") -> Table:
+def _results(
+    held: Snapshot, results: Sequence[HeldFolder], here: str, more: str = "", title: str = ""
+) -> Table:
     return Table.of(
         results,
         ("result", lambda each: linked(each.label, here, addresses.result(each.records[0].key))),
@@ -180,7 +182,7 @@ def _some(count: int) -> str:
     )
 
 
-def _all_of(held: Held, here: str) -> Links:
+def _all_of(held: Snapshot, here: str) -> Links:
     """The ways to the long lists."""
     words = {"runs": "runs", "results": "results", "cells": "pieces of results"}
     links = [
@@ -192,7 +194,7 @@ def _all_of(held: Held, here: str) -> Links:
     return Links(title="Everything", links=tuple(links), caption=caption)
 
 
-def _freed(held: Held) -> str:
+def _freed(held: Snapshot) -> str:
     """What gc would free, over all."""
     gone = [each for each in held.folders.values() if held.fate(each).startswith("goes:")]
     room = [each for each in held.folders.values() if held.fate(each).startswith("goes when")]
@@ -200,7 +202,7 @@ def _freed(held: Held) -> str:
     return f"{now}, and with a quota up to {sized(sum(each.usage.bytes for each in room))} more."
 
 
-def _damaged(held: Held) -> Iterator[Note]:
+def _damaged(held: Snapshot) -> Iterator[Note]:
     if held.damaged:
         told = "; ".join(held.damaged[:3])
         yield Note(

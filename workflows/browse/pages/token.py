@@ -21,8 +21,8 @@ from ....store import Store
 from ....store.errors import MizarrError
 from ...views import Choice, Line, Lines, Note, Table, Values, View, dim
 from .. import addresses
-from ..holdings import Folder, Held
-from ..opened import Opened, opened
+from ..holdings import HeldFolder, Snapshot
+from ..opened import OpenedRun, opened
 from ..page import Link, Page
 from ..similar import most_similar
 from .parts import digest_of, home, linked, sized
@@ -48,7 +48,7 @@ STREAM = ("resid_post", "resid_pre", "resid_mid")
 """What neighbours are looked for in, the first that is stored; else whatever is first by name."""
 
 
-def token_page(held: Held, folder: Folder, token: int) -> Page | None:
+def token_page(held: Snapshot, folder: HeldFolder, token: int) -> Page | None:
     """The page of a token by its packed place; None where there is none."""
     assert folder.run is not None
     run, digest = opened(held.store, folder), digest_of(folder)
@@ -90,7 +90,7 @@ def token_page(held: Held, folder: Folder, token: int) -> Page | None:
     )
 
 
-def _where(run: Opened, token: int, prompt: int, position: int, length: int) -> Values:
+def _where(run: OpenedRun, token: int, prompt: int, position: int, length: int) -> Values:
     packed = run.entry.tokens
     told = {
         "prompt": f"{prompt:,}",
@@ -104,7 +104,7 @@ def _where(run: Opened, token: int, prompt: int, position: int, length: int) -> 
     return Values(pairs=tuple(told.items()))
 
 
-def _norms(run: Opened, stored: dict[str, list[int | None]], token: int) -> Iterator[View]:
+def _norms(run: OpenedRun, stored: dict[str, list[int | None]], token: int) -> Iterator[View]:
     """Norms over layers as curves, one per variable; numbers without layers as numbers."""
     layered = {name: layers for name, layers in stored.items() if None not in layers and run.spec(name).tail}
     flat = [name for name in stored if name not in layered]
@@ -135,7 +135,7 @@ def _norms(run: Opened, stored: dict[str, list[int | None]], token: int) -> Iter
         yield Values(title="Without layers" if layered else "Stored", pairs=tuple(pairs))
 
 
-def _neighbours(run: Opened, stored: dict[str, list[int | None]], token: int, here: str) -> Iterator[View]:
+def _neighbours(run: OpenedRun, stored: dict[str, list[int | None]], token: int, here: str) -> Iterator[View]:
     """Most similar tokens at a middle and the last stored layer."""
     vectors = [name for name in stored if math.prod(run.spec(name).tail) > 1]
     if not vectors:
@@ -152,7 +152,7 @@ def _neighbours(run: Opened, stored: dict[str, list[int | None]], token: int, he
     )
 
 
-def _similar(run: Opened, variable: str, layer: int | None, token: int, here: str) -> Table:
+def _similar(run: OpenedRun, variable: str, layer: int | None, token: int, here: str) -> Table:
     found, packed, digest = most_similar(run, variable, layer, token), run.entry.tokens, digest_of(run.folder)
     texts = run.texts(found.tokens.tolist())
     rows = [
@@ -174,17 +174,17 @@ def _similar(run: Opened, variable: str, layer: int | None, token: int, here: st
     )
 
 
-def _before(run: Opened, token: int) -> str:
+def _before(run: OpenedRun, token: int) -> str:
     start = int(run.entry.tokens.row_start[int(run.entry.tokens.prompt_of(token))])
     return "".join(run.texts(range(max(start, token - 4), token)))
 
 
-def _after(run: Opened, token: int) -> str:
+def _after(run: OpenedRun, token: int) -> str:
     row = run.entry.tokens.row(int(run.entry.tokens.prompt_of(token)))
     return "".join(run.texts(range(token + 1, min(row.stop, token + 4))))
 
 
-def _lens(held: Held, run: Opened, stored: dict[str, list[int | None]], token: int) -> View:
+def _lens(held: Snapshot, run: OpenedRun, stored: dict[str, list[int | None]], token: int) -> View:
     """What each layer of the stream would say next."""
     title = "Logit lens"
     layers = [layer for layer in stored.get("resid_post", ()) if layer is not None]
@@ -232,14 +232,14 @@ def _said(states: Any, layers: list[int], readout: xr.Dataset) -> list[tuple[int
     return rows
 
 
-def _next(run: Opened, token: int) -> str:
+def _next(run: OpenedRun, token: int) -> str:
     row = run.entry.tokens.row(int(run.entry.tokens.prompt_of(token)))
     if token + 1 >= row.stop:
         return "The prompt ends here."
     return f"In the prompt '{run.texts([token + 1])[0]}' follows."
 
 
-def _readout_of(held: Held, folder: Folder) -> Folder | None:
+def _readout_of(held: Snapshot, folder: HeldFolder) -> HeldFolder | None:
     """A stored readout of the weights and configuration a run was captured with, of its dtype if there is."""
     identity = folder.note("identity")
     if not identity:
@@ -260,7 +260,7 @@ def _read_readout(address: str, key: str) -> xr.Dataset:
     return open_store(address, mode="r").open_result(key).load()
 
 
-def _features(held: Held, run: Opened, token: int, here: str) -> View:
+def _features(held: Snapshot, run: OpenedRun, token: int, here: str) -> View:
     """Active features, of each stored encoding of this run."""
     options = []
     for each in held.made_of(run.folder):
@@ -274,12 +274,12 @@ def _features(held: Held, run: Opened, token: int, here: str) -> View:
     return Choice(title="Active features", name="dictionary", options=tuple(options))
 
 
-def _dictionary(folder: Folder) -> str:
+def _dictionary(folder: HeldFolder) -> str:
     params = (folder.note("request") or {}).get("params", {})
     return str(params.get("features", folder.label))[:8]
 
 
-def _called(store: Store, folder: Folder) -> dict[str, str]:
+def _called(store: Store, folder: HeldFolder) -> dict[str, str]:
     """What people call the features of an encoding's dictionary, by name."""
     identity = str((folder.note("request") or {}).get("params", {}).get("features", ""))
     if not _DIGEST.fullmatch(identity):
@@ -287,7 +287,9 @@ def _called(store: Store, folder: Folder) -> dict[str, str]:
     return {str(feature): each.text for feature, each in labels_under(store, identity).items()}
 
 
-def _active(store: Store, run: Opened, folder: Folder, token: int, here: str) -> tuple[str, Table] | None:
+def _active(
+    store: Store, run: OpenedRun, folder: HeldFolder, token: int, here: str
+) -> tuple[str, Table] | None:
     """Layer, and what is active at the token; None for an encoding of other tokens."""
     encoded = store.open_result(folder.records[0])
     packed = run.entry.tokens

@@ -11,7 +11,7 @@ import click
 from ..options import json_option, print_json, quiet_option
 
 if TYPE_CHECKING:
-    from ....pipeline.progress import Task
+    from ....pipeline.progress import Bar
     from ....store import Record, Store
     from ....store.upkeep.copying import Copied
 
@@ -89,7 +89,7 @@ def _copied(
         for store, asked in zip(stores, records, strict=True):
             bar = bars.task(f"copying from {store.address}", unit="B")
 
-            def advance(done: int, bar: Task = bar) -> None:
+            def advance(done: int, bar: Bar = bar) -> None:
                 bar.advance(done - bar.done)
 
             found.append(store.copy_to(target, asked, advance, codec))

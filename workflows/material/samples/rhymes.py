@@ -61,7 +61,7 @@ class Condition:
 
     @property
     def told(self) -> str:
-        """In words."""
+        """What people read of it."""
         start, end = self.block
         if self.depth == 1:
             return "a plain pass"

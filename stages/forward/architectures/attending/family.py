@@ -129,7 +129,7 @@ class Attends(Family):
     norms_behind_rope: bool = False
     """Whether they norm what has turned."""
     has_norm_weights: bool = True
-    """Of all norms."""
+    """Whether norms multiply by weights."""
     has_unit_norms: bool = False
     """Whether norms multiply by 1 more than their weights."""
     has_embedding_norm: Bias = False
@@ -302,7 +302,7 @@ def groups_of(reader: ConfigReader, family: Attends) -> tuple[int, ...]:
 
 
 def eps_of(reader: ConfigReader, family: Attends) -> float:
-    """Of all norms."""
+    """What every norm adds to the mean square."""
     return family.fixed_eps or reader.number(family.eps_key, family.eps)
 
 

@@ -22,7 +22,7 @@ from ..families import (
     read_windows,
     refuse_unfollowed,
 )
-from ..hybrid import Block, HybridConfig
+from ..hybrid import HybridConfig, LayerShape
 from ..hybrid_families import checked
 from ..hybrid_tensors import Spelling
 from ..mixers import AttentionShape, GatedAttentionShape
@@ -68,8 +68,8 @@ def read_attending(reader: ConfigReader, family: Attends, shapes: TensorShapes) 
     is_parallel = has_bias(reader, family.parallel)
     sources = family.sources and family.sources(reader, layers)
 
-    def block(layer: int) -> Block:
-        return Block(
+    def block(layer: int) -> LayerShape:
+        return LayerShape(
             ((family.mixer or grouped)(told, ropes[layer], windows[layer], layer),),
             family.channel_mixer(reader, family, layer),
             family.places,

@@ -19,7 +19,7 @@ from .....store.digest import digest
 from .....store.errors import ConfigError
 from ..architecture import Architecture, AxisSizes, Layer, OpaqueMixer, Reach, Stored, Tensors
 from ..points import HookPoint
-from .found import FoundLayer, FoundReadout, Part, Place
+from .found import FoundLayer, FoundReadout, LayerPart, TensorPlace
 
 __all__ = ["BridgeConfig", "declared_digest"]
 
@@ -38,11 +38,11 @@ class BridgeConfig(Architecture):
     """A model behind the bridge.
 
     class_name, transformers: what computes it, and of which version. declared: digest of config.json, all of
-    it but version stamps. stream_in, stream_out: where a layer takes its stream and gives it (`Place.slot`).
-    stream_tail: sizes of the stream's axes behind positions, which `hidden` counts as one. position_first:
-    whether positions come before prompts in it. next_token: whether logits are of the next token, and no
-    token sees a later one. norms: "of stream" where layers norm the stream itself. remarks: what it cannot
-    do, a line each.
+    it but version stamps. stream_in, stream_out: where a layer takes its stream and gives it
+    (`TensorPlace.slot`). stream_tail: sizes of the stream's axes behind positions, which `hidden` counts as
+    one. position_first: whether positions come before prompts in it. next_token: whether logits are of the
+    next token, and no token sees a later one. norms: "of stream" where layers norm the stream itself.
+    remarks: what it cannot do, a line each.
     """
 
     kind: ClassVar[str] = "bridge"
@@ -215,7 +215,9 @@ class BridgeConfig(Architecture):
                 "found": tuple(
                     FoundLayer(
                         layer["path"],
-                        tuple(Part(part["kind"], Place(**part["place"])) for part in layer["parts"]),
+                        tuple(
+                            LayerPart(part["kind"], TensorPlace(**part["place"])) for part in layer["parts"]
+                        ),
                     )
                     for layer in values["found"]
                 ),

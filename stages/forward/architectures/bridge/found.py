@@ -9,11 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["FoundLayer", "FoundReadout", "Part", "Place"]
+__all__ = ["FoundLayer", "FoundReadout", "LayerPart", "TensorPlace"]
 
 
 @dataclass(frozen=True)
-class Place:
+class TensorPlace:
     """A tensor that a module gives.
 
     path: of the module in the model; of a part, in its layer. slot: where the tensor is among what it gives:
@@ -25,11 +25,11 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Part:
+class LayerPart:
     """What a layer adds to its stream. kind: the hook point, "attn_out" or "mlp_out"."""
 
     kind: str
-    place: Place
+    place: TensorPlace
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class FoundLayer:
     """A call of a module that takes a stream and gives the next. path: layers that share weights share it."""
 
     path: str
-    parts: tuple[Part, ...] = ()
+    parts: tuple[LayerPart, ...] = ()
 
 
 @dataclass(frozen=True)

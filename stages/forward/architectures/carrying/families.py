@@ -15,7 +15,7 @@ from typing import Any
 
 from .....store.errors import ConfigError
 from ..families import Family, listed_windows, read_activation, read_rope
-from ..hybrid import Block
+from ..hybrid import LayerShape
 from ..hybrid_families import HybridFamily, TensorShapes, checked
 from ..linear_families import LLAMA
 from ..mixers import AttentionShape, ChannelShape, ExpertsShape, MlpAndExpertsShape, MlpShape
@@ -125,7 +125,7 @@ def _gemma4(reader: ConfigReader, shapes: TensorShapes) -> CarryingConfig:
     return replace(told, has_scalars=True, input_size=width, input_rows=rows if width else 0)
 
 
-def _with_key_values(block: Block) -> Block:
+def _with_key_values(block: LayerShape) -> LayerShape:
     """A layer whose values are what its keys are made of, unless it has a window."""
     (attention,) = block.mixers
     assert isinstance(attention, AttentionShape)
@@ -218,7 +218,7 @@ def _config(
     has_bias = reader.flag("attention_bias", False)
     reader.read |= {"rope_parameters", "rope_scaling", "rope_theta", "rope_local_base_freq"}
 
-    def block(layer: int) -> Block:
+    def block(layer: int) -> LayerShape:
         head_dim, kv_heads = sizes[layer]
         told, theta = kinds[types[layer]]
         attention = AttentionShape(
@@ -235,7 +235,7 @@ def _config(
             source=sources[layer],
             norms_values=True,
         )
-        return checked(reader, Block((attention,), channels[layer], "around"))
+        return checked(reader, LayerShape((attention,), channels[layer], "around"))
 
     return CarryingConfig(
         model_type=reader.raw["model_type"],

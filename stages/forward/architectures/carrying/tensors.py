@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from ..architecture import BESIDE, Stored, Tensors
-from ..hybrid_tensors import Shapes, hybrid_tensors
+from ..hybrid_tensors import HybridShapes, hybrid_tensors
 from ..mixers import AttentionShape
 
 __all__ = ["carrying_tensors"]
@@ -23,7 +23,7 @@ _OWN_KEYS = ("k_proj.weight", "v_proj.weight", "k_norm.weight", "k_proj.bias", "
 """What checkpoints may hold of layers that read keys of others."""
 
 
-class _Shapes(Shapes, Protocol):
+class _Shapes(HybridShapes, Protocol):
     """What of a configuration decides which tensors there are, and their shapes."""
 
     @property

@@ -26,7 +26,7 @@ _BART_PARTS = {"q": "q_proj", "k": "k_proj", "v": "v_proj", "o": "out_proj"}
 _BART = {"attn": ("self_attn.", _BART_PARTS), "cross": ("encoder_attn.", _BART_PARTS)}
 
 
-class Shapes(Protocol):
+class PairShapes(Protocol):
     """What of a configuration decides which tensors there are, and their shapes."""
 
     @property
@@ -100,7 +100,7 @@ class PairTensors(Tensors):
         return None, name
 
 
-def pair_tensors(config: Shapes) -> PairTensors:
+def pair_tensors(config: PairShapes) -> PairTensors:
     """The map of a configuration."""
     c, is_t5 = config, config.spelling == "t5"
     root = "" if is_t5 else "model."
@@ -132,7 +132,7 @@ def pair_tensors(config: Shapes) -> PairTensors:
     )
 
 
-def _layer(c: Shapes, layer: int) -> Iterator[tuple[str, Stored]]:
+def _layer(c: PairShapes, layer: int) -> Iterator[tuple[str, Stored]]:
     is_decoder, is_t5 = c.is_decoder(layer), c.spelling == "t5"
     inner, hidden = c.heads * c.head_dim, c.hidden_size
     rooms = _T5 if is_t5 else _BART
@@ -166,7 +166,7 @@ def _layer(c: Shapes, layer: int) -> Iterator[tuple[str, Stored]]:
         yield from _outer(c, is_decoder=is_decoder)
 
 
-def _outer(c: Shapes, *, is_decoder: bool) -> Iterator[tuple[str, Stored]]:
+def _outer(c: PairShapes, *, is_decoder: bool) -> Iterator[tuple[str, Stored]]:
     """What stands outside of layers, and its first layer is given."""
     root = "" if c.spelling == "t5" else "model."
     side = "decoder" if is_decoder else "encoder"
@@ -180,13 +180,13 @@ def _outer(c: Shapes, *, is_decoder: bool) -> Iterator[tuple[str, Stored]]:
         yield from _norm(c, f"{OUTER}memory_norm", f"{root}encoder.{name}").items()
 
 
-def _map(c: Shapes, weight: str, name: str, shape: tuple[int, int]) -> Iterator[tuple[str, Stored]]:
+def _map(c: PairShapes, weight: str, name: str, shape: tuple[int, int]) -> Iterator[tuple[str, Stored]]:
     yield weight, Stored(f"{name}.weight", shape)
     if c.has_biases:
         yield f"{weight}.bias", Stored(f"{name}.bias", shape[:1])
 
 
-def _norm(c: Shapes, weight: str, name: str) -> dict[str, Stored]:
+def _norm(c: PairShapes, weight: str, name: str) -> dict[str, Stored]:
     found = {weight: Stored(f"{name}.weight", (c.hidden_size,))}
     return found | (
         {f"{weight}.bias": Stored(f"{name}.bias", (c.hidden_size,))} if c.norm_type == "layer" else {}

@@ -19,7 +19,7 @@ from .....store.errors import ConfigError, WeightsError
 from .....store.files import stamp
 from ....extras import require
 
-__all__ = ["SUFFIX", "Header", "Stored", "header_of", "parts_of"]
+__all__ = ["SUFFIX", "Header", "StoredTensor", "header_of", "parts_of"]
 
 SUFFIX = ".gguf"
 _PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
@@ -27,7 +27,7 @@ _PLAIN = {"F64": "F64", "F32": "F32", "F16": "F16"}
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredTensor:
     """One tensor of a file. shape: of the numbers, as torch has it. kind: its type in the format ("Q4_K").
     data: mapped, quantised rows as bytes."""
 
@@ -60,7 +60,7 @@ class Header:
 
     path: Path
     fields: Mapping[str, Any]
-    tensors: Mapping[str, Stored]
+    tensors: Mapping[str, StoredTensor]
 
     @cached_property
     def architecture(self) -> str:
@@ -113,7 +113,7 @@ def _header_of(paths: tuple[Path, ...], stamps: tuple[Any, ...]) -> Header:
     require("gguf", "A GGUF file")
     import gguf
 
-    tensors: dict[str, Stored] = {}
+    tensors: dict[str, StoredTensor] = {}
     fields: dict[str, Any] = {}
     for path in paths:
         try:
@@ -129,5 +129,5 @@ def _header_of(paths: tuple[Path, ...], stamps: tuple[Any, ...]) -> Header:
                     f"expected {tensor.name!r} in one file, found it in {path.name} and another"
                 )
             shape = tuple(int(size) for size in reversed(tensor.shape.tolist()))
-            tensors[tensor.name] = Stored(shape, tensor.tensor_type.name, tensor.data)
+            tensors[tensor.name] = StoredTensor(shape, tensor.tensor_type.name, tensor.data)
     return Header(paths[0], fields, tensors)

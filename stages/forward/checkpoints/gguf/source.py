@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .....store.errors import WeightsError
-from ..source import Entry, Take
+from ..source import Take, TensorEntry
 from .families import GgufFamily, family_of
 from .header import Header, header_of
 
@@ -95,19 +95,20 @@ class GgufFiles:
         return found
 
     @cached_property
-    def entries(self) -> Mapping[str, Entry]:
-        """As `Source.entries`."""
+    def entries(self) -> Mapping[str, TensorEntry]:
+        """As `TensorSource.entries`."""
         tensors = self._header.tensors
         return {
-            name: Entry(placed.shape, tensors[placed.stored].dtype) for name, placed in self._placed.items()
+            name: TensorEntry(placed.shape, tensors[placed.stored].dtype)
+            for name, placed in self._placed.items()
         }
 
     def mapped(self, name: str) -> None:
-        """As `Source.mapped`: never, as most are quantised, and others moved about."""
+        """As `TensorSource.mapped`: never, as most are quantised, and others moved about."""
 
     @contextmanager
     def opened(self) -> Iterator[Take]:
-        """As `Source.opened`."""
+        """As `TensorSource.opened`."""
         import torch
 
         def take(name: str) -> Tensor:

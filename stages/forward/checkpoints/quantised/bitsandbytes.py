@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from .....store.errors import ConfigError, WeightsError
-from ..source import Source
+from ..source import TensorSource
 from .scheme import Packed, Scheme, grouped
 from .settings import ADVICE, require
 
@@ -44,7 +44,7 @@ def bitsandbytes(config: Mapping[str, Any]) -> Scheme:
     return Scheme("bitsandbytes 4 bit", 1, {"type": kind}, lambda source: _blocks(source, kind), _of_blocks)
 
 
-def _rows(source: Source) -> dict[str, Packed]:
+def _rows(source: TensorSource) -> dict[str, Packed]:
     held = grouped(source, "SCB", ("weight",), ("weight_format",))
     return {
         f"{module}.weight": Packed(source.entries[parts["weight"]].shape, parts)
@@ -59,7 +59,7 @@ def _of_rows(packed: Packed, parts: Mapping[str, Tensor]) -> Tensor:
     return parts["weight"].float() * (parts["SCB"].float() / 127)[:, None]
 
 
-def _blocks(source: Source, kind: str) -> dict[str, Packed]:
+def _blocks(source: TensorSource, kind: str) -> dict[str, Packed]:
     state = f"weight.quant_state.bitsandbytes__{kind}"
     held = grouped(source, state, ("weight", "weight.absmax", "weight.quant_map"), _NESTED)
     found = {}
@@ -69,7 +69,7 @@ def _blocks(source: Source, kind: str) -> dict[str, Packed]:
     return found
 
 
-def _facts(source: Source, name: str) -> dict[str, Any]:
+def _facts(source: TensorSource, name: str) -> dict[str, Any]:
     """The plain values of a quantisation state, which is JSON in the bytes of a tensor."""
     held = source.mapped(name)
     if held is None:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from .....store.errors import ConfigError
-from ..source import Source
+from ..source import TensorSource
 from .floats import block_size, blocks_of
 from .scheme import Packed, Scheme, grouped, unpacked
 from .settings import ADVICE, require
@@ -56,7 +56,7 @@ def compressed(config: Mapping[str, Any]) -> Scheme:
     strategy = require(method, kind, "strategy", ("tensor", "channel", "group", "block"), None)
     block = block_size(method, kind["block_structure"]) if strategy == "block" else ()
 
-    def find(source: Source) -> dict[str, Packed]:
+    def find(source: TensorSource) -> dict[str, Packed]:
         return _packed(source, bits) if packs else _whole(source)
 
     def plain(packed: Packed, parts: Mapping[str, Tensor]) -> Tensor:
@@ -73,7 +73,7 @@ def compressed(config: Mapping[str, Any]) -> Scheme:
     return Scheme(method, 1, {"format": form, **kind}, find, plain)
 
 
-def _packed(source: Source, bits: int) -> dict[str, Packed]:
+def _packed(source: TensorSource, bits: int) -> dict[str, Packed]:
     found = {}
     for module, parts in grouped(source, "weight_packed", _SCALES, ("weight_shape", *_REST)).items():
         rows, words = source.entries[parts["weight_packed"]].shape
@@ -85,7 +85,7 @@ def _packed(source: Source, bits: int) -> dict[str, Packed]:
     return found
 
 
-def _whole(source: Source) -> dict[str, Packed]:
+def _whole(source: TensorSource) -> dict[str, Packed]:
     held = grouped(source, "weight_scale", ("weight",), _REST)
     return {
         f"{module}.weight": Packed(source.entries[parts["weight"]].shape, parts)

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from .....store.errors import ConfigError, WeightsError
-from ..source import Source
+from ..source import TensorSource
 from .scheme import Packed, Scheme, grouped
 from .settings import ADVICE
 
@@ -28,7 +28,7 @@ def fp8(config: Mapping[str, Any]) -> Scheme:
     """Blocks of float8. Raises ConfigError without the size of a block."""
     block = block_size("fp8", config.get("weight_block_size"))
 
-    def find(source: Source) -> dict[str, Packed]:
+    def find(source: TensorSource) -> dict[str, Packed]:
         held = grouped(source, "weight_scale_inv", ("weight",))
         return {
             f"{module}.weight": Packed(source.entries[parts["weight"]].shape, parts)
@@ -66,7 +66,7 @@ def mxfp4(config: Mapping[str, Any]) -> Scheme:
     return Scheme("mxfp4", 1, {}, _experts, _of_experts)
 
 
-def _experts(source: Source) -> dict[str, Packed]:
+def _experts(source: TensorSource) -> dict[str, Packed]:
     found = {}
     for name, entry in source.entries.items():
         weight = name.removesuffix("_blocks")

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from .....store.errors import ConfigError
-from ..source import Source
+from ..source import TensorSource
 from .scheme import Packed, Scheme, grouped, unpacked
 from .settings import ADVICE, require
 
@@ -34,7 +34,7 @@ def gptq(config: Mapping[str, Any]) -> Scheme:
         )
     plus = 1 if form == "gptq" else 0
 
-    def find(source: Source) -> dict[str, Packed]:
+    def find(source: TensorSource) -> dict[str, Packed]:
         held = grouped(source, "qweight", ("qzeros", "scales"), ("g_idx",))
         shapes = {module: source.entries[parts["qweight"]].shape for module, parts in held.items()}
         return {
@@ -55,7 +55,7 @@ def awq(config: Mapping[str, Any]) -> Scheme:
     require("awq", {"version": str(config.get("version") or "gemm").lower()}, "version", ("gemm",), "gemm")
     require("awq", config, "zero_point", (True,), True)
 
-    def find(source: Source) -> dict[str, Packed]:
+    def find(source: TensorSource) -> dict[str, Packed]:
         held = grouped(source, "qweight", ("qzeros", "scales"))
         shapes = {module: source.entries[parts["qweight"]].shape for module, parts in held.items()}
         return {

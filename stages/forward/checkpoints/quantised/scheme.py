@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from .....store.arrays import Array
 from .....store.digest import digest
 from .....store.errors import WeightsError
-from ..source import Entry, Source, Take
+from ..source import Take, TensorEntry, TensorSource
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -49,7 +49,7 @@ class Scheme:
     name: str
     version: int
     settings: Mapping[str, Any]
-    find: Callable[[Source], dict[str, Packed]]
+    find: Callable[[TensorSource], dict[str, Packed]]
     plain: Callable[[Packed, Mapping[str, Tensor]], Tensor]
 
     @property
@@ -62,7 +62,7 @@ class Scheme:
 class Dequantised:
     """A source of the plain weights of a quantised one."""
 
-    base: Source
+    base: TensorSource
     scheme: Scheme
 
     @cached_property
@@ -71,19 +71,19 @@ class Dequantised:
         return self.scheme.find(self.base)
 
     @cached_property
-    def entries(self) -> dict[str, Entry]:
-        """As `Source.entries`: plain weights in place of their parts."""
+    def entries(self) -> dict[str, TensorEntry]:
+        """As `TensorSource.entries`: plain weights in place of their parts."""
         parts = {name for packed in self.packed.values() for name in packed.parts.values()}
         found = {name: entry for name, entry in self.base.entries.items() if name not in parts}
-        return found | {name: Entry(packed.shape, "F32") for name, packed in self.packed.items()}
+        return found | {name: TensorEntry(packed.shape, "F32") for name, packed in self.packed.items()}
 
     def mapped(self, name: str) -> Array | None:
-        """As `Source.mapped`."""
+        """As `TensorSource.mapped`."""
         return None if name in self.packed else self.base.mapped(name)
 
     @contextmanager
     def opened(self) -> Iterator[Take]:
-        """As `Source.opened`. Raises WeightsError for parts that do not fit together."""
+        """As `TensorSource.opened`. Raises WeightsError for parts that do not fit together."""
         with self.base.opened() as take:
 
             def plain(name: str) -> Tensor:
@@ -109,7 +109,7 @@ class Dequantised:
 
 
 def grouped(
-    source: Source, mark: str, needed: Sequence[str], optional: Sequence[str] = ()
+    source: TensorSource, mark: str, needed: Sequence[str], optional: Sequence[str] = ()
 ) -> dict[str, dict[str, str]]:
     """Module -> role -> tensor, of every module that has a tensor named by the mark.
 

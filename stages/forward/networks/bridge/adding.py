@@ -18,12 +18,12 @@ from torch import Tensor
 
 from .....store.errors import ConfigError
 from ...architectures.bridge.config import BridgeConfig
-from ...architectures.bridge.found import Part, Place
+from ...architectures.bridge.found import LayerPart, TensorPlace
 from ...architectures.points import HookPoint
 from ...hooks.interventions import Replace
 from ...hooks.spec import HookSpec
 from .examined import LENGTHS, Examined, Passed, noise
-from .parts import Sums, find_sums, is_close
+from .parts import PartSums, find_sums, is_close
 from .stack import Stack
 from .trace import Call
 
@@ -51,7 +51,7 @@ def with_parts(model: Examined, config: BridgeConfig, calls: Sequence[Call], sta
     return _having(found, kept) if any(kept) else config
 
 
-def _named(model: Examined, config: BridgeConfig) -> list[tuple[Part, ...]]:
+def _named(model: Examined, config: BridgeConfig) -> list[tuple[LayerPart, ...]]:
     """The parts of each layer by what they do: the one that mixes positions is attn_out, the one that does
     not is mlp_out. None of a layer where that cannot be told.
 
@@ -86,7 +86,7 @@ def _named(model: Examined, config: BridgeConfig) -> list[tuple[Part, ...]]:
     return found
 
 
-def _standing(model: Examined, config: BridgeConfig, sums: Sequence[Sums | None]) -> list[bool]:
+def _standing(model: Examined, config: BridgeConfig, sums: Sequence[PartSums | None]) -> list[bool]:
     """Of each layer whether its parts are what is added: as they are, and with other values in the place of
     either, and of both."""
     every = [point for layer in range(config.num_layers) for point in _points(config, layer)]
@@ -106,7 +106,7 @@ def _standing(model: Examined, config: BridgeConfig, sums: Sequence[Sums | None]
 
 
 def _sums(
-    model: Examined, config: BridgeConfig, ids: Tensor, spec: HookSpec, sums: Sequence[Sums | None]
+    model: Examined, config: BridgeConfig, ids: Tensor, spec: HookSpec, sums: Sequence[PartSums | None]
 ) -> list[bool]:
     """Of each layer whether its parts add up to what leaves it, or to what its norms take."""
     held = list[Passed]()
@@ -135,7 +135,7 @@ def _sums(
     return found
 
 
-def _norms_take(inside: Sequence[Call], sums: Sums, states: Sequence[Tensor], y: Tensor) -> bool:
+def _norms_take(inside: Sequence[Call], sums: PartSums, states: Sequence[Tensor], y: Tensor) -> bool:
     """Whether in the calls of a layer the first norm takes x + a, and the second what the first gives + m,
     and gives y."""
     x, first, second = states
@@ -162,22 +162,22 @@ def _points(config: BridgeConfig, layer: int) -> list[HookPoint]:
     return [HookPoint(part.kind, layer) for part in config.found[layer].parts]
 
 
-def _having(config: BridgeConfig, parts: Sequence[tuple[Part, ...]]) -> BridgeConfig:
+def _having(config: BridgeConfig, parts: Sequence[tuple[LayerPart, ...]]) -> BridgeConfig:
     """With these parts of each layer."""
     found = (replace(layer, parts=each) for layer, each in zip(config.found, parts, strict=True))
     return replace(config, found=tuple(found))
 
 
-def _sums_of(calls: Sequence[Call], stack: Stack, number: int) -> Sums | None:
+def _sums_of(calls: Sequence[Call], stack: Stack, number: int) -> PartSums | None:
     """How a layer of the traced pass adds up."""
     layer = stack.calls[number]
     inside = [call for call in calls if layer in call.above]
     return find_sums(inside, layer.taken[stack.taken], layer.made[stack.made])
 
 
-def _parts_of(layer: str, sums: Sums | None) -> tuple[Part, ...]:
+def _parts_of(layer: str, sums: PartSums | None) -> tuple[LayerPart, ...]:
     """As they come: the first is attn_out until it is known which mixes."""
     return tuple(
-        Part(kind, Place(call.path.removeprefix(f"{layer}."), slot))
+        LayerPart(kind, TensorPlace(call.path.removeprefix(f"{layer}."), slot))
         for kind, (call, slot) in zip(KINDS, () if sums is None else sums.parts, strict=False)
     )

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from .trace import Call, Slot, same
 
-__all__ = ["Sums", "find_sums", "is_close"]
+__all__ = ["PartSums", "find_sums", "is_close"]
 
 TOLERANCE = 1e-5
 """Of the largest entry: sums of float32 in another order are apart by 1e-7 of it."""
@@ -31,7 +31,7 @@ Found = tuple[Call, Slot]
 
 
 @dataclass(frozen=True)
-class Sums:
+class PartSums:
     """How a layer comes by what it gives.
 
     parts: (call, slot) of what is added, in order of their ends. norms: what becomes the stream: sums, or
@@ -51,7 +51,7 @@ def is_close(one: Tensor, other: Tensor, scale: Tensor | None = None) -> bool:
     return bool(float((one - other).abs().max()) <= TOLERANCE * max(largest, 1e-30))
 
 
-def find_sums(inside: Sequence[Call], x: Tensor, y: Tensor) -> Sums | None:
+def find_sums(inside: Sequence[Call], x: Tensor, y: Tensor) -> PartSums | None:
     """How the calls inside a layer make y of x; None where no sum is found."""
     states = list(_states(inside, x))[:MOST]
     return _added(states, x, y) or _normed(inside, states, x, y)
@@ -66,21 +66,21 @@ def _states(inside: Sequence[Call], x: Tensor) -> Iterator[tuple[Call, Slot, Ten
                 yield call, slot, value
 
 
-def _added(states: Sequence[tuple[Call, Slot, Tensor]], x: Tensor, y: Tensor) -> Sums | None:
+def _added(states: Sequence[tuple[Call, Slot, Tensor]], x: Tensor, y: Tensor) -> PartSums | None:
     delta = y - x
     for one, other in itertools.combinations(states, 2):
         if _apart(one[0], other[0]) and is_close(one[2] + other[2], delta, y):
             first, second = sorted((one, other), key=lambda each: each[0].ended)
-            return Sums((first[:2], second[:2]), "before")
+            return PartSums((first[:2], second[:2]), "before")
     for call, slot, value in states:
         if is_close(value, delta, y):
-            return Sums(((call, slot),), "before")
+            return PartSums(((call, slot),), "before")
     return None
 
 
 def _normed(
     inside: Sequence[Call], states: Sequence[tuple[Call, Slot, Tensor]], x: Tensor, y: Tensor
-) -> Sums | None:
+) -> PartSums | None:
     """Two parts, each added and the sum normed."""
     takers = [(call, slot, u) for call in inside for slot, u in call.taken.items() if u.shape == x.shape]
     last = [each for each in takers if any(same(made, y) for made in each[0].made.values())]
@@ -93,7 +93,7 @@ def _normed(
                     follows = first[0].ended < other[0].began and other[0].ended < second[0].began
                     if follows and middle.shape == x.shape and is_close(middle + other[2], second[2]):
                         through = (first[:2], second[:2])
-                        return Sums((one[:2], other[:2]), "of stream", through)
+                        return PartSums((one[:2], other[:2]), "of stream", through)
     return None
 
 

@@ -10,12 +10,12 @@ For every size it meets it prepares code, which takes 0.6 ms, and keeps it among
 temporaries come from: hundreds of different numbers of rows left a process 100 to 350 MB larger. So it is
 asked for powers of two alone, which full batches of full windows have, and single tokens in generation.
 
-Either library sums a row in one order whatever stands in the others and however many threads share them, from
-`FEW_ROWS` rows on, and of fewer where they are a multiple of `_TOGETHER`, to which they are filled up: MKL
-takes so many rows at a time, and what is left over, up to three of all or of a thread's share, by a kernel of
-its own. A single row stays one: its kernel takes a third of the time of that of four, and it is all there is
-of a token that is generated. The two libraries differ: so the length of prompts decides which is asked, and a
-harvest batches prompts so that it is their own length that decides.
+Either library sums a row in one order whatever stands in the others, where it is given whole blocks of rows
+and of columns. Pieces of a block, of the whole or of the share of a thread, go through kernels of their own:
+so sizes are filled up to whole blocks, for any number of threads alike. A single row stays one: its kernel
+takes a third of the time of that of four, and it is all there is of a token that is generated. The two
+libraries differ: so the length of prompts decides which is asked, and a harvest batches prompts so that it is
+their own length that decides, `FEW_ROWS` at least.
 
 MIZARR_TUNING=off leaves every product to torch; tests/benchmarks/bench_tuning.py measures the choice.
 """
@@ -30,17 +30,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import FEW_ROWS
 from .tuning import is_tuned
 
 _LARGE = 1 << 26
 """Multiplications of one prompt from which asking oneDNN is worth its preparation."""
+_ROWS, _COLUMNS = 4, 16
+"""MKL's blocks: threads get whole ones, and the last what is left."""
+_ALIGNED = 4
+"""Numbers of a row whose first the kernel for few columns sums by where it lies in memory."""
+_SPLIT = 1 << 11
+"""Rows and columns from which even 192 threads are left with whole blocks: measured, 400 and 1,052."""
 _FEW = 16
 """Rows that fewer take as long as: what takes time then is reading the weights."""
-
-
-_TOGETHER = 4
-"""Rows that MKL multiplies at a time."""
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -55,20 +56,59 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         # A vector: MKL has kernels for four rows of x at a time, and others for what is left over.
         alone = (x * weight[0]).sum(-1, keepdim=True)
         return alone if bias is None else alone + bias
-    if _are_few(x, weight):
-        rows = x.reshape(-1, x.shape[-1])
-        filled = F.pad(rows, (0, 0, 0, -len(rows) % _TOGETHER))
-        return F.linear(filled, weight, bias)[: len(rows)].view(*x.shape[:-1], len(weight))
     # Of rows that do not adjoin torch makes a product for each prompt.
-    return F.linear(x.contiguous(), weight, bias)
+    x = x.contiguous()
+    return _in_full_blocks(x, weight, bias) if _is_split(x, weight) else F.linear(x, weight, bias)
 
 
-def _are_few(x: Tensor, weight: Tensor) -> bool:
-    """Whether the sum of a row would depend on how many there are, or on the number of threads."""
-    if x.device.type != "cpu" or not x.dtype == weight.dtype == torch.float32 or torch.is_grad_enabled():
+def each_product(x: Tensor, y: Tensor) -> Tensor:
+    """Matrices x [n, row, in] with matrices y [n, in, column], [n, row, column]: as `product`, the same on
+    any number of threads, which share one matrix where there are few."""
+    if x.device.type != "cpu" or x.dtype != torch.float32 or torch.is_grad_enabled():
+        return torch.bmm(x, y)
+    rows, columns = x.shape[1], y.shape[2]
+    more_rows, more_columns = _to_whole(rows, _ROWS), _to_whole(columns, _COLUMNS)
+    if not more_rows and not more_columns:
+        return torch.bmm(x, y)
+    made: Tensor = torch.bmm(F.pad(x, (0, 0, 0, more_rows)), F.pad(y, (0, more_columns)))
+    return made[:, :rows, :columns].contiguous()
+
+
+def _to_whole(count: int, block: int) -> int:
+    """What is missing to whole blocks, where threads may be left with less."""
+    return -count % block if _COLUMNS < count < _SPLIT else 0
+
+
+def _is_split(x: Tensor, weight: Tensor) -> bool:
+    """Whether some number of threads would leave one with a piece of a block, which kernels of their own sum
+    in another order: a few rows, or a few columns; or rows begin where such a kernel for few columns sums by
+    where they begin. It is asked of the sizes alone, so that all numbers of threads multiply alike."""
+    if x.device.type != "cpu" or x.dtype != torch.float32 or torch.is_grad_enabled():
         return False
     rows = x.numel() // max(x.shape[-1], 1)
-    return 1 < rows < FEW_ROWS and rows % _TOGETHER != 0
+    return rows > 1 and any(_missing(rows, weight))
+
+
+def _missing(rows: int, weight: Tensor) -> tuple[int, int, int]:
+    """Rows, columns and width to whole blocks."""
+    columns, width = weight.shape
+    return (
+        -rows % _ROWS if rows < _SPLIT else 0,
+        _to_whole(columns, _COLUMNS),
+        -width % _ALIGNED if columns < _COLUMNS else 0,
+    )
+
+
+def _in_full_blocks(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """The product with zeros to whole blocks of rows and columns, which are dropped, and whole widths."""
+    flat = x.flatten(0, -2)
+    rows, columns = flat.shape[0], weight.shape[0]
+    more_rows, more_columns, wider = _missing(rows, weight)
+    weight = F.pad(weight, (0, wider, 0, more_columns)) if more_columns or wider else weight
+    bias = F.pad(bias, (0, more_columns)) if more_columns and bias is not None else bias
+    made = F.linear(F.pad(flat, (0, wider, 0, more_rows)) if more_rows or wider else flat, weight, bias)
+    found: Tensor = made[:rows, :columns].contiguous().unflatten(0, x.shape[:-1])
+    return found
 
 
 def _wants_onednn(x: Tensor, weight: Tensor) -> bool:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ...architectures.mixers import AttentionShape
 from ...hooks.taps import Taps
-from ..attention import Source, attention
+from ..attention import StreamRead, attention
 from ..history import History
 from ..kernels.functions import evenly
 from ..kernels.products import product
@@ -42,7 +42,7 @@ class SelfAttention:
         self.shape, self._how = shape, replace(shape.fact, sinks=tensors.get("sinks"), relative=relative)
 
     def __call__(
-        self, x: Tensor, layer: int, history: History, taps: Taps, source: Source | None = None
+        self, x: Tensor, layer: int, history: History, taps: Taps, source: StreamRead | None = None
     ) -> Tensor:
         """See `Mixer`; source: what x is the norm of."""
         return attention(x, self.weights, self.shape, self._how, layer, history, taps, source=source)
@@ -81,7 +81,7 @@ class GatedAttention(SelfAttention):
         self._gate, self._gate_bias = found[gate], found.get(f"{gate}.bias")
 
     def __call__(
-        self, x: Tensor, layer: int, history: History, taps: Taps, source: Source | None = None
+        self, x: Tensor, layer: int, history: History, taps: Taps, source: StreamRead | None = None
     ) -> Tensor:
         """See `Mixer`; source: what x is the norm of."""
         gate = evenly(torch.sigmoid, product(history.kept(x), self._gate, self._gate_bias))

@@ -36,7 +36,7 @@ from ..relative import Relative
 from ..weights import AttentionWeights, MlpWeights, NormWeights, made, parts_of
 from .parts import no_pairs
 
-__all__ = ["Pair", "block"]
+__all__ = ["PairNetwork", "block"]
 
 TARGET, MEMORY = "target", "memory"
 """Carried beside the stream: 1 at target positions, else 0, [B, token, 1]; the encoder's normed output."""
@@ -78,7 +78,7 @@ def block(take: Take, config: PairConfig, layer: int) -> PairLayer:
     return PairLayer(attn, MlpWeights(**room("mlp.")), norms, how, cross, positions, parts_of(outer))
 
 
-class Pair(Ends[PairConfig, PairLayer]):
+class PairNetwork(Ends[PairConfig, PairLayer]):
     """The network of every encoder with a decoder (`Network` in loop.py)."""
 
     def embed(

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .pairs import Pairs, pair
+from .pairs import ChunkPairs, pair
 from .terms import Terms
 
 LENGTH = 32
@@ -116,7 +116,7 @@ def _walk_corrected(chunks: Chunks, state: Tensor) -> tuple[Tensor, Tensor, Tens
     return torch.stack(corrections, dim=1), torch.stack(read, dim=1), state
 
 
-def _paired(queries: tuple[Tensor, ...], keys: tuple[Tensor, ...], log_decay: Tensor) -> Pairs:
+def _paired(queries: tuple[Tensor, ...], keys: tuple[Tensor, ...], log_decay: Tensor) -> ChunkPairs:
     rows, columns = (torch.stack([_chunked(x) for x in side], dim=1) for side in (queries, keys))
     return pair(rows, columns, _chunked(log_decay))
 

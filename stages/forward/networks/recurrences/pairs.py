@@ -27,7 +27,7 @@ _FAR = 40.0
 """The most that logarithms of decays may add up to in a block: a factor of 2e17, to either side."""
 
 
-class Pairs(NamedTuple):
+class ChunkPairs(NamedTuple):
     """Queries and keys of chunks, and how they meet."""
 
     queries: Tensor
@@ -40,7 +40,7 @@ class Pairs(NamedTuple):
     """[chunk, J, I, query, source] within the chunk, 0 unless source < query."""
 
 
-def pair(queries: Tensor, keys: Tensor, log_decay: Tensor) -> Pairs:
+def pair(queries: Tensor, keys: Tensor, log_decay: Tensor) -> ChunkPairs:
     """queries [chunk, I, C, K], keys [chunk, J, C, K], log_decay [chunk, C, K or 1]; C a power of two."""
     if log_decay.shape[-1] == 1:
         return _by_table(queries, keys, log_decay.squeeze(-1))
@@ -51,7 +51,7 @@ def pair(queries: Tensor, keys: Tensor, log_decay: Tensor) -> Pairs:
     return pairs
 
 
-def _by_table(queries: Tensor, keys: Tensor, log_decay: Tensor) -> Pairs:
+def _by_table(queries: Tensor, keys: Tensor, log_decay: Tensor) -> ChunkPairs:
     """One decay a head. The table has a source before the chunk, for its state, and a query behind it."""
     length = log_decay.shape[1]
     steps = F.pad(log_decay, (1, 0)).unsqueeze(-1).expand(-1, -1, length + 1)
@@ -61,7 +61,7 @@ def _by_table(queries: Tensor, keys: Tensor, log_decay: Tensor) -> Pairs:
     met = queries.flatten(1, 2) @ keys.flatten(1, 2).mT
     left = torch.where(_below(length, log_decay), table[:, :-1, 1:], 0.0)
     products = _by_kind(met, queries.shape[1], keys.shape[1]) * left[:, None, None]
-    return Pairs(
+    return ChunkPairs(
         queries * before[:, None, :, None], keys * behind[:, None, :, None], table[:, -1:, :1], products
     )
 
@@ -80,27 +80,29 @@ def _cut(x: Tensor, width: int) -> Tensor:
     return made
 
 
-def _of_blocks(queries: Tensor, keys: Tensor, log_decay: Tensor) -> Pairs:
+def _of_blocks(queries: Tensor, keys: Tensor, log_decay: Tensor) -> ChunkPairs:
     """Blocks short enough to divide by their decays; log_decay [block, 1, width, K]."""
     decay, kinds = log_decay.exp(), (queries.shape[1], keys.shape[1])
     if decay.shape[2] == 1:
-        return Pairs(queries, keys, decay.squeeze(2), queries.new_zeros(len(queries), *kinds[::-1], 1, 1))
+        return ChunkPairs(
+            queries, keys, decay.squeeze(2), queries.new_zeros(len(queries), *kinds[::-1], 1, 1)
+        )
     until = decay.cumprod(2)
     total = until[:, :, -1:]
     queries = queries * torch.cat([torch.ones_like(total), until[:, :, :-1]], dim=2)
     keys = keys / until
     products = _by_kind(queries.flatten(1, 2) @ keys.flatten(1, 2).mT, *kinds).tril(-1)
-    return Pairs(queries, keys * total, total.squeeze(2), products)
+    return ChunkPairs(queries, keys * total, total.squeeze(2), products)
 
 
-def _joined(pairs: Pairs) -> Pairs:
+def _joined(pairs: ChunkPairs) -> ChunkPairs:
     """Each two neighbouring blocks as one."""
     (earlier, queries), (keys, later), (first, second), (before, behind) = (
         x.unflatten(0, (-1, 2)).unbind(1) for x in pairs
     )
     met = _by_kind(queries.flatten(1, 2) @ keys.flatten(1, 2).mT, queries.shape[1], keys.shape[1])
     upper = torch.cat([before, torch.zeros_like(before)], dim=-1)
-    return Pairs(
+    return ChunkPairs(
         torch.cat([earlier, queries * first.unsqueeze(1)], dim=2),
         torch.cat([keys * second.unsqueeze(1), later], dim=2),
         first * second,

@@ -28,24 +28,24 @@ _NOWHERE = -1e38
 """The exponent of a sum of nothing: far below any other, and not infinite, as differences are taken of it."""
 
 
-class Sums(NamedTuple):
+class ScaledSums(NamedTuple):
     """A and B, over e^exponent."""
 
     numerator: Tensor
     denominator: Tensor
     exponent: Tensor
 
-    def plus(self, other: Sums) -> Sums:
+    def plus(self, other: ScaledSums) -> ScaledSums:
         """The sums of both."""
         top = torch.maximum(self.exponent, other.exponent)
         mine, others = (self.exponent - top).exp(), (other.exponent - top).exp()
-        return Sums(
+        return ScaledSums(
             mine * self.numerator + others * other.numerator,
             mine * self.denominator + others * other.denominator,
             top,
         )
 
-    def faded(self, by: Tensor) -> Sums:
+    def faded(self, by: Tensor) -> ScaledSums:
         """Both times e^by."""
         return self._replace(exponent=self.exponent + by)
 
@@ -66,14 +66,14 @@ class ExponentialAverage:
     def __call__(self, tokens: Tokens, state: Tensor | None) -> tuple[Tensor, Tensor]:
         """What is read [B, 1, T, C], and the state behind the last token [B, 1, 3, C]."""
         own = _of_tokens(tokens)
-        start = _nothing(own) if state is None else Sums(*state.to(own.exponent.dtype).unbind(2))
+        start = _nothing(own) if state is None else ScaledSums(*state.to(own.exponent.dtype).unbind(2))
         before, after = self._through(own, start)
         total = self._seen(before, own)
         return total.numerator / total.denominator, torch.stack(after, dim=2)
 
     def read(self, tokens: Tokens, before: Tensor, after: Tensor) -> Tensor:
         """What one token reads [B, 1, 1, C] of the state before it [B, 1, 3, C]; none of the one after."""
-        total = self._seen(Sums(*before.unsqueeze(3).unbind(2)), _of_tokens(tokens))
+        total = self._seen(ScaledSums(*before.unsqueeze(3).unbind(2)), _of_tokens(tokens))
         return total.numerator / total.denominator
 
     def weights(self, tokens: Tokens, *, start: int = 0, stop: int | None = None) -> Tensor:
@@ -89,43 +89,45 @@ class ExponentialAverage:
         exponent = own.exponent.squeeze(1).mT[..., None, start:stop] + faded - whole
         return exponent.masked_fill(between < -1, -torch.inf).exp()
 
-    def _through(self, own: Sums, state: Sums) -> tuple[Sums, Sums]:
+    def _through(self, own: ScaledSums, state: ScaledSums) -> tuple[ScaledSums, ScaledSums]:
         """The sums before each token, [B, 1, T, C], and those behind the last, [B, 1, C]."""
         length, decay = own.exponent.shape[2], self.decay.to(own.exponent.dtype)
         if length <= _CHUNK:
             return _walk(own, state, decay)
-        chunks = Sums(*(F.pad(x, (0, 0, 0, -length % _CHUNK)).unflatten(2, (-1, _CHUNK))[:, 0] for x in own))
+        chunks = ScaledSums(
+            *(F.pad(x, (0, 0, 0, -length % _CHUNK)).unflatten(2, (-1, _CHUNK))[:, 0] for x in own)
+        )
         inside, written = _walk(chunks, _nothing(chunks), decay)
-        starts, _ = _walk(Sums(*(x.unsqueeze(1) for x in written)), state, decay * _CHUNK)
+        starts, _ = _walk(ScaledSums(*(x.unsqueeze(1) for x in written)), state, decay * _CHUNK)
         place = torch.arange(_CHUNK, dtype=decay.dtype, device=decay.device).unsqueeze(-1)
-        before = Sums(*(x.transpose(1, 2) for x in starts)).faded(place * decay).plus(inside)
-        before = Sums(*(x.flatten(1, 2)[:, None, :length] for x in before))
-        last, newest = (Sums(*(x[:, :, -1] for x in sums)) for sums in (before, own))
+        before = ScaledSums(*(x.transpose(1, 2) for x in starts)).faded(place * decay).plus(inside)
+        before = ScaledSums(*(x.flatten(1, 2)[:, None, :length] for x in before))
+        last, newest = (ScaledSums(*(x[:, :, -1] for x in sums)) for sums in (before, own))
         return before, last.faded(decay).plus(newest)
 
-    def _seen(self, before: Sums, own: Sums) -> Sums:
+    def _seen(self, before: ScaledSums, own: ScaledSums) -> ScaledSums:
         """The sums that a token averages over: those before it, and itself with the bonus."""
         return before.plus(own.faded(self.bonus.to(own.exponent.dtype)))
 
 
-def _of_tokens(tokens: Tokens) -> Sums:
+def _of_tokens(tokens: Tokens) -> ScaledSums:
     """Each token as sums of itself."""
     tokens = widened(tokens)
-    return Sums(tokens["v"], torch.ones_like(tokens["v"]), tokens["k"])
+    return ScaledSums(tokens["v"], torch.ones_like(tokens["v"]), tokens["k"])
 
 
-def _nothing(like: Sums) -> Sums:
+def _nothing(like: ScaledSums) -> ScaledSums:
     """Empty sums before the tokens of others."""
     zero = torch.zeros_like(like.exponent[:, :, 0])
-    return Sums(zero, zero, torch.full_like(zero, _NOWHERE))
+    return ScaledSums(zero, zero, torch.full_like(zero, _NOWHERE))
 
 
-def _walk(own: Sums, state: Sums, decay: Tensor) -> tuple[Sums, Sums]:
+def _walk(own: ScaledSums, state: ScaledSums, decay: Tensor) -> tuple[ScaledSums, ScaledSums]:
     """From sums to sums along axis 2 of own: those before each, and those behind the last."""
     before = []
     for token in zip(*(x.unbind(2) for x in own), strict=True):
         before.append(state)
-        state = state.faded(decay).plus(Sums(*token))
+        state = state.faded(decay).plus(ScaledSums(*token))
     if not before:
         return own, state
-    return Sums(*(torch.stack(part, dim=2) for part in zip(*before, strict=True))), state
+    return ScaledSums(*(torch.stack(part, dim=2) for part in zip(*before, strict=True))), state

@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from glob import has_magic, iglob
+from hashlib import blake2b
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Any
@@ -39,10 +41,19 @@ if TYPE_CHECKING:
 
 __all__ = ["Corpus", "encoded"]
 
-VERSION = 1
+VERSION = 2
 BATCH = 1 << 20
 """Characters of documents that are tokenised together."""
 DOCUMENT = "document"
+_TAKEN = {
+    *(DOCUMENT, "document_id", "prompt_id", "prompt", "row_size", "row_start", "pair_start", "text"),
+    *("token", "token_id", "token_string", "position", "layer", "hidden", "char_start", "char_end"),
+}
+_NAMEABLE = re.compile(r"(?!\.|__|zarr\.json$)[^/\\\0]+")
+"""Names of arrays in a Zarr group: of files are made none that lead elsewhere."""
+_LARGEST_ID = int(np.iinfo(np.int32).max)
+_MOST_EXACT = 1 << 53
+"""Whole numbers up to which float64 has all."""
 LARGE = 1 << 28
 """Bytes of token ids from which they are kept in a file rather than in memory."""
 AT_ONCE = 1 << 22
@@ -59,7 +70,7 @@ class Corpus:
     `text`, else `ids`. labels: columns kept beside each document. context: tokens of a prompt, special ones
     included; longer documents are cut; None for a prompt per document. pack: fill each prompt from as many
     documents as it takes, the model's end-of-text token behind each. share: of the documents that are read,
-    drawn by their place in their file and `seed`.
+    drawn by what each holds, its place in its file and `seed`, so that a file that grows keeps its draw.
 
     >>> Corpus("books/*.txt", context=128, pack=True).share
     1.0
@@ -84,12 +95,10 @@ class Corpus:
             raise PromptError(f"expected a context of at least 1 token, found {self.context}")
         if not 0 < self.share <= 1:
             raise PromptError(f"expected a share of the documents in (0, 1], found {self.share}")
-        if taken := {"prompt_id", "prompt", DOCUMENT, "text", "token", "layer", "position"} & set(
-            self.labels
-        ):
-            raise PromptError(
-                f"expected labels by names of their own, found {sorted(taken)[0]!r}, which is taken"
-            )
+        for name in self.labels:
+            if name in _TAKEN or not _NAMEABLE.fullmatch(name):
+                why = "which is taken" if name in _TAKEN else "by which no array can be stored"
+                raise PromptError(f"expected labels by names of their own, found {name!r}, {why}")
 
     @property
     def files(self) -> list[Path]:
@@ -153,10 +162,9 @@ class Corpus:
             document = part[DOCUMENT].values
             columns[DOCUMENT].append(document + before)
             for name in self.labels:
-                columns[name].append(_joined(part[name].values)[document])
+                columns[name].append(part[name].values[document])
             before += int(part.attrs["documents"])
-        data = {name: ("prompt_id", np.concatenate(values)) for name, values in columns.items()}
-        return xr.Dataset(coords=data)
+        return xr.Dataset(coords={name: ("prompt_id", _joined(values)) for name, values in columns.items()})
 
     def _node(self, path: Path, tokenizer: Tokenizer | None, framing: Framing) -> SourceNode:
         digest, size = file_digests().digest(path), path.stat().st_size
@@ -177,7 +185,7 @@ class Corpus:
                     f"{path} changed while it was read; start again with the file as it is now"
                 )
 
-        make = partial(_tokenised, path, digest, reading, tokenizer, framing, self.share, self.seed)
+        make = partial(_tokenised, path, reading, tokenizer, framing, self.share, self.seed)
         return SourceNode("corpus_tokens", VERSION, params, make, Estimate(size, size, 4 * size), confirm)
 
     def framing(self, tokenizer: Tokenizer | None) -> Framing:
@@ -234,7 +242,6 @@ def _is_document_file(path: Path, root: Path) -> bool:
 
 def _tokenised(
     path: Path,
-    digest: str,
     reading: Reading,
     tokenizer: Tokenizer | None,
     framing: Framing,
@@ -249,7 +256,7 @@ def _tokenised(
 
     def documents() -> Iterator[Document]:
         nonlocal count
-        for document in _drawn(read_documents(path, reading), digest, share, seed):
+        for document in _drawn(read_documents(path, reading), share, seed):
             for name, value in document.labels.items():
                 labels[name].append(value)
             count += 1
@@ -269,13 +276,16 @@ def _tokenised(
     return xr.Dataset(data, attrs={"documents": count})
 
 
-def _drawn(documents: Iterator[Document], digest: str, share: float, seed: int) -> Iterator[Document]:
-    """Those a seeded draw takes; the same whatever else is drawn."""
+def _drawn(documents: Iterator[Document], share: float, seed: int) -> Iterator[Document]:
+    """Those a seeded draw takes; the same whatever else is drawn, or stands behind them."""
     if share == 1:
         yield from documents
         return
-    rng = np.random.default_rng([seed, int(digest.rpartition(":")[2][:16], 16)])
-    yield from (document for document in documents if rng.random() < share)
+    below = share * 2.0**64
+    for place, document in enumerate(documents):
+        held = json.dumps([seed, place, document.content]).encode()
+        if int.from_bytes(blake2b(held, digest_size=8).digest(), "little") < below:
+            yield document
 
 
 def encoded(
@@ -299,19 +309,47 @@ def encoded(
             if texts and tokenizer is not None:
                 yield from tokenizer.ids_of(texts)
                 texts, held = [], 0
-            yield document.content
+            yield _as_ids(document.content, path)
     if texts and tokenizer is not None:
         yield from tokenizer.ids_of(texts)
+
+
+def _as_ids(content: list[int], path: Path) -> Ids:
+    """Token ids of a document; whether the model has them is asked when it is known."""
+    low, high = min(content, default=0), max(content, default=0)
+    if low < 0 or high > _LARGEST_ID:
+        raise PromptError(
+            f"expected token ids from 0 to {_LARGEST_ID} in {path}, found {low if low < 0 else high}"
+        )
+    return np.array(content, np.int32)
 
 
 def _column(values: list[Any]) -> np.ndarray[Any, Any]:
     """Labels of documents: whole numbers, numbers, or text; anything else as JSON."""
     kinds = {type(value) for value in values}
-    if kinds <= {int} or kinds <= {int, float}:
-        return np.array(values, np.int64 if kinds <= {int} else np.float64)
-    texts = [value if isinstance(value, str) else json.dumps(value, default=str) for value in values]
+    whole = [value for value in values if type(value) is int]
+    largest = max(map(abs, whole), default=0)
+    if kinds <= {int} and largest < 1 << 63:
+        return np.array(values, np.int64)
+    if kinds <= {int, float} and largest <= _MOST_EXACT:
+        return np.array(values, np.float64)
+    return np.array([_told(value) for value in values], np.dtypes.StringDType())
+
+
+def _joined(columns: list[np.ndarray[Any, Any]]) -> np.ndarray[Any, Any]:
+    """The labels of all files, as one would hold them: those of a file without any decide nothing."""
+    held = [column for column in columns if column.size]
+    kinds = {column.dtype.kind for column in held}
+    exact = all(
+        abs(int(end)) <= _MOST_EXACT for c in held if c.dtype.kind == "i" for end in (c.min(), c.max())
+    )
+    if len(kinds) == 1 or (kinds == {"i", "f"} and exact):
+        return np.concatenate(
+            [c if c.dtype.kind in "if" else c.astype(np.dtypes.StringDType()) for c in held]
+        )
+    texts = [_told(value) for column in held for value in column.tolist()]
     return np.array(texts, np.dtypes.StringDType())
 
 
-def _joined(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    return values if values.dtype.kind in "if" else values.astype(np.dtypes.StringDType())
+def _told(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, default=str)

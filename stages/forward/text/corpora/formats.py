@@ -38,8 +38,11 @@ TEXT, IDS = "text", "ids"
 SOURCE, TARGET = "source", "target"
 GZIP = ".gz"
 LARGEST = 256 << 20
-"""Bytes of one member of an archive: a document is held in memory."""
+"""Bytes of one member of an archive, characters of one line: a document is held in memory, and a few bytes
+may unpack to any number."""
 JSON_LINES = (".jsonl", ".ndjson")
+_NO_TEXT = (".json", ".csv", ".tsv")
+"""Endings of what would be read as text, and taken for prose."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +79,13 @@ def read_documents(path: Path, reading: Reading) -> Iterator[Document]:
 
 def documents_in(raw: IO[bytes], kind: str, reading: Reading, told: str) -> Iterator[Document]:
     """The same of an open file. kind: its `ending`. told: its name in errors."""
-    read = FORMATS.get(kind.removesuffix(GZIP), _text)
+    plainly = kind.removesuffix(GZIP)
+    if plainly in _NO_TEXT:
+        raise PromptError(
+            f"expected text, or documents in {', '.join(FORMATS)}, found {plainly} at {told!r}; make it "
+            ".jsonl, or rename it to .txt if its lines are documents as they stand"
+        )
+    read = FORMATS.get(plainly, _text)
     try:
         if not kind.endswith(GZIP):
             yield from read(raw, reading, told)
@@ -85,13 +94,16 @@ def documents_in(raw: IO[bytes], kind: str, reading: Reading, told: str) -> Iter
             yield from read(cast("IO[bytes]", plain), reading, told)
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise PromptError(f"expected gzip in {told!r}, found {error}; fetch it again") from error
+    except RecursionError as error:
+        raise PromptError(f"expected documents in {told!r}, found one that nests without end") from error
 
 
 def ending(path: Path) -> str:
-    """What of a name says how a file is read: ".jsonl", or ".jsonl.gz"."""
-    if path.suffix == ".tgz":
+    """What of a name says how a file is read: ".jsonl", or ".jsonl.gz"; of capitals as of small letters."""
+    suffixes = [suffix.lower() for suffix in path.suffixes]
+    if suffixes[-1:] == [".tgz"]:
         return f".tar{GZIP}"
-    return "".join(path.suffixes[-2:]) if path.suffix == GZIP else path.suffix
+    return "".join(suffixes[-2:] if suffixes[-1:] == [GZIP] else suffixes[-1:])
 
 
 def read_lines(lines: Iterable[str]) -> Iterator[Document]:
@@ -100,23 +112,25 @@ def read_lines(lines: Iterable[str]) -> Iterator[Document]:
 
 
 def _text(raw: IO[bytes], reading: Reading, told: str) -> Iterator[Document]:
+    if asked := [*reading.labels, *([reading.column] if reading.column else [])]:
+        raise PromptError(f"expected a file with columns for {asked[0]!r}, found text at {told!r}")
     with _decoded(raw, told) as lines:
         if not reading.whole:
-            yield from read_lines(lines)
-        elif (text := lines.read()).strip():
+            yield from read_lines(_lines(lines, told))
+        elif (text := _bounded(lines.read(LARGEST + 1), told)).strip():
             yield Document(text)
 
 
 def _json_lines(raw: IO[bytes], reading: Reading, told: str) -> Iterator[Document]:
     with _decoded(raw, told) as lines:
-        for number, line in enumerate(lines, start=1):
+        for number, line in enumerate(_lines(lines, told), start=1):
             if not line.strip():
                 continue
             try:
                 row = json.loads(line)
-            except json.JSONDecodeError as error:
-                found = line.strip()[:40]
-                raise PromptError(f"{told}:{number}: expected JSON, found {found!r} ({error.msg})") from error
+            except ValueError as error:  # also for a number of more digits than Python reads
+                found, why = line.strip()[:40], getattr(error, "msg", error)
+                raise PromptError(f"{told}:{number}: expected JSON, found {found!r} ({why})") from error
             yield _of_json(row, reading, f"{told}:{number}", line)
 
 
@@ -135,7 +149,21 @@ def _of_json(row: Any, reading: Reading, where: str, line: str) -> Document:
         raise PromptError(
             f"{where}: expected {missing[0]!r} to keep as a label, found {', '.join(held) or 'no keys'}"
         )
-    return Document(content, {name: held[name] for name in reading.labels})
+    labels = {name: held[name] for name in reading.labels}
+    _require_utf8([content, *labels.values()], where)
+    return Document(content, labels)
+
+
+def _require_utf8(values: Iterable[Any], where: str) -> None:
+    """Raise PromptError for text that no tokenizer reads and no store holds: JSON may have half a pair."""
+    for value in values:
+        try:
+            if isinstance(value, str) and not value.isascii():
+                value.encode()
+        except UnicodeEncodeError as error:
+            raise PromptError(
+                f"{where}: expected text, found half of a surrogate pair ({value[error.start]!r}); mend it"
+            ) from error
 
 
 def _pair(row: Mapping[str, Any], where: str, line: str) -> Document:
@@ -145,6 +173,7 @@ def _pair(row: Mapping[str, Any], where: str, line: str) -> Document:
             f"{where}: expected a source and a target, each a string or [integers], found "
             f"{line.strip()[:40]!r}; give both"
         )
+    _require_utf8(sides, where)
     source, target = cast("list[str | list[int]]", sides)
     return Document(source, target=target)
 
@@ -193,13 +222,14 @@ def _tar(raw: IO[bytes], reading: Reading, told: str) -> Iterator[Document]:
     """WebDataset: members that differ in their ending alone are one sample. Its text is the member that ends
     in .txt (or the column's name), or a column of the one that ends in .json; of that are labels.
     """
+    wanted = {"json", "txt", reading.column}  # pictures are not kept in memory
     try:
         with tarfile.open(fileobj=raw, mode="r|") as archive:
             key, sample = "", dict[str, bytes]()
             for member in archive:
-                if not member.isfile():
-                    continue
                 stem, _, ending = member.name.rpartition("/")[2].partition(".")
+                if not member.isfile() or not stem:  # what is hidden is no sample, as WebDataset has it
+                    continue
                 name = f"{member.name.rpartition('/')[0]}/{stem}"
                 if sample and name != key:
                     yield from _of_sample(sample, reading, f"{told}:{key.strip('/')}")
@@ -209,7 +239,9 @@ def _tar(raw: IO[bytes], reading: Reading, told: str) -> Iterator[Document]:
                         f"{told}: expected members of at most {LARGEST} bytes, found {member.size} in "
                         f"{member.name}; split it"
                     )
-                key, held = name, archive.extractfile(member)
+                if ending in sample:
+                    raise PromptError(f"{told}: expected each member once, found {member.name} again")
+                key, held = name, archive.extractfile(member) if ending in wanted else None
                 sample[ending] = held.read() if held is not None else b""
             if sample:
                 yield from _of_sample(sample, reading, f"{told}:{key.strip('/')}")
@@ -248,9 +280,22 @@ TABLES = (".parquet", ".arrow")
 """Formats that are not read from their beginning to their end."""
 
 
+def _lines(lines: IO[str], told: str) -> Iterator[str]:
+    """Lines of a file, none of which fills the memory."""
+    return (_bounded(line, told) for line in iter(lambda: lines.readline(LARGEST + 1), ""))
+
+
+def _bounded(text: str, told: str) -> str:
+    if len(text) > LARGEST:
+        raise PromptError(
+            f"expected documents of at most {LARGEST} characters in {told!r}, found a longer one"
+        )
+    return text
+
+
 @contextmanager
 def _decoded(raw: IO[bytes], told: str) -> Iterator[IO[str]]:
-    lines = io.TextIOWrapper(raw, encoding="utf-8")
+    lines = io.TextIOWrapper(raw, encoding="utf-8-sig")  # some programs begin files with a mark
     try:
         yield lines
     except UnicodeDecodeError as error:
@@ -265,7 +310,7 @@ def _readable(told: str, what: str) -> Iterator[None]:
     arrow, _ = _arrow()
     try:
         yield
-    except (arrow.ArrowInvalid, OSError) as error:
+    except (arrow.ArrowInvalid, OSError, UnicodeDecodeError) as error:
         raise PromptError(f"expected {what} at {told!r}, found {error}") from error
 
 
@@ -284,6 +329,10 @@ def _column(names: Sequence[str], reading: Reading, told: str) -> str:
     if column is None or missing:
         asked = " or ".join(map(repr, missing or wanted))
         raise PromptError(f"expected a column {asked} in {told!r}, found {', '.join(names)}")
+    if twice := [name for name in (column, *reading.labels) if list(names).count(name) > 1]:
+        raise PromptError(
+            f"expected one column {twice[0]!r} in {told!r}, found {list(names).count(twice[0])}"
+        )
     return column
 
 

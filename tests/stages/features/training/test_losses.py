@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mizarr.stages.features.training.losses import jump_relu, loss, step_function
-from mizarr.stages.features.training.models import Affine, DictionaryModel
+from mizarr.stages.features.training.models import DictionaryModel, Normaliser
 from mizarr.stages.features.training.settings import TrainingSettings
 
 WIDTH = 0.4
@@ -14,7 +14,7 @@ WIDTH = 0.4
 
 def model_of(layers=1, width=4, **said):
     settings = TrainingSettings(**({"features": 6, "k": 2, "read": "hook_resid_post"} | said))
-    affine = {layer: Affine(torch.zeros(width), 1.0) for layer in range(layers)}
+    affine = {layer: Normaliser(torch.zeros(width), 1.0) for layer in range(layers)}
     return DictionaryModel(settings, affine, affine, seed=0)
 
 

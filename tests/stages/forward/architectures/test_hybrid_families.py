@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from mizarr.stages.forward.architectures.architecture import AttentionMixer, RecurrentMixer, SideBySide
+from mizarr.stages.forward.architectures.architecture import AttentionMixer, MixersSideBySide, RecurrentMixer
 from mizarr.stages.forward.architectures.hybrid_families import HYBRIDS, read_hybrid
 from mizarr.stages.forward.architectures.known import KNOWN
 from mizarr.stages.forward.architectures.transformer import ConfigReader
@@ -111,8 +111,8 @@ def test_layers_say_what_mixes_in_them():
     assert [layer for layer, (kind, _, _) in enumerate(jamba) if kind == "attention"] == [4]
     assert [channel for _, _, channel in jamba] == ["gated MLP", "experts"] * 6
     windows = AttentionMixer(1.0, 5), AttentionMixer(1.0, 9)
-    assert SideBySide(windows).window == 9
-    assert SideBySide((*windows, RecurrentMixer("mamba2"))).window is None
+    assert MixersSideBySide(windows).window == 9
+    assert MixersSideBySide((*windows, RecurrentMixer("mamba2"))).window is None
 
 
 def test_names_of_tensors_are_no_part_of_what_a_model_is():

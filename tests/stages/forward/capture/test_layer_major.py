@@ -22,7 +22,7 @@ from mizarr.stages.forward.capture import layer_major, order
 from mizarr.stages.forward.capture.capture import CaptureNode
 from mizarr.stages.forward.capture.spool import Spool
 from mizarr.stages.forward.models.model import Model
-from mizarr.stages.forward.models.residency import bytes_of
+from mizarr.stages.forward.models.residency import EMBEDDING, HEAD, bytes_of
 from mizarr.store.errors import ConfigError, CorruptEntry, PlanError, StoreFull
 from mizarr.store.files import LocalFolder
 
@@ -121,6 +121,51 @@ def test_layers_behind_the_last_thing_wanted_are_not_read(wanted, tmp_path, prom
     assert contents(stores[0]) == contents(stores[1])
     deepest = {"hook_embed": 0, "blocks.0.hook_resid_post": 1, "blocks.1.hook_mlp_out": 2}[wanted]
     assert few.streamed.window.reads == dict.fromkeys(range(deepest), 1)
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_the_head_is_read_once_for_logits_and_refused_before_anything_else(
+    is_tied, tmp_path, prompts, stores
+):
+    save_random_model(tmp_path / "m", "llama", 2, num_hidden_layers=4, tie_word_embeddings=is_tied)
+    sizes = bytes_of(Model.from_pretrained(tmp_path / "m").config, 4)
+    unit = EMBEDDING if is_tied else HEAD
+    spec = STREAMS.capture("hook_logits", reduce="topk:3").intervene("blocks.*.hook_resid_post", Scale(0.5))
+    least = max(sizes.least, sizes.always + sizes.units[unit])
+    few = Model.from_pretrained(tmp_path / "m", max_memory=least)
+    capture(tmp_path / "m", prompts, spec, stores[0], order="batch")
+    capture(few, prompts, spec, stores[1], batch_tokens=16)
+    assert contents(stores[0]) == contents(stores[1])
+    assert few.streamed.window.reads == dict.fromkeys([*range(4), unit], 1)
+    assert sizes.always + sizes.units[unit] > sizes.least
+    fewer = Model.from_pretrained(tmp_path / "m", max_memory=sizes.least)
+    with pytest.raises(ConfigError, match=f"room for the {unit}"):
+        capture(fewer, [[7, 8, 9]], spec, stores[1])
+    assert not fewer.streamed.window.reads
+
+
+def test_logits_that_are_added_begin_where_the_layers_ended(tmp_path, prompts, stores, monkeypatch):
+    """What was killed before the head: the spool behind the last layer stands."""
+    save_random_model(tmp_path / "m", "llama", 2, num_hidden_layers=3, tie_word_embeddings=False)
+    sizes = bytes_of(Model.from_pretrained(tmp_path / "m").config, 4)
+    spec = STREAMS.capture("hook_logits", reduce="logsumexp")
+    capture(tmp_path / "m", prompts, spec, stores[0], order="batch")
+    room = sizes.always + max(sizes.units.values())
+    real, few = layer_major._Way.through, Model.from_pretrained(tmp_path / "m", max_memory=room)
+
+    def killed(self, courses, group):
+        if group[0] == 3:
+            raise KeyboardInterrupt
+        real(self, courses, group)
+
+    monkeypatch.setattr(layer_major._Way, "through", killed)
+    with pytest.raises(KeyboardInterrupt):
+        capture(few, prompts, spec, stores[1])
+    monkeypatch.undo()
+    again = Model.from_pretrained(tmp_path / "m", max_memory=room)
+    capture(again, prompts, spec, stores[1])
+    assert contents(stores[0]) == contents(stores[1])
+    assert again.streamed.window.reads == {HEAD: 1}
 
 
 def test_more_layers_of_a_stored_run_are_added(tmp_path, prompts, stores):
@@ -306,7 +351,7 @@ import os, signal, sys, time
 import mizarr, numpy as np, torch  # once for all that are killed
 from pathlib import Path
 from mizarr.stages.forward.models.model import Model
-from mizarr.stages.forward.models.residency import bytes_of
+from mizarr.stages.forward.models.residency import EMBEDDING, HEAD, bytes_of
 
 ENDED = os.WEXITED | os.WNOHANG | os.WNOWAIT
 folder, root = sys.argv[1:]

@@ -111,6 +111,15 @@ def test_it_is_the_mean_of_the_whole_capture_rounded_once(model, tokens, whole, 
     assert store.verify() == []
 
 
+def test_of_one_number_a_token_it_is_one_number(model, tokens, tmp_path):
+    """A norm's scale has no axis beside that of tokens."""
+    scale = "blocks.*.ln1.hook_scale"
+    spec = HookSpec().capture(scale).capture(scale, reduce="run_mean")
+    _, found = reduced(model, tokens, tmp_path, spec)
+    expected = [mean_by_hand(row) for row in found["ln1_scale"].values]
+    assert found["ln1_scale__run_mean"].values.tolist() == expected
+
+
 def test_of_a_selection_it_is_over_the_tokens_that_are_kept(model, tokens, whole, tmp_path):
     """All but the first of each prompt, whose activations are out of all proportion in many models."""
     spec = means(positions="1:").capture(RESID, positions="last", reduce="run_mean")

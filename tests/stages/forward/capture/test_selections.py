@@ -122,6 +122,21 @@ def test_several_selections_and_the_whole_lie_side_by_side(model, tokens, whole,
     assert found.mi.hook("blocks.0.hook_resid_post@last").dims == ("token_last", "hidden")
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+def test_whatever_comes_first_a_run_is_cut_alike_and_has_one_content(model, tmp_path, dtype):
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(0, VOCAB, 100).tolist() for _ in range(1500)]
+    last = HookSpec().capture(RESID, positions="last")
+    norms = HookSpec().capture("hook_embed", reduce="norm")
+    logits = HookSpec().capture("hook_logits", reduce="logsumexp")
+    lengths = {
+        CaptureNode(model, prompts, spec, storage_dtype=dtype)._segment_tokens()
+        for spec in (HookSpec().capture(RESID), last, norms, logits)
+    }
+    assert len(lengths) == 1
+    assert lengths.pop() < 150_000 / 4
+
+
 def test_what_is_stored_whole_is_served_without_computing(model, tokens, mask, tmp_path, monkeypatch):
     store, _ = harvested(model, tokens, HookSpec().capture(RESID), tmp_path / "a")
     _, own = harvested(model, tokens, HookSpec().capture(RESID, positions=mask), tmp_path / "b")

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from mizarr.stages.forward.networks.kernels import products
-from mizarr.stages.forward.networks.kernels.products import product
+from mizarr.stages.forward.networks.kernels import FEW_ROWS, products
+from mizarr.stages.forward.networks.kernels.products import each_product, product
 
 LARGE = (512, 320, 448)
 """Rows, in, out: above the size from which oneDNN is asked."""
@@ -133,3 +133,49 @@ def test_processor_maker_is_what_linux_tells(tmp_path: Path, text: str, maker: s
     told.write_text(text)
     assert products._processor_maker(told) == maker
     assert products._processor_maker(tmp_path / "absent") is None
+
+
+@pytest.mark.parametrize("threads", [2, 3, 8, 48])
+def test_no_number_of_threads_changes_a_bit(threads: int) -> None:
+    """Pieces of four rows and of sixteen columns, of which a thread would be left with less."""
+    before = torch.get_num_threads()
+    try:
+        with torch.no_grad():
+            for out in (20, 24, 40, 72, 100, 200, 250, 512):
+                weight, x, bias = draw(out, 48), draw(230, 48), draw(out)
+                torch.set_num_threads(1)
+                expected = product(x, weight, bias)
+                torch.set_num_threads(threads)
+                for rows in (32, 33, 34, 50, 61, 67, 122, 171, 226):
+                    found = product(x[:rows], weight, bias)
+                    assert torch.equal(found, expected[:rows]), (out, rows)
+                    assert found.is_contiguous()
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("threads", [2, 3, 8, 48])
+def test_nor_one_of_many_small_products(threads: int) -> None:
+    before = torch.get_num_threads()
+    try:
+        with torch.no_grad():
+            for rows, columns in ((33, 33), (17, 24), (100, 50), (9, 40), (122, 7), (200, 203)):
+                for count in (1, 2, 5) if rows > FEW_ROWS else (4,):  # as many rows as a batch has
+                    x, y = draw(count, rows, 12), draw(count, columns, 12).transpose(1, 2)
+                    torch.set_num_threads(1)
+                    expected = each_product(x, y)
+                    torch.set_num_threads(threads)
+                    assert torch.equal(each_product(x, y), expected), (rows, columns, count)
+                    assert torch.allclose(expected, x @ y, rtol=1e-5, atol=1e-5)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_where_a_row_stands_changes_no_bit() -> None:
+    with torch.no_grad():
+        for width in (5, 6, 11, 16, 22, 39):
+            for out in (2, 4, 8, 11, 12, 20):
+                row, weight, bias = draw(1, width), draw(out, width), draw(out)
+                for rows in (32, 36, 45, 100):
+                    made = product(row.expand(rows, -1), weight, bias)
+                    assert torch.equal(made, made[:1].expand(rows, -1)), (width, out, rows)

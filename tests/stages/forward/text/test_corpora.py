@@ -18,7 +18,7 @@ from hypothesis import given, settings, strategies as st
 
 from mizarr import Corpus, capture, open_store
 from mizarr.stages.forward.models.files import resolve
-from mizarr.stages.forward.text.corpora import contexts, corpus as corpora
+from mizarr.stages.forward.text.corpora import contexts, corpus as corpora, formats
 from mizarr.stages.forward.text.corpora.contexts import Framing, framed_prompts
 from mizarr.stages.forward.text.corpora.estimate import estimated_size
 from mizarr.store.errors import MizarrError, PromptError, StoreFull, TokenizerError
@@ -217,6 +217,22 @@ def test_a_disk_without_room_is_told_before_anything_is_computed(tmp_path, monke
     assert list(store.entries()) == []
 
 
+def test_so_is_one_without_room_for_what_a_corpus_gained(tmp_path, monkeypatch):
+    """What is taken over takes no room."""
+    from mizarr.store.files import LocalFolder
+
+    monkeypatch.setattr("mizarr.stages.forward.capture.capture.WORTH_A_LOOK", 1)
+    store = open_store(tmp_path / "store", durability="process")
+    asked = {"store": store, "progress": False, "segment_tokens": 32}
+    prompts = [[n % 50] * 16 for n in range(40)]
+    capture("specimen", prompts[:8], HOOKS, **asked)
+    of_token = 6 * 192 * 4
+    monkeypatch.setattr(LocalFolder, "free_bytes", property(lambda self: 30 * 16 * of_token))
+    with pytest.raises(StoreFull, match=f"expected {32 * 16 * of_token} bytes of room"):
+        capture("specimen", prompts, HOOKS, **asked)
+    assert capture("specimen", prompts[:32], HOOKS, **asked).sizes["token"] == 32 * 16
+
+
 def test_an_estimate_is_near_and_reads_little(words, tmp_path):
     rng = np.random.default_rng(0)
     for n in range(20):
@@ -266,6 +282,13 @@ BAD = {
     "no.jsonl.gz": b"\x1f\x8b\x08no",
     "latin.txt": "café".encode("latin-1"),
     "mixed.jsonl": b'{"text": "a"}\n{"book": "b"}',
+    "deep.jsonl": b"[" * 100_000,
+    "digits.jsonl": b'{"ids": [' + b"9" * 5000 + b"]}",
+    "large.jsonl": b'{"ids": [2147483648]}',
+    "negative.jsonl": b'{"ids": [4, -1]}',
+    "half.jsonl": b'{"text": "a \\ud800 b"}',
+    "documents.json": b'{"text": "a"}',
+    "documents.CSV": b"text\na\n",
 }
 
 
@@ -303,6 +326,99 @@ def test_what_is_no_corpus_is_one_line_and_nothing_is_written(name, words, tmp_p
     assert name in str(said.value)
     assert "\n" not in str(said.value)
     assert list(store.files.list("keys")) == []
+
+
+def test_what_is_no_part_of_a_text_is_left_out_of_it(words, tmp_path):
+    """A mark at the beginning of a file, and capitals in its name."""
+    plain = [words.encode(text).ids for text in ("hello there", "you")]
+    rows = b'{"text": "hello there"}\n{"text": "you"}'
+    for name, data in (
+        ("marked.txt", b"\xef\xbb\xbfhello there\r\nyou\r\n"),
+        ("marked.jsonl", b"\xef\xbb\xbf" + rows),
+        ("CAPITALS.JSONL", rows),
+        ("CAPITALS.TXT.GZ", gzip.compress(b"hello there\nyou")),
+    ):
+        (tmp_path / name).write_bytes(data)
+        tokens = Corpus(str(tmp_path / name)).tokens(words, open_store(tmp_path / "store"))
+        assert [ids.tolist() for ids in tokens] == plain, name
+
+
+@pytest.mark.parametrize(
+    ("each", "expected"),
+    [
+        ([[1], ["x"]], ["1", "x"]),
+        ([[], ["x"]], ["x"]),
+        ([["x"], [], [None]], ["x", "null"]),
+        ([[True], [3]], ["true", "3"]),
+        ([[1], [2.5]], [1.0, 2.5]),
+        ([[2**60 + 1, 2.5]], [str(2**60 + 1), "2.5"]),
+        ([[2**60 + 1], [2.5]], [str(2**60 + 1), "2.5"]),
+        ([[2**70]], [str(2**70)]),
+    ],
+)
+def test_labels_of_files_that_differ_in_kind_are_joined_without_loss(words, tmp_path, each, expected):
+    for number, labels in enumerate(each):
+        lines = [json.dumps({"text": "a", "l": label}) for label in labels]
+        (tmp_path / f"{number}.jsonl").write_text("\n".join(lines))
+    about = Corpus(str(tmp_path), labels=["l"]).about(words, open_store(tmp_path / "store"))
+    assert about["l"].values.tolist() == expected
+
+
+def test_a_file_that_grows_keeps_what_was_drawn_of_it(words, tmp_path):
+    """So that what it gains is all there is to compute; and files of one document are drawn one by one."""
+    path, store = tmp_path / "a.txt", open_store(tmp_path / "store")
+    lines = [f"word {n}" for n in range(300)]
+    path.write_text("\n".join(lines[:200]))
+    before = Corpus(str(path), share=0.3, seed=5).tokens(words, store)
+    path.write_text("\n".join(lines))
+    after = Corpus(str(path), share=0.3, seed=5).tokens(words, store)
+    assert after.shared_start(before) == before.n_tokens < after.n_tokens
+    (tmp_path / "each").mkdir()
+    for line in lines[:120]:
+        (tmp_path / "each" / f"{line}.txt").write_text(line)
+    assert 15 < Corpus(str(tmp_path / "each"), share=0.3, seed=5).tokens(words, store).n_prompts < 60
+
+
+def test_documents_are_bounded_however_little_they_unpack_from(words, tmp_path, monkeypatch):
+    monkeypatch.setattr(formats, "LARGEST", 1000)
+    store = open_store(tmp_path / "store")
+    (tmp_path / "a.txt.gz").write_bytes(gzip.compress(b"a" * 100_000))
+    (tmp_path / "a.jsonl").write_bytes(b'"' + b"a" * 2000 + b'"')
+    for name, whole in (("a.txt.gz", False), ("a.txt.gz", True), ("a.jsonl", False)):
+        with pytest.raises(PromptError, match="at most 1000 characters"):
+            Corpus(str(tmp_path / name), whole_files=whole).tokens(words, store)
+
+
+def test_members_of_an_archive_are_those_of_a_sample_once(words, tmp_path):
+    def write(*members):
+        with tarfile.open(tmp_path / "a.tar", "w") as archive:
+            for name, data in members:
+                about = tarfile.TarInfo(name)
+                about.size = len(data)
+                archive.addfile(about, io.BytesIO(data))
+
+    corpus, store = Corpus(str(tmp_path / "a.tar")), open_store(tmp_path / "store")
+    write(("._1.txt", b"\0"), ("1.jpg", b"\xff"), ("1.txt", b"a"), ("../2.txt", b"b"))
+    assert [ids.tolist() for ids in corpus.tokens(words, store)] == [words.encode(text).ids for text in "ab"]
+    write(("1.txt", b"a"), ("1.txt", b"b"))
+    with pytest.raises(PromptError, match=r"1\.txt again"):
+        corpus.tokens(words, store)
+    pa.parquet.write_table(pa.table([["a"], ["b"]], names=["text", "text"]), tmp_path / "a.parquet")
+    with pytest.raises(PromptError, match="one column 'text'"):
+        Corpus(str(tmp_path / "a.parquet")).tokens(words, store)
+
+
+def test_labels_have_names_that_store_and_capture_leave_them(words, tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "a", "resid_post": 1, "token_id": 3}')
+    (tmp_path / "a.txt").write_text("a")
+    path, store = str(tmp_path / "a.jsonl"), open_store(tmp_path / "store")
+    for name in ("../../evil", "a/b", "..", "", "zarr.json", "token_id", "row_size"):
+        with pytest.raises(PromptError, match="names of their own"):
+            Corpus(path, labels=[name])
+    with pytest.raises(PromptError, match="'resid_post', which is captured"):
+        capture("specimen", Corpus(path, labels=["resid_post"]), HOOKS, store=store, progress=False)
+    with pytest.raises(PromptError, match="columns for 'l', found text"):
+        Corpus(str(tmp_path / "a.txt"), labels=["l"]).tokens(words, store)
 
 
 def test_settings_that_make_no_sense_are_refused(words, tmp_path):
