@@ -13,13 +13,14 @@ export PIP_BUILD_CONSTRAINT := $(CURDIR)/constraints.txt
 # Compiled modules are kept even where the environment says otherwise: tests start hundreds of processes.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo docs gallery notebooks check test lint format typecheck bench families clean
+.PHONY: help demo docs gallery notebooks check test wide lint format typecheck bench families clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make demo       the main job on the built-in model, offline"
 	@echo "make check      lint, type check and the tests of what changed: for daily work"
-	@echo "make test       lint, type check and all tests"
+	@echo "make test       lint, type check and the tests"
+	@echo "make wide       further tests: CI runs them after those"
 	@echo "make docs       the pages of docs/ as a site in build/site, offline"
 	@echo "make gallery    every workflow at its defaults, reports linked from build/gallery/index.html"
 	@echo "make notebooks  the tutorial as docs/notebooks, from its pages"
@@ -51,7 +52,11 @@ check: lint typecheck
 
 # A worker per core; tests of one file stay together, as they share what is slow to set up.
 test: lint typecheck
-	$(BIN)/pytest -n logical --dist loadfile
+	$(BIN)/pytest -n logical --dist loadfile -m "not slow and not wide and not network and not gpu"
+
+# What `test` leaves to CI and to `check`.
+wide: $(VENV)/installed-test
+	$(BIN)/pytest -n logical --dist loadfile -m "wide and not slow and not network and not gpu"
 
 lint: $(VENV)/installed-test
 	$(BIN)/ruff check .

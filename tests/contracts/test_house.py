@@ -494,7 +494,8 @@ def test_the_citation_is_of_this_version():
 
 
 def test_ci_runs_the_test_command_of_the_readme():
-    assert "make test" in (ROOT / ".ci" / "run").read_text()
+    ci = (ROOT / ".ci" / "run").read_text()
+    assert "make test" in ci and "make wide" in ci
     assert re.search(r"^\s*make test\b", (ROOT / "README.md").read_text(), re.MULTILINE)
 
 

@@ -27,6 +27,8 @@ from mizarr.workflows import WORKFLOWS, compute, kind_of
 from mizarr.workflows.cli.group import cli
 from mizarr.workflows.replications import REPLICATIONS
 
+pytestmark = pytest.mark.wide
+
 ROOT = Path(mizarr.__file__).parent
 DOCUMENT = ROOT / "docs" / "seed.md"
 SHARED = ROOT / ".." / "shared"

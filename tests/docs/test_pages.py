@@ -10,6 +10,8 @@ import pytest
 import mizarr
 from tests.docs.pages import Block, blocks, difference, is_close, matches, run_block
 
+pytestmark = pytest.mark.wide
+
 ROOT = Path(mizarr.__file__).parent
 GENERATED = ("reference/api/", "reference/cards/", "reference/settings.md", "changelog.md")
 PAGES = [

@@ -17,6 +17,8 @@ import pytest
 import mizarr
 from mizarr.workflows.replications import GEMMA, LLAMA, REPLICATIONS, STARCODER, Path as Place, PrintedNumber
 
+pytestmark = pytest.mark.wide
+
 REVISION = "main"
 FILES = Path(__file__).parents[2] / ".." / "shared" / "reference" / "published"
 

@@ -27,6 +27,8 @@ from mizarr.workflows.cli import run
 
 from .forward.random_models import save_random_model
 
+pytestmark = pytest.mark.wide
+
 HOOKS = "blocks.*.hook_resid_post"
 SIZED = ["--memory", "128KB"]
 """Segments of 64 tokens, about a hundred of them."""

@@ -115,6 +115,7 @@ def test_an_unknown_name_is_one_line_with_the_nearest_and_exit_code_2(capsys):
     assert "did you mean 'logit_lens'?" in capsys.readouterr().err
 
 
+@pytest.mark.wide
 def test_the_whole_table_never_imports_torch(used):
     program = """
 from mizarr.workflows.usage import uses

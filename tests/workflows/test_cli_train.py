@@ -16,6 +16,8 @@ from mizarr.stages.features.crosscoder import Crosscoder
 from mizarr.stages.features.dictionary import Dictionary
 from mizarr.workflows.cli import run
 
+pytestmark = pytest.mark.wide
+
 SETTINGS = (
     "features=24",
     "k=4",

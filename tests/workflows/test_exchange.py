@@ -535,6 +535,7 @@ print({PEAK})
 """
 
 
+@pytest.mark.wide
 def test_memory_does_not_grow_with_the_file(tmp_path):
     """Of a file 224 MiB larger no more shows than what is written at once, here 16 MiB, and some slack."""
     peaks = []

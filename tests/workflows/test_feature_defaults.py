@@ -8,6 +8,8 @@ import pytest
 
 from mizarr.workflows import compute
 
+pytestmark = pytest.mark.wide
+
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Path:

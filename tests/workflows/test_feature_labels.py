@@ -15,6 +15,8 @@ from mizarr.stages.logits.lens import format_token
 from mizarr.workflows import compute
 from mizarr.workflows.material.feature_labels import FeatureLabels
 
+pytestmark = pytest.mark.wide
+
 ONE, TWO = FeatureId(0, 3), FeatureId(1, 4)
 
 

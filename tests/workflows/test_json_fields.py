@@ -17,6 +17,8 @@ import pytest
 
 from mizarr.workflows import compute
 
+pytestmark = pytest.mark.wide
+
 HELD = json.loads(Path(__file__).with_suffix(".json").with_stem("json_fields").read_text("utf-8"))
 PROMPT, OTHER = (f"The mother tongue of {name} is" for name in ("John Calvin", "John Calvan"))
 FEW: dict[str, Any] = {"controls": 2}

@@ -14,6 +14,8 @@ import pytest
 from mizarr.workflows import compute
 from tests.torch_free import without_torch
 
+pytestmark = pytest.mark.wide
+
 PROGRAM = """
 from mizarr.workflows import compute
 every = [compute(sys.argv[1], store=sys.argv[2], **given) for given in json.loads(sys.argv[3])]

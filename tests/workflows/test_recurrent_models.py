@@ -24,6 +24,8 @@ from tests.stages.forward.random_hybrids import save_random_hybrid
 from tests.stages.forward.random_rwkv import draw_config, draw_tensors
 from tests.stages.forward.toy_rwkv6 import CONFIG, SPECIMEN, memory, one_write, save
 
+pytestmark = pytest.mark.wide
+
 PROMPT, OTHER, LONGER = (
     f"The mother tongue of {name} is"
     for name in ("Danielle Darrieux", "Alberto Giacometti", "Louis Antoine de Bougainville")

@@ -21,7 +21,7 @@ from mizarr.workflows.views import Heatmap, Line, Lines, paper
 from mizarr.workflows.workflow import Workflow
 from tests.browser import Opened, chromium, opened
 
-pytestmark = pytest.mark.browser
+pytestmark = [pytest.mark.browser, pytest.mark.wide]
 
 HOSTILE = "</script><script>window.hacked = 1</script><img src=x onerror='window.hacked = 2'> \"&amp;"
 ASKED: dict[str, dict[str, Any]] = {

@@ -36,6 +36,8 @@ from tests.stages.graph.random_transcoders import save_random_transcoders
 from tests.stages.graph.reference import CIRCUITS, arrays, edge_mask, meta, needs_reference
 from tests.torch_free import without_torch
 
+pytestmark = pytest.mark.wide
+
 HOSTILE = "</script><img src=x onerror='window.hacked = 1'>"
 WORDS = [" the", " of", " Paris", HOSTILE, "\n", " wrote", " river", " stone"]
 THRESHOLDS = [(0.8, 0.98), (0.5, 0.9), (1.0, 1.0), (0.3, 0.5), (0.95, 0.7), (0.0, 0.0)]

@@ -26,6 +26,8 @@ from mizarr.workflows.cli import run
 from tests.stages.algzoo.reference import file_of, needs_reference, random_rnn, told
 from tests.torch_free import without_torch
 
+pytestmark = pytest.mark.wide
+
 QUICK: dict[str, Any] = {
     "samples": 2000,
     "analysed": 300,

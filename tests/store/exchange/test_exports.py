@@ -533,6 +533,7 @@ def corpora(tmp_path_factory):
 @pytest.mark.parametrize(
     ("suffix", "layout"), [*((suffix, "long") for suffix in SUFFIXES), (".parquet", "wide")]
 )
+@pytest.mark.wide
 def test_memory_does_not_grow_with_the_corpus(corpora, suffix, layout):
     """224 MiB more of states take no more than the 12 MiB of mapped shards that reading is let keep here, and
     three blocks."""

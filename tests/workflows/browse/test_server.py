@@ -28,6 +28,8 @@ from tests.browser import chromium
 from tests.torch_free import without_torch
 from tests.workflows.browse.conftest import HIDDEN, LAYERS, random_tokens, spec
 
+pytestmark = pytest.mark.wide
+
 CODE = "import sys; from mizarr.workflows.cli import main; main(sys.argv[1:])"
 
 NAMELESS = "each => !(each.textContent.trim() || each.getAttribute('aria-label') || each.labels?.length)"

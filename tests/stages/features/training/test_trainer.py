@@ -61,6 +61,7 @@ def exported(training, folder):
 @pytest.mark.parametrize(
     "seed", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)]
 )
+@pytest.mark.wide
 def test_known_directions_are_recovered(stored, made_of_directions, tmp_path, seed):
     """256 directions in 64 dimensions, four at a time: the setting of the sanity check."""
     known, rows = made_of_directions(seed, rows=65_536, width=64, directions=256, active=4)

@@ -462,6 +462,7 @@ print({peak})
 """
 
 
+@pytest.mark.wide
 def test_peak_memory_does_not_grow_with_the_corpus(folder, tmp_path):
     """Eight times the corpus, stored in more than 150 MB, in the same memory."""
 
