@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Self
 from ..store.errors import MizarrError, PlanError, StageError
 from .clusters import ClusterClient, local_workers
 from .clusters.client import Submitted
-from .progress import Bar as Progressing, Progress
+from .progress import Bar, Progress
 
 if TYPE_CHECKING:
     from ..store import Store
@@ -47,7 +47,7 @@ class Group:
     cells: tuple[Selection, ...]
 
 
-Bar = Selection | Cell | Group
+Task = Selection | Cell | Group
 """What one task computes."""
 Work = Callable[[Any, Any, Any], None]
 """work(job, store, cell): compute and publish one cell. Job and cell travel to workers: names, no arrays."""
@@ -96,7 +96,7 @@ class Context:
         work: Work,
         job: Any,
         store: Store,
-        cells: Sequence[Bar],
+        cells: Sequence[Task],
         *,
         peak: int = 0,
         needs: str = "",
@@ -121,8 +121,8 @@ class Context:
         work: Work,
         job: Any,
         store: Store,
-        cells: Sequence[Bar],
-        progress: Progressing,
+        cells: Sequence[Task],
+        progress: Bar,
         peak: int,
     ) -> None:
         from concurrent.futures import ThreadPoolExecutor
@@ -147,8 +147,8 @@ class Context:
         work: Work,
         job: Any,
         store: Store,
-        cells: Sequence[Bar],
-        progress: Progressing,
+        cells: Sequence[Task],
+        progress: Bar,
         peak: int,
         needs: str,
     ) -> None:
@@ -179,7 +179,7 @@ class Context:
         self._held.close()
 
 
-def run_one(work: Work, job: Any, store: Store, cell: Bar) -> None:
+def run_one(work: Work, job: Any, store: Store, cell: Task) -> None:
     """One cell; whatever goes wrong is told with the names of job and cell."""
     try:
         work(job, store, cell)
@@ -191,17 +191,17 @@ def run_one(work: Work, job: Any, store: Store, cell: Bar) -> None:
         raise StageError(f"{told}: {type(error).__name__}: {error}") from error
 
 
-def _task_name(job: Any, cell: Bar, number: int) -> str:
+def _task_name(job: Any, cell: Task, number: int) -> str:
     """Name of a task: by its key, so that two clients of one cluster share it; else one of a kind."""
     return f"{job.name}-{cell.key.digest if isinstance(cell, Cell) else f'{number}-{uuid.uuid4().hex}'}"
 
 
-def _size(cell: Bar) -> int:
+def _size(cell: Task) -> int:
     """How many cells a task computes."""
     return len(cell.cells) if isinstance(cell, Group) else 1
 
 
-def selection_of(cell: Bar) -> Selection:
+def selection_of(cell: Task) -> Selection:
     """The labels of a cell, for messages; of a group those of its first and last."""
     if isinstance(cell, Cell):
         return cell.selection

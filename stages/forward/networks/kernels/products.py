@@ -58,13 +58,13 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return alone if bias is None else alone + bias
     # Of rows that do not adjoin torch makes a product for each prompt.
     x = x.contiguous()
-    return _in_full_blocks(x, weight, bias) if _is_split(x, weight) else F.linear(x, weight, bias)
+    return _in_full_blocks(x, weight, bias) if _is_chosen_by_size(x) else F.linear(x, weight, bias)
 
 
 def each_product(x: Tensor, y: Tensor) -> Tensor:
     """Matrices x [n, row, in] with matrices y [n, in, column], [n, row, column]: as `product`, the same on
     any number of threads, which share one matrix where there are few."""
-    if x.device.type != "cpu" or x.dtype != torch.float32 or torch.is_grad_enabled():
+    if not _is_chosen_by_size(x):
         return torch.bmm(x, y)
     rows, columns = x.shape[1], y.shape[2]
     more_rows, more_columns = _to_whole(rows, _ROWS), _to_whole(columns, _COLUMNS)
@@ -79,31 +79,25 @@ def _to_whole(count: int, block: int) -> int:
     return -count % block if _COLUMNS < count < _SPLIT else 0
 
 
-def _is_split(x: Tensor, weight: Tensor) -> bool:
-    """Whether some number of threads would leave one with a piece of a block, which kernels of their own sum
-    in another order: a few rows, or a few columns; or rows begin where such a kernel for few columns sums by
-    where they begin. It is asked of the sizes alone, so that all numbers of threads multiply alike."""
-    if x.device.type != "cpu" or x.dtype != torch.float32 or torch.is_grad_enabled():
-        return False
-    rows = x.numel() // max(x.shape[-1], 1)
-    return rows > 1 and any(_missing(rows, weight))
-
-
-def _missing(rows: int, weight: Tensor) -> tuple[int, int, int]:
-    """Rows, columns and width to whole blocks."""
-    columns, width = weight.shape
-    return (
-        -rows % _ROWS if rows < _SPLIT else 0,
-        _to_whole(columns, _COLUMNS),
-        -width % _ALIGNED if columns < _COLUMNS else 0,
-    )
+def _is_chosen_by_size(x: Tensor) -> bool:
+    """Whether a library chooses the kernel, and with it the order of a sum, by sizes and threads."""
+    return x.device.type == "cpu" and x.dtype == torch.float32 and not torch.is_grad_enabled()
 
 
 def _in_full_blocks(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """The product with zeros to whole blocks of rows and columns, which are dropped, and whole widths."""
+    """The product with zeros to whole blocks of rows and columns, which are dropped, and whole widths.
+
+    Some number of threads would leave one with a piece of a block, which kernels of their own sum in another
+    order: a few rows, or a few columns; and a kernel for few columns sums a row by where it begins. It is
+    asked of the sizes alone, so that all numbers of threads multiply alike.
+    """
+    rows, (columns, width) = x.numel() // max(x.shape[-1], 1), weight.shape
+    more_rows = -rows % _ROWS if rows < _SPLIT else 0
+    more_columns = _to_whole(columns, _COLUMNS)
+    wider = -width % _ALIGNED if columns < _COLUMNS else 0
+    if rows < 2 or not (more_rows or more_columns or wider):
+        return F.linear(x, weight, bias)
     flat = x.flatten(0, -2)
-    rows, columns = flat.shape[0], weight.shape[0]
-    more_rows, more_columns, wider = _missing(rows, weight)
     weight = F.pad(weight, (0, wider, 0, more_columns)) if more_columns or wider else weight
     bias = F.pad(bias, (0, more_columns)) if more_columns and bias is not None else bias
     made = F.linear(F.pad(flat, (0, wider, 0, more_rows)) if more_rows or wider else flat, weight, bias)
@@ -112,7 +106,7 @@ def _in_full_blocks(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _wants_onednn(x: Tensor, weight: Tensor) -> bool:
-    if x.device.type != "cpu" or not x.dtype == weight.dtype == torch.float32 or torch.is_grad_enabled():
+    if not _is_chosen_by_size(x) or weight.dtype != torch.float32:
         return False
     if x.dim() < 3:  # rows of several prompts, as many as it happens to be
         return False

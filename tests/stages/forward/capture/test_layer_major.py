@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections import Counter
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import numpy as np
@@ -67,6 +68,22 @@ def prompts():
 @pytest.fixture
 def stores(tmp_path):
     return [mizarr.open_store(tmp_path / name, durability="process") for name in ("batch", "layer")]
+
+
+@contextmanager
+def interrupted_at_layer(layer):
+    """As by Ctrl-C when this layer, or the head behind the last, is about to be gone through."""
+    through = layer_major._Way.through
+
+    def interrupted(way, courses, group):
+        if group[0] == layer:
+            raise KeyboardInterrupt
+        through(way, courses, group)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(layer_major._Way, "through", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            yield
 
 
 def one_layer_at_a_time(folder, **options):
@@ -144,24 +161,16 @@ def test_the_head_is_read_once_for_logits_and_refused_before_anything_else(
     assert not fewer.streamed.window.reads
 
 
-def test_logits_that_are_added_begin_where_the_layers_ended(tmp_path, prompts, stores, monkeypatch):
+def test_logits_that_are_added_begin_where_the_layers_ended(tmp_path, prompts, stores):
     """What was killed before the head: the spool behind the last layer stands."""
     save_random_model(tmp_path / "m", "llama", 2, num_hidden_layers=3, tie_word_embeddings=False)
     sizes = bytes_of(Model.from_pretrained(tmp_path / "m").config, 4)
     spec = STREAMS.capture("hook_logits", reduce="logsumexp")
     capture(tmp_path / "m", prompts, spec, stores[0], order="batch")
     room = sizes.always + max(sizes.units.values())
-    real, few = layer_major._Way.through, Model.from_pretrained(tmp_path / "m", max_memory=room)
-
-    def killed(self, courses, group):
-        if group[0] == 3:
-            raise KeyboardInterrupt
-        real(self, courses, group)
-
-    monkeypatch.setattr(layer_major._Way, "through", killed)
-    with pytest.raises(KeyboardInterrupt):
+    few = Model.from_pretrained(tmp_path / "m", max_memory=room)
+    with interrupted_at_layer(3):
         capture(few, prompts, spec, stores[1])
-    monkeypatch.undo()
     again = Model.from_pretrained(tmp_path / "m", max_memory=room)
     capture(again, prompts, spec, stores[1])
     assert contents(stores[0]) == contents(stores[1])
@@ -317,17 +326,8 @@ def test_an_interrupted_harvest_goes_on_from_what_is_spooled_and_a_torn_one_from
     save_random_model(tmp_path / "m", "llama", 2, num_hidden_layers=4)
     capture(tmp_path / "m", prompts, "blocks.*.hook_resid_*", stores[0], order="batch")
     few = one_layer_at_a_time(tmp_path / "m")
-    through = layer_major._Way.through
-
-    def interrupted(way, courses, group):
-        if group[0] == 3:
-            raise KeyboardInterrupt
-        through(way, courses, group)
-
-    monkeypatch.setattr(layer_major._Way, "through", interrupted)
-    with pytest.raises(KeyboardInterrupt):
+    with interrupted_at_layer(3):
         capture(few, prompts, "blocks.*.hook_resid_*", stores[1])
-    monkeypatch.undo()
     spooled = sorted(stores[1].path.rglob("*.spool"))
     assert {path.name.split(".")[2] for path in spooled} == {"3"} and len(spooled) == 2
     data = bytearray(spooled[0].read_bytes())
