@@ -100,7 +100,8 @@ class Catalog:
 
     def pins(self) -> dict[str, str]:
         """Key by pin name."""
-        texts = {name: self.files.get(name) for name in sorted(self.files.list("pins"))}
+        names = sorted(f"pins/{name}" for name in self.files.children("pins"))
+        texts = {name: self.files.get(name) for name in names}
         return {
             Path(name).stem: str(unsealed(name, text, PIN)["key"])
             for name, text in texts.items()

@@ -17,6 +17,7 @@ import hashlib
 import json
 import math
 from collections.abc import Mapping
+from io import BufferedIOBase, RawIOBase
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +66,12 @@ def array_digest(array: npt.NDArray[Any]) -> str:
 def file_digest(path: Path) -> str:
     """`sha256:<hex>` of a file's bytes, read in blocks."""
     with path.open("rb") as file:
-        return f"sha256:{hashlib.file_digest(file, 'sha256').hexdigest()}"
+        return open_file_digest(file)
+
+
+def open_file_digest(file: BufferedIOBase | RawIOBase) -> str:
+    """`sha256:<hex>` of the bytes of a file that is open, from where it is on."""
+    return f"sha256:{hashlib.file_digest(file, 'sha256').hexdigest()}"
 
 
 def _plain(value: Any) -> Any:

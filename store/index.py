@@ -93,6 +93,8 @@ class _Cache:
         self._connection = None
         if self._path is None:
             db = sqlite3.connect(":memory:", check_same_thread=False)
+        elif self._path.exists() and not self._path.is_file():
+            return None  # SQLite waits for whoever writes into a pipe
         elif self._read_only:
             if not self._path.exists():
                 return None
@@ -147,7 +149,9 @@ class StoreIndex(_Cache):
                 marks = ",".join("?" * len(part))
                 query = f"SELECT data, prompt, row FROM prompts WHERE family = ? AND prompt IN ({marks})"
                 for data, prompt, row in db.execute(query, (family, *part)):
-                    found.setdefault(data, {})[prompt] = row
+                    # It may hold anything.
+                    if isinstance(data, str) and data.isprintable() and isinstance(row, int):
+                        found.setdefault(data, {})[prompt] = row
             return found
 
         return self._read(read, {})
@@ -162,7 +166,10 @@ class StoreIndex(_Cache):
 
     def last_used(self) -> dict[str, float]:
         """Seconds since the epoch of the last noted use, by data folder."""
-        return self._read(lambda db: dict(db.execute("SELECT data, at FROM uses").fetchall()), {})
+        nothing: list[tuple[str, object]] = []
+        now, query = time.time(), "SELECT data, at FROM uses"
+        uses = self._read(lambda db: db.execute(query).fetchall(), nothing)
+        return {data: min(at, now) for data, at in uses if isinstance(at, float)}
 
     def forget(self, data: str) -> None:
         """Drop all that is known about the folder `data`."""

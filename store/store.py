@@ -457,31 +457,34 @@ def _group_attributes(attrs: Mapping[str, Any]) -> dict[str, Any]:
     return {"coordinates": " ".join(NAMES), **{k: v for k, v in attrs.items() if k in _TOKENS}}
 
 
+def _description(files: Folder) -> bytes:
+    """The text of `store.json`, made where there is none and that is allowed."""
+    if (text := files.get("store.json")) is not None:
+        return text
+    if files.read_only:
+        raise StoreFormatError(f"expected a store in {files.address}, found no store.json; check the path")
+    # Hidden names are ignored: they may be another process's store.json on its way.
+    other = list(files.children(""))
+    if other and "store.json" not in other:
+        raise StoreFormatError(
+            f"expected a store or an empty folder at {files.address}, found {len(other)} other things "
+            f"({', '.join(sorted(other)[:3])}); name a new folder"
+        )
+    files.put_new("store.json", sealed({"format": FORMAT, "digest": "sha256", "created": now()}))
+    return files.get("store.json") or b""
+
+
 def _check_format(files: Folder) -> None:
     """Make sure the folder is a store of a format we read, creating it where that is allowed."""
-    text = files.get("store.json")
-    if text is None:
-        if files.read_only:
-            raise StoreFormatError(
-                f"expected a store in {files.address}, found no store.json; check the path"
-            )
-        # Hidden names are ignored: they may be another process's store.json on its way.
-        other = list(files.children(""))
-        if other and "store.json" not in other:
-            raise StoreFormatError(
-                f"expected a store or an empty folder at {files.address}, found {len(other)} other things "
-                f"({', '.join(sorted(other)[:3])}); name a new folder"
-            )
-        files.put_new("store.json", sealed({"format": FORMAT, "digest": "sha256", "created": now()}))
-        text = files.get("store.json") or b""
     try:
+        text = _description(files)
         # A newer format may describe itself with more: its number is all that counts.
         found = int(read_json(text)["format"])
         if is_sealed(text) or found <= FORMAT:
             unsealed("store.json", text, read_json(text))
     except (ValueError, KeyError, TypeError, OverflowError, CorruptEntry) as error:
         raise StoreFormatError(
-            f"{files.where('store.json')} is not the description of a store ({error}); "
+            f"{files.where('store.json')} is not the description of a store ({_before_advice(error)}); "
             'name another folder, or restore the file: {"format": 1, "digest": "sha256"}'
         ) from error
     if found > FORMAT:
@@ -489,3 +492,8 @@ def _check_format(files: Folder) -> None:
             f"expected a store of format {FORMAT} or older, found format {found} in {files.address}; "
             "it was written by a newer mizarr: upgrade (pip install -U mizarr), or use another folder"
         )
+
+
+def _before_advice(error: Exception) -> str:
+    """What was expected and found; a store that cannot be opened cannot be mended from within."""
+    return str(error).partition("; ")[0]

@@ -134,6 +134,13 @@ class Folder(ABC):
     def walk(self, folder: str) -> Iterator[tuple[str, Stat]]:
         """All files below a folder, temporary ones as well, relative to the root."""
 
+    def strangers(self, folder: str) -> Iterator[tuple[str, str]]:
+        """What lies below a folder where files should, and is none: names, each with what it is.
+
+        Nothing where there are names only.
+        """
+        return iter(())
+
     # -- writing
 
     def put_new(self, name: str, data: bytes) -> bool:

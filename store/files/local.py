@@ -18,14 +18,16 @@ import mmap
 import os
 import secrets
 import shutil
+import stat
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
+from io import FileIO
 from pathlib import Path
 
-from ..digest import Buffer, file_digest
+from ..digest import Buffer, file_digest, open_file_digest
 from ..errors import REPAIR, CorruptEntry, ReadOnlyStore, StoreError, StoreFull
 from .folder import THREADS, Folder, Measured, room_at
 from .mapped import Mapped
@@ -38,6 +40,20 @@ _WORTH_AN_EARLY_START = 1 << 20  # bytes; the sync of smaller files is all the d
 _AT_ONCE = 64  # parts per call; every system takes that many
 _OPEN = 128  # files open at once
 _UNNAMED = 1 << 28  # bytes of files that wait for their names together
+_NO_WAIT = getattr(os, "O_NONBLOCK", 0)  # a pipe without a writer would else keep who opens it
+_ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
+"""What the system says of what is not there; of links in a circle as well."""
+_NO_FILE = (errno.ENXIO, errno.EIO)
+"""What it says of a socket, and of what cannot be read."""
+_KINDS = {
+    stat.S_IFDIR: "a folder",
+    stat.S_IFIFO: "a pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
+_NOWHERE = "a link that leads nowhere"
+_NAMED_AS_FILES = (".json", ".claim")
 
 
 @dataclass(frozen=True)
@@ -69,39 +85,46 @@ class LocalFolder(Folder):
         return self.root / "index.sqlite"
 
     def now(self) -> float:
-        """This machine's clock."""
+        """The clock of whoever stamps files here, which of a network disk is another machine's: read off one
+        that was just made. This machine's where none may be."""
+        if not self.read_only:
+            probe = self.path(f"leases/.clock-{secrets.token_hex(4)}")
+            with suppress(OSError):
+                try:
+                    probe.parent.mkdir(exist_ok=True)
+                    os.close(os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644))
+                    return probe.stat().st_mtime
+                finally:
+                    probe.unlink(missing_ok=True)
         return time.time()
 
     def get(self, name: str) -> bytes | None:
         """The bytes of a file; None when there is none."""
         try:
-            # Not through Path: half of the time in which a harvest reads ten thousand records.
-            with open(f"{self.root}/{name}", "rb", buffering=0) as file:  # noqa: PTH123
+            with self._reading(name) as file:
                 return file.read()
         except (FileNotFoundError, NotADirectoryError):
             return None
-        except IsADirectoryError:
-            raise self._is_a_folder(name) from None
 
     def get_range(self, name: str, start: int, stop: int | None) -> bytes | None:
         """Bytes of a file from `start` to `stop`, as a slice takes them; None when there is none."""
         try:
-            with self.path(name).open("rb") as file:
+            with self._reading(name) as file:
                 end = os.fstat(file.fileno()).st_size
                 first, last, _ = slice(start, stop).indices(end)
                 file.seek(first)
                 return file.read(max(0, last - first))
         except (FileNotFoundError, NotADirectoryError):
             return None
-        except IsADirectoryError:
-            raise self._is_a_folder(name) from None
 
     def stat(self, name: str) -> Stat | None:
         """What the system says of a file, or of a folder; None when there is none."""
         try:
             return Stat.of(os.stat(f"{self.root}/{name}"))  # noqa: PTH116 - asked for at every read
-        except (FileNotFoundError, NotADirectoryError):
-            return None
+        except OSError as error:
+            if error.errno in _ABSENT:
+                return None
+            raise self._refused(name, error) from error
 
     def folder_stat(self, folder: str) -> Stat | None:
         """What the system says of a folder."""
@@ -110,28 +133,65 @@ class LocalFolder(Folder):
     def size(self, name: str) -> int | None:
         """Bytes of a file; None when there is none."""
         try:
-            return os.stat(f"{self.root}/{name}").st_size  # noqa: PTH116 - of every file of a result
-        except (FileNotFoundError, NotADirectoryError):
-            return None
+            found = os.stat(f"{self.root}/{name}")  # noqa: PTH116 - of every file of a result
+        except OSError as error:
+            if error.errno in _ABSENT:
+                return None
+            raise self._refused(name, error) from error
+        if not stat.S_ISREG(found.st_mode):
+            raise self._no_file(name, found)
+        return found.st_size
 
     def measure(self, name: str) -> tuple[int, str]:
         """Size in bytes and "sha256:…" of a file; FileNotFoundError when there is none."""
-        path = self.path(name)
-        return path.stat().st_size, file_digest(path)
+        with self._reading(name) as file:
+            return os.fstat(file.fileno()).st_size, open_file_digest(file)
 
     def mapped(self, name: str) -> Mapped:
         """A file as memory; FileNotFoundError when there is none."""
-        try:
-            with self.path(name).open("rb") as file:
-                size = os.fstat(file.fileno()).st_size
-                # An empty file cannot be mapped; a byte that is not read stands for it.
-                held = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if size else mmap.mmap(-1, 1)
-        except IsADirectoryError:
-            raise self._is_a_folder(name) from None
+        with self._reading(name) as file:
+            size = os.fstat(file.fileno()).st_size
+            # An empty file cannot be mapped; a byte that is not read stands for it.
+            held = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if size else mmap.mmap(-1, 1)
         return Mapped(held, size, self.where(name))
 
-    def _is_a_folder(self, name: str) -> CorruptEntry:
-        return CorruptEntry(f"{self.where(name)}: expected a file, found a folder; {REPAIR}")
+    @contextmanager
+    def _reading(self, name: str) -> Iterator[FileIO]:
+        """A file, open; FileNotFoundError, and CorruptEntry for what is none, without waiting for it."""
+        try:
+            # Not through Path: half of the time in which a harvest reads ten thousand records.
+            with open(f"{self.root}/{name}", "rb", buffering=0, opener=_unwaiting) as file:
+                found = os.fstat(file.fileno())
+                if not stat.S_ISREG(found.st_mode):
+                    raise self._no_file(name, found)
+                yield file
+        except (StoreError, FileNotFoundError, NotADirectoryError):
+            raise
+        except OSError as error:
+            raise self._refused(name, error) from error
+
+    def _no_file(self, name: str, found: os.stat_result) -> CorruptEntry:
+        return self._not_a_file(name, _KINDS.get(stat.S_IFMT(found.st_mode), "something else"))
+
+    def _not_a_file(self, name: str, found: str) -> CorruptEntry:
+        return CorruptEntry(
+            f"{self.where(name)}: expected a file, found {found}; move that away, or {REPAIR}"
+        )
+
+    def _refused(self, name: str, error: OSError) -> OSError:
+        """The store's word for what the system said while `name` was read; other errors as they are."""
+        if error.errno == errno.ELOOP:
+            return FileNotFoundError(errno.ENOENT, error.strerror, self.where(name))
+        if isinstance(error, IsADirectoryError):
+            return self._not_a_file(name, "a folder")
+        if error.errno in _NO_FILE:
+            return self._not_a_file(name, f"what cannot be read ({error.strerror})")
+        if isinstance(error, PermissionError):
+            return StoreError(
+                f"{self.where(name)}: expected a file that this user may read, found {error.strerror!r}; "
+                "have its owner allow it (chmod)"
+            )
+        return error
 
     def zarr(self, folder: str) -> Path:
         """The path of a group or an array."""
@@ -204,41 +264,48 @@ class LocalFolder(Folder):
 
     def stamps(self, folder: str) -> Iterator[tuple[str, Stat]]:
         """Names of what lies directly in a folder, each with what the system says of it."""
-        with suppress(FileNotFoundError, NotADirectoryError), os.scandir(self.path(folder)) as found:
+        with suppress(FileNotFoundError, NotADirectoryError), self._scanned(folder) as found:
             for item in found:
-                if not item.name.startswith("."):
-                    with suppress(FileNotFoundError):
-                        yield item.name, Stat.of(item.stat())
+                if not item.name.startswith(".") and (known := self._stat_of(f"{folder}/{item.name}", item)):
+                    yield item.name, known
 
     def children(self, folder: str) -> Iterator[str]:
         """Names of what lies directly in a folder, without the folder's; temporary ones left out."""
-        try:
-            with os.scandir(self.path(folder)) as found:
-                yield from (item.name for item in found if not item.name.startswith("."))
-        except (FileNotFoundError, NotADirectoryError):
-            return
+        with suppress(FileNotFoundError, NotADirectoryError), self._scanned(folder) as found:
+            yield from (item.name for item in found if not item.name.startswith("."))
 
     def subfolders(self, folder: str) -> Iterator[str]:
         """Names of the folders directly in a folder, without the folder's; temporary ones left out."""
-        with suppress(FileNotFoundError, NotADirectoryError), os.scandir(self.path(folder)) as found:
+        with suppress(FileNotFoundError, NotADirectoryError), self._scanned(folder) as found:
             yield from (item.name for item in found if item.is_dir() and not item.name.startswith("."))
 
     def list(self, folder: str) -> Iterator[str]:
         """Names of all files below a folder, relative to the root; temporary ones (leading dot) left out."""
-        for top, _, files in os.walk(self.path(folder)):
+        for top, _, files in os.walk(self.path(folder), onerror=self._told):
             base = Path(top).relative_to(self.root)
             yield from (str(base / file) for file in files if not file.startswith("."))
 
     def walk(self, folder: str) -> Iterator[tuple[str, Stat]]:
         """All files below a folder, temporary ones as well, relative to the root."""
-        with suppress(FileNotFoundError, NotADirectoryError), os.scandir(self.path(folder)) as found:
+        with suppress(FileNotFoundError, NotADirectoryError), self._scanned(folder) as found:
             for item in found:
                 name = f"{folder}/{item.name}" if folder else item.name
                 if item.is_dir(follow_symlinks=False):
                     yield from self.walk(name)
-                else:
-                    with suppress(FileNotFoundError):
-                        yield name, Stat.of(item.stat())
+                elif (known := self._stat_of(name, item)) is not None:
+                    yield name, known
+
+    def strangers(self, folder: str) -> Iterator[tuple[str, str]]:
+        """See `Folder`: links that lead nowhere, pipes and the like, and folders named as files."""
+        with suppress(FileNotFoundError, NotADirectoryError), self._scanned(folder) as found:
+            for item in found:
+                name = f"{folder}/{item.name}"
+                if item.name.startswith(".") or item.is_file(follow_symlinks=False):
+                    continue
+                if (what := _kind(item)) is not None:
+                    yield name, what
+                elif item.is_dir(follow_symlinks=False):
+                    yield from self.strangers(name)
 
     def mark(self, name: str, data: bytes) -> bool:
         """Create a small file that need not outlive a power cut; False when it is there already."""
@@ -248,6 +315,8 @@ class LocalFolder(Folder):
             try:
                 handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
             except FileExistsError:
+                if _leads_nowhere(path):  # or whoever waits for it waits for ever
+                    path.unlink(missing_ok=True)
                 return False
             try:
                 os.write(handle, data)
@@ -292,15 +361,17 @@ class LocalFolder(Folder):
 
     def move(self, source: str, target: str) -> None:
         """Give a file, or a folder with all in it, another name, if it is there."""
-        if self.path(source).exists():
+        if os.path.lexists(self.path(source)):
             with self.writing(source):
                 self.path(target).parent.mkdir(parents=True, exist_ok=True)
                 self.path(source).rename(self.path(target))
 
     def delete(self, name: str) -> None:
-        """Remove a file if it is there."""
+        """Remove a file if it is there; a folder stays."""
+        path = self.path(name)
         with self.writing(name):
-            self.path(name).unlink(missing_ok=True)
+            if path.is_symlink() or not path.is_dir():
+                path.unlink(missing_ok=True)
 
     def remove_tree(self, folder: str) -> None:
         """Remove a folder and all below it, if it is there; what cannot be removed stays for gc."""
@@ -313,6 +384,29 @@ class LocalFolder(Folder):
         with suppress(OSError):
             path.rename(dying)
         shutil.rmtree(dying if dying.exists() else path, ignore_errors=True)
+
+    @contextmanager
+    def _scanned(self, folder: str) -> Iterator[Iterator[os.DirEntry[str]]]:
+        """What lies directly in a folder."""
+        try:
+            with os.scandir(self.path(folder)) as found:
+                yield found
+        except PermissionError as error:
+            raise self._refused(folder, error) from error
+
+    def _told(self, error: OSError) -> None:
+        """Of a folder that cannot be listed; one that is none, or went meanwhile, has nothing in it."""
+        if not isinstance(error, FileNotFoundError | NotADirectoryError):
+            raise self._refused(str(Path(error.filename).relative_to(self.root)), error) from error
+
+    def _stat_of(self, name: str, item: os.DirEntry[str]) -> Stat | None:
+        """What the system says of a file that was listed; None of one that went, and of a link to nothing."""
+        try:
+            return Stat.of(item.stat())
+        except OSError as error:
+            if error.errno in _ABSENT:
+                return None
+            raise self._refused(name, error) from error
 
     @contextmanager
     def writing(self, name: str) -> Iterator[None]:
@@ -390,6 +484,10 @@ def as_store_error(error: OSError, root: Path, name: str) -> OSError:
     return error
 
 
+def _unwaiting(path: str, flags: int) -> int:
+    return os.open(path, flags | _NO_WAIT)
+
+
 def _written(path: Path, parts: Sequence[Buffer]) -> int:
     """A new file of these parts, open; in as few calls as the kernel allows (of at most 2 GiB)."""
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
@@ -412,8 +510,28 @@ def _linked(temporary: Path, target: Path) -> bool:
     try:
         os.link(temporary, target)
     except FileExistsError:
+        if _leads_nowhere(target):
+            raise CorruptEntry(
+                f"{target}: expected a file, found {_NOWHERE}; move that away, or {REPAIR}"
+            ) from None
         return False
     return True
+
+
+def _leads_nowhere(path: Path) -> bool:
+    """Whether a link lies there and nothing behind it."""
+    return path.is_symlink() and not path.exists()
+
+
+def _kind(item: os.DirEntry[str]) -> str | None:
+    """What something is that is neither file nor folder, or a folder named as a file; None for others."""
+    try:
+        found = item.stat().st_mode
+    except OSError:
+        return _NOWHERE
+    if stat.S_ISREG(found) or (stat.S_ISDIR(found) and not item.name.endswith(_NAMED_AS_FILES)):
+        return None
+    return _KINDS.get(stat.S_IFMT(found), "something else")
 
 
 def _start_writing(handle: int) -> None:

@@ -44,7 +44,8 @@ class Claim:
         if there is not None:
             holder = (self._folder.get(self._name) or b"").decode(errors="replace")
             patience = self._ttl if holder else min(self._ttl, _UNSIGNED)
-            if self._folder.now() - there.modified > patience or _is_orphan(holder):
+            # One from the future is touched by nobody: a clock was set back.
+            if abs(self._folder.now() - there.modified) > patience or _is_orphan(holder):
                 self._folder.delete(self._name)
         if not self._folder.mark(self._name, self._token.encode()):
             return False

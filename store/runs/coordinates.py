@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, overload
@@ -40,7 +41,13 @@ SPELLED_OUT = 10_000_000
 """Tokens below which `prompt` and `position` are stored for readers without mizarr."""
 BOOKKEEPING = ("coordinates", "seg", "manifest", "provenance")
 """Folders of an entry that hold no arrays. Each is an empty Zarr group, or Zarr would warn of strangers."""
-_EMPTY_GROUP = json.dumps({"zarr_format": 3, "node_type": "group", "attributes": {}}).encode()
+LABELS, BARE = "labels.json", "bare.json"
+"""Of the folder `coordinates`: which labels a run has; the record of a writer that came with others."""
+OF_LABELS = re.compile(r"([0-9a-f]{12}|bare)\.json")
+"""Names of records of labels there; those of selections, and of what describes arrays, are others."""
+SAID = ("text", "char_start", "char_end")
+"""Labels that do not follow from token ids and row sizes."""
+EMPTY_GROUP = json.dumps({"zarr_format": 3, "node_type": "group", "attributes": {}}).encode()
 _TEXTS = 1 << 14  # texts per chunk
 _HELD = 64 << 20  # bytes of a column up to which it is taken into memory when it is read
 _CRC32C = {"name": "crc32c"}
@@ -73,7 +80,7 @@ def write_coordinates(
     entries of one segment, whose pair axis has no gaps).
     """
     labels = _labels_digest(tokens)
-    name = f"{path}/coordinates/labels.json"
+    name = f"{path}/coordinates/{LABELS}"
     folder.put_new(name, sealed({"labels": labels}))
     ours = unsealed(name, folder.get(name) or b"", ("labels",))["labels"] == labels
     files = _integer_files(tokens, layers, pairs=pairs, labelled=ours)
@@ -81,8 +88,8 @@ def write_coordinates(
         files |= _text_files(tokens.texts)
     made = folder.put_all({f"{path}/{name}": parts for name, parts in files.items()})
     told = {name: _measured(folder, f"{path}/{name}", parts, made) for name, parts in files.items()}
-    record = f"coordinates/{labels[7:19] if ours else 'bare'}.json"
-    groups = {f"{path}/{name}/zarr.json": [_EMPTY_GROUP] for name in BOOKKEEPING}
+    record = f"coordinates/{f'{labels[7:19]}.json' if ours else BARE}"
+    groups = {f"{path}/{name}/zarr.json": [EMPTY_GROUP] for name in BOOKKEEPING}
     folder.put_all({**groups, f"{path}/{record}": [sealed({"files": told})]})
 
 
@@ -321,7 +328,7 @@ def recorded(folder: Folder, path: str) -> dict[str, list[int | str]]:
     """File -> [size, digest] of the coordinates, as their writers recorded them last of all."""
     told: dict[str, list[int | str]] = {}
     for name in sorted(folder.children(f"{path}/coordinates")):
-        if name.endswith(".json") and not name.endswith("zarr.json") and name != "labels.json":
+        if name.endswith(".json") and not name.endswith("zarr.json") and name != LABELS:
             record = f"{path}/coordinates/{name}"
             told |= files_of(record, unsealed(record, folder.get(record) or b"", ("files",)))
     return told
@@ -332,6 +339,8 @@ def _read_metadata(
 ) -> dict[str, Any] | None:
     """The `zarr.json` of a coordinate; None when there is none, nor ever was."""
     file = f"{name}/zarr.json"
+    if name in SAID and told and file not in told:
+        return None  # begun by a writer that was killed, and not what the run was given
     text = folder.get(f"{path}/{file}")
     if text is None and file not in told:
         return None
@@ -362,8 +371,11 @@ def _read_integers(
             f"{folder.where(path)}/{name}: expected numbers as they were captured, found them stored again "
             f"in another form; {REPAIR}"
         )
-    rows = int(metadata["shape"][0])
-    held = np.asarray(read_shard(folder.mapped(f"{path}/{layout.path(name, None, 0)}"), layout, rows))
+    rows, place = int(metadata["shape"][0]), f"{path}/{layout.path(name, None, 0)}"
+    try:
+        held = np.asarray(read_shard(folder.mapped(place), layout, rows))
+    except FileNotFoundError:
+        raise CorruptEntry(f"{folder.where(place)}: expected labels, found no file; {REPAIR}") from None
     # A copy is what was checked, whatever becomes of the file.
     return held.copy() if held.nbytes <= _HELD else held
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
@@ -330,6 +330,13 @@ class Entry:
             for n, held in enumerate(self._committed.segments())
         }
         return {n: cells for n, cells in missing.items() if cells}
+
+    def is_recorded(self, n: int, cells: Collection[VariableLayer]) -> bool:
+        """Whether somebody has committed just these cells of a segment: a look, where `missing` lists all."""
+        names = sorted(cell_name(part) for cell in cells for part in self._parts(cell))
+        if self.folder.size(record_name(self.path, n, names)) is None:
+            return False
+        return n not in self.missing(cells)
 
     def write_segment(
         self,

@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any
 
 from ..catalog import Catalog
-from ..errors import ReadOnlyStore
+from ..errors import CorruptEntry, ReadOnlyStore
 from ..files import Folder
 from ..provenance import as_json, get_provenance
 from ..reading.datasets import forget_entries
@@ -32,7 +32,8 @@ _LEASE = 300.0  # seconds after which a lease whose holder no longer touches it 
 
 @dataclass(frozen=True)
 class Usage:
-    """What one run or result takes up.  used: seconds since the epoch of the last known use."""
+    """What one run or result takes up.  used: seconds since the epoch of the last known use; now where files
+    are from the future."""
 
     data: str
     kind: str
@@ -59,13 +60,14 @@ def usage(store: Catalog) -> list[Usage]:
     labels: dict[str, list[Record]] = {}
     for record in store.records():
         labels.setdefault(record.data, []).append(record)
-    used = store.index.last_used()
+    used, now = store.index.last_used(), store.files.now()
     found = []
     for data in store.folders():
         count, total, newest = measure(store.files, data)
         kind = ACTIVATION if store.files.size(f"{data}/zarr.json") is not None else "result"
         names = tuple(record.label for record in labels.get(data, ()))
-        found.append(Usage(data, kind, names, total, count, max(used.get(data, 0.0), newest)))
+        last = min(max(used.get(data, 0.0), newest), now)
+        found.append(Usage(data, kind, names, total, count, last))
     return sorted(found, key=lambda one: (-one.bytes, one.data))
 
 
@@ -152,12 +154,22 @@ def _leased(store: Catalog) -> set[str]:
     now, found = store.files.now(), set()
     for name in store.files.list("leases"):
         if now - _mtime(store.files, name) < _LEASE and (text := store.files.get(name)) is not None:
-            found.add(str(read_json(text)["data"]))
+            found.add(_of_lease(store.files.where(name), text))
     for data in store.folders():
         claims = (stat for name, stat in store.files.stamps(f"{data}/seg") if name.endswith(".claim"))
         if any(now - stat.modified < TTL for stat in claims):
             found.add(data)
     return found
+
+
+def _of_lease(name: str, text: bytes) -> str:
+    """The folder that a lease holds."""
+    try:
+        return str(read_json(text)["data"])
+    except (ValueError, LookupError, TypeError) as error:
+        raise CorruptEntry(
+            f"{name}: expected a lease, found {error}; what it keeps cannot be told: remove it"
+        ) from error
 
 
 def _strays(store: Catalog, horizon: float) -> list[str]:

@@ -20,14 +20,14 @@ from typing import Any
 
 from ..catalog import Catalog
 from ..digest import content_digest
-from ..errors import REPAIR, CorruptEntry, ReadOnlyStore
+from ..errors import REPAIR, CorruptEntry, EntryNotFound, ReadOnlyStore
 from ..files import THREADS
 from ..keys import ActivationKey, RunKey
 from ..provenance import note_names
 from ..records import ACTIVATION, RESULT, Record
 from ..results import MANIFEST
 from ..runs.committed import PLAIN, RECORD, record_name
-from ..runs.coordinates import BOOKKEEPING, metadata_record, recorded
+from ..runs.coordinates import BARE, BOOKKEEPING, LABELS, OF_LABELS, SAID, metadata_record, recorded
 from ..runs.entries import CELL_MANIFEST, group_attributes
 from ..runs.quantised import QUANTISED, is_scale, scale_name
 from ..runs.vocabularies import put_vocabulary, read_vocabulary
@@ -83,6 +83,10 @@ def copy(
         except Differs:
             done.different.append(record.key)
             continue
+        except (CorruptEntry, EntryNotFound):
+            if source.lookup(record.key) is not None:
+                raise
+            continue  # gc took it meanwhile
         is_first = target.files.put_new(record.path, record.to_bytes())
         (done.copied if is_first else done.present).append(record.key)
         progress(done.bytes)
@@ -98,9 +102,9 @@ def _with_scales(source: Catalog, records: Iterable[Record]) -> Iterator[Record]
         variable, slash, layer = record.label.partition("/")
         if record.kind == ACTIVATION and not is_scale(variable):
             if record.data not in runs:
-                runs[record.data] = group_attributes(source.files, record.data)["mizarr"]
+                runs[record.data] = _about(source, record)
             about = runs[record.data]
-            if about["dtype"] == QUANTISED:
+            if about.get("dtype") == QUANTISED:
                 run = RunKey.of_request(about["run"])
                 key = ActivationKey(run, scale_name(variable), int(layer) if slash else None, QUANTISED)
                 found = [*([scales] if (scales := source.lookup(key.digest)) else []), record]
@@ -108,6 +112,17 @@ def _with_scales(source: Catalog, records: Iterable[Record]) -> Iterator[Record]
             if each.key not in seen:
                 seen.add(each.key)
                 yield each
+
+
+def _about(source: Catalog, record: Record) -> Mapping[str, Any]:
+    """What a run is; nothing where gc took it meanwhile."""
+    try:
+        about: Mapping[str, Any] = group_attributes(source.files, record.data)["mizarr"]
+    except EntryNotFound:
+        if source.lookup(record.key) is not None:
+            raise
+        return {}
+    return about
 
 
 def _copy_result(source: Catalog, target: Catalog, record: Record, done: Copied) -> None:
@@ -163,25 +178,54 @@ def _put_run(source: Catalog, target: Catalog, data: str, done: Copied) -> None:
     """What a run has besides its arrays; its group comes last, and says that all of it is there."""
     group = f"{data}/zarr.json"
     attributes = group_attributes(source.files, data)
-    if (there := target.files.get(group)) is not None:
-        cut = "segment_tokens"
-        if group_attributes(target.files, data)["mizarr"][cut] != attributes["mizarr"][cut]:
-            raise Differs(there)
+    if _is_there(target, data, attributes):
         return
-    told = recorded(source.files, data)
-    _put_files(
-        source, target, data, {name: (int(size), str(sha)) for name, (size, sha) in told.items()}, done
-    )
-    # Records of the arrays' descriptions (<variable>.zarr.json) go with the arrays.
-    records = (f"{data}/coordinates/{name}" for name in source.files.children(f"{data}/coordinates"))
-    groups = (f"{data}/{each}/zarr.json" for each in BOOKKEEPING)
-    for name in [*(name for name in records if not name.endswith("zarr.json")), *groups]:
+    _put_labels(source, target, data, done)
+    for name in (f"{data}/{each}/zarr.json" for each in BOOKKEEPING):
         if (text := source.files.get(name)) is not None:
             target.files.put_new(name, text)
     _put_notes(source, target, data)
     if (tokenizer := attributes.get("tokenizer")) and (strings := read_vocabulary(source.files, tokenizer)):
         put_vocabulary(target.files, tokenizer, strings)
-    put_text(target, group, _text(source, group))
+    if not target.files.put_new(group, _text(source, group)):
+        _is_there(target, data, attributes)  # by somebody else, just now
+
+
+def _is_there(target: Catalog, data: str, attributes: Mapping[str, Any]) -> bool:
+    """Whether the target has a run; Differs where it is cut otherwise. attributes: of its group."""
+    if target.files.get(f"{data}/zarr.json") is None:
+        return False
+    cut = "segment_tokens"
+    if group_attributes(target.files, data)["mizarr"][cut] != attributes["mizarr"][cut]:
+        raise Differs(data)
+    return True
+
+
+def _put_labels(source: Catalog, target: Catalog, data: str, done: Copied) -> None:
+    """The labels of a run that is not there yet. Where somebody else has begun it with other texts, as a
+    capture or a copy that was cut off, those stay, and ids and sizes alone are put."""
+    folder = f"{data}/coordinates"
+    told = {name: (int(size), str(sha)) for name, (size, sha) in recorded(source.files, data).items()}
+    # Records of the arrays' descriptions (<variable>.zarr.json) go with the arrays.
+    names = [name for name in source.files.children(folder) if not name.endswith("zarr.json")]
+    ours = True
+    if (text := source.files.get(f"{folder}/{LABELS}")) is not None:
+        target.files.put_new(f"{folder}/{LABELS}", text)
+        ours = _labels(target, folder) == _labels(source, folder)
+    if not ours:
+        told = {file: about for file, about in told.items() if file.partition("/")[0] not in SAID}
+        names = [name for name in names if not OF_LABELS.fullmatch(name)]
+    _put_files(source, target, data, told, done)
+    for name in names:
+        if (text := source.files.get(f"{folder}/{name}")) is not None:
+            target.files.put_new(f"{folder}/{name}", text)
+    if not ours:
+        target.files.put_new(f"{folder}/{BARE}", sealed({"files": told}))
+
+
+def _labels(store: Catalog, folder: str) -> str:
+    name = f"{folder}/{LABELS}"
+    return str(unsealed(name, store.files.get(name) or b"", ("labels",))["labels"])
 
 
 def _put_notes(source: Catalog, target: Catalog, data: str) -> None:
@@ -206,8 +250,10 @@ def _put_files(source: Catalog, target: Catalog, data: str, files: Files, done: 
             raise Differs(name)
         return 0
 
+    described = [file for file in files if file.endswith("zarr.json")]
     with ThreadPoolExecutor(THREADS) as pool:
-        done.bytes += sum(pool.map(one, files))
+        for some in ([file for file in files if file not in described], described):  # what is listed is whole
+            done.bytes += sum(pool.map(one, some))
 
 
 def _text(source: Catalog, name: str) -> bytes:

@@ -21,15 +21,16 @@ from ..provenance import as_json
 from ..reading.datasets import forget_entries
 from ..records import ACTIVATION, Record
 from ..runs.committed import PLAIN, RECORD, record_name
-from ..runs.coordinates import metadata_record
+from ..runs.coordinates import BOOKKEEPING, EMPTY_GROUP, metadata_record
 from ..runs.quantised import scale_name, scaled_name
 from ..runs.vocabularies import CHECK, VOCABULARIES
 from ..sealed import sealed, unsealed
-from .annotations import ANNOTATIONS
-from .verify import PINS, Damage, manifest_of
+from .verify import Damage, committed_files, manifest_of
 
 RECORD_FOLDERS = ("seg/", "manifest/", "provenance/")
 """Files of an entry that say what its arrays hold."""
+_GROUPS = tuple(f"{name}/zarr.json" for name in BOOKKEEPING)
+"""What makes these folders groups to Zarr; nothing of ours reads it."""
 
 
 def quarantine(store: Catalog, damage: Damage) -> None:
@@ -42,7 +43,7 @@ def quarantine(store: Catalog, damage: Damage) -> None:
     published = [record for record in _readable(store) if record.data == damage.data]
     segments = _segment_records(store, damage)
     variable = damage.file.removeprefix("coordinates/").removesuffix("zarr.json")[:-1]
-    described = f"{damage.data}/{metadata_record(variable)}"
+    described = metadata_record(variable)
     if segments:
         for name, segment in segments.items():
             _withdraw_cells(store, damage, name, segment, aside)
@@ -51,17 +52,23 @@ def quarantine(store: Catalog, damage: Damage) -> None:
         stem = damage.file.removesuffix(CHECK).removesuffix(".json")
         _move(store, f"{VOCABULARIES}/{stem}.json", aside)
         _move(store, f"{VOCABULARIES}/{stem}{CHECK}", aside)
-    elif damage.file.startswith(RECORD_FOLDERS) or damage.data.startswith(("keys/", PINS, ANNOTATIONS)):
+    elif not _is_in_data(damage.data) or damage.file in _GROUPS:
+        _move(store, f"{damage.data}/{damage.file}", aside)
+        if damage.file in _GROUPS:
+            store.files.put_new(f"{damage.data}/{damage.file}", EMPTY_GROUP)
+    elif damage.file.startswith(RECORD_FOLDERS):
         # Bookkeeping: without it the data is invisible until the next run commits it again, as it is.
         labels = _whole(record.label for record in published if manifest_of(record) == damage.file)
         _withdraw(store, [record for record in published if record.label in labels])
         _move(store, f"{damage.data}/{damage.file}", aside)
-    elif variable and store.files.get(described) is not None:
+    elif variable and described.rpartition("/")[2] in store.files.children(f"{damage.data}/coordinates"):
         # What describes an array, or the digest of that: neither can be trusted; both are written again.
         names = _whole([variable])
         _withdraw(store, [record for record in published if record.label.partition("/")[0] in names])
-        _move(store, described, aside)
+        _move(store, f"{damage.data}/{described}", aside)
         _move(store, f"{damage.data}/{variable}/zarr.json", aside)
+    elif "/c/" in damage.file and damage.file not in committed_files(store, damage.data)[0]:
+        _move(store, f"{damage.data}/{damage.file}", aside)  # in the way of a shard nobody has committed
     else:
         # A result, or the labels of a run: nothing smaller than the folder can be computed again.
         _withdraw(store, published)
@@ -69,6 +76,11 @@ def quarantine(store: Catalog, damage: Damage) -> None:
     store.files.put_new(f"{aside}/damage.json", as_json(damage.__dict__))
     store.index.forget(damage.data)
     forget_entries()  # one may hold the damaged file mapped
+
+
+def _is_in_data(data: str) -> bool:
+    """Whether damage is of a run or a result, by its folder; of a small file of the store otherwise."""
+    return data.startswith("data/") and data.count("/") == 2
 
 
 def _readable(store: Catalog) -> Iterator[Record]:

@@ -5,26 +5,31 @@ Border: files and records; what they mean to an analysis is not asked.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ..catalog import Catalog
-from ..errors import CorruptEntry
+from ..errors import CorruptEntry, StoreError
 from ..files import THREADS
 from ..provenance import note_names, read_note
 from ..records import PIN, RESULT, Record
-from ..results import MANIFEST
+from ..results import DATASET, MANIFEST
 from ..runs.committed import RECORD
+from ..runs.coordinates import OF_LABELS
 from ..runs.entries import CELL_MANIFEST, group_attributes
 from ..runs.vocabularies import CHECK, VOCABULARIES
 from ..sealed import files_of, read_json, unsealed
 from .annotations import ANNOTATION, ANNOTATIONS
 
 PINS = "pins"
+LEASES = "leases"
+_PARTS = {"keys": 2, "data": 3, PINS: 1, ANNOTATIONS: 2, LEASES: 1, VOCABULARIES: 1}
+"""Where files lie, and how many steps of a name are the folder of what it belongs to."""
 
 
 @dataclass(frozen=True)
@@ -44,14 +49,32 @@ class Damage:
         return f"{self.data}/{self.file}: expected {self.expected}, found {self.found}"
 
 
+class _Names:
+    """Names of files and folders; what lies below one of them counts."""
+
+    def __init__(self, names: Iterable[str] = ()) -> None:
+        self._names = frozenset(names)
+        self._below = tuple(f"{name}/" for name in self._names)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._names or name.startswith(self._below)
+
+
 def verify(store: Catalog, *, quick: bool, progress: Callable[[int, int], None] | None) -> list[Damage]:
-    """Committed files that differ from their record, and records that are unreadable or lead nowhere."""
-    found = _dangling(store)
+    """Committed files that differ from their record, records that are unreadable or lead nowhere, and what
+    lies where a file should and is none."""
+    found = _strangers(store)
+    strange = _Names(f"{damage.data}/{damage.file}" for damage in found)
+    found += _dangling(store, strange)
     expected = []
     for data in [*store.folders(), VOCABULARIES]:
-        files, unreadable = committed_files(store, data)
+        files, unreadable = committed_files(store, data, strange)
         found += unreadable
-        expected += [(data, name, int(size), str(told)) for name, (size, told) in files.items()]
+        expected += [
+            (data, name, int(size), str(told))
+            for name, (size, told) in files.items()
+            if f"{data}/{name}" not in strange
+        ]
     total, done = sum(size for _, _, size, _ in expected), 0
     with ThreadPoolExecutor(THREADS) as pool:
         checks = {pool.submit(_check, store, *one, quick=quick): one[2] for one in expected}
@@ -64,46 +87,68 @@ def verify(store: Catalog, *, quick: bool, progress: Callable[[int, int], None] 
     return sorted(found, key=lambda damage: (damage.data, damage.file))
 
 
-def _dangling(store: Catalog) -> list[Damage]:
+def _strangers(store: Catalog) -> list[Damage]:
+    """Links that lead nowhere, pipes, folders named as files: what a reader, or a writer, stumbles over."""
+    found = []
+    for part, steps in _PARTS.items():
+        for name, what in store.files.strangers(part):
+            if what == "a folder" and f"/{DATASET}/" in name:
+                continue  # a variable of a result, which may have any name
+            words = name.split("/")
+            at = min(steps, len(words) - 1)
+            found.append(Damage("/".join(words[:at]), "/".join(words[at:]), "a file", what))
+    return found
+
+
+def _dangling(store: Catalog, strange: _Names) -> list[Damage]:
     """Key files, pins, annotations and notes that cannot be read, keys without their manifest, runs not
-    described."""
+    described. strange: names that are damage already."""
     found = []
     for name in store.files.list("keys"):
         folder, _, file = name.rpartition("/")
         try:
-            record = store.lookup(Path(name).stem)
+            record = None if name in strange else store.lookup(Path(name).stem)
         except CorruptEntry:
             found.append(Damage(folder, file, "a key file", "unreadable"))
             continue
         if record is not None:
             manifest = manifest_of(record)
-            if store.files.size(f"{record.data}/{manifest}") is None:
+            place = f"{record.data}/{manifest}"
+            if place not in strange and store.files.size(place) is None:
                 found.append(Damage(record.data, manifest, f"the manifest of {record.label}", "missing"))
+
+    def look(folder: str, name: str, what: str, read: Callable[[str, bytes], object]) -> bool:
+        """Whether a file is there and can be read; what cannot is noted."""
+        try:
+            if name in strange or (text := store.files.get(name)) is None:
+                return False
+            read(name, text)
+        except CorruptEntry:
+            found.append(Damage(folder, name.removeprefix(f"{folder}/"), what, "unreadable"))
+            return False
+        return True
+
     for name in store.files.list(PINS):
-        if (text := store.files.get(name)) is not None:
-            found += _unreadable(PINS, name.removeprefix(f"{PINS}/"), "a pin", unsealed, name, text, PIN)
+        look(PINS, name, "a pin", partial(unsealed, known=PIN))
     for name in store.files.list(ANNOTATIONS):
-        if (text := store.files.get(name)) is not None:
-            folder, _, file = name.rpartition("/")
-            found += _unreadable(folder, file, "an annotation", unsealed, name, text, ANNOTATION)
+        look(name.rpartition("/")[0], name, "an annotation", partial(unsealed, known=ANNOTATION))
     for data in store.folders():
         for name in note_names(store.files, data):
-            if (text := store.files.get(name)) is not None:
-                found += _unreadable(data, name.removeprefix(f"{data}/"), "a note", read_note, name, text)
-        if store.files.get(f"{data}/zarr.json") is not None:
-            described = group_attributes, store.files, data
-            found += _unreadable(data, "zarr.json", "the description of a run", *described)
+            look(data, name, "a note", read_note)
+        is_run = look(data, f"{data}/zarr.json", "the description of a run", partial(_described, store, data))
+        if is_run and not _lists_labels(store, data):
+            found.append(Damage(data, "coordinates", "a list of the files of its labels", "missing"))
     return found
 
 
-def _unreadable(
-    data: str, file: str, what: str, read: Callable[..., object], *arguments: object
-) -> list[Damage]:
-    try:
-        read(*arguments)
-    except CorruptEntry:
-        return [Damage(data, file, what, "unreadable")]
-    return []
+def _described(store: Catalog, data: str, name: str, text: bytes) -> None:
+    group_attributes(store.files, data)
+
+
+def _lists_labels(store: Catalog, data: str) -> bool:
+    """Whether a record, sound or not, lists the labels of a run, which may have none: it precedes the run."""
+    listed = any(OF_LABELS.fullmatch(name) for name in store.files.children(f"{data}/coordinates"))
+    return listed or "token_id" not in store.files.children(data)
 
 
 def manifest_of(record: Record) -> str:
@@ -123,19 +168,28 @@ def _check(store: Catalog, data: str, name: str, size: int, told: str, *, quick:
             return Damage(data, name, told, found)
     except (FileNotFoundError, NotADirectoryError):
         return Damage(data, name, told, "missing")
+    except CorruptEntry:
+        return Damage(data, name, told, "no file that can be read")
+    except StoreError:  # nobody can tell: no answer, or no permission
+        raise
     except OSError as error:
         return Damage(data, name, told, f"unreadable ({error.strerror or error})")
     return None
 
 
-def committed_files(store: Catalog, data: str) -> tuple[dict[str, list[Any]], list[Damage]]:
-    """File -> [size, digest] of all committed in a folder, published or not; and unreadable lists."""
+def committed_files(
+    store: Catalog, data: str, strange: _Names | None = None
+) -> tuple[dict[str, list[Any]], list[Damage]]:
+    """File -> [size, digest] of all committed in a folder, published or not; and unreadable lists.
+
+    strange: names that are no files.
+    """
     files: dict[str, list[Any]] = {}
-    unreadable = []
+    unreadable, strange = [], strange or _Names()
     for name, known in _lists(store, data):
-        if (text := store.files.get(name)) is None:
-            continue
         try:
+            if name in strange or (text := store.files.get(name)) is None:
+                continue
             found = unsealed(name, text, known)
             files |= files_of(name, found) if "files" in found else {}
         except CorruptEntry:

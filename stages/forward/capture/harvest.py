@@ -132,6 +132,9 @@ def _round(
             if not claim.acquire():
                 continue
             try:
+                if entry.is_recorded(n, todo):  # by somebody else, since this pass began
+                    claim.release()
+                    continue
                 buffer = writer.buffer()
                 fill(model, entry, n, only(spec, todo), buffer, batch)
             except BaseException:
