@@ -145,6 +145,88 @@ def test_a_copy_that_is_cut_off_shows_nothing_half_and_resumes(store, there, mon
     assert shown(open_store(there)) == shown(store) and open_store(there).verify() == []
 
 
+def begun_with_other_texts(store, target, where, monkeypatch):
+    """A copy of the run as somebody else captured it, with other texts, killed after some of its labels."""
+    other = open_store(where, durability="process")
+    texts = PackedTokens.from_lists([[1, 2, 3], [4, 5, 6, 7, 8], [9]], texts=["x", "y", "z"])
+    spans = [np.arange(9, dtype=np.int32) + n for n in (0, 1)]
+    with monkeypatch.context() as patch:
+        patch.setattr(__name__ + ".TOKENS", PackedTokens(texts.ids, texts.row_size, texts.texts, *spans))
+        harvest(other, store.entry("").dtype)
+    real, calls = type(target.files).put_new, []
+
+    def dies(self, name, data):
+        if name.endswith("char_end/zarr.json"):
+            raise KeyboardInterrupt
+        calls.append(name)
+        return real(self, name, data)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(target.files), "put_new", dies)
+        with pytest.raises(KeyboardInterrupt):
+            other.copy_to(target)
+    assert calls and list(target.records()) == [] and list(target.entries()) == []
+    return other
+
+
+def test_labels_that_a_killed_copy_began_are_in_nobodys_way(store, there, tmp_path, monkeypatch, arrays):
+    """Whoever comes next brings ids and sizes; of the texts, half there, nothing is read."""
+    target = open_store(there)
+    other = begun_with_other_texts(store, target, tmp_path / "other", monkeypatch)
+    done = store.copy_to(target)
+    assert len(done.copied) == arrays + 2 and not done.different
+    assert target.verify() == [] and shown(open_store(there)) == shown(store)
+    run = open_store(there).entry("").open()
+    assert "text" not in run.coords and "char_start" not in run.coords
+    xr.testing.assert_identical(run.token_id.load(), store.entry("").open().token_id.load())
+    assert len(other.copy_to(target).present) == arrays
+
+
+def test_a_run_is_captured_where_a_copy_of_it_was_killed(store, there, tmp_path, monkeypatch, dtype):
+    target = open_store(there)
+    begun_with_other_texts(store, target, tmp_path / "other", monkeypatch)
+    harvest(target, dtype)
+    assert target.verify() == []
+    run = open_store(there).entry("").open().load()
+    assert "char_start" not in run.coords
+    assert run.identical(store.entry("").open().load().drop_vars("text"))
+
+
+def test_a_run_that_somebody_else_describes_meanwhile_is_added_to(
+    store, tmp_path, monkeypatch, dtype, arrays
+):
+    """As two merges do at once: their groups differ in what people are told, not in how the run is cut."""
+    target = open_store(tmp_path / "target", durability="process")
+    real, group = LocalFolder.put_new, f"{store.entry('').path}/zarr.json"
+
+    def put_new(self, name, data):
+        if self.root == target.files.root and name == group and not target.files.size(group):
+            text = json.loads(data)
+            del text["attributes"]["tokenizer"], text["attributes"]["mizarr"]["check"]
+            real(self, name, json.dumps(text).encode())
+        return real(self, name, data)
+
+    monkeypatch.setattr(LocalFolder, "put_new", put_new)
+    done = store.copy_to(target)
+    assert len(done.copied) == arrays + 2 and not done.different and target.verify() == []
+
+
+def test_what_is_collected_while_it_is_copied_is_as_if_it_had_gone_before(store, there, arrays):
+    target, records = open_store(there), list(store.records())
+    gone = store.entry("").path
+
+    def collect(done):
+        for record in records:
+            if record.data == gone:
+                store.files.delete(record.path)
+        store.files.remove_tree(gone)
+
+    some = sorted(records, key=lambda record: record.data == gone)  # the results first
+    done = store.copy_to(target, some, collect)
+    assert len(done.copied) == 2 and not done.different
+    assert target.verify() == [] and {r.kind for r in target.records()} == {"result"}
+
+
 def test_the_first_stays_where_contents_differ_and_that_is_told(store, tmp_path, dtype, arrays):
     target = open_store(tmp_path / "target")
     harvest(target, dtype, seed=9)

@@ -53,6 +53,23 @@ def test_a_read_only_index_answers_and_writes_nothing(path):
     assert [p.name for p in path.parent.iterdir()] == ["index.sqlite"]
 
 
+def test_what_nobody_wrote_is_not_believed(path):
+    """Rows of any kind, as SQLite keeps whatever it is given."""
+    index = StoreIndex(path)
+    index.add_prompts("f", "data/1", ["a"])
+    index.touch("data/1")
+    index.close()
+    with sqlite3.connect(path) as db:
+        for data, row in [(b"\xff", 0), ("data/\0", 0), ("data/2", "x"), ("data/3", b"x"), (None, 1.5)]:
+            db.execute("INSERT INTO prompts VALUES ('f', 'a', ?, ?)", (data or "data/4", row))
+        for data, at in [("data/2", "x"), ("data/3", b"x"), ("data/4", None), ("data/5", 1e300)]:
+            db.execute("INSERT INTO uses VALUES (?, ?)", (data, at))
+    db.close()
+    assert index.find_prompts("f", ["a"]) == {"data/1": {"a": 0}}
+    assert sorted(index.last_used()) == ["data/1", "data/5"]
+    assert index.last_used()["data/5"] <= time.time()
+
+
 def test_a_damaged_index_reads_as_empty_and_starts_afresh(path):
     path.write_bytes(b"this is not a database at all" * 100)
     index = StoreIndex(path)
