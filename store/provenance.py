@@ -40,7 +40,8 @@ def get_provenance(files: Folder, data: str) -> list[dict[str, Any]]:
 
 def note_names(files: Folder, data: str) -> list[str]:
     """The files of all notes on a folder, oldest first."""
-    return sorted(name for name in files.list(f"{data}/provenance") if not name.endswith("/zarr.json"))
+    names = files.children(f"{data}/provenance")
+    return sorted(f"{data}/provenance/{name}" for name in names if name != "zarr.json")
 
 
 def read_note(name: str, text: bytes) -> dict[str, Any]:

@@ -17,7 +17,6 @@ import secrets
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 from ..errors import ShapeError
 from ..files import Folder
@@ -67,7 +66,9 @@ def said_of(files: Folder, subject: str) -> list[Annotation]:
     """Everything said about a subject, oldest first; CorruptEntry for a record that is not what was
     written."""
     found = []
-    for name in sorted(files.list(f"{ANNOTATIONS}/{subject}"), key=lambda name: Path(name).name):
+    for name in sorted(
+        f"{ANNOTATIONS}/{subject}/{each}" for each in files.children(f"{ANNOTATIONS}/{subject}")
+    ):
         if (text := files.get(name)) is not None:
             told = unsealed(name, text, ANNOTATION)
             found += [

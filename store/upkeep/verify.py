@@ -219,7 +219,7 @@ def unchecked(store: Catalog, folders: Sequence[str] | None = None) -> list[str]
     for data in store.folders() if folders is None else folders:
         for name in store.files.list(data):
             if name.endswith("/zarr.json"):
-                with suppress(ValueError, LookupError, TypeError, AttributeError):
+                with suppress(CorruptEntry, ValueError, LookupError, TypeError, AttributeError):
                     codecs = read_json(store.files.get(name) or b"{}").get("codecs", ())
                     if codecs and not _carry_checksums(codecs):
                         found.append(name.removesuffix("/zarr.json"))

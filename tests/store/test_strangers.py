@@ -123,6 +123,7 @@ def test_it_is_found_set_aside_and_what_it_was_is_made_again(root, sound, what, 
     for ask in (held, lambda root: list(open_store(root).records()), lambda root: open_store(root).runs()):
         with suppress(MizarrError):
             ask(root)
+    assert run(["verify", "--quiet", "--store", str(root)]) == 1
     store.quarantine(damage)
     assert store.verify() == []
     make(store)
