@@ -425,6 +425,25 @@ def test_killed_and_resumed_captures_end_in_the_undisturbed_store(folder, tmp_pa
     assert all(rough[name] == data for name, data in calm.items())
 
 
+def test_what_another_harvest_commits_meanwhile_is_not_computed_again(folder, prompts, store, monkeypatch):
+    """One that is quicker is ahead of where this one was when it looked what is missing."""
+    settings = {"store": store, "segment_tokens": 32, "progress": False}
+    mizarr.capture(folder, prompts, HookSpec().capture("hook_embed"), **settings)
+    numbers, real = [], harvest.fill
+
+    def fill(model, entry, n, spec, buffer, size):
+        numbers.append(n)
+        if len(numbers) == 1:
+            others = set(range(len(entry.segments))) - {n}
+            harvest.harvest(model, entry, spec, batch=size, segments=others)
+        real(model, entry, n, spec, buffer, size)
+
+    monkeypatch.setattr(harvest, "fill", fill)
+    mizarr.capture(folder, prompts, RESID, **settings)
+    assert len(numbers) > 3
+    assert sorted(numbers) == list(range(len(numbers)))
+
+
 def _shards(root: Path) -> dict[str, bytes]:
     """Everything that carries data: shards, records, manifests; neither times nor who was there."""
     kept = ("c", "seg", "manifest")
