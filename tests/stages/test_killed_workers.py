@@ -23,6 +23,7 @@ import mizarr
 from mizarr.pipeline.clusters import client
 from mizarr.stages.forward.capture import harvest as harvests
 from mizarr.store.digest import file_digest
+from mizarr.store.errors import StoreFormatError
 from mizarr.workflows.cli import run
 
 from .forward.random_models import save_random_model
@@ -323,6 +324,56 @@ def test_whatever_is_killed_at_random_the_end_is_the_undisturbed_store(asked, un
     print(", ".join(f"{name}: {count}" for name, count in sorted(counts.items())))
     happened = ("worker killed", "driver killed", "scheduler killed", "stores finished", "exit code 2")
     assert all(counts[name] for name in happened), counts
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("which", [(0, 1), (0, 2), (1, 2)], ids=["batch-layer", "batch-other", "layer-other"])
+def test_two_harvests_at_once_of_one_run_end_as_if_one_had_followed_the_other(asked, tmp_path, which):
+    """Of other hook points, batches, memory and order; killed now and then, and started again. Whoever reads
+    meanwhile finds what is published whole."""
+    said = [
+        ["--hooks", HOOKS, *SIZED, "--order", "batch"],
+        ["--hooks", "blocks.*.hook_mlp_out", "--hooks", HOOKS, "--memory", "300KB", "--order", "layer"],
+        ["--hooks", "blocks.1.attn.hook_pattern", "--hooks", HOOKS, *SIZED, "--batch-tokens", "40"],
+    ]
+    commands = [[*asked[:3], *said[n], "--quiet", "--store"] for n in which]
+    for command in commands:
+        assert run([*command, str(tmp_path / "calm")]) == 0
+    calm, root = left_in(tmp_path / "calm"), tmp_path / "rough"
+    drawn, killed, over = random.Random(str(which)), 0, threading.Event()
+    with ExitStack() as held, ThreadPoolExecutor(1) as pool:
+        reader = pool.submit(published_while, over, root, calm[0])
+        held.callback(over.set)
+        running = {n: held.enter_context(driven(*command, str(root))) for n, command in enumerate(commands)}
+        while running:
+            for n, process in list(running.items()):
+                if process.poll() is not None:
+                    assert process.returncode == 0
+                    del running[n]
+                elif killed < 6 and goes_on(process, root, drawn.randrange(1, 30)):
+                    kill(process)
+                    killed += 1
+                    running[n] = held.enter_context(driven(*commands[n], str(root)))
+            time.sleep(0.01)
+        over.set()
+        assert reader.result(60) > 0
+    assert killed > 2
+    assert left_in(root) == calm
+
+
+def published_while(over, root, contents):
+    """Reads all that is published until it is over, comparing it with what it should be; how much it read."""
+    seen: dict[str, bytes] = {}
+    while not over.is_set():
+        with suppress(StoreFormatError):  # not made yet
+            store = mizarr.open_store(root, mode="r")
+            for record in store.records():
+                assert record.content == contents[record.key]
+                values = store[record.key][record.label.partition("/")[0]].values.tobytes()
+                assert seen.setdefault(record.key, values) == values
+        time.sleep(0.05)
+    return len(seen)
 
 
 @contextmanager

@@ -151,7 +151,7 @@ def verify(store_path: str, quick: bool, quarantine: bool, as_json: bool, quiet:
             read.total = total
             read.advance(done - read.done)
 
-        damage = store.verify(quick=quick, progress=seen)
+        damage, unchecked = store.verify(quick=quick, progress=seen), store.unchecked()
     for item in damage if quarantine else ():
         store.quarantine(item)
     if as_json:
@@ -160,7 +160,7 @@ def verify(store_path: str, quick: bool, quarantine: bool, as_json: bool, quiet:
         for item in damage:
             click.echo(str(item))
         click.echo(f"{len(damage)} damaged files" if damage else "no damage found", err=True)
-    _tell_unchecked(store.unchecked())
+    _tell_unchecked(unchecked)
     return DAMAGED if damage else 0
 
 
