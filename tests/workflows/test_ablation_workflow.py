@@ -14,7 +14,7 @@ import mizarr
 from mizarr import HookSpec, Replace, Zero
 from mizarr.store.errors import ConfigError
 from mizarr.workflows import build, compute
-from mizarr.workflows.ablation import AblationOfEach
+from mizarr.workflows.causal.ablation import AblationOfEach
 from mizarr.workflows.subject import shipped_facts
 
 PROMPT, TARGET = "it was the season of", " light"

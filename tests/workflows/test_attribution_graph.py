@@ -18,15 +18,15 @@ from mizarr.stages.graph import node
 from mizarr.stages.graph.rows import attribute
 from mizarr.stages.logits.lens import format_token
 from mizarr.workflows import build, compute
-from mizarr.workflows.attribution_graph import (
+from mizarr.workflows.cli import run
+from mizarr.workflows.features.attribution_graph import (
     PRESETS,
     AttributionGraphs,
     AttributionGraphsSettings,
     chosen_preset,
 )
-from mizarr.workflows.cli import run
 from mizarr.workflows.views import Graph
-from mizarr.workflows.views.graph_drawing import drawn_part
+from mizarr.workflows.views.graph.drawing import drawn_part
 from tests.browser import chromium, opened
 from tests.stages.graph.random_transcoders import save_random_transcoders
 from tests.torch_free import without_torch

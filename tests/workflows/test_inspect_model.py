@@ -8,7 +8,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from mizarr.store.errors import WeightsError
-from mizarr.workflows.inspect_model import tensor_facts
+from mizarr.workflows.weights.inspect_model import tensor_facts
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def test_norm_mean_and_spread_of_a_small_matrix(checkpoint):
 def test_blocks_of_rows_give_the_numbers_of_the_whole(checkpoint, monkeypatch):
     values = np.random.default_rng(0).standard_normal((7, 3)).astype(ml_dtypes.bfloat16)
     path = checkpoint(w=values)
-    monkeypatch.setattr("mizarr.workflows.inspect_model.BLOCK", 6)
+    monkeypatch.setattr("mizarr.workflows.weights.inspect_model.BLOCK", 6)
     seen = []
     (fact,) = tensor_facts([path], seen=seen.append)
     wide = values.astype(np.float64)

@@ -19,7 +19,7 @@ from mizarr.stages.forward.generation.generate import TokenStream
 from mizarr.store.errors import ConfigError
 from mizarr.workflows import build, compute
 from mizarr.workflows.material.samples.rhymes import PRESETS, conditions_of, last_word
-from mizarr.workflows.recurrent_feedback import RecurrentFeedback
+from mizarr.workflows.recurrent.recurrent_feedback import RecurrentFeedback
 from mizarr.workflows.specimen.couplets import FAMILIES, FIRST, family_of
 
 SHARED = Path(__file__).resolve().parents[2].parent / "shared" / "reference"

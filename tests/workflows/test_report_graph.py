@@ -28,8 +28,8 @@ from mizarr.workflows.material.graph_views import examples_of, graph_views
 from mizarr.workflows.report.page import render
 from mizarr.workflows.views import Graph, Table, Values
 from mizarr.workflows.views.blocks import size
-from mizarr.workflows.views.graph import KINDS
-from mizarr.workflows.views.graph_features import strongest_features
+from mizarr.workflows.views.graph.features import strongest_features
+from mizarr.workflows.views.graph.graph import KINDS
 from mizarr.workflows.workflow import Workflow
 from tests.browser import Opened, chromium, opened
 from tests.stages.graph.random_transcoders import save_random_transcoders
@@ -260,7 +260,7 @@ from mizarr.stages.features.corpus.examples import top_examples
 from mizarr.stages.forward.capture.capture import CaptureNode
 from mizarr.stages.graph.graph import AttributionGraph
 from mizarr.workflows.material.graph_views import examples_of, graph_views
-from mizarr.workflows.views.graph_features import strongest_features
+from mizarr.workflows.views.graph.features import strongest_features
 pruned = AttributionGraph(pickle.load(open(sys.argv[1], "rb"))).prune()
 scores = {name: getattr(pruned.graph, name) for name in ("replacement_score", "completeness_score")}
 views = graph_views(pruned, strongest_features(pruned, most=15), scores)

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from mizarr.store.errors import ConfigError, MizarrError, PromptError, TokenizerError
 from mizarr.workflows import build, compute
-from mizarr.workflows.token_positions import TEXT, read_span
+from mizarr.workflows.writing.token_positions import TEXT, read_span
 
 
 @pytest.fixture
