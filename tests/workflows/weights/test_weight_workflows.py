@@ -16,7 +16,7 @@ from tests.stages.evaluation.test_evaluation import exchanged
 from tests.stages.forward.random_hybrids import save_random_hybrid
 from tests.stages.forward.random_models import save_random_model
 
-from .test_claims import random_model
+from ..test_claims import random_model
 
 FEW = {"limit": 12, "sequences": 6, "length": 30, "facts": 30, "controls": 200}
 

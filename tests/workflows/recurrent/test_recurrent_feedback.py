@@ -22,7 +22,7 @@ from mizarr.workflows.material.samples.rhymes import PRESETS, conditions_of, las
 from mizarr.workflows.recurrent.recurrent_feedback import RecurrentFeedback
 from mizarr.workflows.specimen.couplets import FAMILIES, FIRST, family_of
 
-SHARED = Path(__file__).resolve().parents[2].parent / "shared" / "reference"
+SHARED = Path(__file__).resolve().parents[3].parent / "shared" / "reference"
 PROTOCOL = SHARED / "recurrent" / "anacrousis_protocol.json"
 SMALL: dict[str, Any] = {
     "limit": 3,

@@ -11,7 +11,7 @@ from click.testing import CliRunner
 
 from mizarr.workflows.cli import cli
 
-from ..random_dictionaries import draw, save_random_clt, write_config, write_npz, write_plt
+from ...random_dictionaries import draw, save_random_clt, write_config, write_npz, write_plt
 
 
 def call(*arguments: str) -> tuple[int, str]:

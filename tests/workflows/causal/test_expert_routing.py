@@ -16,7 +16,7 @@ from mizarr.stages.causal.controls import CHANCE
 from mizarr.store.errors import ConfigError
 from mizarr.workflows import build, compute
 
-from ..stages.forward.random_hybrids import save_random_hybrid
+from ...stages.forward.random_hybrids import save_random_hybrid
 
 SPECIMEN = Path(mizarr.__file__).parent / "stages" / "forward" / "specimen"
 TEXTS = ("The mother tongue of Danielle Darrieux is French", "It was the best of times, it was the worst.")

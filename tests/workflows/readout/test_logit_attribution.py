@@ -17,9 +17,9 @@ from mizarr.store.errors import ConfigError
 from mizarr.workflows import build, compute
 from tests.torch_free import without_torch
 
-from ..stages.attribution_corpus import FAMILIES
-from ..stages.forward.random_hybrids import save_random_hybrid
-from ..stages.forward.random_models import save_random_model
+from ...stages.attribution_corpus import FAMILIES
+from ...stages.forward.random_hybrids import save_random_hybrid
+from ...stages.forward.random_models import save_random_model
 
 PROMPTS = ["The capital of France is", "It was the best of"]
 ANSWERS = ["Paris", "times"]

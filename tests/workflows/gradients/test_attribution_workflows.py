@@ -12,7 +12,7 @@ from mizarr.workflows import build, compute
 from mizarr.workflows.cli import run
 from tests.random_dictionaries import save_random_plt
 
-from .test_claims import SMALL, random_model
+from ..test_claims import SMALL, random_model
 
 SPEAKERS = {
     "prompt": "Vera Lynn, speaker of",

@@ -27,7 +27,7 @@ RECORDS = [
     }
     for one, other in (("wisdom", "hope"), ("despair", "us"))
 ]
-PUBLISHED = Path(__file__).resolve().parents[3] / "shared" / "data" / "counterfact"
+PUBLISHED = Path(__file__).resolve().parents[4] / "shared" / "data" / "counterfact"
 """A file of real records, where the checkout has one beside it."""
 
 
