@@ -5,7 +5,7 @@ before/store_2026-11-22.tar.xz was written by mizarr as it stood on 22 November 
 is in stores_before.py, which wrote them and is asked here. To write one again, with the libraries that
 constraints.txt names:
 
-    git worktree add CHECKOUT 4fd2c13 && mkdir LINKS OUT && ln -s CHECKOUT LINKS/mizarr
+    git worktree add CHECKOUT 4fd2c13 && mkdir LINKS OUT && ln -s $PWD/CHECKOUT LINKS/mizarr
     PYTHONPATH=LINKS python tests/workflows/stores_before.py 2026-11-22 OUT
 
 On another processor numbers may differ in last bits. Families that came on 22 November itself are not in the
