@@ -157,6 +157,8 @@ class CausalTrace(ModelWorkflow):
             text, other = record["original_prompt"], record["counterfactual_prompt"]
             ids, others = (tuple(self.subject.tokenizer.encode(each).ids) for each in (text, other))
             noised = _differing(ids, others)
+            if not noised:  # to a tokenizer that does not know the words
+                continue
             roles, reached = roles_of(noised[-1], len(ids)), range(noised[0], len(ids))
             has_room = len(set(roles)) == len(ROLES) and len(reached) >= len(ROLES) + OTHERS
             if has_room and ids != self.tokens and (limit is None or len(ids) <= limit):

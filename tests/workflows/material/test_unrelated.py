@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
+
+from mizarr.store.errors import ConfigError
+from mizarr.workflows import build
 from mizarr.workflows.material.unrelated import Unrelated
 from mizarr.workflows.subject import Subject, shipped_facts, shipped_prose
 
@@ -29,3 +33,17 @@ def test_where_facts_end_they_are_prose_after_the_same_special_tokens():
         assert ids[0] == prompt[0]
         rest = list(ids[1:])
         assert any(prose[i : i + len(rest)] == rest for i in range(len(prose)))
+
+
+@pytest.mark.parametrize(
+    ("workflow", "given"),
+    [
+        ("activation_patching", {"corrupted": ["w1 w8 w3 w4 w5"]}),
+        ("causal_tracing", {"target": "w6", "subject": "w2 w3"}),
+    ],
+)
+def test_a_tokenizer_that_reads_all_that_ships_alike_is_told_in_a_line(workflow, given, checkpoint):
+    with pytest.raises(
+        ConfigError, match=r"expected \d+ (other prompts of 5 tokens|shipped facts) .* ask for fewer"
+    ):
+        build(workflow, model=checkpoint(), prompt="w1 w2 w3 w4 w5", **given)
