@@ -120,7 +120,7 @@ class SelectedCircuits(EdgeExperiment):
         return layout
 
     def cells(self, config: Architecture) -> Sequence[CellLabels]:
-        """One per size."""
+        """One per size, smallest first. Raises what `check` does."""
         self.check(config)
         return [{"size": size} for size in self.sizes]
 

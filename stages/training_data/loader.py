@@ -108,7 +108,7 @@ class ActivationLoader:
 
     @property
     def rows(self) -> int:
-        """Of an epoch."""
+        """Rows of one epoch: tokens that nothing leaves out."""
         return self._batches.order.rows
 
     def __len__(self) -> int:

@@ -120,7 +120,7 @@ class RandomAttribution(OfPair):
         return Chosen(attributed, np.array(places), np.array(changes), np.array(estimates), len(place))
 
     def runs(self, prepared: Chosen, cell: CellLabels) -> Sequence[Run]:
-        """One for each cause."""
+        """One per cause: the feature that was found, then the largest of every draw."""
         held = prepared.attributed
         return [
             self.run_with(held, position, held.of_feature(layer, feature, change))

@@ -180,7 +180,7 @@ class Model:
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are."""
+        """Where the weights are, or come to where not all are in memory."""
         return self.network.device
 
     @property

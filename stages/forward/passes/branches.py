@@ -116,7 +116,7 @@ class Branch:
 
     @property
     def n_layers(self) -> int:
-        """Layers of the model."""
+        """Layers of the model, computed here or not."""
         return self.architecture.num_layers
 
     @property
