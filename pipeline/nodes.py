@@ -265,7 +265,7 @@ class ResultNode(Ports, ABC):
         return cut(self._stored(store).content, lambda: self.open(store), variable, selection)
 
     def open(self, store: Store) -> xr.Dataset:
-        """The stored result, lazy, in a dataset of the caller's own. Raises StageError where there is none."""
+        """The stored result, lazy, in a dataset of the caller's own. StageError unless there is one."""
         return self._opened(store).copy(deep=False)
 
     @remembered

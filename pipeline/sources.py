@@ -69,7 +69,7 @@ class SourceNode(ResultNode):
         return ResultKey(self.name, self.version, self.params, {})
 
     def status(self, store: Store) -> Status:
-        """Whether it is stored. Raises SourceChanged where parameters no longer say what `make` would read."""
+        """Whether it is stored. Raises SourceChanged where `make` would read something else by now."""
         self._confirm()
         key = self.key(store)
         return Status(True, cells_cached=1) if store.lookup(key) else Status(False, why_not(store, key))

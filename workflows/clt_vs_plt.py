@@ -133,7 +133,7 @@ class CltVsPlt(Workflow):
 
     @cached_property
     def opened(self) -> dict[str, xr.Dataset]:
-        """Every result, in memory."""
+        """Every result by name, in memory."""
         return {name: self.result(name).load() for name in self.nodes}
 
     @cached_property

@@ -66,7 +66,10 @@ class CorrectionTestSettings(ControlSettings, InjectionSettings):
 
 
 class CorrectionTest(ExchangeWorkflow):
-    """Commit, then correct."""
+    """One word's features injected, then another's into later layers, at several strengths.
+
+    Raises ConfigError for a preset that has no correction.
+    """
 
     name = "correction_test"
     question = "Can an exchange of features be taken back in later layers?"
@@ -112,7 +115,7 @@ class CorrectionTest(ExchangeWorkflow):
 
     @cached_property
     def sweep(self) -> xr.Dataset:
-        """[strength, ...]."""
+        """What the correction does at the one position, [strength, ...], in memory."""
         return self.result("sweep").load().isel(position=0)
 
     @cached_property

@@ -149,7 +149,7 @@ class HeadKnockout(_Knockout):
     }
 
     def runs(self, prepared: Baseline, cell: CellLabels) -> list[Run]:
-        """One per head: the edges cut in it; without edges its z set to zero, but for pieces of the target."""
+        """One per head: the edges cut in it; without edges its z set to 0, but for pieces of the target."""
         config, layer = prepared.config, cell["layer"]
         heads = range(config.axis_sizes["head"])
         if self.edges:

@@ -62,7 +62,11 @@ FITTED = 1
 
 @dataclass(frozen=True)
 class StoicheiaAnalysisSettings(AlgZooSettings):
-    """What `--set` can change."""
+    """What `--set` can change.
+
+    Raises ConfigError for no budgets or sigmas, a budget that is no multiple of CHUNK, and a sigma that is
+    not above 0.
+    """
 
     analysed: Count = setting(2000, "samples that ablations, roles, regions and explanations are scored on")
     controls: Count = setting(50, "random bases of the state that the neurons are held against")
@@ -82,7 +86,7 @@ class StoicheiaAnalysisSettings(AlgZooSettings):
 
 
 class StoicheiaAnalysis(AlgZooWorkflow):
-    """Everything about one RNN."""
+    """Every analysis of one RNN's matrices. Raises ConfigError for a transformer."""
 
     name = "stoicheia_analysis"
     question = "How does a tiny RNN do its task, and how much of it is explained?"
@@ -142,7 +146,7 @@ class StoicheiaAnalysis(AlgZooWorkflow):
 
     @property
     def measure(self) -> str:
-        """What scores are."""
+        """What scores are: "accuracy", or of tasks with one number "minus RMSE"."""
         return str(self.ablation.attrs["measure"])
 
     @cached_property

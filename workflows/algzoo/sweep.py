@@ -44,7 +44,7 @@ Place = tuple[int, int, int, int]
 
 @dataclass(frozen=True)
 class StoicheiaSweepSettings:
-    """What `--set` can change."""
+    """What `--set` can change. Raises ConfigError for no widths, lengths or seeds, and for one told twice."""
 
     task: str = setting("2nd_argmax", "what the networks do")
     zoo: str = setting("", "folder with networks of the zoo; none: they are trained")

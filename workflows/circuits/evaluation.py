@@ -41,7 +41,10 @@ SHARES = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 
 @dataclass(frozen=True)
 class CircuitEvaluationSettings(CircuitSettings):
-    """What `--set` can change."""
+    """What `--set` can change.
+
+    Raises ConfigError for shares that are fewer than two, do not ascend, or begin at 0.
+    """
 
     alternative: Alternative = setting(
         "corrupted", "what edges carry that are left out; mean and resampled: of the pairs' clean prompts"

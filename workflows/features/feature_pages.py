@@ -45,7 +45,10 @@ __all__ = ["FeaturePages", "FeaturePagesSettings"]
 
 @dataclass(frozen=True)
 class FeaturePagesSettings(ModelSettings):
-    """What `--set` can change."""
+    """What `--set` can change.
+
+    Raises ConfigError for intervals that do not divide the bins of the histogram.
+    """
 
     dictionary: str = setting("", "dictionary: directory or org/repo; none: specimen/sae")
     against: str = setting("", "second model, of a crosscoder of two")

@@ -79,7 +79,7 @@ class GenerationSettings:
             )
 
     def seeds(self, prompts: int) -> list[int | None]:
-        """One per prompt: each its own, or the same for all. Raises PromptError for another number of them."""
+        """One per prompt: each its own, or the same for all. PromptError for another number of them."""
         if self.seed is None or isinstance(self.seed, int):
             return [self.seed] * prompts
         if len(self.seed) != prompts:
