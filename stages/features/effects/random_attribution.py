@@ -59,8 +59,8 @@ class Chosen:
 class RandomAttribution(OfPair):
     """The feature with the largest estimate, and those that are the largest of as many random ones.
 
-    draws: how often. The other fields: of `OfPair`. Raises InterventionError
-    where no feature differs, or a layer has no two that write.
+    draws: how often. The other fields: of `OfPair`. Raises InterventionError where no feature differs, or a
+    layer has no two that write.
     """
 
     name: ClassVar[str] = "random_attribution"

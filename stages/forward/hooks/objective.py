@@ -31,7 +31,7 @@ class Differentiable(Protocol):
 
     @property
     def name(self) -> str:
-        """What it is called."""
+        """What errors call it."""
         ...
 
     @property
