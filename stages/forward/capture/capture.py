@@ -426,13 +426,11 @@ class CaptureNode(Ports):
 
         total = sum(len(entry.segments[n]) for n in entry.missing(self.cells))
         task = context.progress.task(self.name, total=total, unit="tokens")
-        if goes_by_layers(self.order, model):
-            return harvest_by_layers(
-                model, entry, self.spec, batch_tokens=self.batch_tokens, advance=task.advance
-            )
-        model.require_all_weights('a capture with order="batch"')
         batch = BatchSize(self.batch_tokens, context.progress.say)
         try:
+            if goes_by_layers(self.order, model):
+                return harvest_by_layers(model, entry, self.spec, batch=batch, advance=task.advance)
+            model.require_all_weights('a capture with order="batch"')
             return harvest(model, entry, self.spec, batch=batch, advance=task.advance, stands=stands)
         finally:
             self._lowered |= batch.note()
