@@ -25,7 +25,6 @@ from ...store.errors import ConfigError
 from ..material.answers import named
 from ..material.feature_examples import corpus_texts, passages
 from ..material.feature_labels import writes_to_stream
-from ..sae_features import dictionary_of
 from ..settings import Count, ModelSettings, Natural, setting
 from ..subject import Subject
 from ..views import Data, Lines, Table, View, together
@@ -33,6 +32,7 @@ from ..workflow import ModelWorkflow
 from .neuronpedia import NeuronpediaSource, write_neuronpedia
 from .page_files import PageFiles, PageMaterial
 from .place_views import place_views
+from .sae_features import dictionary_of
 
 if TYPE_CHECKING:
     import xarray as xr

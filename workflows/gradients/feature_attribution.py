@@ -38,9 +38,9 @@ from ...stages.features.layers.layout import FeatureId
 from ...stages.logits.lens import format_token
 from ...stages.logits.readout import readout_node
 from ...store.errors import ConfigError
+from ..features.sae_features import dictionary_of
 from ..material.answers import named
 from ..material.feature_labels import FeatureLabels, writes_to_stream
-from ..sae_features import dictionary_of
 from ..settings import Count, setting
 from ..views import Figure, Finding, Findings, Heatmap, Table, View
 from .pairs import AttributedPair, AttributedPairs, AttributionSettings, pair_json
