@@ -46,7 +46,7 @@ class AttentionPatternsSettings(EdgeSettings, ModelSettings):
 
 
 class AttentionPatterns(ModelWorkflow):
-    """One prompt's attention."""
+    """Attention weights of one prompt: head means, and one query and one key by head."""
 
     name = "attention_patterns"
     question = "Who looks where?"

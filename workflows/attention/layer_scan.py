@@ -51,7 +51,10 @@ PLIP = ("python_doctest", "rust_test")
 
 @dataclass(frozen=True)
 class LayerScanSettings(ControlSettings, ModelSettings):
-    """What `--set` can change."""
+    """What `--set` can change.
+
+    Raises ConfigError for another unit, no samples, and conditions without a corpus.
+    """
 
     corpus: str = setting("", "JSON file of samples; none: sentences of the prose shipped with mizarr")
     condition_a: str = setting("", 'samples expected to look more; of a corpus by default "python_doctest"')

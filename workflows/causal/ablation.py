@@ -62,7 +62,7 @@ INSTEAD = {
 
 @dataclass(frozen=True)
 class AblationOfEachSettings(ControlSettings, FactSettings):
-    """What `--set` can change."""
+    """What `--set` can change. Raises ConfigError for references where `how` takes none."""
 
     how: Literal["mean", "zero", "resample"] = setting(
         "mean", "what takes the place: the mean over references, zero, or what other prompts have there"

@@ -80,7 +80,11 @@ ROLES = ("the subject's last token", "the last token")
 
 @dataclass(frozen=True)
 class ActivationPatchingTraceSettings(ControlSettings, ModelSettings):
-    """What `--set` can change."""
+    """What `--set` can change.
+
+    Raises ConfigError for a clean prompt or a corrupted one alone, an answer without a prompt, and kinds
+    there are not.
+    """
 
     prompt: str = setting("", "clean prompt; none: shipped facts, or candle-mi's pairs")
     answer: str = setting("", "what comes next in the clean prompt; may be empty")

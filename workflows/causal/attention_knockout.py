@@ -7,8 +7,8 @@ edge, shows whether they are special.
 
 The edge told stands beside others of the same query, drawn at random among all layers and keys. Defaults: the
 last token's edge, in all heads, whose layer and kind of key lose most on other shipped facts
-(material/edge_choice.py), beside the one that loses least there. A target of several tokens
-is followed by its first piece (logits) and by all of them (probability), never by its last.
+(material/edge_choice.py), beside the one that loses least there. A target of several tokens is followed by
+its first piece (logits) and by all of them (probability), never by its last.
 """
 
 from __future__ import annotations

@@ -60,7 +60,10 @@ OTHERS = 3
 
 @dataclass(frozen=True)
 class CausalTraceSettings(ControlSettings, FactSettings):
-    """What `--set` can change."""
+    """What `--set` can change.
+
+    Raises ConfigError for some of prompt, target and subject, and kinds there are not.
+    """
 
     subject: str = setting("", "phrase of the prompt that gets noise; none: that of the default prompt")
     kinds: tuple[str, ...] = setting((), "what is put back; none: resid_post, attn_out and mlp_out")

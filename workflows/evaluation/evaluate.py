@@ -71,7 +71,10 @@ COSTS = {
 
 @dataclass(frozen=True)
 class EvaluateSettings(ControlSettings, ModelSettings):
-    """What `--set` can change."""
+    """What `--set` can change.
+
+    Raises ConfigError for several of zero, mean and dictionary, and prompts of fewer than 2 tokens.
+    """
 
     text: str = setting("", "a text file, or a folder of *.txt; none: the prose shipped with mizarr")
     width: Count = setting(60, "characters of the lines it is wrapped at")

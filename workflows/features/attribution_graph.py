@@ -273,7 +273,7 @@ def chosen_preset(settings: AttributionGraphsSettings) -> GraphPreset:
 
 
 def _named(tokens: Sequence[str]) -> str:
-    """Some tokens by name."""
+    """The first three of some tokens, and how many more there are."""
     told = [repr(format_token(token)) for token in tokens[:3]]
     more = len(tokens) - len(told)
     return ", ".join(told) + (f" and {more} more" if more else "")

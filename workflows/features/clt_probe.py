@@ -44,7 +44,7 @@ CANDIDATES, ROWS = 3, 10
 
 @dataclass(frozen=True)
 class CltProbeSettings(ModelSettings):
-    """What `--set` can change."""
+    """What `--set` can change. Raises ConfigError for a top_k or top below 1."""
 
     dictionary: str = setting("", "transcoders: directory or org/repo; none: specimen/clt")
     prompt: str = setting("", "prompt to read; none: a shipped fact, or the capital of France")
@@ -109,7 +109,7 @@ class CltProbe(ModelWorkflow):
 
     @property
     def spoken(self) -> tuple[str, ...]:
-        """Labels of the features."""
+        """See `Workflow`."""
         return self.labels.spoken
 
     @property

@@ -133,7 +133,7 @@ class CltVsPlt(Workflow):
 
     @cached_property
     def opened(self) -> dict[str, xr.Dataset]:
-        """Every result, in memory."""
+        """Every result by name, in memory."""
         return {name: self.result(name).load() for name in self.nodes}
 
     @cached_property
@@ -201,7 +201,7 @@ class CltVsPlt(Workflow):
         yield self._ranking()
         by_place = self._by_place(reached)
         title = f"What features of {preset.inject_word!r} do in {planned.subject.name}, by kind of transcoder"
-        yield from together("clt_vs_plt", title, by_place, caption="log scale; dashed: without injection")
+        yield from together("clt_vs_plt", title, by_place, caption="dashed: without injection")
         tokens = [f"{i} {format_token(token)}" for i, token in enumerate(planned.tokens)]
         for arm in self.arms:
             grid = self.opened[f"{arm}_trace"]["trace"].drop_vars(["score", "source_layer", "feature"])

@@ -97,7 +97,7 @@ class SaeFeatures(ModelWorkflow):
 
     @property
     def spoken(self) -> tuple[str, ...]:
-        """Labels of the features."""
+        """See `Workflow`."""
         return self.labels.spoken
 
     @property

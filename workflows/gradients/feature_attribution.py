@@ -53,7 +53,10 @@ __all__ = ["FeatureAttributionTrace", "FeatureAttributionTraceSettings"]
 
 @dataclass(frozen=True)
 class FeatureAttributionTraceSettings(AttributionSettings):
-    """What `--set` can change."""
+    """What `--set` can change.
+
+    Raises ConfigError for a prompt without its wrong answer, or the other way about.
+    """
 
     wrong: str = setting("", "what comes next in a corrupted prompt of one's own")
     dictionary: str = setting("", "features: directory or org/repo; none: specimen/clt")
@@ -128,7 +131,7 @@ class FeatureAttributionTrace(AttributedPairs):
 
     @property
     def spoken(self) -> tuple[str, ...]:
-        """What people call features."""
+        """See `Workflow`."""
         return self.labels(0).spoken
 
     def findings(self) -> Findings:

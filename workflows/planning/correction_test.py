@@ -12,7 +12,7 @@ the same layers after the same commitment, here and in other texts of the same k
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +34,7 @@ from ..material.feature_controls import FeatureControls, probabilities
 from ..material.feature_injection import Planned
 from ..material.feature_presets import chosen_preset
 from ..settings import ControlSettings, Count, InjectionSettings, Natural, NotNegative, Positive, setting
-from ..views import Data, Figure, Finding, Findings, Line, Lines, Table, View
+from ..views import Data, Finding, Findings, Line, Lines, Table, View, together
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -66,7 +66,10 @@ class CorrectionTestSettings(ControlSettings, InjectionSettings):
 
 
 class CorrectionTest(ExchangeWorkflow):
-    """Commit, then correct."""
+    """One word's features injected, then another's into later layers, at several strengths.
+
+    Raises ConfigError for a preset that has no correction.
+    """
 
     name = "correction_test"
     question = "Can an exchange of features be taken back in later layers?"
@@ -112,7 +115,7 @@ class CorrectionTest(ExchangeWorkflow):
 
     @cached_property
     def sweep(self) -> xr.Dataset:
-        """[strength, ...]."""
+        """What the correction does at the one position, [strength, ...], in memory."""
         return self.result("sweep").load().isel(position=0)
 
     @cached_property
@@ -157,7 +160,6 @@ class CorrectionTest(ExchangeWorkflow):
         by_strength: dict[str, Any] = {
             "x": tuple(point["correct_strength"] for point in points),
             "x_name": "strength of the correction",
-            "low": 0.0,
         }
 
         def line(name: str, what: str, level: float | None = None) -> Line:
@@ -178,12 +180,11 @@ class CorrectionTest(ExchangeWorkflow):
             title="How far attention to the site moved",
             y_name="sum of |change of weight|, all heads",
             lines=(line("all heads", "total_routing_shift"),),
+            low=0.0,
             **by_strength,
         )
         title = f"{words[0]!r} injected, then {words[1]!r} into later layers of {planned.subject.name}"
-        yield from (which, moved)
-        drawn = replace(which, caption=f"{which.caption}; log scale")
-        yield Figure(name="correction_test", title=title, panels=(drawn, moved))
+        yield from together("correction_test", title, which, moved)
 
     def _findings(self) -> Iterator[Finding]:
         """How much likelier the correction is than with the commitment alone, here and in its kin."""

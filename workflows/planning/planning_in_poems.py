@@ -146,7 +146,7 @@ class PlanningInPoems(ExchangeWorkflow):
                 Line(f"{injected} injected", probability[:, 0]),
                 Line("without injection", np.full(len(tokens), baseline), control=True),
             ),
-            low=0.0,
+            log=True,
             **where,
         )
         bars = Bars(
@@ -164,7 +164,7 @@ class PlanningInPoems(ExchangeWorkflow):
         yield Figure(
             name="planning_in_poems",
             title=f"Where injecting {injected} makes {planned.subject.name} end on {word!r}",
-            caption=f"each bar is one run; dashed: without injection, {chance}; log scale",
+            caption=f"each bar is one run; dashed: without injection, {chance}",
             panels=(bars,),
         )
 

@@ -50,7 +50,7 @@ CHARACTERS = 24_000
 
 @dataclass(frozen=True)
 class CharacterCountHelixSettings(ModelSettings):
-    """What `--set` can change."""
+    """What `--set` can change. Raises ConfigError for no widths, or one below 2 characters."""
 
     text: str = setting("", "a text file, or a folder of *.txt; none: the prose shipped with mizarr")
     characters: int | None = setting(

@@ -49,7 +49,7 @@ class LogitLensSettings(AnswerSettings):
 
 
 class LogitLens(ModelWorkflow):
-    """Prompts through the lens."""
+    """Prompts whose state after every layer the model's own readout reads."""
 
     name = "logit_lens"
     question = "At which layer does the model know what comes next?"

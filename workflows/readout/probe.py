@@ -47,7 +47,11 @@ LOWEST = -0.5
 
 @dataclass(frozen=True)
 class ProbeSettings(ModelSettings):
-    """What `--set` can change."""
+    """What `--set` can change.
+
+    Raises ConfigError for targets there are not, neither targets nor labels, and no widths or one below 2
+    characters.
+    """
 
     targets: tuple[str, ...] = setting(TARGETS, "what to read off states of wrapped prose")
     labels: str = setting("", "file of labelled texts, in place of targets of wrapped prose")

@@ -196,7 +196,7 @@ class RecurrentFeedback(ModelWorkflow):
 
     @property
     def row(self) -> int:
-        """Which condition is told."""
+        """Index of the condition that is told, among those that are run."""
         return self.conditions.index(self.told)
 
     @cached_property

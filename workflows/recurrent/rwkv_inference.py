@@ -144,7 +144,7 @@ class RwkvInference(PlaceWorkflow):
 
     @property
     def position(self) -> int:
-        """Whose write is told."""
+        """Position whose write is told."""
         return self.edge[1]
 
     @property

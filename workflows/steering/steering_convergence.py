@@ -62,7 +62,11 @@ ABSORBED = f"at most {RETURNED:.0%} of its largest distance left, from there to 
 
 @dataclass(frozen=True)
 class PushedStatesSettings(ControlSettings, FactSettings):
-    """What `--set` can change."""
+    """What `--set` can change.
+
+    Raises ConfigError for no strengths, a dictionary without a feature, and two of feature, counterparts and
+    batch_file.
+    """
 
     contrastive: str = setting("", "counterpart of the prompt; none: one of as many tokens")
     inject_position: int | str = setting(
@@ -130,7 +134,7 @@ class PushedStatesCases(ModelWorkflow):
     settings: PushedStatesSettings
 
     def plan(self) -> Mapping[str, ResultNode]:
-        """An experiment per case."""
+        """Of each case its pushes, the vectors they are along, and the random pushes beside them."""
         given = self.settings
         steps = given.strength_steps
         self.sweep = tuple(k * given.max_strength / steps for k in range(1, steps + 1))

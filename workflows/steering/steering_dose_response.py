@@ -53,7 +53,7 @@ NEAREST = 6
 
 @dataclass(frozen=True)
 class SteeringDoseResponseSettings(ChosenEdgeSettings):
-    """What `--set` can change."""
+    """What `--set` can change. Raises ConfigError for a ratio that is not above 0."""
 
     doses: tuple[float, ...] = setting(DOSE_LEVELS, "factors of the edge's weight")
     ratio: float = setting(2.0, "attention to aim at, as a multiple of what the edge has")
@@ -175,7 +175,7 @@ class SteeringDoseResponse(EdgeWorkflow):
 
     @property
     def told(self) -> xr.Dataset:
-        """The one layer, [dose]."""
+        """What doses do in the one layer that is told, [dose]."""
         return self.response.sel(layer=self.layer)
 
     @property

@@ -104,7 +104,7 @@ def weight_facts_node(files: ModelFiles) -> SourceNode:
 
 
 class InspectWeights(Workflow):
-    """A checkpoint's tensors."""
+    """Sizes of a checkpoint's matrices. Raises ConfigError for a model whose tensors have no names here."""
 
     name = "inspect_weights"
     question = "What are a model's matrices like?"

@@ -73,7 +73,7 @@ class SpoolFile:
 
     @property
     def name(self) -> str:
-        """As errors tell it."""
+        """Where it lies among what is scratch, as errors tell it."""
         return f"{self.path}/{self.file}"
 
     @property
@@ -151,7 +151,7 @@ class SpoolWriter:
         self._write(_BEFORE.pack(len(header), whole), header, *(part.data for part in raw))
 
     def end(self) -> None:
-        """That was the last."""
+        """Writes what ends the file: no further batch, and of what it is. Without it, it is torn."""
         self._write(_BEFORE.pack(0, 0), self.target.of.encode())
         with self.target.folder.writing(self.target.name):
             self.file.flush()

@@ -257,7 +257,7 @@ class HookSpec:
 
     @property
     def num_interventions(self) -> int:
-        """Interventions registered."""
+        """Interventions registered; one at a glob counts once until it meets a model."""
         return len(self._interventions)
 
     @property

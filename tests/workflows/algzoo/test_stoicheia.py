@@ -23,6 +23,7 @@ from mizarr.stages.causal.controls import CHANCE
 from mizarr.store.errors import ConfigError, MizarrError
 from mizarr.workflows import build, compute
 from mizarr.workflows.cli import run
+from mizarr.workflows.views import Lines
 from tests.stages.algzoo.reference import file_of, needs_reference, random_rnn, told
 from tests.torch_free import without_torch
 
@@ -120,6 +121,16 @@ def test_the_claim_stands_beside_bases_with_as_many_directions_to_choose_among(s
     assert done.neuron == int(done.result("chosen")["delta"].argmin("neuron")), (
         "chosen on samples it is not scored on"
     )
+
+
+def test_errors_are_drawn_as_they_are_over_samples_in_rising_order(store):
+    done = compute("stoicheia_analysis", store=store, **QUICK | {"budgets": [10_000, 1000]})
+    (view,) = [each for each in done.shown if isinstance(each, Lines) and each.x_name == "samples"]
+    assert (view.x, view.log, view.log_x) == ((1000, 10_000), True, True)
+    told = {each["samples"]: each["baseline_expected"] for each in done.to_json()["baseline_mse_vs_compute"]}
+    (expected,) = [line for line in view.lines if line.name == "samples, expected"]
+    assert expected.values.tolist() == [told[1000], told[10_000]]
+    assert told[1000] == pytest.approx(10 * told[10_000])
 
 
 def test_a_transformer_is_refused_in_one_line_that_says_where_to_go(capsys):
@@ -226,6 +237,11 @@ def test_checkpoints_of_one_training_are_an_axis(store):
     assert told["dims"] == ["hidden", "sequence", "seed", "trained"]
     assert [row["trained"] for row in told["results"]] == [0, 2048, 8192] * 2
     assert told["best"][0]["accuracy"] == pytest.approx(float(table.sel(trained=8192).max()))
+    (course,) = [view for view in done.shown if isinstance(view, Lines) and "course" in view.title]
+    assert (course.log_x, course.x) == (False, ("0", "2,048", "8,192")), "0 has no place on a log axis"
+    later = compute("stoicheia_sweep", store=store, trained=[8192, 2048], **about)
+    (course,) = [view for view in later.shown if isinstance(view, Lines) and "course" in view.title]
+    assert (course.log_x, course.x) == (True, (2048, 8192))
     whole = compute("stoicheia_sweep", store=store, trained=8192, **about).table["accuracy"]
     np.testing.assert_array_equal(whole.values, table.sel(trained=8192).values)
 

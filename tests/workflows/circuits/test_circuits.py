@@ -19,6 +19,7 @@ from mizarr.store.errors import ConfigError, PromptError
 from mizarr.workflows import build, compute
 from mizarr.workflows.circuits.tasks import by_sign
 from mizarr.workflows.subject import SPECIMEN_FOLDER as SPECIMEN
+from mizarr.workflows.views import Lines
 from tests.stages.forward.random_models import save_random_model
 
 FEW = {"pairs": 5, "steps": 2}
@@ -117,6 +118,8 @@ def test_a_circuit_of_every_edge_is_the_model_and_leaves_nothing(evaluation):
     assert told["cmd"] == pytest.approx(np.trapezoid(np.abs(1 - f), x))
     (claim,) = evaluation.findings().findings
     assert claim.verdict == "beyond chance" and claim.effect == pytest.approx(100 * told["cpr"])
+    (curve,) = [view for view in evaluation.shown if isinstance(view, Lines)]
+    assert curve.log_x and curve.x == pytest.approx(100 * x)
 
 
 def test_the_circuit_told_loses_what_one_of_its_edges_carries(evaluation):

@@ -24,6 +24,7 @@ from mizarr.workflows import build, compute
 from mizarr.workflows.cli.group import run as cli
 from mizarr.workflows.features.feature_pages import FeaturePages
 from mizarr.workflows.features.page_files import PER_FILE, PageFiles
+from mizarr.workflows.views import Lines
 from tests.browser import chromium, opened
 
 HOSTILE = "</script><img src=x onerror='window.hacked = 1'> & \"quoted\""
@@ -122,6 +123,17 @@ def browser() -> Iterator[Any]:
 
 
 @pytest.mark.browser
+def test_every_feature_that_is_active_is_in_the_histogram_at_its_share_of_tokens(done: FeaturePages):
+    (view,) = [each for each in done.shown if isinstance(each, Lines)]
+    stats = done.result("statistics").load()
+    exact = stats["log10_frequency"].values[stats["firing_count"].values > 0]
+    places, counts = np.log10(view.x), view.lines[0].values
+    assert view.log_x and counts.sum() == len(exact)
+    width = np.diff(places)
+    np.testing.assert_allclose(width, width[0])
+    assert np.average(places, weights=counts) == pytest.approx(exact.mean(), abs=width[0] / 2)
+
+
 @pytest.mark.parametrize(("width", "dark"), [(1400, False), (400, True)])
 def test_a_page_in_a_browser(done: FeaturePages, browser: Any, tmp_path: Path, width: int, dark: bool):
     index = done.write_pages(tmp_path / "pages")

@@ -280,6 +280,59 @@ def test_many_curves_have_the_colours_of_a_figure(which, browser, tmp_path):
     assert len(set(told)) == len(told) == (7, 9)[which]
 
 
+class Steep(Workflow):
+    """A page with curves over logarithmic axes, one of which meets zero."""
+
+    name, question, settings_type = "steep", "How fast does it fall?", Nothing
+    nodes: ClassVar[dict[str, Any]] = {}
+    x = (1000.0, 20_000.0, 500_000.0, 1e7)
+    falling = np.array([0.5, 2e-3, 0.0, 3e-6])
+
+    def views(self) -> list[Any]:
+        band = np.array([[0.2, -1.0, 1e-4, 1e-4], [0.9, 0.1, 1e-2, 1e-3]])
+        lines = (Line("falling", self.falling), Line("even", np.full(4, 1e-2), control=True, band=band))
+        told = {"x": self.x, "x_name": "samples", "y_name": "error", "lines": lines}
+        return [Lines(title="Errors", log=True, log_x=True, low=0.0, **told)]
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+@pytest.mark.parametrize("width", [400, 1400])
+def test_logarithmic_axes_are_marked_as_figures_are_and_tell_true_values(width, dark, browser, tmp_path):
+    page = Steep(Nothing()).report(tmp_path / "steep.html")
+    with opened(browser, page, width=width, dark=dark) as here:
+        svg = here.page.locator(".lines svg").first
+        wide = svg.evaluate("e => e.clientWidth")
+        told = svg.locator("text").evaluate_all(
+            "all => all.map(e => [e.textContent, ...['x', 'y'].map(a => Number(e.getAttribute(a))), "
+            "e.getAttribute('text-anchor')])"
+        )
+        across = {text: x for text, x, _, anchor in told if anchor == "middle"}
+        up = {text: y - 4 for text, x, y, anchor in told if anchor == "end" and x < 60}
+        assert list(across) == [*map(paper.mark, paper.log_ticks(1000, 1e7, 1 + (wide - 68) // 62))]
+        assert list(up) == [*map(paper.mark, paper.log_ticks(3e-6, 0.9, 6))]
+        # Equal factors are equally far apart, from the first value at the one edge to the last at the other.
+        for text, place in across.items():
+            share = np.log(float(text.replace(",", "")) / 1000) / np.log(1e4)
+            assert place == pytest.approx(52 + share * (wide - 68), abs=0.1)
+        for text, place in up.items():
+            share = np.log(float(text) / 3e-6) / np.log(0.9 / 3e-6)
+            assert place == pytest.approx(262 - share * 252, abs=0.1)
+        assert "samples, log scale" in [text for text, *_ in told]
+        keys = here.page.locator("ul.keys li").all_inner_texts()
+        assert keys == ["falling", "even", "up: error, log scale", "not drawn: 1 value of 0 or below"]
+        assert "NaN" not in svg.inner_html() and "Infinity" not in svg.inner_html()
+        paths = svg.locator("path[fill=none]")
+        assert paths.first.get_attribute("d").count("M") == 2, "the curve has a gap where it is 0"
+        svg.focus()
+        for x, value in zip(Steep.x, ("0.5", "0.002", "0", "0.000003"), strict=True):
+            here.page.keyboard.press("ArrowRight")
+            where = here.page.locator(".tip .where").inner_text()
+            assert where == f"samples {x:,.0f} · error"
+            rows = here.page.locator(".tip .series b").all_inner_texts()
+            assert sorted(map(float, rows)) == pytest.approx(sorted([float(value), 0.01]), rel=1e-3)
+        assert here.complaints == []
+
+
 @pytest.mark.parametrize("width", [400, 1400])
 def test_a_grid_of_hundreds_of_columns_scrolls_inside_itself(width, browser, tmp_path):
     page = Wide(Nothing()).report(tmp_path / "wide.html")

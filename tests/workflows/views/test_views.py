@@ -396,6 +396,61 @@ def test_levels_of_bars_are_marked_where_they_lie():
     assert [text.get_text().strip() for text in axes.texts] == ["before", "above"]
 
 
+@pytest.mark.parametrize(
+    ("low", "high", "count", "marked"),
+    [
+        (1, 60, 6, ["1", "2", "5", "10", "20", "50"]),
+        (0.1, 100, 6, ["0.1", "1", "10", "100"]),
+        (1e3, 1e7, 6, ["1,000", "10,000", "100,000", "1e6", "1e7"]),
+        (3e-5, 0.9, 6, ["1e-4", "0.001", "0.01", "0.1"]),
+        (1e-12, 1, 5, ["1e-12", "1e-9", "1e-6", "0.001", "1"]),
+        (0.31, 0.38, 4, ["0.32", "0.34", "0.36", "0.38"]),
+        (20, 30, 2, ["20", "25", "30"]),
+    ],
+)
+def test_a_logarithmic_axis_is_marked_by_1_2_5_by_decades_or_in_even_steps(low, high, count, marked):
+    assert list(map(paper.mark, paper.log_ticks(low, high, count))) == marked
+
+
+def test_curves_over_logarithmic_axes_are_marked_as_on_a_page_and_have_gaps_where_there_is_no_place():
+    view = Lines(
+        x=(1.0, 10.0, 100.0, 1000.0),
+        x_name="samples",
+        y_name="error",
+        lines=(Line("e", np.array([1.0, 0.0, 1e-2, 1e-4]), level=-1.0), Line("f", np.full(4, 1e-1))),
+        log=True,
+        log_x=True,
+        low=1e-5,
+        high=0.5,
+    )
+    axes = paper.compose([view]).axes[0]
+    axes.figure.draw_without_rendering()
+    labels = [label.get_text() for label in axes.get_xticklabels()]
+    assert (axes.get_xscale(), labels) == ("log", ["1", "10", "100", "1,000"])
+    labels = [label.get_text() for label in axes.get_yticklabels()]
+    assert (axes.get_yscale(), labels) == ("log", ["1e-5", "1e-4", "0.001", "0.01", "0.1", "1"])
+    assert (axes.get_xlabel(), axes.get_ylabel()) == ("samples, log scale", "error, log scale")
+    drawn = [line.get_ydata() for line in axes.lines]
+    assert len(drawn) == 2, "a level below 0 has no place either"
+    np.testing.assert_array_equal(drawn[0], [1.0, np.nan, 1e-2, 1e-4])
+    assert view.unplaced == 2
+    assert "not drawn: 2 values of 0 or below" in [text.get_text() for text in axes.texts]
+    assert (plain(view)["log"], plain(view)["log_x"]) == (True, True), "and so they are on a page"
+
+
+def test_names_at_the_ends_of_curves_are_apart_by_factors_where_the_axis_is_logarithmic():
+    lines = tuple(Line(f"curve {i}", np.array([1.0, 10.0**-i])) for i in range(12))
+    axes = paper.compose([Lines(x=(0, 1), x_name="x", y_name="y", lines=lines, log=True)]).axes[0]
+    ends = {text.get_text().strip(): text.xy[1] for text in axes.texts if "curve" in text.get_text()}
+    assert [ends[f"curve {i}"] for i in range(1, 12)] == pytest.approx([10.0**-i for i in range(1, 12)])
+
+
+@pytest.mark.parametrize("x", [(0.0, 1.0), (-1.0, 1.0), (float("nan"), 1.0), ("1", "10")])
+def test_what_has_no_place_on_a_logarithmic_x_axis_is_refused(x):
+    with pytest.raises(ShapeError, match="expected numbers above 0 along a logarithmic 'dose', found"):
+        Lines(x=x, x_name="dose", y_name="y", lines=(Line("a", np.ones(2)),), log_x=True)
+
+
 def test_a_strip_boxes_every_token_and_leaves_out_those_of_no_character():
     strip = Strip(text="ab c" * 20, offsets=((0, 0), (0, 2), (2, 70)), spans=("", "name", ""))
     with paper.style():

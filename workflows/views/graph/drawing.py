@@ -82,7 +82,7 @@ class Drawing:
         return min(17.0, 7.5 + 0.45 * self._layout.width), max(4.2, 1.6 + 0.62 * (self._layout.top + 2))
 
     def draw(self, axes: Any) -> None:
-        """Into matplotlib's axes."""
+        """Draw it into matplotlib's axes, and names of the strongest features right of them."""
         nodes, edges, through = self._part
         layout, graph = self._layout, self.pruned.graph
         told = [one for one in self.strongest if one.node in set(nodes.tolist())]

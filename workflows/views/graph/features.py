@@ -110,7 +110,7 @@ class FeatureNotes:
         return cls(words=words, **{**empty, **known})
 
     def rows(self, chosen: Array) -> FeatureNotes:
-        """Of some features."""
+        """Those of some features, by their rows."""
         arrays = {
             each.name: getattr(self, each.name)[chosen] for each in fields(self) if each.name != "words"
         }
