@@ -28,6 +28,7 @@ from ..architectures.transformer import RopeConfig
 from ..hooks.taps import AttentionTaps, Taps
 from .gradients import is_recorded
 from .history import History
+from .kernels.company import is_beside_others
 from .kernels.functions import evenly
 from .kernels.products import each_product, product
 from .norms import apply_norm
@@ -326,7 +327,7 @@ def _risen(q: Tensor, k: Tensor, v: Tensor, weights: AttentionWeights, scale: fl
     """The same, of what the values [B, Hk, token, dh] of a key say: e^(a softplus(w v)) for each key head
     (Shi et al., Trainable Dynamic Mask Sparse Attention, 2025, section 3)."""
     assert weights.rise_gain is not None  # whoever has the map has both
-    told = F.softplus(linear(v.transpose(1, 2).flatten(2), weights.rise))
+    told = evenly(F.softplus, linear(v.transpose(1, 2).flatten(2), weights.rise))
     rises = torch.exp(weights.rise_gain * told).transpose(1, 2)[..., None]
     return torch.cat([q, torch.full_like(q[..., :1], 1 / scale)], dim=-1), torch.cat([k, rises], dim=-1)
 
@@ -378,10 +379,13 @@ def attend(
 
 def weighed(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, how: AttentionMixer) -> Tensor:
     """z [B, H, query, dh] where nobody looks at scores. seen: as `attend`'s allowed."""
-    if is_by_hand(q, how):
-        whole = plainly(k.shape[2], how, q.device) if seen is None else seen
-        return _mixed(_pattern(_masked(_scores(q, k, how), whole, how), whole, how).to(q.dtype), v)
-    return _fused(q, k, v, seen, how)
+    return by_hand(q, k, v, seen, how) if is_by_hand(q, how) else _fused(q, k, v, seen, how)
+
+
+def by_hand(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, how: AttentionMixer) -> Tensor:
+    """`weighed`, step by step."""
+    whole = plainly(k.shape[2], how, q.device) if seen is None else seen
+    return _mixed(_pattern(_masked(_scores(q, k, how), whole, how), whole, how).to(q.dtype), v)
 
 
 def over(keys: Tensor, values: Tensor) -> Weigh:
@@ -408,7 +412,12 @@ def keys_filled(q: Tensor, keys: int) -> int:
     """
     if not _is_told_by_counts(q):
         return keys
-    return keys + -keys % 16 + (-(2 + q.shape[3]) % 4 if q.shape[2] <= _OF_THEIR_OWN else 0)
+    return keys + -keys % 16 + (-(2 + q.shape[3]) % 4 if q.shape[2] <= _of_their_own() else 0)
+
+
+def keys_by_hand(q: Tensor, keys: int, how: AttentionMixer) -> int:
+    """The same step by step: a softmax adds up 16 numbers at a time, and those left over by themselves."""
+    return keys if how.relative is not None or not _is_told_by_counts(q) else keys + -keys % 16
 
 
 def _fused(
@@ -424,7 +433,7 @@ def _fused(
             seen = F.pad(seen, (0, more))
         elif not is_causal:
             seen = _first_of(keys + more, keys)
-    if _is_told_by_counts(q) and (is_causal or queries > _OF_THEIR_OWN):
+    if _is_told_by_counts(q) and (is_causal or queries > _of_their_own()):
         if is_causal and queries <= _BLOCK:  # the kernel takes them at once, and the mask spares it some
             seen, is_causal = _up_to_each(queries, k.shape[2]), False
         rows = -queries % (_QUERIES if is_causal else _TOGETHER)
@@ -455,6 +464,11 @@ def _first_of(keys: int, seen: int) -> Tensor:
     """What is added to scores [1, 1, 1, key] of keys of which the first so many are seen. In float32, or the
     kernel's caller makes it that, at every token that is generated; kept, as layers ask for the same."""
     return torch.zeros(1, 1, 1, keys).masked_fill(torch.arange(keys) >= seen, float("-inf"))
+
+
+def _of_their_own() -> int:
+    """Up to how many queries go through kernels of their own."""
+    return 0 if is_beside_others() else _OF_THEIR_OWN
 
 
 def _is_told_by_counts(q: Tensor) -> bool:
@@ -508,7 +522,9 @@ def output(z: Tensor, projection: Linear, layer: int, taps: Taps) -> Tensor:
     if taps.touches(layer, "result"):
         heads, width = z.shape[1], z.shape[-1]
         per_head = projection.weight.unflatten(1, (heads, width)).permute(1, 2, 0)
-        result = taps("result", layer, torch.matmul(z, per_head))
+        flat = each_product(z.transpose(0, 1).flatten(1, 2), per_head)
+        made = flat.unflatten(1, (z.shape[0], -1)).transpose(0, 1)
+        result = taps("result", layer, made)
         if taps.changes(layer, "result"):
             mixed = result.sum(1)
             return mixed if projection.bias is None else mixed + projection.bias
