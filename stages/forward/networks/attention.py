@@ -257,7 +257,7 @@ def _from_inputs(
         given = taps(kind, layer, copies.clone(memory_format=torch.contiguous_format))
         rows, bias, each = part.weight.unflatten(0, (count, -1)), part.bias, given.shape[1] // count
         rows = rows.repeat_interleave(each, 0)
-        anew = torch.matmul(source.norm(given), rows.transpose(1, 2))
+        anew = _of_heads(source.norm(given), rows.transpose(1, 2))
         if bias is not None:
             anew = anew + bias.view(count, 1, -1).repeat_interleave(each, 0)
         if each == 1:
@@ -373,7 +373,13 @@ def attend(
         pattern = _pattern(taps("attn_scores", layer, masked), whole, how).to(q.dtype)
         pattern = taps("pattern", layer, pattern, whole)
         if changed or (weigh is None and is_by_hand(q, how)):
-            return _mixed(pattern, v)
+            z = _mixed(pattern, v)
+            if not changed or not is_beside_others() or is_by_hand(q, how):
+                return z
+            # Queries that were left alone read as they do where nobody changes anything.
+            alone = _pattern(_masked(_scores(q, k, how), whole, how), whole, how).to(q.dtype)
+            is_left = (pattern == alone).all(-1, keepdim=True)
+            return torch.where(is_left, (weigh or weighed)(q, k, v, seen, how), z)
     return (weigh or weighed)(q, k, v, seen, how)
 
 
@@ -522,13 +528,25 @@ def output(z: Tensor, projection: Linear, layer: int, taps: Taps) -> Tensor:
     if taps.touches(layer, "result"):
         heads, width = z.shape[1], z.shape[-1]
         per_head = projection.weight.unflatten(1, (heads, width)).permute(1, 2, 0)
-        flat = each_product(z.transpose(0, 1).flatten(1, 2), per_head)
-        made = flat.unflatten(1, (z.shape[0], -1)).transpose(0, 1)
-        result = taps("result", layer, made)
+        made = _of_heads(z, per_head)
+        # Taps may write into it.
+        result = taps("result", layer, made.clone() if is_beside_others() else made)
         if taps.changes(layer, "result"):
-            mixed = result.sum(1)
-            return mixed if projection.bias is None else mixed + projection.bias
+            mixed = sum(
+                result.unbind(1), torch.zeros_like(result[:, 0])
+            )  # in one order, however many queries
+            mixed = mixed if projection.bias is None else mixed + projection.bias
+            if not is_beside_others():
+                return mixed
+            is_left = (result == made).all(-1).all(1)[..., None]
+            return torch.where(is_left, linear(z.transpose(1, 2).flatten(2), projection), mixed)
     return linear(z.transpose(1, 2).flatten(2), projection)
+
+
+def _of_heads(x: Tensor, maps: Tensor) -> Tensor:
+    """x [B, H, S, in], each head through its own map [H, in, out]: [B, H, S, out]."""
+    flat = each_product(x.transpose(0, 1).flatten(1, 2), maps)
+    return flat.unflatten(1, (x.shape[0], -1)).transpose(0, 1)
 
 
 def _spared(seen: Tensor, cut: Tensor, layer: int, how: AttentionMixer) -> Tensor:

@@ -28,8 +28,6 @@ pytest.importorskip("transformers")
 THREADS = torch.get_num_threads()
 FEW = ("llama", "gemma2", "mixtral", "deepseek_v2")
 MANY = ("qwen3", "gpt2", "gpt_oss", "phi3", "falcon", "nemotron", "qwen2_moe", "gemma3_text", "opt", "jetmoe")
-STEP_BY_STEP = ("pattern", "scores", "attn_scores", "result", "q_input", "k_input", "v_input")
-"""Who changes these makes a layer go step by step there, where others do not."""
 SHORT, LONG = (5, 17, 40), (9, 8, 77, 31, 4, 60, 12, 200, 33, 90, 41, 7, 150)
 
 
@@ -42,10 +40,6 @@ def threads() -> Iterator[None]:
 def saved(folder: Path, family: str, seed: int, **axes: Any) -> Path:
     (save_random_model if family in FAMILIES else save_random_hybrid)(folder, family, seed, **axes)
     return folder
-
-
-def is_step_by_step(point: HookPoint) -> bool:
-    return point.kind in STEP_BY_STEP or point.kind.endswith(("_scale", "_normalized", "final_norm"))
 
 
 def expect_same(found: mizarr.HookCache, expected: mizarr.HookCache, what: str) -> None:
@@ -63,14 +57,7 @@ def expect_same(found: mizarr.HookCache, expected: mizarr.HookCache, what: str) 
 def test_a_run_gives_the_same_bits_alone_and_beside_others(family, tmp_path):
     model = Model.from_pretrained(saved(tmp_path, family, 4))
     for seed in range(3):
-        drawn = draw_runs(random.Random(seed), model, 24)
-        changes = [model.bind(each.hooks).interventions for each in drawn]
-        runs = [
-            each
-            for each, made in zip(drawn, changes, strict=True)
-            if not any(is_step_by_step(p) for p, _ in made)
-        ]
-        assert len(runs) > 5
+        runs = draw_runs(random.Random(seed), model, 16)
         torch.set_num_threads(1)
         alone = [found for each in runs for _, found in stream(model, [each])]
         for count, chosen in (
