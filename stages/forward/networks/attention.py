@@ -43,6 +43,7 @@ _QUERIES = 16
 _TOGETHER, _OF_THEIR_OWN = 4, 2
 """Queries that a product takes at a time, and up to how many have a kernel of their own: four take more than
 twice the time of one."""
+_NARROW = (torch.bfloat16, torch.float16)
 _BLOCK = 32
 """Queries that the fused kernel takes at once, at least."""
 _TILES = ((64, 32), (512, 64))
@@ -403,7 +404,7 @@ def over(keys: Tensor, values: Tensor) -> Weigh:
         if seen is not None:
             seen = F.pad(seen, (0, every - size))
         elif every > size and (q.shape[2] == 1 or how.is_bidirectional):
-            seen = _first_of(every, size)
+            seen = _first_of(every, size).to(q.dtype)
         return _fused(q, keys, values, seen, how, is_filled=True)
 
     return weigh
@@ -438,10 +439,10 @@ def _fused(
         if seen is not None:
             seen = F.pad(seen, (0, more))
         elif not is_causal:
-            seen = _first_of(keys + more, keys)
+            seen = _first_of(keys + more, keys).to(q.dtype)
     if _is_told_by_counts(q) and (is_causal or queries > _of_their_own()):
         if is_causal and queries <= _BLOCK:  # the kernel takes them at once, and the mask spares it some
-            seen, is_causal = _up_to_each(queries, k.shape[2]), False
+            seen, is_causal = _up_to_each(queries, k.shape[2]).to(q.dtype), False
         rows = -queries % (_QUERIES if is_causal else _TOGETHER)
         q = F.pad(q, (0, 0, 0, rows)) if rows else q
         if rows and seen is not None and seen.shape[-2] > 1:
@@ -479,7 +480,9 @@ def _of_their_own() -> int:
 
 def _is_told_by_counts(q: Tensor) -> bool:
     """Whether sums of the fused kernel go by the numbers of queries, keys and threads."""
-    return q.device.type == "cpu" and q.dtype == torch.float32
+    return q.device.type == "cpu" and (
+        q.dtype == torch.float32 or (is_beside_others() and q.dtype in _NARROW)
+    )
 
 
 def in_tiles(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, how: AttentionMixer) -> Tensor:

@@ -45,18 +45,22 @@ def saved(folder: Path, family: str, seed: int, **axes: Any) -> Path:
 def expect_same(found: mizarr.HookCache, expected: mizarr.HookCache, what: str) -> None:
     assert found.has_logits == expected.has_logits
     if found.has_logits:
-        np.testing.assert_array_equal(found.logits, expected.logits, err_msg=what)
+        np.testing.assert_array_equal(found.logits.float(), expected.logits.float(), err_msg=what)
     for point in expected:
         for when in ("before", "after"):
             one, other = (cache.get(point, when=when) for cache in (found, expected))
             if other is not None:
-                np.testing.assert_array_equal(one, other, err_msg=f"{what}: {point} {when}")
+                np.testing.assert_array_equal(one.float(), other.float(), err_msg=f"{what}: {point} {when}")
 
 
 @pytest.mark.parametrize("family", [*FEW, *(pytest.param(each, marks=pytest.mark.wide) for each in MANY)])
 def test_a_run_gives_the_same_bits_alone_and_beside_others(family, tmp_path):
-    model = Model.from_pretrained(saved(tmp_path, family, 4))
-    for seed in range(3):
+    expect_alone_as_beside(Model.from_pretrained(saved(tmp_path, family, 4)), seeds=3)
+
+
+def expect_alone_as_beside(model: Model, seeds: int) -> None:
+    """Random runs, on one thread by themselves, on one to three beside different others."""
+    for seed in range(seeds):
         runs = draw_runs(random.Random(seed), model, 16)
         torch.set_num_threads(1)
         alone = [found for each in runs for _, found in stream(model, [each])]
@@ -68,6 +72,13 @@ def test_a_run_gives_the_same_bits_alone_and_beside_others(family, tmp_path):
             torch.set_num_threads(count)
             for index, found in stream(model, [runs[i] for i in chosen]):
                 expect_same(found, alone[chosen[index]], f"run {chosen[index]} of seed {seed}")
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_in_bfloat16_too(family, tmp_path):
+    model = Model.from_pretrained(saved(tmp_path, family, 6), dtype="bfloat16")
+    expect_alone_as_beside(model, seeds=2)
 
 
 def test_large_weights_too_which_elsewhere_one_of_two_libraries_multiplies(tmp_path):
