@@ -70,8 +70,10 @@ typecheck: $(VENV)/installed-test
 	$(BIN)/mypy
 	MYPYPATH=tests/benchmarks:. $(BIN)/mypy --cache-dir .mypy_cache/users --follow-imports=silent tests/typing/api.py tests/benchmarks/*.py
 
+# Status 2: what a benchmark measures is not on this machine (a GPU), as it says; the others go on.
 bench: $(VENV)/installed-test
-	@for file in tests/benchmarks/bench_*.py; do echo "== $$file"; $(BIN)/python $$file || exit 1; done
+	@for file in tests/benchmarks/bench_*.py; do \
+		echo "== $$file"; $(BIN)/python $$file || [ $$? -eq 2 ] || exit 1; done
 
 families: $(VENV)/installed-test
 	HF_HUB_OFFLINE=1 $(BIN)/python -m tests.measure_families

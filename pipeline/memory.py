@@ -46,7 +46,7 @@ class Memory:
 
     @classmethod
     def now(cls) -> Memory:
-        """What is held."""
+        """What this process holds at this moment; of tensors, without what torch keeps for later ones."""
         return cls(resident(), _on_devices("memory_allocated"))
 
     @classmethod

@@ -140,7 +140,7 @@ class Node(Protocol):
         ...
 
     def open(self, store: Store) -> xr.Dataset:
-        """The stored result, lazy."""
+        """The stored result, labelled and lazy. StageError, or of a run EntryNotFound, unless it is whole."""
         ...
 
 
@@ -188,13 +188,13 @@ def remembered(
 
 @remembered
 def status_of(node: Node, store: Store) -> Status:
-    """`node.status(store)`, once per look."""
+    """`node.status(store)`, asked once within `one_look`."""
     return node.status(store)
 
 
 @remembered
 def estimate_of(node: Node, store: Store) -> Estimate:
-    """`node.estimate(store)`, once per look."""
+    """`node.estimate(store)`, asked once within `one_look`."""
     return node.estimate(store)
 
 
@@ -265,7 +265,7 @@ class ResultNode(Ports, ABC):
         return cut(self._stored(store).content, lambda: self.open(store), variable, selection)
 
     def open(self, store: Store) -> xr.Dataset:
-        """The stored result."""
+        """The stored result, lazy, in a dataset of the caller's own. StageError unless there is one."""
         return self._opened(store).copy(deep=False)
 
     @remembered

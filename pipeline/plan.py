@@ -35,7 +35,7 @@ class Step:
         return f"{told} ({self.status.warning})" if self.status.warning else told
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values for machines."""
+        """Name and state, and beside them the fields of status and estimate."""
         return {"name": self.name, "state": self.state, **asdict(self.status), **asdict(self.estimate)}
 
 
@@ -52,7 +52,7 @@ class Plan:
 
     @property
     def bytes_read(self) -> int:
-        """Of all steps together."""
+        """Of all steps together; a cached one reads none."""
         return sum(step.estimate.bytes_read for step in self.steps)
 
     @property
@@ -81,7 +81,7 @@ class Plan:
                 )
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values for machines."""
+        """Every step, and what holds of all of them: bytes, peak memory, seconds (None: not known)."""
         return {
             "steps": [step.to_json() for step in self.steps],
             "is_cached": self.is_cached,

@@ -69,7 +69,7 @@ class SourceNode(ResultNode):
         return ResultKey(self.name, self.version, self.params, {})
 
     def status(self, store: Store) -> Status:
-        """Cached, or why not."""
+        """Whether it is stored. Raises SourceChanged where `make` would read something else by now."""
         self._confirm()
         key = self.key(store)
         return Status(True, cells_cached=1) if store.lookup(key) else Status(False, why_not(store, key))
@@ -141,7 +141,7 @@ class ConstantNode(Ports):
         return [(0, dataset.sizes["token"])] if "token" in dataset.dims else []
 
     def part(self, store: Store, variable: str | None, selection: Selection) -> Part:
-        """A piece of it."""
+        """See `Node`; the store is read in workers alone, which have no dataset in hand."""
         held = self._held(store)
         return cut(self.content, lambda: held, variable, selection, changes=self._is_lazy)
 

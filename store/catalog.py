@@ -99,7 +99,7 @@ class Catalog:
         self.files.delete(f"pins/{name}.json")
 
     def pins(self) -> dict[str, str]:
-        """Key by pin name."""
+        """Digest of the key that each pin names, by name. Raises CorruptEntry for a pin that is damaged."""
         texts = {name: self.files.get(name) for name in sorted(self.files.list("pins"))}
         return {
             Path(name).stem: str(unsealed(name, text, PIN)["key"])

@@ -33,7 +33,7 @@ class _Key:
 
     @cached_property
     def digest(self) -> str:
-        """64 hex digits."""
+        """Of kind and request, 64 hex digits."""
         return digest(self.kind, self.request())
 
     @property

@@ -1,8 +1,9 @@
 """Which tests look at what changed: printed for `make check`, one path per line.
 
 A test file that changed is one of them; of a module, the file in the mirrored room that is named after it,
-and the tests of its room that import it by name; of a page of docs/ those that run its blocks. Changed is
-what differs from the last commit, or, where nothing does, what that commit changed.
+and the tests of its room that import it by name (for workflows/, of any folder of it); of a page of docs/
+those that run its blocks. Changed is what differs from the last commit, or, where nothing does, what that
+commit changed.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 ALWAYS = "tests/contracts/test_house.py"
+QUESTIONS = "workflows/"
+"""A room whose folders share what lies beside them: material, views, settings."""
 
 
 def changed() -> list[str]:
@@ -38,10 +41,12 @@ def tests_of(path: str) -> Iterator[str]:
         return
     mirrored = Path("tests") / changed_file.parent / f"test_{changed_file.stem}.py"
     yield str(mirrored)
+    near = (mirrored.parent, mirrored.parent.parent)
+    any_folder = path.startswith(QUESTIONS)
     yield from (
         found
         for found in _importing(changed_file)
-        if Path(found).parent in (mirrored.parent, mirrored.parent.parent)
+        if Path(found).parent in near or (any_folder and found.startswith(f"tests/{QUESTIONS}"))
     )
 
 

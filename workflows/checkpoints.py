@@ -86,7 +86,7 @@ class Checkpoints(Workflow):
 
     @cached_property
     def findings(self) -> dict[str, tuple[Finding, ...]]:
-        """What each revision claims."""
+        """What each revision claims, by revision; () where it claims nothing."""
         return {
             revision: next((view.findings for view in workflow.shown if isinstance(view, Findings)), ())
             for revision, workflow in self.each.items()

@@ -99,7 +99,7 @@ class Subject:
 
     @cached_property
     def config(self) -> Architecture:
-        """Layers, heads, sizes."""
+        """The model without its weights, from its files."""
         return self.files.architecture()
 
     @property

@@ -40,7 +40,7 @@ class Use:
         return (f"form of {self.form_of}" if self.form_of else f"library: {self.declaration.home}",)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values for machines."""
+        """The declaration as it says itself, `workflows`, and `form_of`, None where it is no form."""
         found = {"workflows": list(self.workflows), "form_of": self.form_of or None}
         return {**self.declaration.to_json(), **found}
 

@@ -104,7 +104,7 @@ class ZooTraining:
 
     @property
     def steps(self) -> int:
-        """Of the optimiser."""
+        """Steps of the optimiser, of a whole batch each: sequences that fill none are not drawn."""
         return self.sequences // self.batch
 
 

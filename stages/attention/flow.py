@@ -87,8 +87,8 @@ def unpacked(pattern: xr.DataArray) -> xr.DataArray:
     """The pattern of one prompt as it is thought of, [..., query_position, key_position], from [..., pair];
     heads of any kind are on the axis "head".
 
-    Raises ShapeError if the pairs are not those of one prompt, whose rows sum to 1, or to at
-    most 1 where they are what a recurrence amounts to.
+    Raises ShapeError if the pairs are not those of one prompt, whose rows sum to 1, or to at most 1 where
+    they are what a recurrence amounts to.
     """
     import xarray as xr
 

@@ -82,7 +82,7 @@ class PatternRows:
 
     @property
     def tokens(self) -> int:
-        """Tokens of all prompts."""
+        """Tokens of all prompts together: a query row each."""
         return len(self.ends)
 
     def blocks(self, pattern: xr.DataArray) -> Iterator[RowBlock]:

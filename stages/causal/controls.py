@@ -79,7 +79,7 @@ class Null:
 
     @property
     def median(self) -> float:
-        """Of the draws."""
+        """Of the draws, in the unit of the measure."""
         return float(np.median(self.values))
 
     def bound(self, share: float = 0.95) -> tuple[float, float]:

@@ -98,7 +98,7 @@ class ContrastiveVectors(Experiment):
         return [{"side": "positive"}, {"side": "negative"}]
 
     def runs(self, prepared: Any, cell: CellLabels) -> list[Run]:
-        """One per prompt."""
+        """One per prompt of the cell's side, with the state after every layer and no logits."""
         hooks = HookSpec().capture("blocks.*.hook_resid_post")
         return [Run(ids, hooks, None) for ids, _ in self._places(cell["side"])]
 
@@ -109,7 +109,7 @@ class ContrastiveVectors(Experiment):
         return {place: np.stack([array(result[point][0, place]) for point in result]) for place in wanted}
 
     def dataset(self, prepared: Any, cell: CellLabels, measured: Sequence[Any]) -> xr.Dataset:
-        """mean_state [side, layer, hidden]."""
+        """mean_state [side, layer, hidden] of one side, float32; `prompts`: how many the mean is over."""
         import xarray as xr
 
         places = [position for _, position in self._places(cell["side"])]
@@ -297,7 +297,7 @@ class PushedStates(Pushes):
         return _Prepared(Baseline(model.config, read_logits(result), {}), states, vectors)
 
     def runs(self, prepared: _Prepared, cell: CellLabels) -> list[Run]:
-        """One per strength."""
+        """One per strength, as `pushed`, with pieces of the target behind the prompt."""
         ids, want = with_target(self.tokens, self.target)
         vector = prepared.vectors[cell["layer"]]
         return self.pushed(ids, want, cell["layer"], len(prepared.states), vector)

@@ -237,7 +237,7 @@ class CounterFactPatching(OnPairs):
     }
 
     def cells(self, config: Architecture) -> Sequence[CellLabels]:
-        """One per pair."""
+        """One per pair. Raises what `check` does."""
         self.check(config)
         return [cell_of(pair) for pair in self.pairs]
 

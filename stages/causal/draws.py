@@ -60,17 +60,17 @@ class Draws(Experiment):
 
     @property
     def registered(self) -> str:
-        """That of the experiment."""
+        """See `Experiment`: that of what is drawn."""
         return self.experiments[0].registered
 
     @property
     def version(self) -> int:  # type: ignore[override]
-        """That of the experiment."""
+        """That of what is drawn."""
         return self.experiments[0].version
 
     @property
     def reads_text(self) -> bool:  # type: ignore[override]
-        """As the experiment does."""
+        """See `Experiment`: as what is drawn does."""
         return self.experiments[0].reads_text
 
     def params(self) -> dict[str, Any]:
@@ -192,7 +192,7 @@ class AtOnce(Draws):
     def dataset(
         self, prepared: Mapping[Hashable, Any], cell: CellLabels, measured: Sequence[Any]
     ) -> xr.Dataset:
-        """All draws, joined."""
+        """What each draw gives of its own cells, joined along `draw`."""
         ends = prepared[ENDS].tolist()
         parts = [
             super(AtOnce, self).dataset(prepared, own, measured[start:end])

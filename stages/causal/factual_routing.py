@@ -88,7 +88,7 @@ class FactualRouting(OnPairs):
             in_range("counterfactual subject", "position", sources, len(pair.counterfactual))
 
     def cells(self, config: Architecture) -> Sequence[CellLabels]:
-        """One per pair."""
+        """One per pair, with the places of its subject. Raises what `check` does."""
         self.check(config)
         return [
             {**cell_of(pair), "subject": [list(each) for each in pair.subject or ()]} for pair in self.pairs
@@ -135,7 +135,7 @@ class FactualRouting(OnPairs):
         )
 
     def joined(self, parts: Sequence[xr.Dataset]) -> xr.Dataset:
-        """Pairs one after another."""
+        """Cells of all pairs, along `pair`."""
         import xarray as xr
 
         whole: xr.Dataset = xr.concat(parts, "pair", join="exact", combine_attrs="override")

@@ -90,7 +90,7 @@ class EdgeKnockout(_Knockout):
     heads: tuple[int, ...] | None = None
 
     def runs(self, prepared: Baseline, cell: CellLabels) -> list[Run]:
-        """One per edge."""
+        """One per edge, cut in the cell's layer alone."""
         length = len(self.tokens)
         return [
             self.run_of(spec.layer(cell["layer"]).hooks(prepared.config, length)) for spec in self._specs()
@@ -149,7 +149,7 @@ class HeadKnockout(_Knockout):
     }
 
     def runs(self, prepared: Baseline, cell: CellLabels) -> list[Run]:
-        """One per head."""
+        """One per head: the edges cut in it; without edges its z set to 0, but for pieces of the target."""
         config, layer = prepared.config, cell["layer"]
         heads = range(config.axis_sizes["head"])
         if self.edges:

@@ -81,7 +81,7 @@ class LayerSweep(Experiment):
         return range(cell["layer"], cell["layer"] + self.width)
 
     def prepare(self, model: Model) -> Baseline:
-        """The unchanged run."""
+        """The unchanged run, without attention weights. PromptError for a target beyond the vocabulary."""
         return baseline_run(model, self.tokens, self.target)
 
     def sketch(self, config: Architecture, cell: CellLabels) -> Sequence[Run]:

@@ -53,7 +53,7 @@ def kl_gradient(baseline: Any, other: Any) -> Floats:
 
 
 def logit_difference(logits: Any, token: int, other: int) -> Floats:
-    """logits[token] - logits[other], [...]."""
+    """logits[token] - logits[other], float64 [...]. Raises PromptError for ids beyond the vocabulary."""
     wide = np.asarray(logits, np.float64)
     _check(wide, token, other)
     found: Floats = wide[..., token] - wide[..., other]
@@ -61,7 +61,7 @@ def logit_difference(logits: Any, token: int, other: int) -> Floats:
 
 
 def probability(logits: Any, token: int) -> Floats:
-    """softmax(logits)[token], [...]."""
+    """softmax(logits)[token], float64 [...]. Raises PromptError for an id outside of the vocabulary."""
     _check(np.asarray(logits), token)
     found: Floats = np.exp(log_softmax(logits)[..., token])
     return found
@@ -93,7 +93,7 @@ class TokenChange:
 
     @property
     def difference(self) -> float:
-        """other - baseline."""
+        """other - baseline: above 0 where the token became likelier."""
         return self.other - self.baseline
 
 

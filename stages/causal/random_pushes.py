@@ -119,6 +119,6 @@ class RandomPushes(Pushes):
         )
 
     def directions(self, prepared: Undisturbed) -> Array:
-        """[layer, hidden]."""
+        """[layer, hidden], in every layer as long as the vector they stand beside."""
         found: Array = random_directions(prepared.vectors, 1, seed=self.draw)[0]
         return found

@@ -102,7 +102,7 @@ class StateKnockout(_Writes):
         self._spec(self._chosen()).validate(config, len(self.tokens))
 
     def runs(self, prepared: Baseline, cell: CellLabels) -> list[Run]:
-        """One per position."""
+        """One per position, its write knocked out in all layers of the cell."""
         specs = [self._spec([place]).layers(self.changed(cell)) for place in self._chosen()]
         return [self.run_of(spec.hooks(prepared.config, len(self.tokens))) for spec in specs]
 
@@ -141,12 +141,12 @@ class StateSteering(_Writes):
             self._spec(dose).hooks(config, len(self.tokens))
 
     def runs(self, prepared: Baseline, cell: CellLabels) -> list[Run]:
-        """One per dose."""
+        """One per dose, in all layers of the cell."""
         specs = [self._spec(dose).layers(self.changed(cell)) for dose in self.doses]
         return [self.run_of(spec.hooks(prepared.config, len(self.tokens))) for spec in specs]
 
     def dataset(self, prepared: Baseline, cell: CellLabels, measured: Sequence[Any]) -> xr.Dataset:
-        """The effects [layer, dose]."""
+        """The effects [layer, dose], and what the unchanged run says."""
         return self._variables(prepared, cell, measured, {"dose": self.doses})
 
     def _spec(self, dose: float) -> StateSteeringSpec:

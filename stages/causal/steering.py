@@ -111,7 +111,7 @@ class DoseResponse(LayerSweep):
         return baseline_run(model, self.tokens, self.target, sorted(steered))
 
     def runs(self, prepared: Baseline, cell: CellLabels) -> list[Run]:
-        """One per dose."""
+        """One per dose, with the attention weights of the layers that are steered."""
         points = [HookPoint.pattern(layer) for layer in self.changed(cell)]
         hooks = [
             self._spec(dose).layers(self.changed(cell)).hooks(prepared.config, len(self.tokens))
@@ -262,7 +262,7 @@ class SteeringCalibration:
 
     @property
     def attention_ratio(self) -> float:
-        """Source over target."""
+        """Source over target; 0 where the target has none."""
         return 0.0 if self.target_baseline <= _NONE else self.source_baseline / self.target_baseline
 
     def scale_factor_for_target(self, attention: float) -> float:

@@ -77,7 +77,7 @@ class PairExperiment(EdgeExperiment):
         return layout
 
     def cells(self, config: Architecture) -> Sequence[CellLabels]:
-        """One per pair."""
+        """One per pair. Raises what `checked` does."""
         self.check(config)
         return [{"pair": pair.canonical()} for pair in self.pairs]
 

@@ -66,7 +66,7 @@ class Circuit:
 
     @classmethod
     def whole(cls, layout: Layout, positions: int | None = None) -> Circuit:
-        """Every edge: the model."""
+        """Every edge: the model as it is. positions: of how many each has edges of its own; None for none."""
         return cls(layout, _edges(layout, positions))
 
     @classmethod

@@ -58,7 +58,7 @@ class EdgeExperiment(Experiment):
         return checked(self.pairs, self.alternative, config)
 
     def cells(self, config: Architecture) -> Sequence[CellLabels]:
-        """One, unless said otherwise."""
+        """One without labels, unless a kind says otherwise. Raises what `checked` does."""
         self.check(config)
         return [{}]
 
@@ -67,7 +67,7 @@ class EdgeExperiment(Experiment):
         return model
 
     def runs(self, prepared: Model, cell: CellLabels) -> list[Run]:
-        """None: see the module."""
+        """None: a cell is computed when its dataset is asked for."""
         return []
 
     def sketch(self, config: Architecture, cell: CellLabels) -> None:

@@ -44,8 +44,8 @@ class SelectedCircuits(EdgeExperiment):
 
     chosen_on: pairs whose scores choose the edges. pairs: those the circuits are run on. method, steps: of
     the scores. selection: "top", the edges of largest |score|, or "greedy", from the logits down. sizes: in
-    edges, ascending. minimal: whether each circuit is also run without
-    each of its edges. by_position: whether edges are told apart by position, in pairs of one length.
+    edges, ascending. minimal: whether each circuit is also run without each of its edges. by_position:
+    whether edges are told apart by position, in pairs of one length.
     """
 
     chosen_on: tuple[Pair, ...]
@@ -120,7 +120,7 @@ class SelectedCircuits(EdgeExperiment):
         return layout
 
     def cells(self, config: Architecture) -> Sequence[CellLabels]:
-        """One per size."""
+        """One per size, smallest first. Raises what `check` does."""
         self.check(config)
         return [{"size": size} for size in self.sizes]
 

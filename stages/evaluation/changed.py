@@ -77,7 +77,7 @@ class Means:
 
     @property
     def kinds(self) -> frozenset[str]:
-        """Of its hook points."""
+        """Of its hook points, without their layers: "resid_post"."""
         return frozenset(HookPoint.parse(point).kind for point in self.points)
 
     def taken(self, model: Model) -> dict[HookPoint, Tensor]:

@@ -58,7 +58,7 @@ class FactualRecall(OfChanged):
         return [{}]
 
     def dataset(self, prepared: Any, cell: CellLabels, measured: Sequence[Any]) -> xr.Dataset:
-        """The outputs."""
+        """logprob [fact, answer], answers by ascending id; rank, said and target [fact]. Computed here."""
         import xarray as xr
 
         model, _ = prepared

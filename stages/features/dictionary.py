@@ -128,7 +128,7 @@ class Dictionary:
 
     @property
     def n_features(self) -> int:
-        """Features of each layer."""
+        """Features of each layer: all have as many."""
         return self.layout.n_features
 
     @property

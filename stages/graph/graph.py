@@ -205,7 +205,7 @@ class AttributionGraph:
 
     @property
     def input_tokens(self) -> npt.NDArray[np.int64]:
-        """Token ids [position]."""
+        """Token ids of the prompt, special ones included, int64 [position]."""
         found: npt.NDArray[Any] = self.dataset["input_tokens"].values
         return found
 
@@ -353,7 +353,7 @@ class PrunedGraph:
 
     @property
     def node_mask(self) -> npt.NDArray[np.bool_]:
-        """Kept nodes [node]."""
+        """Which nodes of the graph are kept, [node]."""
         return self.kept.nodes
 
     @cached_property

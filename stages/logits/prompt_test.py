@@ -62,11 +62,11 @@ class PromptTest:
 
     @property
     def ranks(self) -> list[tuple[str, int]]:
-        """(token, rank) of each."""
+        """(token, rank) of each, ranks from 0, in the order of `tokens`."""
         return [(each.token, each.rank) for each in self.tokens]
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values."""
+        """The fields by name, tokens and what is likely there as dicts."""
         return asdict(self)
 
     def __str__(self) -> str:

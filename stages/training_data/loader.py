@@ -52,9 +52,9 @@ class ActivationLoader:
 
     A batch is a dict: variable -> [row, layer, width], heads laid side by side; it is the caller's to change,
     and may be a part of the buffer, to be copied where it is kept. Each iteration goes on at `position`, the
-    number of the next batch; every row comes once an epoch. Raises ConfigError for settings
-    that do not fit, EntryNotFound, ShapeError for variables without a row per token; when a batch is read,
-    ShapeError where numbers are not finite, CorruptEntry where a file is damaged.
+    number of the next batch; every row comes once an epoch. Raises ConfigError for settings that do not fit,
+    EntryNotFound, ShapeError for variables without a row per token; when a batch is read, ShapeError where
+    numbers are not finite, CorruptEntry where a file is damaged.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class ActivationLoader:
 
     @property
     def rows(self) -> int:
-        """Of an epoch."""
+        """Rows of one epoch: tokens that nothing leaves out."""
         return self._batches.order.rows
 
     def __len__(self) -> int:

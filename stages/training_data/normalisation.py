@@ -158,7 +158,7 @@ class Normalisation:
         return cls(mean.astype(np.float32), scale.astype(np.float32))
 
     def __call__(self, rows: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-        """Rows, changed in place."""
+        """These rows, changed in place."""
         rows -= self.mean
         rows *= self.scale
         return rows

@@ -50,12 +50,12 @@ class Order:
 
     @property
     def rows(self) -> int:
-        """Of an epoch."""
+        """Rows of one epoch."""
         return int(self.counts.sum())
 
     @property
     def windows(self) -> int:
-        """Of an epoch."""
+        """Windows of one epoch; the last may have fewer blocks than the others."""
         return -(-len(self.counts) // self.per_window)
 
     def blocks(self, epoch: int, window: int) -> Indices:

@@ -83,7 +83,7 @@ class EndToEnd:
         return starts, stops
 
     def counts(self, starts: Indices, stops: Indices) -> Indices:
-        """Rows of each block."""
+        """See `TokenRows`."""
         which = self._run_of(starts)
         found = np.zeros(len(starts), np.int64)
         for number, run in enumerate(self.runs):
@@ -98,7 +98,7 @@ class EndToEnd:
         return self.runs[number].tokens(start - first, stop - first) + first
 
     def count(self) -> int:
-        """Rows of all blocks."""
+        """See `TokenRows`."""
         return sum(run.count() for run in self.runs)
 
     def width(self, cell: Cell) -> int:
@@ -185,7 +185,7 @@ class SideBySide:
         return self.runs[0].blocks(size)
 
     def counts(self, starts: Indices, stops: Indices) -> Indices:
-        """Rows of each block."""
+        """See `TokenRows`; as the first run says."""
         return self.runs[0].counts(starts, stops)
 
     def tokens(self, start: int, stop: int) -> Indices:
@@ -193,11 +193,11 @@ class SideBySide:
         return self.runs[0].tokens(start, stop)
 
     def count(self) -> int:
-        """Rows of all blocks."""
+        """See `TokenRows`; as the first run says."""
         return self.runs[0].count()
 
     def width(self, cell: Cell) -> int:
-        """Numbers of a row."""
+        """See `TokenRows`."""
         return self._run(cell).width(cell)
 
     def dtype(self, cell: Cell) -> np.dtype[Any]:
@@ -251,7 +251,7 @@ class Joined:
         return self.source.blocks(size)
 
     def counts(self, starts: Indices, stops: Indices) -> Indices:
-        """Rows of each block."""
+        """See `TokenRows`."""
         return self.source.counts(starts, stops)
 
     def tokens(self, start: int, stop: int) -> Indices:
@@ -259,7 +259,7 @@ class Joined:
         return self.source.tokens(start, stop)
 
     def count(self) -> int:
-        """Rows of all blocks."""
+        """See `TokenRows`."""
         return self.source.count()
 
     def width(self, cell: Cell) -> int:

@@ -56,7 +56,7 @@ class TokenRows(Protocol):
         ...
 
     def counts(self, starts: Indices, stops: Indices) -> Indices:
-        """Rows of each block."""
+        """How many tokens of each block are read, int64 [block]."""
         ...
 
     def tokens(self, start: int, stop: int) -> Indices:
@@ -64,11 +64,11 @@ class TokenRows(Protocol):
         ...
 
     def count(self) -> int:
-        """Rows of all blocks."""
+        """How many tokens are read in all."""
         ...
 
     def width(self, cell: Cell) -> int:
-        """Numbers of a row."""
+        """How many numbers a row of the cell has, its axes multiplied."""
         ...
 
     def dtype(self, cell: Cell) -> np.dtype[Any]:
@@ -160,7 +160,7 @@ class StoredActivations:
         return found if len(rows) == len(sizes) else found.of_prompts(rows.tolist())
 
     def of_prompts(self, rows: Sequence[int]) -> StoredActivations:
-        """These prompts only."""
+        """These prompts of the entry alone, in its order, whichever were chosen before."""
         mask = np.zeros(self.entry.tokens.n_prompts, bool)
         mask[list(rows)] = True
         return replace(self, prompts=mask)
@@ -218,7 +218,7 @@ class StoredActivations:
             raise EntryNotFound(f"run {self.entry.digest[:12]} has not all of {told}; capture it first")
 
     def width(self, cell: Cell) -> int:
-        """Numbers of a row."""
+        """See `TokenRows`."""
         return math.prod(self.entry.spec(cell[0]).tail)
 
     def dtype(self, cell: Cell) -> np.dtype[Any]:
@@ -246,7 +246,7 @@ class StoredActivations:
         return starts[held], stops[held]
 
     def counts(self, starts: Indices, stops: Indices) -> Indices:
-        """Rows of each block."""
+        """See `TokenRows`."""
         if not self.without:
             return self._before(stops, self.skip_positions) - self._before(starts, self.skip_positions)
         sizes = [len(self.tokens(int(a), int(b))) for a, b in zip(starts, stops, strict=True)]
@@ -264,7 +264,7 @@ class StoredActivations:
         return where[kept]
 
     def count(self) -> int:
-        """Rows of all blocks."""
+        """See `TokenRows`."""
         if self.without:
             return int(self.counts(*self.blocks(1 << 20)).sum())
         sizes = self.entry.tokens.row_size[self.chosen]

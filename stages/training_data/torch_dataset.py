@@ -43,7 +43,7 @@ class SharedBatches(Protocol):
         ...
 
     def state_dict(self) -> dict[str, Any]:
-        """Where they begin."""
+        """Where they begin, as `load_state_dict` takes it."""
         ...
 
     def load_state_dict(self, state: Mapping[str, Any]) -> Any:

@@ -73,7 +73,7 @@ class FactoredMatrix:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Rows and columns."""
+        """(rows, columns) of the product."""
         return int(self.left.shape[0]), int(self.right.shape[1])
 
     @property
@@ -155,7 +155,7 @@ class FactoredMatrix:
 
     @property
     def singular_values(self) -> Floats:
-        """Falling, float64 [rank]."""
+        """Falling, float64 [rank]; rank as of `svd`."""
         core = _triangle(self.left) @ _triangle(self.right.T).T
         return np.asarray(np.linalg.svd(core, compute_uv=False), np.float64)
 
@@ -176,7 +176,7 @@ class FactoredMatrix:
 
     @property
     def spectral_norm(self) -> float:
-        """The largest singular value."""
+        """The largest singular value, 0 where there is none."""
         return float(self.singular_values.max(initial=0.0))
 
 

@@ -52,7 +52,7 @@ class FoldedMatrices:
 
     @property
     def config(self) -> Architecture:
-        """What the model is."""
+        """See `Matrices`."""
         return self.plain.config
 
     def projection(self, part: Part, layer: int, head: int) -> Affine:

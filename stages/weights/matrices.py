@@ -64,7 +64,7 @@ class Matrices(Protocol):
 
     @property
     def config(self) -> Architecture:
-        """What the model is."""
+        """The model without its weights."""
         ...
 
     def projection(self, part: Part, layer: int, head: int) -> Affine:

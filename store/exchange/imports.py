@@ -77,7 +77,7 @@ class Imported:
         return self.values.shape[self.values.ndim - len(self.dims) :]
 
     def spec(self, layers: int) -> ArraySpec:
-        """How it is stored."""
+        """How it is stored: in the file's dtype, without a unit. layers: of the model."""
         front = () if self.layer is None else ("layer",)
         sizes = dict(zip(self.dims, self.tail, strict=True))
         return ArraySpec(

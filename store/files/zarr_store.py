@@ -64,7 +64,7 @@ class FolderStore(Store):
     async def get_partial_values(
         self, prototype: BufferPrototype, key_ranges: Iterable[tuple[str, ByteRequest | None]]
     ) -> list[Buffer | None]:
-        """Several of them."""
+        """As `get`, of each in turn."""
         return [await self.get(key, prototype, asked) for key, asked in key_ranges]
 
     async def exists(self, key: str) -> bool:

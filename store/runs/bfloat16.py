@@ -57,7 +57,7 @@ class BFloat16(ZDType[Any, Any], HasItemSize):
         raise DataTypeValidationError(f"expected {cls._zarr_v3_name!r}, found {data!r}")
 
     def to_json(self, zarr_format: int) -> Any:
-        """The name in `zarr.json`."""
+        """The name in `zarr.json`. Raises ValueError for Zarr format 2, which has no bfloat16."""
         if zarr_format != 3:
             raise ValueError("Zarr format 2 has no bfloat16")
         return self._zarr_v3_name

@@ -46,7 +46,7 @@ class Selection(ABC):
 
     @abstractmethod
     def canonical(self) -> dict[str, Any]:
-        """Plain JSON values."""
+        """Plain JSON values that identify it."""
 
     @abstractmethod
     def counts(self, tokens: PackedTokens) -> Places:

@@ -360,7 +360,7 @@ class ShardRows:
 
     @property
     def nbytes(self) -> int:
-        """Of all rows."""
+        """Of all rows, as an array has them."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> Array:
@@ -439,7 +439,7 @@ class ShardRows:
             self._mapped.fetch(ranges)
 
     def _chunk(self, number: int) -> Array:
-        """One chunk, checked."""
+        """One chunk [row, *tail], checked unless it was."""
         if self._pending[number]:
             self._fetch((number,))
             self._check(number)

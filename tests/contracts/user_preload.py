@@ -18,6 +18,6 @@ for _name in (
     "mizarr.stages.causal.knockout",
     "mizarr.stages.causal.grids.patching",
     "mizarr.stages.causal.steering",
-    "mizarr.workflows.logit_lens",
+    "mizarr.workflows.readout.logit_lens",
 ):
     importlib.import_module(_name)

@@ -62,7 +62,11 @@ FITTED = 1
 
 @dataclass(frozen=True)
 class StoicheiaAnalysisSettings(AlgZooSettings):
-    """What `--set` can change."""
+    """What `--set` can change.
+
+    Raises ConfigError for no budgets or sigmas, a budget that is no multiple of CHUNK, and a sigma that is
+    not above 0.
+    """
 
     analysed: Count = setting(2000, "samples that ablations, roles, regions and explanations are scored on")
     controls: Count = setting(50, "random bases of the state that the neurons are held against")
@@ -82,7 +86,7 @@ class StoicheiaAnalysisSettings(AlgZooSettings):
 
 
 class StoicheiaAnalysis(AlgZooWorkflow):
-    """Everything about one RNN."""
+    """Every analysis of one RNN's matrices. Raises ConfigError for a transformer."""
 
     name = "stoicheia_analysis"
     question = "How does a tiny RNN do its task, and how much of it is explained?"
@@ -142,7 +146,7 @@ class StoicheiaAnalysis(AlgZooWorkflow):
 
     @property
     def measure(self) -> str:
-        """What scores are."""
+        """What scores are: "accuracy", or of tasks with one number "minus RMSE"."""
         return str(self.ablation.attrs["measure"])
 
     @cached_property
@@ -466,23 +470,25 @@ class StoicheiaAnalysis(AlgZooWorkflow):
         yield from self._curve(curve)
 
     def _curve(self, curve: xr.Dataset) -> Iterator[View]:
-        x = tuple(f"{budget:,}" for budget in curve["samples"].values.tolist())
+        rising = curve.sortby("samples")
         lines = [
-            Line("samples, expected", _log(curve["baseline_expected"]), control=True),
-            Line("samples, measured", _log(curve["baseline_mse"]), strong=True),
+            Line("samples, expected", rising["baseline_expected"].values, control=True),
+            Line("samples, measured", rising["baseline_mse"].values, strong=True),
         ]
         lines += [
-            Line(str(name), _log(curve["estimator_mse"].sel(estimator=name)))
+            Line(str(name), rising["estimator_mse"].sel(estimator=name).values)
             for name in curve["estimator"].values
             if str(name) != "piecewise"  # which samples as the network does
         ]
         view = Lines(
             title="Error of an accuracy estimated from samples",
             caption="of the network, and of explanations put in its place, which end at their bias",
-            x=x,
+            x=tuple(rising["samples"].values.tolist()),
             lines=tuple(lines),
             x_name="samples",
-            y_name="mean squared error, power of ten",
+            y_name="mean squared error",
+            log=True,
+            log_x=True,
             sources=("curve",),
             json={
                 "baseline_mse_vs_compute": _curve_json(curve, "baseline"),
@@ -497,11 +503,6 @@ class StoicheiaAnalysis(AlgZooWorkflow):
 
 def _neurons(many: int) -> list[str]:
     return list(map(str, range(many)))
-
-
-def _log(errors: xr.DataArray) -> Any:
-    """Logarithms to ten; NaN of no error, which has none."""
-    return np.log10(errors.where(errors > 0).values)
 
 
 def _strongest(row: Any, own: int, sign: int) -> str:

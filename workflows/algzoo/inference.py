@@ -37,7 +37,7 @@ ENUMERATED = 50_000
 
 @dataclass(frozen=True)
 class StoicheiaInferenceSettings(AlgZooSettings):
-    """What `--set` can change."""
+    """What `--set` can change. Raises ConfigError where the input shown is not among those drawn."""
 
     inputs: Count = setting(12, "drawn inputs that are shown with their answers")
     source: Literal["task", "lcg"] = setting(

@@ -44,7 +44,7 @@ Place = tuple[int, int, int, int]
 
 @dataclass(frozen=True)
 class StoicheiaSweepSettings:
-    """What `--set` can change."""
+    """What `--set` can change. Raises ConfigError for no widths, lengths or seeds, and for one told twice."""
 
     task: str = setting("2nd_argmax", "what the networks do")
     zoo: str = setting("", "folder with networks of the zoo; none: they are trained")
@@ -261,17 +261,19 @@ class StoicheiaSweep(Workflow):
 
     def _course(self, name: str, best: xr.DataArray) -> Lines:
         """How the best of the seeds came along."""
+        is_log = min(self.trained) > 0  # the network as it was drawn has no place on a logarithmic axis
         return Lines(
             title=f"{name} in the course of training",
             caption=f"best of {len(self.settings.seeds)} seeds at each checkpoint of one training"
             + ("" if self.settings.zoo else f", whose rate falls as for {self.trained[-1]:,} sequences"),
-            x=tuple(f"{each:,}" for each in self.trained),
+            x=self.trained if is_log else tuple(f"{each:,}" for each in self.trained),
             lines=tuple(
                 Line(f"width {h}, {n} numbers", best.sel(hidden=h, sequence=n).values)
                 for h in self.settings.hidden
                 for n in self.settings.sequences
             ),
             x_name="sequences trained on",
+            log_x=is_log,
             y_name=name,
             low=0.0,
             high=None if self.task.is_scalar else 1.0,

@@ -83,7 +83,7 @@ def listening(port: int) -> socket.socket:
 
 
 def serve(app: Starlette, held: socket.socket) -> None:
-    """Answer until interrupted."""
+    """Answer until interrupted. held: a socket that is bound."""
     import uvicorn
 
     config = uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off", server_header=False)

@@ -62,11 +62,11 @@ class CircuitDiscovery(CircuitWorkflow):
         return one_length(sum(self.pairs[task], ())) if self.settings.by_position else None
 
     def edges(self, task: str) -> int:
-        """Edges there are."""
+        """How many there are in the graph of a task, counted at every position where those are told apart."""
         return len(Circuit.whole(self.layout, self.positions(task)))
 
     def size(self, task: str) -> int:
-        """Edges of the circuit."""
+        """Edges of the circuit: as asked, else one in ten and at least one."""
         return self.settings.size or max(1, self.edges(task) // 10)
 
     def plan(self) -> Mapping[str, ResultNode]:

@@ -41,7 +41,10 @@ SHARES = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 
 @dataclass(frozen=True)
 class CircuitEvaluationSettings(CircuitSettings):
-    """What `--set` can change."""
+    """What `--set` can change.
+
+    Raises ConfigError for shares that are fewer than two, do not ascend, or begin at 0.
+    """
 
     alternative: Alternative = setting(
         "corrupted", "what edges carry that are left out; mean and resampled: of the pairs' clean prompts"
@@ -189,10 +192,12 @@ class CircuitEvaluation(CircuitWorkflow):
         random = told["random_percent"]
         return Lines(
             title=f"{task}: faithfulness by size",
-            caption=f"over the share of edges: area under the curve of circuits {told['cpr']:.3f} (CPR), "
-            f"between it and 100 % {told['cmd']:.3f} (CMD); median of random circuits dashed",
-            x=tuple(f"{100 * share:.3g} %" for share in self.shares.tolist()),
-            x_name="edges of the model",
+            caption="areas over the share of edges, not its logarithm: under the curve of circuits "
+            f"{told['cpr']:.3f} (CPR), between it and 100 % {told['cmd']:.3f} (CMD); dashed: median of "
+            "random circuits",
+            x=tuple((100 * self.shares).tolist()),
+            x_name="percent of the model's edges",
+            log_x=True,
             y_name="of the task that is kept",
             unit="%",
             lines=(

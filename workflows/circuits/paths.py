@@ -335,7 +335,7 @@ class _Heard:
         return found
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values."""
+        """As the document lists it, without places among those told."""
         return {
             "task": self.task,
             "receiver": self.receiver,

@@ -135,7 +135,7 @@ def inspect(
     from ...pipeline.progress import Progress
     from ...stages.forward.models.backends import backend_of
     from ...stages.forward.models.files import resolve
-    from ..inspect_model import pass_times, tensor_facts
+    from ..weights.inspect_model import pass_times, tensor_facts
 
     files = resolve(model, revision, backend=backend, adapter=adapter)
     size = sum(path.stat().st_size for path in files.weight_files)

@@ -293,9 +293,9 @@ def capture(
     shipped with mizarr.
     PROMPTS are text files with one per line, JSONL files with a string, {"text": …} or {"ids": […]} per line,
     or {"source": …, "target": …} for an encoder with a decoder, each side a string or […]; Parquet files with
-    a column text or ids, or - for stdin. Folders, globs, tar archives (WebDataset), Arrow files
-    and gzipped ones are a corpus, and so is everything where --context and its like are given: documents are
-    streamed, cut into contexts or packed into them. What the store already holds is not computed again.
+    a column text or ids, or - for stdin. Folders, globs, tar archives (WebDataset), Arrow files and gzipped
+    ones are a corpus, and so is everything where --context and its like are given: documents are streamed,
+    cut into contexts or packed into them. What the store already holds is not computed again.
 
     grad: before a hook point stores the gradient of a metric there: --hooks 'grad:blocks.*.hook_resid_post'
     --metric 'logit_difference=["yes", "no"]', words of the model or token ids.

@@ -1,1 +1,1 @@
-"""Pages of all features of a dictionary: the question, the files a browser opens, and the export."""
+"""Questions about features of dictionaries: in a prompt, of a word, as a graph, and pages of all of them."""

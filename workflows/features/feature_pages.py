@@ -25,7 +25,6 @@ from ...store.errors import ConfigError
 from ..material.answers import named
 from ..material.feature_examples import corpus_texts, passages
 from ..material.feature_labels import writes_to_stream
-from ..sae_features import dictionary_of
 from ..settings import Count, ModelSettings, Natural, setting
 from ..subject import Subject
 from ..views import Data, Lines, Table, View, together
@@ -33,6 +32,7 @@ from ..workflow import ModelWorkflow
 from .neuronpedia import NeuronpediaSource, write_neuronpedia
 from .page_files import PageFiles, PageMaterial
 from .place_views import place_views
+from .sae_features import dictionary_of
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -45,7 +45,10 @@ __all__ = ["FeaturePages", "FeaturePagesSettings"]
 
 @dataclass(frozen=True)
 class FeaturePagesSettings(ModelSettings):
-    """What `--set` can change."""
+    """What `--set` can change.
+
+    Raises ConfigError for intervals that do not divide the bins of the histogram.
+    """
 
     dictionary: str = setting("", "dictionary: directory or org/repo; none: specimen/sae")
     against: str = setting("", "second model, of a crosscoder of two")
@@ -240,6 +243,7 @@ class FeaturePages(ModelWorkflow):
             self._frequencies(count, n_tokens),
             "How often features are active",
             "Of those that are active somewhere.",
+            log_x=True,
         )
         yield from together(
             "feature_pages", f"Features of {self.dictionary.name}", histogram, caption=histogram.caption
@@ -272,7 +276,7 @@ class FeaturePages(ModelWorkflow):
         return ", ".join(told) or "silent here"
 
     def _frequencies(self, count: Any, n_tokens: int) -> xr.DataArray:
-        """Features by log10 of the share of tokens: [which, log10_frequency]."""
+        """Features by the share of tokens: [which, share_of_tokens], in bins of one factor."""
         import xarray as xr
 
         shares = np.log10(count[count > 0] / n_tokens)
@@ -280,9 +284,9 @@ class FeaturePages(ModelWorkflow):
         counts, edges = np.histogram(shares, 30, (low, 0))
         return xr.DataArray(
             counts[None].astype(np.float64),
-            {"which": ["features"], "log10_frequency": (edges[:-1] + edges[1:]) / 2},
-            ("which", "log10_frequency"),
-            attrs={"units": "features", "long_name": "features"},
+            {"which": ["features"], "share_of_tokens": 10 ** ((edges[:-1] + edges[1:]) / 2)},
+            ("which", "share_of_tokens"),
+            attrs={"units": "1", "long_name": "features"},
         )
 
 

@@ -113,7 +113,7 @@ class PageMaterial:
             )
 
     def portion(self, number: int, size: int) -> dict[str, xr.Dataset]:
-        """One of them."""
+        """One of them by its number, in memory."""
         here = slice(number * size, (number + 1) * size)
         told = [name for name in self.results if name not in ("statistics", "strongest")]
         return {name: self.results[name].isel(feature=here).load() for name in told}

@@ -79,5 +79,5 @@ def _histogram(relative: npt.NDArray[Any]) -> xr.DataArray:
         counts[None].astype(np.float64),
         {"which": ["features"], "relative_norm": (edges[:-1] + edges[1:]) / 2},
         ("which", "relative_norm"),
-        attrs={"units": "features", "long_name": "features"},
+        attrs={"units": "1", "long_name": "features"},
     )

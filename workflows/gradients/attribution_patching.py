@@ -47,7 +47,10 @@ STREAM = "states"
 
 @dataclass(frozen=True)
 class AttributionPatchingTraceSettings(AttributionSettings):
-    """What `--set` can change."""
+    """What `--set` can change.
+
+    Raises ConfigError for a prompt without its wrong answer, or the other way about.
+    """
 
     what: Literal["heads", "states"] = setting(
         HEADS, '"heads" by position (what they have read), or "states" of the stream by position'

@@ -38,9 +38,9 @@ from ...stages.features.layers.layout import FeatureId
 from ...stages.logits.lens import format_token
 from ...stages.logits.readout import readout_node
 from ...store.errors import ConfigError
+from ..features.sae_features import dictionary_of
 from ..material.answers import named
 from ..material.feature_labels import FeatureLabels, writes_to_stream
-from ..sae_features import dictionary_of
 from ..settings import Count, setting
 from ..views import Figure, Finding, Findings, Heatmap, Table, View
 from .pairs import AttributedPair, AttributedPairs, AttributionSettings, pair_json
@@ -53,7 +53,10 @@ __all__ = ["FeatureAttributionTrace", "FeatureAttributionTraceSettings"]
 
 @dataclass(frozen=True)
 class FeatureAttributionTraceSettings(AttributionSettings):
-    """What `--set` can change."""
+    """What `--set` can change.
+
+    Raises ConfigError for a prompt without its wrong answer, or the other way about.
+    """
 
     wrong: str = setting("", "what comes next in a corrupted prompt of one's own")
     dictionary: str = setting("", "features: directory or org/repo; none: specimen/clt")
@@ -128,7 +131,7 @@ class FeatureAttributionTrace(AttributedPairs):
 
     @property
     def spoken(self) -> tuple[str, ...]:
-        """What people call features."""
+        """See `Workflow`."""
         return self.labels(0).spoken
 
     def findings(self) -> Findings:

@@ -286,7 +286,7 @@ class EdgeWorkflow(PlaceWorkflow):
         return self.read_place(self.settings.query, self.settings.key, window)
 
     def on_fact(self, tokens: tuple[int, ...], edges: Sequence[tuple[int, int]]) -> Sequence[Experiment]:
-        """Each edge cut."""
+        """Each edge cut by itself, in every layer, in all heads."""
         return [EdgeKnockout(tokens, tuple(edges), top_k=1)]
 
     def on_held_out(self) -> Finding | None:

@@ -48,7 +48,7 @@ class ExchangeWorkflow(Workflow):
 
     @property
     def spoken(self) -> tuple[str, ...]:
-        """Labels of the features."""
+        """See `Workflow`."""
         return self.labels.spoken
 
 

@@ -60,7 +60,7 @@ class Planned:
 
     @property
     def last(self) -> int:
-        """Position that is read."""
+        """Position that is read: the last one, of the ending if there is one."""
         return len(self.encoding.ids) - 1
 
     @cached_property

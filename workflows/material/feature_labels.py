@@ -108,7 +108,7 @@ class FeatureLabels:
         return str(feature) if word is None else f"{feature} ({word!r})"
 
     def several(self, features: Iterable[FeatureId]) -> str:
-        """Each in short."""
+        """Each in short, with commas between them."""
         return ", ".join(map(self.short, features))
 
     def json(self, feature: FeatureId) -> dict[str, Any]:

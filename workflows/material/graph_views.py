@@ -15,7 +15,7 @@ from ...stages.features.corpus.examples import contexts
 from ...stages.features.layers.layout import FeatureId
 from ...stages.graph.rows.nodes import ERROR, FEATURE
 from ..views import Graph, Table, Values
-from ..views.graph_features import StrongFeature
+from ..views.graph.features import StrongFeature
 from .feature_labels import FeatureLabels
 
 if TYPE_CHECKING:

@@ -41,7 +41,7 @@ class PushFates:
 
     @cached_property
     def of_all(self) -> dict[tuple[int, float], Fate]:
-        """By layer and strength."""
+        """What became of each push, by (layer, strength)."""
         grid = self.similarity.isel(read_layer=0, drop=True).transpose("layer", "strength")
         pushed = self.vectors.sel(layer=grid["layer"].values)
         state = pushed["mean_state"].sel(side="positive").transpose("layer", "hidden").values

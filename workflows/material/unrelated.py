@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ...store.errors import ConfigError
 from ..subject import shipped_facts, shipped_prose
 
 if TYPE_CHECKING:
@@ -35,7 +36,10 @@ class Unrelated:
     def to(
         self, prompt: Sequence[int], count: int, *, seed: int, targets: Collection[str] = ()
     ) -> list[tuple[int, ...]]:
-        """So many prompts as long as this one, none of them twice. targets: answers they must not have."""
+        """So many prompts as long as this one, none of them twice. targets: answers they must not have.
+
+        Raises ConfigError where a tokenizer reads what ships alike, so that there are not so many.
+        """
         random, size = np.random.default_rng(seed), len(prompt)
         facts = [
             ids
@@ -46,6 +50,13 @@ class Unrelated:
         special = tuple(prompt[: self._special])
         starts = random.permutation(max(1, len(self._prose) - size))
         windows = ((*special, *self._prose[start : start + size - len(special)]) for start in starts)
-        while len(found) < count:
-            found[next(windows)] = None
+        for window in windows:
+            if len(found) == count:
+                break
+            found[window] = None
+        if len(found) < count:
+            raise ConfigError(
+                f"expected {count} other prompts of {size} tokens to take states from, found {len(found)}: "
+                "the tokenizer reads most of what ships with mizarr alike; ask for fewer"
+            )
         return list(found)

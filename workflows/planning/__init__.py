@@ -1,1 +1,1 @@
-"""Plans as features, many of them: one workflow."""
+"""Questions about plans: is the word that a text ends on decided earlier, and can that be taken back?"""

@@ -71,7 +71,7 @@ def check_output(path: Path) -> None:
 
 
 def render(workflow: Reported) -> str:
-    """The page as HTML."""
+    """The page as HTML, which fetches nothing: what does not fit is thinned or left out, and says so."""
     pictures, missing = _pictures(workflow)
     views, pictures = _fitted([view for view in workflow.shown if view.on_page], pictures)
     style, drawing = "".join(map(asset, STYLES)), script()

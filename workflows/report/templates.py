@@ -49,7 +49,7 @@ def environment() -> Any:
 
 
 def asset(name: str) -> str:
-    """A file of assets/."""
+    """Text of a file of assets/."""
     return files(__package__).joinpath("assets", name).read_text("utf-8")
 
 

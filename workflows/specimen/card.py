@@ -423,7 +423,6 @@ def trained_with_help(options: dict[str, Any]) -> str:
 
 
 def _couplets(figures: dict[str, float]) -> str:
-    """The couplets' section."""
     told = (
         "Pairs of lines made by a machine (`mizarr.workflows.specimen.couplets`): words drawn at random in "
         "a few frames, and a second end that must rhyme with the first. Several words fit; the first line "

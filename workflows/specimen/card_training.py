@@ -50,7 +50,7 @@ def training(history: Sequence[dict[str, Any]], curve: Sequence[dict[str, Any]])
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table."""
+    """A Markdown table; cells are not escaped."""
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 

@@ -74,7 +74,7 @@ class Couplet:
 
     @property
     def text(self) -> str:
-        """Both lines."""
+        """Both lines, the second with its end, and no line break behind it."""
         return f"{self.first}\n{self.second} {self.end}"
 
     @property

@@ -48,7 +48,7 @@ def training_prompts(data: Path) -> list[list[int]]:
 
 
 def specimen_tokenizer() -> Tokenizer:
-    """As it ships."""
+    """The tokenizer of the specimen, as it ships."""
     from tokenizers import Tokenizer
 
     from ...stages.forward.models.files import resolve

@@ -45,14 +45,14 @@ CONSTANT = {
 
 
 class Goose(Served):
-    """An RWKV-7."""
+    """An RWKV-7 of some shape."""
 
     def __init__(self, shape: Shape):
         config = _architecture(hub_config(shape, "float32", 0, 1))
         super().__init__(shape, config, lambda name, size: _beginning(name, size, shape.layers))
 
     def hub_config(self, dtype: str, bos: int, eos: int) -> dict[str, Any]:
-        """Its config.json."""
+        """See `Trained`."""
         return hub_config(self.shape, dtype, bos, eos)
 
     def untrained(self) -> Goose:

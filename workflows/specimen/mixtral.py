@@ -31,7 +31,7 @@ class Mixtral(Served):
         super().__init__(shape, config, lambda name, size: _beginning(name, size, shape.layers))
 
     def hub_config(self, dtype: str, bos: int, eos: int) -> dict[str, Any]:
-        """Its config.json."""
+        """See `Trained`."""
         return hub_config(self.shape, dtype, bos, eos)
 
     def untrained(self) -> Mixtral:

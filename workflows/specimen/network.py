@@ -92,7 +92,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """SwiGLU."""
+    """SwiGLU without biases: down(silu(gate(x)) * up(x))."""
 
     def __init__(self, shape: Shape):
         super().__init__()
@@ -188,7 +188,7 @@ class Llama(nn.Module):
         return dict(self.named_parameters())
 
     def hub_config(self, dtype: str, bos: int, eos: int) -> dict[str, Any]:
-        """Its config.json."""
+        """See `Trained`."""
         return hub_config(self.shape, dtype, bos, eos)
 
     def untrained(self) -> Llama:
@@ -210,7 +210,7 @@ class Trained(Protocol):
         ...
 
     def hub_config(self, dtype: str, bos: int, eos: int) -> dict[str, Any]:
-        """Its config.json."""
+        """Its config.json. dtype: of the tensors that are written. bos, eos: token ids."""
         ...
 
 

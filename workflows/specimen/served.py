@@ -71,7 +71,7 @@ class Served(nn.Module):
         return self.logits(self.states(ids)[-1])
 
     def hub_config(self, dtype: str, bos: int, eos: int) -> dict[str, Any]:
-        """Its config.json."""
+        """See `Trained`."""
         raise NotImplementedError
 
     def untrained(self) -> Served:

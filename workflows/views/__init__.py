@@ -14,7 +14,7 @@ from .cones import Cones
 from .curves import Bars, Curve, Line, Lines
 from .figure import Figure, together
 from .findings import Finding, Findings
-from .graph import Graph
+from .graph.graph import Graph
 from .heatmap import Heatmap
 from .strip import Strip
 from .tables import Column, Styled, Table, bold, dash, dim, points

@@ -80,7 +80,7 @@ class CircuitDrawing(View):
         axes.axis("off")
 
     def _place(self, node: str) -> tuple[float, float]:
-        """Across and up."""
+        """Where a node stands, (across, up): heads 1 apart, layers 2."""
         middle = (self.n_heads - 1) / 2
         if node == "input":
             return middle, -1.4

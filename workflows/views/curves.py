@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from ...store.arrays import Array
+from ...store.errors import ShapeError
 from . import labels, paper
 from .view import View
 
@@ -46,9 +47,11 @@ class Line:
 class Lines(View):
     """Curves over a common x, which is numbers in rising order, or labels.
 
-    low, high: what the y axis has to reach at least.  at: a place of x that is marked.  log: a logarithmic y
-    axis in figures.  filled: figures fill what is below each curve.  apart: figures give each curve a
-    baseline of its own, on a common scale.  floor: figures end there, however far below a curve falls.
+    low, high: what the y axis has to reach at least.  at: a place of x that is marked.  log, log_x: whether y
+    or x is logarithmic. A value of 0 or below has no place on such a y axis: it is a gap in its curve, told
+    by the cursor, and how many there are stands below; such an x is refused (ShapeError), as are labels.
+    filled: figures fill what is below each curve.  apart: figures give each curve a baseline of its own, on
+    a common scale.  floor: figures end there, however far below a curve falls.
     """
 
     kind: ClassVar[str] = "lines"
@@ -61,7 +64,8 @@ class Lines(View):
     low: float | None = None
     high: float | None = None
     at: float | None = None
-    log: bool = field(default=False, metadata={"page": False})
+    log: bool = False
+    log_x: bool = False
     filled: bool = field(default=False, metadata={"page": False})
     apart: bool = field(default=False, metadata={"page": False})
     floor: float | None = field(default=None, metadata={"page": False})
@@ -69,6 +73,19 @@ class Lines(View):
     def __post_init__(self) -> None:
         for line in self.lines:
             labels.expect(f"values of {line.name!r}", line.values, (len(self.x),))
+        wrong = [x for x in self.x if isinstance(x, str) or not x > 0] if self.log_x else []
+        if wrong:
+            raise ShapeError(
+                f"expected numbers above 0 along a logarithmic {self.x_name!r}, found {wrong[0]!r}; leave "
+                "out log_x"
+            )
+
+    @property
+    def unplaced(self) -> int:
+        """How many values a logarithmic y axis has no place for; those of a level count as one."""
+        levels = [line.level for line in self.lines if line.level is not None]
+        known = np.concatenate([*(np.ravel(line.values) for line in self.lines), levels])
+        return int((known <= 0).sum()) if self.log else 0
 
     @classmethod
     def of(
@@ -127,7 +144,7 @@ class Lines(View):
         colours = {id(line): shade for line, shade in zip(own, self._shades(own), strict=True)}
         scale = max((np.nanmax(np.abs(line.values), initial=0.0) for line in self.lines), default=1.0) or 1.0
         for row, line in enumerate(self.lines):
-            values = line.values / scale - 2.2 * row if self.apart else line.values
+            values = line.values / scale - 2.2 * row if self.apart else self._placed(line.values)
             look: dict[str, Any] = {"color": colours.get(id(line), paper.ACCENT), "lw": 1.9, "zorder": 2}
             if line.control:
                 first = id(line) == controls[0]  # others beside it are dotted
@@ -141,11 +158,13 @@ class Lines(View):
             if line.dots is not None:
                 scattered = np.random.default_rng(0).uniform(-0.07, 0.07, line.dots.shape)
                 aside = 0.3 * (row - (len(self.lines) - 1) / 2)  # dots of one curve beside those of another
-                places = (x[:, None] + aside + scattered).ravel()
+                places = (x[:, None] + (0.0 if self.log_x else aside + scattered)).ravel()
                 axes.plot(places, line.dots.ravel(), ".", color=look["color"], ms=4, alpha=0.45, mew=0)
             if line.band is not None:
-                axes.fill_between(x, *line.band, color=look["color"], alpha=0.22, lw=0)
-            if line.level is not None:
+                # To the foot, where an end has no place: its own logarithm would be minus infinity.
+                low, high = np.where(line.band <= 0, self._least, line.band) if self.log else line.band
+                axes.fill_between(x, low, high, color=look["color"], alpha=0.22, lw=0)
+            if line.level is not None and (line.level > 0 or not self.log):
                 axes.axhline(line.level, color=look["color"], lw=1, ls="--", alpha=0.6)
             if self.filled and not line.control:
                 axes.fill_between(x, values, color=look["color"], lw=0, label=line.name)
@@ -155,15 +174,27 @@ class Lines(View):
         if self.apart:
             paper.baselines(axes, [line.name for line in self.lines])
         elif len(named) > AT_ENDS:
-            ends = [(_end(line.values), line.name, paper.SOFT) for line in named]  # curves may be pale
+            # In the colour of words, as curves may be pale.
+            ends = [(_end(self._placed(line.values)), line.name, paper.SOFT) for line in named]
             paper.name_ends(axes, float(x[-1]), ends)
         else:
             faint = [line for line in self.lines if line.faint and line.name]
-            ends = [(_end(line.values), line.name, paper.FAINT) for line in faint]
+            ends = [(_end(self._placed(line.values)), line.name, paper.FAINT) for line in faint]
             paper.name_ends(axes, float(x[-1]), ends)
         if 1 < len(named) <= AT_ENDS and not self.apart:
             beside: Any = {"loc": "center left", "bbox_to_anchor": (1.0, 0.5)}
             axes.legend(frameon=False, fontsize=8, **(beside if len(named) > BESIDE else {"loc": "best"}))
+
+    def _placed(self, values: Array) -> Array:
+        """Values, NaN where a logarithmic y axis has no place for one."""
+        return np.where(values > 0, values, np.nan) if self.log else values
+
+    @property
+    def _least(self) -> float:
+        """The smallest value above 0 of all curves and bands; infinite where there is none."""
+        held = [each for line in self.lines for each in (line.values, line.band) if each is not None]
+        known = np.concatenate(list(map(np.ravel, held)))
+        return float(np.min(known[known > 0], initial=np.inf))
 
     def _shades(self, lines: list[Line]) -> list[Any]:
         """Colours of curves that are neither a control nor stand out."""
@@ -176,15 +207,22 @@ class Lines(View):
 
     def _scales(self, axes: Any, x: Array, words: bool) -> None:
         """Ends, names and ticks of both axes."""
-        paper.name_axes(axes, self.x_name, self.y_name, self.unit)
+        paper.name_axes(axes, self.x_name, self.y_name, self.unit, log=self.log, log_x=self.log_x)
         if words:
             paper.ticks(axes.xaxis, [str(label) for label in self.x])
+        elif self.log_x:
+            paper.logarithmic(axes.xaxis)
         elif np.array_equal(x, np.round(x)):
             paper.integers(axes.xaxis)
         if self.at is not None:
             axes.axvline(self.at, color=paper.ACCENT, lw=0.8, alpha=0.6, zorder=0)
         if self.log:
             paper.logarithmic(axes.yaxis)
+            ends = [*axes.get_ylim(), *(end for end in (self.low, self.high) if end is not None and end > 0)]
+            axes.set_ylim(min(ends), max(ends))
+            if self.unplaced:
+                left_out = f"not drawn: {self.unplaced} value{'s' * (self.unplaced > 1)} of 0 or below"
+                axes.text(0.01, 0.01, left_out, transform=axes.transAxes, fontsize=7, color=paper.FAINT)
         if self.log or self.apart:
             return
         bottom, top = axes.get_ylim()
@@ -205,8 +243,7 @@ class Bars(View):
     """Bars over labels, one series beside the other, or on top of it (`stacked`); NaN takes no room.
 
     across: they lie, the first label at the bottom.  signed: coloured by their sign, as cells of a grid are.
-    levels: heights that are marked, with their names.  log:
-    a logarithmic y axis, which needs `low`.
+    levels: heights that are marked, with their names.  log: a logarithmic y axis, which needs `low`.
     """
 
     kind: ClassVar[str] = "bars"
@@ -272,7 +309,7 @@ class Bars(View):
             axes.tick_params(axis="y", length=0)
             axes.spines["left"].set_visible(False)
         else:
-            paper.name_axes(axes, self.x_name, self.y_name, self.unit)
+            paper.name_axes(axes, self.x_name, self.y_name, self.unit, log=self.log)
         if self.log:
             paper.logarithmic(axes.yaxis)
         paper.ticks(axes.yaxis if self.across else axes.xaxis, self.x, int(11 * (self.inches()[0] - 1.2)))

@@ -40,7 +40,7 @@ class Figure(View):
         return paper.compose(panels, foot=footer, **told)
 
     def body(self) -> str:
-        """The picture."""
+        """See `View`: a PNG of all panels."""
         panels = [view.panel() for view in self.panels]
         if len(panels) == 1:  # the figure's own title and caption stand around it
             panels = [replace(panels[0], title="", caption="")]

@@ -80,7 +80,7 @@ class Finding:
 
     @property
     def verdict(self) -> str:
-        """In a few words."""
+        """ "beyond chance", or that it is no more than that."""
         return "beyond chance" if self.is_beyond_chance else NO_MORE
 
     @property
@@ -121,7 +121,7 @@ class Finding:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values."""
+        """As documents have it under `findings`."""
         return {
             "claim": self.claim,
             "effect": self.effect,

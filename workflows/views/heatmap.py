@@ -80,7 +80,7 @@ class Heatmap(View):
 
     @property
     def gutter(self) -> float:
-        """Names of rows."""
+        """See `View`; as long as the longest name of a row, of 38 characters at most."""
         return 0.07 * min(max(map(len, self.rows), default=0), 38)
 
     def panel(self) -> Heatmap:

@@ -17,12 +17,12 @@ def along(array: xr.DataArray, dim: str) -> tuple[str, ...]:
 
 
 def word(dim: str) -> str:
-    """A dim in words."""
+    """A dim in words: "query position"."""
     return dim.replace("_", " ")
 
 
 def name(array: xr.DataArray) -> str:
-    """What the numbers are."""
+    """What the numbers are: their `long_name`, else the array's name, else "value"."""
     return str(array.attrs.get("long_name", "value" if array.name is None else array.name))
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import base64
 import io
+import math
 import os
 import textwrap
 import warnings
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from rich.table import Table as RichTable
 
-DRAWING = 8
+DRAWING = 9
 """Moves when figures change their looks, so that files drawn before are drawn anew."""
 
 INK, SOFT, FAINT, ACCENT, CONTROL = "#1f2430", "#5b6270", "#8a90a0", "#c2410c", "#9aa1b1"
@@ -61,6 +62,10 @@ LEAST = 12
 """Characters that a column of text gets, before numbers of a table give way."""
 WIDEST = 17.0
 """Inches of a row of panels; what does not fit goes into the next one."""
+MARKS = 6
+"""Numbers along a logarithmic axis, at most."""
+LOG = ", log scale"
+"""Behind the name of such an axis."""
 
 
 class Panel(Protocol):
@@ -220,10 +225,12 @@ def frame(left: float, bottom: float, right: float, top: float) -> Any:
     return Rectangle(corner, *sides, fill=False, ec=ACCENT, lw=1.6)
 
 
-def name_axes(axes: Any, x_name: str, y_name: str, unit: str) -> None:
+def name_axes(
+    axes: Any, x_name: str, y_name: str, unit: str, *, log: bool = False, log_x: bool = False
+) -> None:
     """What runs along both axes; long names in several lines."""
-    told = f"{y_name}, {unit}" if unit else y_name
-    axes.set(xlabel=x_name, ylabel=even(told, 44))
+    told = (f"{y_name}, {unit}" if unit else y_name) + LOG * log
+    axes.set(xlabel=x_name + LOG * log_x, ylabel=even(told, 44))
 
 
 def integers(axis: Any) -> None:
@@ -234,12 +241,68 @@ def integers(axis: Any) -> None:
 
 
 def logarithmic(axis: Any) -> None:
-    """Powers of ten with plain labels: mathematics in text is switched off for all figures."""
-    from matplotlib.ticker import FuncFormatter
+    """Marks where a page has them, with plain labels: mathematics in text is switched off for all figures."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-    axis.axes.set_yscale("log")
-    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0e}"))
-    axis.set_minor_formatter(FuncFormatter(lambda value, _: ""))
+    class Marks(LogLocator):
+        def __call__(self) -> list[float]:
+            return self.tick_values(*axis.get_view_interval())
+
+        def tick_values(self, vmin: float, vmax: float) -> list[float]:
+            return log_ticks(min(vmin, vmax), max(vmin, vmax), MARKS)
+
+    getattr(axis.axes, f"set_{axis.axis_name}scale")("log")
+    axis.set_major_locator(Marks())
+    axis.set_major_formatter(FuncFormatter(lambda value, _: mark(value)))
+    axis.set_minor_formatter(NullFormatter())
+
+
+def log_ticks(low: float, high: float, count: int) -> list[float]:
+    """1-2-5 of every decade within low..high, where these are more than `count` the decades alone, and of
+    many decades every second, third, … one. Round numbers in equal steps where 1-2-5 has fewer than three.
+    `lines.js` does the same, as a page alone knows how wide it is.
+
+    >>> log_ticks(1.0, 60.0, 6), log_ticks(0.001, 1.0, 6), log_ticks(1e-12, 1.0, 5)
+    ([1.0, 2.0, 5.0, 10.0, 20.0, 50.0], [0.001, 0.01, 0.1, 1.0], [1e-12, 1e-09, 1e-06, 0.001, 1.0])
+    >>> log_ticks(0.31, 0.38, 4)
+    [0.32, 0.34, 0.36, 0.38]
+    """
+    dense = _of_decades(low, high, (1, 2, 5), 1)
+    if len(dense) < 3:
+        return _in_equal_steps(low, high, count)
+    if len(dense) <= count:
+        return dense
+    every = 1
+    while len(found := _of_decades(low, high, (1,), every)) > count:
+        every += 1
+    return found
+
+
+def mark(value: float) -> str:
+    """A number at a tick: thousands by commas, very large and small ones by their power of ten.
+
+    >>> mark(0.02), mark(1.0), mark(131072.0), mark(5e-07), mark(1e6), mark(1.5e8)
+    ('0.02', '1', '131,072', '5e-7', '1e6', '1.5e8')
+    """
+    if value and not 1e-3 <= abs(value) < 1e6:
+        digits, _, power = f"{value:.11e}".partition("e")
+        return f"{float(digits):.12g}e{int(power)}"
+    return f"{value + 0.0:,.0f}" if value == round(value) else f"{value:.12g}"
+
+
+def _of_decades(low: float, high: float, steps: Sequence[int], every: int) -> list[float]:
+    first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
+    powers = [power for power in range(first, last + 1) if power % every == 0]
+    found = [float(f"{step}e{power}") for power in powers for step in steps]
+    return [tick for tick in found if low * (1 - 1e-9) <= tick <= high * (1 + 1e-9)]
+
+
+def _in_equal_steps(low: float, high: float, count: int) -> list[float]:
+    least = (high - low) / count
+    power = 10.0 ** math.floor(math.log10(least))
+    step = next(power * times for times in (1, 2, 5, 10) if power * times >= least * 0.999)
+    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+    return [float(f"{n * step:.12g}") for n in range(first, last + 1)]
 
 
 def bare(axes: Any) -> None:
@@ -284,11 +347,13 @@ def baselines(axes: Any, names: Sequence[str]) -> None:
 
 def name_ends(axes: Any, x: float, ends: Sequence[tuple[float, str, Any]]) -> None:
     """Names at the right end of lines, pushed apart so that none covers another."""
-    low, high = axes.get_ylim()
+    scale = axes.yaxis.get_transform()  # of a logarithmic axis, equal steps are equal factors
+    low, high = scale.transform(axes.get_ylim())
     last = high
     for y, text, colour in sorted((end for end in ends if end[0] == end[0]), key=lambda end: -end[0]):
-        last = min(y, last - 0.045 * (high - low))
-        axes.annotate(f" {text}", (x, last), fontsize=7, va="center", annotation_clip=False, color=colour)
+        last = min(scale.transform(y), last - 0.045 * (high - low))
+        place = x, scale.inverted().transform(last)
+        axes.annotate(f" {text}", place, fontsize=7, va="center", annotation_clip=False, color=colour)
 
 
 def ticks(axis: Any, labels: Sequence[str], room: int = 0) -> None:

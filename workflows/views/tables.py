@@ -110,7 +110,7 @@ class Table(View):
         return table
 
     def body(self) -> str:
-        """The table."""
+        """See `View`; text without its styles."""
         return html.table(
             [column.name for column in self.columns],
             (["".join(run.text for run in cell) for cell in row] for row in self.rows),

@@ -95,7 +95,7 @@ class Data(View):
     on_page: ClassVar[bool] = False
 
     def body(self) -> str:
-        """Their names."""
+        """See `View`: the names of its values alone."""
         return f"<p>{escape(', '.join(self.json))}</p>"
 
 
@@ -116,13 +116,13 @@ class Values(View):
         return table
 
     def body(self) -> str:
-        """A list."""
+        """See `View`."""
         return f"<dl>{''.join(f'<dt>{escape(n)}</dt><dd>{escape(v)}</dd>' for n, v in self.pairs)}</dl>"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Note(View):
-    """A paragraph."""
+    """A paragraph of plain text."""
 
     kind: ClassVar[str] = "note"
     text: str
@@ -134,13 +134,13 @@ class Note(View):
         return table
 
     def body(self) -> str:
-        """The paragraph."""
+        """See `View`."""
         return f"<p>{escape(self.text)}</p>"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Picture(View):
-    """A PNG, embedded."""
+    """A PNG that is there already, embedded."""
 
     kind: ClassVar[str] = "picture"
     png: bytes
@@ -153,7 +153,7 @@ class Picture(View):
         return width, height
 
     def body(self) -> str:
-        """The image."""
+        """See `View`: itself."""
         data = base64.b64encode(self.png).decode()
         return f'<img alt="{escape(self.alt)}" src="data:image/png;base64,{data}">'
 

@@ -1,1 +1,1 @@
-"""Questions about a model's matrices, answered off its weights alone."""
+"""Questions about a model's matrices, answered off its weights alone; and what a checkpoint holds."""

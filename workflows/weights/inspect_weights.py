@@ -20,12 +20,12 @@ import numpy.typing as npt
 
 from ...pipeline import Estimate, SourceNode
 from ...store.errors import ConfigError
-from ..inspect_model import BLOCK, TensorFacts, tensor_facts
 from ..material.answers import number
 from ..settings import FileSettings, setting
 from ..subject import Subject
 from ..views import Data, Lines, Table, View, bold, paper, together
 from ..workflow import Workflow
+from .inspect_model import BLOCK, TensorFacts, tensor_facts
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -104,7 +104,7 @@ def weight_facts_node(files: ModelFiles) -> SourceNode:
 
 
 class InspectWeights(Workflow):
-    """A checkpoint's tensors."""
+    """Sizes of a checkpoint's matrices. Raises ConfigError for a model whose tensors have no names here."""
 
     name = "inspect_weights"
     question = "What are a model's matrices like?"

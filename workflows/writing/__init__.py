@@ -1,1 +1,1 @@
-"""Questions about what a model writes, token by token or mask by mask."""
+"""Questions about text: which tokens it is, and what a model writes, token by token or mask by mask."""

@@ -274,7 +274,7 @@ class _Printer:
         self._console, self._texts = Console(stderr=True, highlight=False), texts
 
     def show(self, prompt: tuple[int, ...], new: NewToken) -> None:
-        """One token more."""
+        """Print a token: before the first its prompt, behind the last an empty line."""
         if new.step == 0:
             self._print(self._texts[prompt], style="dim")
         self._print(new.text)

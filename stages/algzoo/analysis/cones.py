@@ -49,7 +49,7 @@ class ConePiece:
 
     @property
     def inside(self) -> Floats:
-        """A point within."""
+        """The mean of its rays [axis], which is not of length one: a point within, as the cone is convex."""
         middle: Floats = self.rays.mean(axis=0)
         return middle
 

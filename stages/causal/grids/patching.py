@@ -74,7 +74,7 @@ class ActivationPatching(Grid):
 
     @property
     def prompt(self) -> tuple[int, ...]:
-        """The corrupted one."""
+        """The corrupted one, into which clean activations are put."""
         return self.corrupted
 
     def check(self, config: Architecture) -> None:
@@ -253,7 +253,7 @@ class PatchTable(Experiment):
         return {**given, "metrics": [metric.canonical() for metric in self.metrics]}
 
     def outputs_on(self, config: Architecture) -> Mapping[str, Output]:
-        """One array per metric."""
+        """An array [index] per metric, by its name, and what the unpatched runs give."""
         return metric_outputs(self.metrics, ["index"], 1)
 
     def cells(self, config: Architecture) -> Sequence[CellLabels]:
@@ -282,7 +282,7 @@ class PatchTable(Experiment):
         return self.grid.prepare(model)
 
     def runs(self, prepared: PreparedGrid, cell: CellLabels) -> Sequence[Run]:
-        """One per row."""
+        """One per row of the cell, in the order of its places."""
         grid, layers = self.grid, [cell["layer"] % prepared.config.num_layers]
         heads, length = num_heads(prepared.config, cell["kind"]), len(self.corrupted)
         chosen = [

@@ -55,7 +55,7 @@ class Metric(ABC):
 
     @property
     def named(self) -> tuple[int, ...]:
-        """Vocabulary items it names."""
+        """Vocabulary items it asks about, which a model must have (`check_metrics`)."""
         return self.tokens or ()
 
     def canonical(self) -> dict[str, Any]:
@@ -78,7 +78,7 @@ class Metric(ABC):
 
     @property
     def has_gradient(self) -> bool:
-        """Whether `gradient` gives one."""
+        """Whether it says one; else `gradient` raises."""
         return type(self).gradient is not Metric.gradient
 
     def gradient(self, logits: Floats, clean: Floats) -> Floats:
@@ -96,7 +96,7 @@ class Metric(ABC):
 
 @dataclass(frozen=True)
 class LogitDifference(Metric):
-    """logits[correct] - logits[wrong]."""
+    """logits[correct] - logits[wrong]: above 0 where the correct token is the likelier of the two."""
 
     correct: int
     wrong: int
@@ -113,11 +113,11 @@ class LogitDifference(Metric):
         return (self.correct, self.wrong)
 
     def value(self, logits: Floats, clean: Floats) -> float:
-        """In logits."""
+        """In logits, of the two in the order of `tokens`."""
         return float(logits[0] - logits[1])
 
     def gradient(self, logits: Floats, clean: Floats) -> Floats:
-        """1 and -1."""
+        """[1, -1], in the order of `tokens`."""
         return np.array([1.0, -1.0])
 
 
@@ -132,7 +132,7 @@ class KL(Metric):
     needs_baseline: ClassVar[bool] = True
 
     def value(self, logits: Floats, clean: Floats) -> float:
-        """In nats."""
+        """In nats, never below 0."""
         return float(metrics.kl_divergence(clean, logits))
 
     def gradient(self, logits: Floats, clean: Floats) -> Floats:
@@ -142,7 +142,7 @@ class KL(Metric):
 
 @dataclass(frozen=True)
 class Probability(Metric):
-    """Probability of one token."""
+    """Probability of one token among the whole vocabulary."""
 
     token: int
     name: str = "probability"
@@ -166,7 +166,7 @@ class Probability(Metric):
 
 @dataclass(frozen=True)
 class LogProbability(Metric):
-    """Log-probability of one token."""
+    """Log-probability of one token among the whole vocabulary."""
 
     token: int
     name: str = "log_probability"
@@ -180,7 +180,7 @@ class LogProbability(Metric):
         return (self.token,)
 
     def value(self, logits: Floats, clean: Floats) -> float:
-        """At most 0."""
+        """In nats, at most 0."""
         return float(metrics.log_softmax(logits)[self.token])
 
     def gradient(self, logits: Floats, clean: Floats) -> Floats:
@@ -204,7 +204,7 @@ class Rank(Metric):
         return (self.token,)
 
     def value(self, logits: Floats, clean: Floats) -> float:
-        """From 0 up."""
+        """A whole number from 0; tokens that are just as likely do not count."""
         return float((logits > logits[self.token]).sum())
 
 
@@ -226,21 +226,21 @@ class Recovery(Metric):
 
     @property
     def long_name(self) -> str:  # type: ignore[override]  # depends on the metric
-        """Which metric is rescaled."""
+        """Which metric is rescaled, and what 0 and 1 are."""
         return f"recovery of {self.of.name}, 0 = corrupted, 1 = clean"
 
     @property
     def tokens(self) -> tuple[int, ...] | None:
-        """Those of the metric."""
+        """See `Metric`: those of the metric it rescales."""
         return self.of.tokens
 
     @property
     def named(self) -> tuple[int, ...]:
-        """Those of the metric."""
+        """See `Metric`: those of the metric it rescales."""
         return self.of.named
 
     def canonical(self) -> dict[str, Any]:
-        """The metric inside."""
+        """See `Metric`; the metric it rescales stands in it as it identifies itself."""
         return {"metric": "Recovery", "of": self.of.canonical(), "name": self.name}
 
     def value(self, logits: Floats, clean: Floats) -> float:

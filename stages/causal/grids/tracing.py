@@ -68,7 +68,7 @@ class CausalTracing(Grid):
 
     @property
     def num_samples(self) -> int:
-        """One per noise."""
+        """As many as noises are tried."""
         return self.samples
 
     def check(self, config: Architecture) -> None:
@@ -123,7 +123,7 @@ class CausalTracing(Grid):
         )
 
     def base(self, prepared: PreparedGrid, sample: int) -> HookSpec:
-        """The subject noised."""
+        """The noise of one sample on the subject's embeddings, and nothing put back."""
         return HookSpec().intervene(EMBED, prepared.activations["noise"][sample])
 
     def change(

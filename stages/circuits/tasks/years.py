@@ -53,7 +53,7 @@ class ProbabilityDifference(Metric):
         return found
 
     def canonical(self) -> dict[str, Any]:
-        """Its fields and version."""
+        """See `Metric`; tokens as lists."""
         return {**super().canonical(), "right": list(self.right), "wrong": list(self.wrong)}
 
     def _signs(self, size: int) -> Floats:

@@ -19,7 +19,7 @@ class Candidates:
     """
 
     def __init__(self, places: int) -> None:
-        """places: of a table."""
+        """places: of a table; candidates are enough when they are as many, and no fewer than BLOCK."""
         self._enough = max(BLOCK, places)
         self._waiting: list[tuple[Array, ...]] = []
         self._many = 0

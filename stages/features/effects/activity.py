@@ -147,7 +147,7 @@ class FeatureTrace(OfDictionary):
         return [Run(self.tokens, HookSpec().capture(*map(prepared.read_hook, layers)), None)]
 
     def measure(self, prepared: Dictionary, cell: CellLabels, result: HookCache) -> Any:
-        """Activations [named, position]."""
+        """Activations [feature, position], float32, features in the order of `chosen`."""
         found = np.zeros((len(self.chosen), len(self.tokens)), np.float32)
         for layer in {layer for layer, _ in self.chosen}:
             mine = [i for i, one in enumerate(self.chosen) if one[0] == layer]

@@ -86,7 +86,7 @@ class FeatureVectors(OfDictionary, ContrastiveVectors):
         return [{"side": "positive"}]
 
     def prepare(self, model: Model) -> Array:
-        """The vectors, [layer, hidden]."""
+        """What one unit writes [layer, hidden], as `written` gives it, and raises."""
         return written(self.opened(model), self.feature, model.config.num_layers)
 
     def dataset(self, prepared: Array, cell: CellLabels, measured: Sequence[Any]) -> xr.Dataset:
@@ -139,7 +139,7 @@ class FeaturePushes(_AlongFeature, PushedStates):
 
     @property
     def contrast(self) -> ContrastiveVectors:
-        """The feature's vectors."""
+        """See `Pushes`: what one unit of the feature writes."""
         return vectors_of(self)
 
 
@@ -167,7 +167,7 @@ class RandomFeaturePushes(_AlongFeature, RandomPushes):
 
     @property
     def contrast(self) -> ContrastiveVectors:
-        """The feature's vectors."""
+        """See `Pushes`: what one unit of the feature writes that the drawn one stands beside."""
         return vectors_of(self)
 
     @property

@@ -59,8 +59,8 @@ class Chosen:
 class RandomAttribution(OfPair):
     """The feature with the largest estimate, and those that are the largest of as many random ones.
 
-    draws: how often. The other fields: of `OfPair`. Raises InterventionError
-    where no feature differs, or a layer has no two that write.
+    draws: how often. The other fields: of `OfPair`. Raises InterventionError where no feature differs, or a
+    layer has no two that write.
     """
 
     name: ClassVar[str] = "random_attribution"
@@ -120,7 +120,7 @@ class RandomAttribution(OfPair):
         return Chosen(attributed, np.array(places), np.array(changes), np.array(estimates), len(place))
 
     def runs(self, prepared: Chosen, cell: CellLabels) -> Sequence[Run]:
-        """One for each cause."""
+        """One per cause: the feature that was found, then the largest of every draw."""
         held = prepared.attributed
         return [
             self.run_with(held, position, held.of_feature(layer, feature, change))

@@ -122,7 +122,7 @@ class RankedSweep(_Ranked):
         return dictionary, chosen, doses
 
     def runs(self, prepared: _Prepared, cell: CellLabels) -> list[Run]:
-        """One per position."""
+        """One per position of the prompt, as an `InjectionSweep`."""
         return prepared[0].runs(prepared[1], self._cell)
 
     def measure(self, prepared: _Prepared, cell: CellLabels, result: HookCache) -> dict[str, Any]:

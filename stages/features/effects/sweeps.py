@@ -162,7 +162,7 @@ class InjectionSweep(OfDictionary):
         return own | {"doses": [dose.params() for dose in self.doses]}
 
     def cells(self, config: Architecture) -> Sequence[CellLabels]:
-        """One per strength."""
+        """One per strength. Refuses what is out of range, as the class says."""
         check_tokens(self.tokens, self.words)
         if not self.doses or not self.strengths:
             raise InterventionError(
@@ -186,7 +186,7 @@ class InjectionSweep(OfDictionary):
         return dictionary, self._read(model.forward([list(self.tokens)], self._captures(), want=self._want))
 
     def runs(self, prepared: tuple[Dictionary, dict[str, Any]], cell: CellLabels) -> list[Run]:
-        """One per position."""
+        """One per position, where all doses are injected at the cell's strength."""
         injections = [dose.at(cell["strength"], prepared[0]) for dose in self.doses]
         return [
             Run(self.tokens, injected(prepared[0], injections, [place]).extend(self._captures()), self._want)

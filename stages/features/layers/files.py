@@ -44,7 +44,7 @@ class DictionaryFiles:
     links: Mapping[str, Path] = field(default_factory=dict)
 
     def path(self, name: str) -> Path:
-        """Where a file lies."""
+        """Where a file lies, `links` first; it need not be there."""
         return self.links.get(name, self.directory / name)
 
     @cached_property

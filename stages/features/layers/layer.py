@@ -59,7 +59,7 @@ class LayerFeatures:
 
     @property
     def n_features(self) -> int:
-        """Features of this layer."""
+        """How many rows the encoder has."""
         return self.W_enc.shape[0]
 
     @property

@@ -165,7 +165,7 @@ class _Sample:
 
     @cached_property
     def counts(self) -> Ints:
-        """Tokens of each feature."""
+        """At how many tokens each feature is active, [feature]."""
         return np.bincount(self.feature, minlength=self.size)
 
     @cached_property

@@ -166,7 +166,7 @@ class TrainingSettings:
         )
 
     def plain(self) -> dict[str, Any]:
-        """As JSON values."""
+        """Fields by name as JSON values, tuples as lists."""
         return {
             name: list(value) if isinstance(value, tuple) else value
             for name, value in dataclasses.asdict(self).items()

@@ -149,7 +149,7 @@ class MixersSideBySide:
 
     @property
     def window(self) -> int | None:
-        """The widest of theirs."""
+        """The widest of theirs, in tokens; None where one of them sees everything."""
         windows = [mixer.window for mixer in self.mixers]
         return None if None in windows else max(window for window in windows if window is not None)
 
@@ -424,7 +424,7 @@ class Architecture(ABC):
     @property
     @abstractmethod
     def layers(self) -> tuple[Layer, ...]:
-        """Facts of each layer."""
+        """Facts of each layer, by its number."""
 
     @property
     @abstractmethod

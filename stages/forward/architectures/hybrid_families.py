@@ -444,7 +444,7 @@ def checked(reader: ConfigReader, block: LayerShape) -> LayerShape:
 
 
 def expanded(reader: ConfigReader, key: str, hidden: int) -> int:
-    """Channels inside a mixer."""
+    """Channels inside a mixer: `key`, 2 where the config does not say, times the width of the stream."""
     return int(reader.number(key, 2.0) * hidden)
 
 

@@ -319,5 +319,5 @@ class ShortConvolutionShape(MixerShape):
         return {"hidden": self.channels}
 
     def bytes_per_token(self, itemsize: int) -> int:
-        """Projections and their products."""
+        """See `MixerShape`: the projections and their products, as wide as the stream each."""
         return itemsize * 7 * self.channels

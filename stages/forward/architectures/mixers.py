@@ -507,7 +507,7 @@ class Mamba2Shape(MixerShape):
 
     @property
     def channels(self) -> int:
-        """Of all heads."""
+        """Of all heads together."""
         return self.heads * self.head_dim
 
     @property
@@ -573,7 +573,7 @@ class MlpShape(ChannelShape):
         return {"mlp": self.intermediate_size}
 
     def bytes_per_token(self, itemsize: int) -> int:
-        """Its inside."""
+        """See `ChannelShape`: four tensors as wide as its inside."""
         return itemsize * 4 * self.intermediate_size
 
 
@@ -685,7 +685,7 @@ class MlpAndExpertsShape(ChannelShape):
         return self.mlp.axis_sizes | self.experts.axis_sizes
 
     def bytes_per_token(self, itemsize: int) -> int:
-        """The insides of both."""
+        """See `ChannelShape`: those of both together."""
         return self.mlp.bytes_per_token(itemsize) + self.experts.bytes_per_token(itemsize)
 
 

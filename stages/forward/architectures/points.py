@@ -101,7 +101,7 @@ class HookKind:
 
     @property
     def counted(self) -> str:
-        """What its number counts."""
+        """ "time" of points inside an RNN, which are there once per step, else "layer"."""
         return "time" if self.path.startswith("rnn.") else "layer"
 
 

@@ -92,7 +92,7 @@ class RwkvConfig(Architecture):
 
     @property
     def context_length(self) -> int:
-        """Nothing bounds it."""
+        """`UNLIMITED`: what was read is a state of one size."""
         return UNLIMITED
 
     @property

@@ -213,7 +213,7 @@ class TransformerConfig(Architecture):
 
     @cached_property
     def mixers(self) -> tuple[AttentionMixer, ...]:
-        """How each layer attends."""
+        """How each layer attends; layers differ in their window alone."""
         scale, cap = self.attention_scale, self.attn_logit_softcapping
         ahead = self.is_bidirectional
         return tuple(
@@ -311,7 +311,7 @@ class ConfigReader:
         return None if self._get(key, default) is None else self.number(key, default)
 
     def flag(self, key: str, default: bool) -> bool:
-        """True or false."""
+        """True or false, the default where the key is absent or null."""
         value = self._get(key, default)
         if not isinstance(value, bool):
             raise ConfigError(
@@ -321,7 +321,7 @@ class ConfigReader:
         return value
 
     def text(self, key: str, default: str | None = None) -> str:
-        """A string."""
+        """A string, the default where the key is absent or null; ConfigError where there is neither."""
         value = self._get(key, default)
         if not isinstance(value, str):
             raise ConfigError(

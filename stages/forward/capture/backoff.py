@@ -1,8 +1,8 @@
 """How large batches are, and how much smaller they become where a pass does not fit in memory.
 
 What runs out of memory is run again in batches of half the size, down to single prompts, and so is all that
-follows: a harvest of hours is not lost to its longest prompts. Other batches give other last bits (see
-DESIGN.md, "What last bits depend on"), so what was done is told, once, and noted beside what it made.
+follows: a harvest of hours is not lost to its longest prompts. What was done is told, once, and noted beside
+what it made, as batches decide last bits where DESIGN.md says so ("What last bits depend on").
 
 Border: a number and an exception; knows no model.
 """
@@ -27,6 +27,10 @@ class BatchSize:
         self.tokens = tokens
         self.is_lowered = False
         self._say = say
+
+    def allows(self, batch: PieceBatch) -> bool:
+        """Whether it is tried: a single prompt always is."""
+        return len(batch.pieces) == 1 or len(batch.pieces) * batch.length <= self.tokens
 
     def lower(self, failed: PieceBatch) -> None:
         """Half of what just did not fit; PlanError for a single prompt."""
@@ -56,7 +60,16 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _ALLOCATION)
 
 
-def release_device_memory() -> None:
-    """Give what a failed pass held back to the device."""
+def fits(work: Callable[[], None]) -> bool:
+    """Do some work; False where memory ran out. What it held, here and on a device, is let go of before this
+    returns."""
+    try:
+        work()
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+    else:
+        return True
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
+    return False

@@ -89,10 +89,19 @@ def plan_batches(
             groups.append([])
         groups[-1].append(piece)
     parts = [part for group in groups for part in _by_powers(group)]
-    return [
-        PieceBatch(tuple(part), part[-1].run, max(1, math.ceil(fewest / (len(part) * part[-1].run))))
-        for part in parts
-    ]
+    return [PieceBatch(tuple(part), part[-1].run, _copies(part, part[-1].run, fewest)) for part in parts]
+
+
+def halves(batch: PieceBatch, *, fewest: int) -> list[PieceBatch]:
+    """The same pieces, of the same length, in two batches; of what is a power of two, by powers of two."""
+    middle = len(batch.pieces) // 2
+    parts = batch.pieces[:middle], batch.pieces[middle:]
+    return [PieceBatch(part, batch.length, _copies(part, batch.length, fewest)) for part in parts]
+
+
+def _copies(pieces: Sequence[Piece], length: int, fewest: int) -> int:
+    """How often a batch is computed that it has `fewest` positions."""
+    return max(1, math.ceil(fewest / (len(pieces) * length)))
 
 
 def _by_powers(group: list[Piece]) -> Iterator[list[Piece]]:

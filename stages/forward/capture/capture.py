@@ -101,10 +101,10 @@ def capture(
     that weights larger than memory are read once; "auto" does so where they do not fit. memory_limit: bytes
     ("4GiB") that weights, buffers and a batch may take, default what there is left. cluster: address of a
     Dask scheduler whose workers compute segments. workers: so many processes of this machine do (see
-    `pipeline.run`), the model by its name. trust_layout, backend, adapter: see
-    `Model.from_pretrained`. codec: "zstd" keeps what is new in fewer bytes, which decide no key; "none"
-    plainly; default as the run that this one goes on from, or plainly. What is
-    stored is not computed again; a killed capture goes on where it was.
+    `pipeline.run`), the model by its name. trust_layout, backend, adapter: see `Model.from_pretrained`.
+    codec: "zstd" keeps what is new in fewer bytes, which decide no key; "none" plainly; default as the run
+    that this one goes on from, or plainly. What is stored is not computed again; a killed capture goes on
+    where it was.
     Raises PromptError, HookPointNotFound, StoreFull, …
     """
     from ....pipeline import run
@@ -426,13 +426,11 @@ class CaptureNode(Ports):
 
         total = sum(len(entry.segments[n]) for n in entry.missing(self.cells))
         task = context.progress.task(self.name, total=total, unit="tokens")
-        if goes_by_layers(self.order, model):
-            return harvest_by_layers(
-                model, entry, self.spec, batch_tokens=self.batch_tokens, advance=task.advance
-            )
-        model.require_all_weights('a capture with order="batch"')
         batch = BatchSize(self.batch_tokens, context.progress.say)
         try:
+            if goes_by_layers(self.order, model):
+                return harvest_by_layers(model, entry, self.spec, batch=batch, advance=task.advance)
+            model.require_all_weights('a capture with order="batch"')
             return harvest(model, entry, self.spec, batch=batch, advance=task.advance, stands=stands)
         finally:
             self._lowered |= batch.note()

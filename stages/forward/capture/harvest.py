@@ -38,7 +38,7 @@ from ..hooks.spec import BoundSpec, Capture, KeptCapture
 from ..hooks.taps import Sink
 from ..models.model import Model
 from ..networks.kernels import FEW_ROWS
-from .backoff import BatchSize, is_out_of_memory, release_device_memory
+from .backoff import BatchSize, fits
 from .batches import BUFFERS, Piece, PieceBatch, pieces_of, plan_batches
 from .of_run import of_run
 from .overlap import OverlappedWriter, SegmentBuffer, send
@@ -48,7 +48,8 @@ from .vocabulary import of_logits
 
 _WAIT = 0.2  # seconds before looking again at segments that others have claimed
 Keeper = Callable[[PieceBatch], AbstractContextManager[Sink]]
-"""Takes what a batch shows while it is entered; what a batch gives of a run counts when it is left."""
+"""Takes what a batch shows while it is entered; what a batch gives of a run counts when it is left, and not
+where an error leaves it."""
 
 
 @dataclass(frozen=True)
@@ -169,20 +170,12 @@ def fill(model: Model, entry: Entry, n: int, spec: BoundSpec, buffer: SegmentBuf
     """Forward passes over one segment's prompts, captured activations copied to their place in the buffer, or
     kept as they are where a pass gives a segment whole."""
     with keeping(model, entry, n, spec, buffer) as keep:
-        _pass_by(model, entry, n, spec, buffer, size, keep)
+        _pass_by(model, entry, n, spec, size, keep)
     buffer.filled()
     refuse_overflow(buffer, spec, entry, n)
 
 
-def _pass_by(
-    model: Model,
-    entry: Entry,
-    n: int,
-    spec: BoundSpec,
-    buffer: SegmentBuffer,
-    size: BatchSize,
-    keep: Keeper,
-) -> None:
+def _pass_by(model: Model, entry: Entry, n: int, spec: BoundSpec, size: BatchSize, keep: Keeper) -> None:
     """All batches of a segment, smaller ones where memory runs out."""
 
     def run(batch: PieceBatch) -> None:
@@ -198,23 +191,10 @@ def _pass_by(
     pieces = pieces_in(model, entry, n, spec)
     while pieces:
         batches = batches_of(model, entry, pieces, spec, size.tokens)
-        ran = sum(1 for _ in itertools.takewhile(lambda batch: _fits(partial(run, batch)), batches))
+        ran = sum(1 for _ in itertools.takewhile(lambda batch: fits(partial(run, batch)), batches))
         pieces = [piece for batch in batches[ran:] for piece in batch.pieces]
         if pieces:
             size.lower(batches[ran])
-            buffer.clear()
-            release_device_memory()
-
-
-def _fits(work: Callable[[], None]) -> bool:
-    """Do some work; False where memory ran out. What it held is let go of before this returns."""
-    try:
-        work()
-    except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
-            raise
-        return False
-    return True
 
 
 def pieces_in(model: Model, entry: Entry, n: int, spec: BoundSpec) -> list[Piece]:
@@ -255,7 +235,8 @@ def ids_of(entry: Entry, batch: PieceBatch) -> list[list[int]]:
 
 @contextmanager
 def keeping(model: Model, entry: Entry, n: int, spec: BoundSpec, buffer: SegmentBuffer) -> Iterator[Keeper]:
-    """What takes the activations of each batch to their places in a segment's buffer."""
+    """What takes the activations of each batch to their places in a segment's buffer; of a batch that does
+    not come to its end nothing stays there that the next would not write over."""
     tokens, segment = entry.tokens, entry.segments[n]
     wanted: dict[Capture, list[KeptCapture]] = defaultdict(list)
     for kept in spec.kept:
@@ -310,8 +291,12 @@ def keeping(model: Model, entry: Entry, n: int, spec: BoundSpec, buffer: Segment
             for kept, reduction in asked.items():
                 put(batch, kept, made[reduction])
 
-        with together.of_batch():
-            yield sink
+        try:
+            with together.of_batch():
+                yield sink
+        except BaseException:
+            buffer.clear()
+            raise
 
     with of_run(entry, n, spec, buffer) as together:
         yield of_batch

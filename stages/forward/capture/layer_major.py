@@ -4,8 +4,9 @@ As many neighbouring layers as there is room for are read; every segment goes th
 what they capture is committed, and what comes out of the last of them is spooled (spool.py) for the layers
 that are read next. So every weight is read once for a corpus of any size, and memory is that of some layers,
 a batch and a few buffers. Batches are those of harvest.py, taps and layers as well: the numbers are the same,
-bit by bit on one machine. Logits are made in a step of their own, behind all layers, where the LM head
-comes and goes as they do: so it is read once, too, and takes no layer's place.
+bit by bit on one machine. Where memory runs out a batch goes through in parts, and is spooled as one. Logits
+are made in a step of their own, behind all layers, where the LM head comes and goes as they do: so it is read
+once, too, and takes no layer's place.
 
 A harvest that was killed goes on, segment by segment, from the last layer whose spool stands and from which
 all can be had that is missing; what a segment still needs of layers before is computed from its tokens.
@@ -37,8 +38,12 @@ from ..hooks.spec import BoundSpec, Capture
 from ..models.model import Model
 from ..models.residency import EMBEDDING
 from ..networks.history import Carried
-from .batches import BUFFERS, PieceBatch
+from ..networks.kernels import FEW_ROWS
+from ..networks.transfer import to_device
+from .backoff import BatchSize, fits
+from .batches import BUFFERS, PieceBatch, halves
 from .harvest import (
+    Keeper,
     as_numpy,
     batches_of,
     held_as,
@@ -105,41 +110,36 @@ def harvest_by_layers(
     entry: Entry,
     spec: BoundSpec,
     *,
-    batch_tokens: int,
+    batch: BatchSize,
     advance: Callable[[int, int], None] = lambda tokens, written: None,
 ) -> int:
     """Compute and commit what the entry is missing of a spec's captures, layer by layer; returns the tokens
     computed.
 
-    spec: without gradients. advance: told tokens, each counted by the share of its layers that it has gone
-    through, and bytes committed. Raises StoreFull where the disk has no room for the spool.
+    spec: without gradients. batch: lowered where memory runs out. advance: told tokens, each counted by the
+    share of its layers that it has gone through, and bytes committed. Raises StoreFull where the disk has no
+    room for the spool, PlanError where memory has none for a single prompt.
     """
     cells = [kept.cell for kept in spec.kept]
     claim = Claim(entry.folder, f"{entry.path}/seg/{_CLAIM}.claim")
-    total = 0
+    total, batch_tokens = 0, batch.tokens
     while entry.missing(cells):
         if not claim.acquire():
             time.sleep(_WAIT)
             continue
         try:
-            total += _through(model, entry, spec, entry.missing(cells), batch_tokens, advance)
+            spool = Spool(entry.folder, f"{entry.path}/seg")
+            way = _Way(model, entry, spec, batch_tokens, batch, spool, advance)
+            total += _through(way, entry.missing(cells))
         finally:
             claim.release()
     return total
 
 
-def _through(
-    model: Model,
-    entry: Entry,
-    spec: BoundSpec,
-    missing: dict[int, list[VariableLayer]],
-    batch_tokens: int,
-    advance: Callable[[int, int], None],
-) -> int:
+def _through(way: _Way, missing: dict[int, list[VariableLayer]]) -> int:
     """All segments with something missing through the layers; returns their tokens."""
-    spool = Spool(entry.folder, f"{entry.path}/seg")
-    way = _Way(model, entry, spec, batch_tokens, spool, advance)
-    courses = [way.course(n, only(spec, todo)) for n, todo in missing.items()]
+    model = way.model
+    courses = [way.course(n, only(way.spec, todo)) for n, todo in missing.items()]
     final, last = model.config.num_layers, max(course.last for course in courses)
     layers = range(min(course.at or 0 for course in courses), min(last, final))
     weights = model.streamed
@@ -159,7 +159,7 @@ def _through(
             weights.window.keep_only(group if group[0] < final else [weights.head])
         way.through(courses, group)
     for course in courses:
-        spool.clear(course.n)
+        way.spool.clear(course.n)
     return sum(course.tokens for course in courses)
 
 
@@ -194,13 +194,27 @@ class LayerJob:
 
 
 @dataclass(frozen=True)
+class _Layers:
+    """What batches go through at once, and what takes what is seen there; `ends`: nothing comes out."""
+
+    layers: Sequence[int]
+    spec: BoundSpec
+    keep: Keeper
+    ends: bool
+
+
+@dataclass(frozen=True)
 class _Way:
-    """What every step of a harvest reads."""
+    """What every step of a harvest reads.
+
+    batch_tokens: of batches as they are planned and spooled. size: of what goes through at once.
+    """
 
     model: Model
     entry: Entry
     spec: BoundSpec
     batch_tokens: int
+    size: BatchSize
     spool: Spool
     advance: Callable[[int, int], None]
 
@@ -244,8 +258,9 @@ class _Way:
     def embed(self, course: Course) -> None:
         """What enters the first layer, spooled."""
         with self._spooled(course, 0).written() as spooled:
-            for _, entering in self._entering(course):
-                spooled.put(self.model.stream_layers(entering, (), BoundSpec(), _nothing, ends=False))
+            for batch, entering in self._entering(course):
+                through = _Layers((), BoundSpec(), lambda part: contextlib.nullcontext(_nothing), ends=False)
+                spooled.put(self._carried(batch, entering, through))
         course.enter(0)
 
     def through(self, courses: Sequence[Course], group: Sequence[int]) -> None:
@@ -299,11 +314,45 @@ class _Way:
             if not ends:
                 spooled = stack.enter_context(self._spooled(course, layers[-1] + 1).written())
             keep = stack.enter_context(keeping(self.model, self.entry, course.n, spec, buffer))
+            through = _Layers(held, spec, keep, ends)
             for batch, entering in self._entering(course):
-                with keep(batch) as sink:
-                    carried = self.model.stream_layers(entering, held, spec, sink, ends=ends)
+                carried = self._carried(batch, entering, through)
                 if spooled is not None:
                     spooled.put(carried)
+
+    def _carried(self, batch: PieceBatch, entering: list[list[int]] | Carried, through: _Layers) -> Carried:
+        """A batch through some layers, in halves of halves where memory runs out: what comes out, as if of
+        one pass."""
+        given: list[Carried] = []
+
+        def run(part: PieceBatch, rows: slice) -> None:
+            taken: list[list[int]] | Carried
+            if isinstance(entering, dict):
+                # A copy, always: a pass may write over what it is given, and memory run out behind that.
+                own = {name: tensor[rows].repeat(part.copies, 1, 1) for name, tensor in entering.items()}
+                taken = {name: to_device(tensor, self.model.device) for name, tensor in own.items()}
+            else:
+                taken = entering[rows] * part.copies
+            with through.keep(part) as sink:
+                carried = self.model.stream_layers(
+                    taken, through.layers, through.spec, sink, ends=through.ends
+                )
+            given.append(carried if part is batch else _once(carried, len(part.pieces)))
+
+        waiting, first = [batch], 0
+        while waiting:
+            part = waiting.pop(0)
+            rows = slice(first, first + len(part.pieces))
+            if self.size.allows(part):
+                if fits(partial(run, part, rows)):
+                    first = rows.stop
+                    continue
+                self.size.lower(part)
+            waiting[:0] = halves(part, fewest=FEW_ROWS)
+        if len(given) == 1:
+            return given[0]
+        whole = {name: torch.cat([part[name] for part in given]) for name in given[0]}
+        return {name: tensor.repeat(batch.copies, 1, 1) for name, tensor in whole.items()}
 
     def _entering(self, course: Course) -> Iterator[tuple[PieceBatch, list[list[int]] | Carried]]:
         """Each batch with what enters the layers that come next: its ids, or what was spooled."""
@@ -311,8 +360,7 @@ class _Way:
         if course.at is None:
             yield from ((batch, ids_of(self.entry, batch)) for batch in batches)
         else:
-            carried = self._spooled(course, course.at).batches(self.model.device)
-            yield from zip(batches, carried, strict=True)
+            yield from zip(batches, self._spooled(course, course.at).batches(), strict=True)
 
     def _batches(self, n: int, spec: BoundSpec) -> list[PieceBatch]:
         pieces = pieces_in(self.model, self.entry, n, spec)
@@ -320,6 +368,11 @@ class _Way:
 
     def _spooled(self, course: Course, layer: int) -> SpoolFile:
         return self.spool.file(course.n, layer, course.of)
+
+
+def _once(carried: Carried, count: int) -> Carried:
+    """Of rows computed several times over the first, in memory."""
+    return {name: tensor[:count].cpu() for name, tensor in carried.items()}
 
 
 def _nothing(capture: Capture, value: Tensor) -> None:

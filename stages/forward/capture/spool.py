@@ -73,7 +73,7 @@ class SpoolFile:
 
     @property
     def name(self) -> str:
-        """As errors tell it."""
+        """Where it lies among what is scratch, as errors tell it."""
         return f"{self.path}/{self.file}"
 
     @property
@@ -99,8 +99,9 @@ class SpoolFile:
         finally:
             temporary.unlink(missing_ok=True)
 
-    def batches(self, device: torch.device) -> Iterator[dict[str, Tensor]]:
-        """What was put, in order. Raises CorruptEntry for bytes that are not those that were written."""
+    def batches(self) -> Iterator[dict[str, Tensor]]:
+        """What was put, in order, in memory. Raises CorruptEntry for bytes that are not those that were
+        written."""
         with self.place.open("rb") as file:
             while (header := _taken(file, self.name)) is not None:
                 tensors, whole = {}, google_crc32c.value(header.text)
@@ -110,7 +111,7 @@ class SpoolFile:
                     if file.readinto(raw.data) != raw.nbytes:
                         raise _torn(self.name)
                     whole = google_crc32c.extend(whole, raw)
-                    tensors[name] = tensor.to(device)
+                    tensors[name] = tensor
                 if whole != header.crc:
                     raise _torn(self.name)
                 yield tensors
@@ -118,7 +119,7 @@ class SpoolFile:
     def is_whole(self) -> bool:
         """Whether it is there, of this, and to the last byte what was written."""
         try:
-            for _ in self.batches(torch.device("cpu")):
+            for _ in self.batches():
                 pass
             with self.place.open("rb") as file:
                 file.seek(-len(self.of.encode()), os.SEEK_END)
@@ -150,7 +151,7 @@ class SpoolWriter:
         self._write(_BEFORE.pack(len(header), whole), header, *(part.data for part in raw))
 
     def end(self) -> None:
-        """That was the last."""
+        """Writes what ends the file: no further batch, and of what it is. Without it, it is torn."""
         self._write(_BEFORE.pack(0, 0), self.target.of.encode())
         with self.target.folder.writing(self.target.name):
             self.file.flush()

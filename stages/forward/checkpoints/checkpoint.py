@@ -127,7 +127,7 @@ Files = Checkpoint | Sequence[Path]
 
 
 def checkpoint_of(files: Files) -> Checkpoint:
-    """Files as a checkpoint."""
+    """Safetensors files as a checkpoint; a checkpoint as it is."""
     return files if isinstance(files, Checkpoint) else Checkpoint(tuple(files))
 
 

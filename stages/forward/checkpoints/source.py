@@ -31,7 +31,7 @@ class TensorEntry:
 
 
 class TensorSource(Protocol):
-    """Tensors by name."""
+    """Tensors by name, of files or made of those of another source."""
 
     @property
     def entries(self) -> Mapping[str, TensorEntry]:

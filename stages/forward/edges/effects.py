@@ -171,7 +171,7 @@ class _Suffixes(WholePrompts):
 
     @property
     def positions(self) -> Tensor:
-        """From the first on."""
+        """See `History`: those from the first on, [S']."""
         return torch.arange(self._first, self._length, device=self._device)
 
     def enter(self, layer: int, carried: Carried) -> Carried:

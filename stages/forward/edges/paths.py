@@ -60,7 +60,7 @@ class Sent(Protocol):
         ...
 
     def split(self, most: int) -> Iterator[Self]:
-        """Blocks of rows."""
+        """The same in blocks of at most so many rows, in their order."""
         ...
 
     def last(self) -> Self:

@@ -79,7 +79,7 @@ class GenerationSettings:
             )
 
     def seeds(self, prompts: int) -> list[int | None]:
-        """One per prompt."""
+        """One per prompt: each its own, or the same for all. PromptError for another number of them."""
         if self.seed is None or isinstance(self.seed, int):
             return [self.seed] * prompts
         if len(self.seed) != prompts:
@@ -107,7 +107,7 @@ class GenerationResult:
 
     @property
     def full_text(self) -> str | None:
-        """Prompt and continuation."""
+        """Prompt and continuation; None where the model has no tokenizer."""
         return None if self.generated_text is None else (self.prompt or "") + self.generated_text
 
     @property
@@ -127,12 +127,12 @@ class GenerationResult:
 
     @property
     def generated_tokens(self) -> int:
-        """How many were generated."""
+        """How many were generated, the one that ended it among them."""
         return len(self.generated_ids)
 
     @property
     def total_tokens(self) -> int:
-        """Of prompt and continuation."""
+        """How many prompt and continuation have together."""
         return self.prompt_tokens + self.generated_tokens
 
 

@@ -25,10 +25,10 @@ _NAN = float("nan")
 class HookCache(Mapping[HookPoint | str, "Tensor"]):
     """Captured activations and logits of one call of `Model.forward`.
 
-    ``cache["blocks.5.hook_resid_post"]`` and ``cache[HookPoint.resid_post(5)]`` are the same tensor, its
-    axes those of the hook point's kind, e.g. [batch, position, hidden]; ``cache["grad:…"]`` is the gradient
-    there. Where a point was captured before
-    and after its interventions, indexing gives the value after them; `get` takes ``when``.
+    ``cache["blocks.5.hook_resid_post"]`` and ``cache[HookPoint.resid_post(5)]`` are the same tensor, its axes
+    those of the hook point's kind, e.g. [batch, position, hidden]; ``cache["grad:…"]`` is the gradient there.
+    Where a point was captured before and after its interventions, indexing gives the value after them; `get`
+    takes ``when``.
     """
 
     def __init__(

@@ -196,7 +196,7 @@ class SteeringSpec(_EdgeSpec):
 
     @property
     def is_knockout(self) -> bool:
-        """Whether edges are cut."""
+        """Whether edges are cut, and neither scaled nor set."""
         return self.kind == "knockout"
 
     @property

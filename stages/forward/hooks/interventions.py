@@ -173,7 +173,7 @@ class _Selective(Intervention):
         return tuple(index)
 
     def touched(self, length: int, *, ahead: bool = False) -> tuple[int, ...] | None:
-        """The positions chosen."""
+        """See `Intervention`: the positions chosen, counted from the start."""
         return None if self.positions is None else tuple(position % length for position in self.positions)
 
     def apply(

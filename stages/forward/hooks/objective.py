@@ -31,7 +31,7 @@ class Differentiable(Protocol):
 
     @property
     def name(self) -> str:
-        """What it is called."""
+        """What errors call it."""
         ...
 
     @property
@@ -41,7 +41,7 @@ class Differentiable(Protocol):
 
     @property
     def named(self) -> tuple[int, ...]:
-        """Vocabulary items it names."""
+        """Vocabulary items it asks about, which a model must have."""
         ...
 
     @property

@@ -31,11 +31,11 @@ class PlacedSpec:
     chosen_heads: tuple[int, ...] | None = None
 
     def layer(self, layer: int) -> Self:
-        """In this layer only."""
+        """In this layer alone, counted from 0."""
         return self.layers([layer])
 
     def layers(self, layers: Iterable[int]) -> Self:
-        """In these layers only."""
+        """In these layers alone, whatever their order. Raises InterventionError for none, or one below 0."""
         return replace(self, chosen_layers=_sorted("layer", layers))
 
     def layer_range(self, first: int, last: int) -> Self:
@@ -45,11 +45,11 @@ class PlacedSpec:
         return self.layers(range(first, last + 1))
 
     def head(self, head: int) -> Self:
-        """In this head only."""
+        """In this head alone, counted from 0."""
         return self.heads([head])
 
     def heads(self, heads: Iterable[int]) -> Self:
-        """In these heads only."""
+        """In these heads alone, whatever their order. Raises InterventionError for none, or one below 0."""
         return replace(self, chosen_heads=_sorted("head", heads))
 
     def applies_to_layer(self, layer: int) -> bool:

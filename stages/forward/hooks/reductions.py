@@ -34,7 +34,7 @@ class Opens(Protocol):
         ...
 
     def open(self) -> AbstractContextManager[Any]:
-        """The dictionary itself."""
+        """The dictionary itself. Raises SourceChanged where it is another, before the block and after it."""
         ...
 
 
@@ -48,7 +48,7 @@ class Features(Protocol):
 
     @property
     def n_features(self) -> int:
-        """Of each layer."""
+        """Of each layer: all have as many."""
         ...
 
     @property
@@ -58,11 +58,11 @@ class Features(Protocol):
 
     @property
     def read_hooks(self) -> tuple[HookPoint, ...]:
-        """Where features read."""
+        """Where features read, a point for each of its layers."""
         ...
 
     def as_resource(self) -> Opens:
-        """By name and identity."""
+        """The same by name and identity, nothing opened."""
         ...
 
 
@@ -114,7 +114,7 @@ class Reduction:
         return self.axes[0][1] if self.is_of_logits and self.axes else 0
 
     def canonical(self) -> dict[str, Any]:
-        """Plain JSON values."""
+        """Plain JSON values that identify it; of a dictionary its identity, never its name."""
         return {"reduce": self.name, **({} if self.identity is None else {"dictionary": self.identity})}
 
     def dims(self, kind: HookKind) -> tuple[str, ...]:

@@ -159,7 +159,7 @@ class BoundSpec:
 
 class HookSpec:
     """Captures and interventions for a forward pass; methods change it in place and return it, so that
-    calls chain.
+    calls chain. A variant that leaves a spec as it is begins with `HookSpec().extend(spec)`.
 
     >>> spec = HookSpec().capture("blocks.*.hook_resid_post").intervene("blocks.2.hook_mlp_out", Zero())
     >>> spec.num_interventions
@@ -257,7 +257,7 @@ class HookSpec:
 
     @property
     def num_interventions(self) -> int:
-        """Interventions registered."""
+        """Interventions registered; one at a glob counts once until it meets a model."""
         return len(self._interventions)
 
     @property

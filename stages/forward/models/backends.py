@@ -31,7 +31,7 @@ class BackendChoice:
     missing: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values."""
+        """The fields by name."""
         return asdict(self)
 
 

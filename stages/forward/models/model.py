@@ -108,8 +108,8 @@ class Model:
         max_memory: bytes ("4GiB") the weights may take; None for what the machine has left, or MIZARR_MEMORY
         says. Where they take more, layers come and go (`streamed`): a pass reads those that are not in memory
         from the files, which must stay as they are. Numbers are the same.
-        Raises ModelNotFound, ConfigError (with a compatibility report),
-        WeightsError, SourceChanged for files that are written meanwhile.
+        Raises ModelNotFound, ConfigError (with a compatibility report), WeightsError, SourceChanged for files
+        that are written meanwhile.
         """
         from ..networks.table import build, of_weights
         from . import files
@@ -180,7 +180,7 @@ class Model:
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are."""
+        """Where the weights are, or come to where not all are in memory."""
         return self.network.device
 
     @property

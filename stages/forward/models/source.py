@@ -121,7 +121,7 @@ class ModelSource:
         return self._model
 
     def _allowed(self, max_memory: int | None, beside: int) -> int | None:
-        """What weights may take."""
+        """Bytes that weights may take: as asked, else what is free but for `beside`; None for neither."""
         if max_memory is not None or not beside:
             return max_memory
         from .model import as_device, as_dtype

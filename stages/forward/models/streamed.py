@@ -121,7 +121,7 @@ class Window:
             return self._held[unit][0]
 
     def keep_only(self, units: Collection[Unit]) -> None:
-        """Let all others go."""
+        """Let all others go. Raises ConfigError where one of them was changed."""
         with self._lock:
             for unit in [unit for unit in self._held if unit not in units]:
                 self._let_go(unit)
@@ -193,7 +193,7 @@ class StreamedWeights(Weights[Any]):
     """All of a network's weights, of which some are in memory."""
 
     def __init__(self, files: WeightFiles, room: int, name: str) -> None:
-        """room: bytes for everything."""
+        """room: bytes for everything, what is always there included."""
         config, sizes = files.config, bytes_of(files.config, files.dtype.itemsize)
         self._fields(_files=files, _name=name, nbytes=sizes.total, room=room)
         like = torch.empty(0, dtype=files.dtype, device=files.device)
@@ -224,7 +224,7 @@ class StreamedWeights(Weights[Any]):
         vars(self).update(values)  # frozen, and no field is to be given at once
 
     def _made(self, unit: Unit) -> Any:
-        """Reads a unit."""
+        """A layer's weights, or a matrix [vocab, width], read from the files."""
         config = self._files.config
         with self._files.opened() as take:
             if unit == EMBEDDING:
@@ -235,17 +235,17 @@ class StreamedWeights(Weights[Any]):
 
     @property
     def dtype(self) -> torch.dtype:
-        """What is computed in."""
+        """See `Weights`."""
         return self._files.dtype
 
     @property
     def device(self) -> torch.device:
-        """Where it is computed."""
+        """See `Weights`: where they come to."""
         return self._files.device
 
     @property
     def embed(self) -> Tensor:
-        """The whole embedding matrix."""
+        """The whole embedding matrix [vocab, width], read unless it is in memory."""
         matrix: Tensor = self.window.get(EMBEDDING)
         return matrix
 

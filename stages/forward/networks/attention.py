@@ -63,12 +63,12 @@ class AttentionSizes(Protocol):
 
     @property
     def num_kv_heads(self) -> int:
-        """Of keys and values."""
+        """Heads of keys and values, each of which several of queries may read."""
         ...
 
     @property
     def head_dim(self) -> int:
-        """Width of one."""
+        """Width of one head."""
         ...
 
     @property

@@ -43,12 +43,12 @@ class Ends(Generic[Config, Layer]):
 
     @property
     def dtype(self) -> torch.dtype:
-        """What is computed in."""
+        """See `Network`."""
         return self.weights.dtype
 
     @property
     def device(self) -> torch.device:
-        """Where it is computed."""
+        """See `Network`."""
         return self.weights.device
 
     @property

@@ -44,7 +44,7 @@ class Network(Protocol):
 
     @property
     def dtype(self) -> torch.dtype:
-        """What is computed in."""
+        """What is computed in, whatever dtype the checkpoint has."""
         ...
 
     @property

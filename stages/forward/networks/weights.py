@@ -127,7 +127,7 @@ class Weights(Generic[Layer]):
 
     @property
     def dtype(self) -> torch.dtype:
-        """What is computed in."""
+        """What is computed in, whatever dtype the checkpoint has."""
         return self.embed.dtype
 
     @property

@@ -4,8 +4,7 @@ Runs on the same tokens share their passes up to the first intervention in which
 interventions in execution order. A branch leaves its parent in the layer of its first own intervention, and
 from there on holds only positions the intervention can reach (its cone of influence): in a causal model a
 change at layer l and position p changes nothing before p; in one that looks ahead it changes all positions,
-from the next layer on. Everything else it reads from its parent, keys and
-values above all.
+from the next layer on. Everything else it reads from its parent, keys and values above all.
 
 Where in its layer an intervention acts decides how far it reaches there, which the architecture says
 (`reach`): in a transformer, before keys and values are made it reaches every later position through
@@ -116,7 +115,7 @@ class Branch:
 
     @property
     def n_layers(self) -> int:
-        """Layers of the model."""
+        """Layers of the model, computed here or not."""
         return self.architecture.num_layers
 
     @property

@@ -126,7 +126,7 @@ class Cache:
         self._rows = {place: rows[chosen] for place, rows in self._rows.items()}
 
     def clear(self) -> None:
-        """Forget everything read."""
+        """Forget everything read: what comes next is at position 0."""
         self.length = 0
         self._held, self.states, self._rows = {}, {}, {}
 

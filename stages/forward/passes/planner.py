@@ -60,7 +60,7 @@ class SweepPlan:
 
     @property
     def positions(self) -> int:
-        """Layer-positions to compute."""
+        """Layer-positions that all branches compute together; `naive` is what they are compared with."""
         return sum(branch.positions_computed() for block in self.blocks for branch in block.branches)
 
     @property

@@ -30,7 +30,7 @@ __all__ = ["RowTaps", "WholePasses"]
 
 
 class WholeNetwork(Protocol):
-    """What runs whole prompts."""
+    """A network that runs prompts through all its layers, and nothing less."""
 
     @property
     def device(self) -> torch.device:

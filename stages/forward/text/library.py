@@ -67,7 +67,7 @@ class LibraryTokenizer(Tokenizer):
         return _encoding(text, self._backend.encode(text, add_special_tokens=add_special))
 
     def _encode_batch(self, texts: Sequence[str], add_special: bool) -> list[Encoding]:
-        """On all cores."""
+        """See `Tokenizer`: the library encodes them on all cores."""
         found = self._backend.encode_batch(list(texts), add_special_tokens=add_special)
         return [_encoding(text, one) for text, one in zip(texts, found, strict=True)]
 

@@ -75,7 +75,7 @@ class LayerMaps:
 
     @property
     def nbytes(self) -> int:
-        """Memory they take."""
+        """Bytes of the four maps; `skip_scale`, a number per position, does not count."""
         return sum(part.nbytes for part in (self.out, self.values, self.mix, self.skip) if part is not None)
 
 

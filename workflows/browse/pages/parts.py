@@ -47,7 +47,7 @@ def way_to(here: str) -> Callable[[HeldFolder], str]:
 
 
 def sized(count: float) -> str:
-    """Bytes for people."""
+    """Bytes for people; "0 B" for none."""
     return human_bytes(int(count)) or "0 B"
 
 

@@ -60,7 +60,7 @@ def progress(folder: HeldFolder, state: Harvest) -> Iterator[HarvestProgress]:
 
 
 def _facts(held: Snapshot, folder: HeldFolder) -> Values:
-    """What passes these were."""
+    """Which passes these were; what was not noted of them is left out."""
     assert folder.run is not None
     identity = folder.note("identity") or {}
     hooks = folder.note("hooks") or {}
@@ -119,7 +119,7 @@ def _dims(dims: tuple[str, ...], sizes: Any) -> Iterator[str]:
 
 
 def _prompts(run: OpenedRun, rows: list[int], here: str, digest: str) -> Table:
-    """A line per prompt."""
+    """A line per prompt of some neighbouring rows, which leads to its page."""
     packed = run.entry.tokens
 
     def text(row: int) -> str:

@@ -20,7 +20,7 @@ LOOKED_AT = 8
 
 
 def store_page(held: Snapshot) -> Page:
-    """What the store holds."""
+    """The first page: sums, what is being computed or damaged, models, and the first runs and results."""
     here = addresses.INDEX
     whole = lists(held)["results"]
     tokens = sum(each.run.tokens for each in held.runs if each.run)

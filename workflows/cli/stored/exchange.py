@@ -156,7 +156,7 @@ def _prompts(source: str | None) -> tuple[Any, Any]:
 
 
 def _layers(text: str) -> list[int]:
-    """Layers of "0-5,11"."""
+    """Layers of "0-5,11"; UsageError for what is not written so."""
     found: list[int] = []
     for part in text.split(","):
         first, dash, last = part.strip().partition("-")

@@ -1,6 +1,6 @@
 // Curves over a common x: a cursor on the nearest point tells the value of every curve there.
 
-const MARGIN = { left: 52, right: 16, top: 10, bottom: 38 }, HEIGHT = 300, TOLD = 14;
+const MARGIN = { left: 52, right: 16, top: 10, bottom: 38 }, HEIGHT = 300, TOLD = 14, MARK_WIDTH = 62;
 
 /** Name of a curve -> its colour on this page, -1 for that of a curve alone: one name, one colour, in every plot. */
 const CURVE_RANKS = new Map();
@@ -28,15 +28,48 @@ function ticks(low, high, count) {
   return found;
 }
 
+/** As `log_ticks` of views/paper.py: 1-2-5 of every decade, or decades, or every so many of them; else even steps. */
+function logTicks(low, high, count) {
+  const ofDecades = (steps, every) => {
+    const found = [];
+    for (let power = Math.floor(Math.log10(low)); power <= Math.ceil(Math.log10(high)); power++) {
+      if (power % every === 0) found.push(...steps.map((step) => Number(`${step}e${power}`)));
+    }
+    return found.filter((tick) => tick >= low * (1 - 1e-9) && tick <= high * (1 + 1e-9));
+  };
+  const dense = ofDecades([1, 2, 5], 1);
+  if (dense.length < 3) return ticks(low, high, count);
+  if (dense.length <= count) return dense;
+  let every = 1;
+  while (ofDecades([1], every).length > count) every++;
+  return ofDecades([1], every);
+}
+
+/** A number at a tick: thousands by commas, very large and small ones by their power of ten. */
+function mark(value) {
+  const size = Math.abs(value);
+  if (size && (size < 1e-3 || size >= 1e6)) {
+    const [digits, power] = value.toExponential(11).split("e");
+    return `${Number(digits)}e${Number(power)}`;
+  }
+  return Number.isInteger(value) ? (value + 0).toLocaleString("en") : String(Number(value.toPrecision(12)));
+}
+
+/** Where a value lies between low and high, 0 to 1. */
+const along = (value, low, high, log) => (log ? Math.log(value / low) / Math.log(high / low) : (value - low) / (high - low));
+
 DRAW.lines = (host, data) => {
   const curves = data.lines.map((line) => ({ ...line, points: decode(line.values), around: line.band && decode(line.band) }));
   const labelled = typeof data.x[0] === "string";
   const xs = labelled ? data.x.map((_, i) => i) : data.x;
-  let [low, high] = extent(curves.flatMap((curve) => [curve.points, curve.around]).flatMap((held) => (held ? extent(held.values) : []))
-    .concat(curves.map((curve) => curve.level).filter((level) => level !== null)));
-  low = Math.min(low, data.low ?? low);
-  high = Math.max(high, data.high ?? high);
-  if (low === high) high = low + 1;
+  const placed = (value) => Number.isFinite(value) && (value > 0 || !data.log); // has a place on the y axis
+  const values = curves.flatMap((curve) => [...curve.points.values, curve.level ?? NaN]).filter(Number.isFinite);
+  const unplaced = values.filter((value) => !placed(value)).length;
+  const known = values.concat(curves.flatMap((curve) => [...(curve.around?.values ?? [])])).filter(placed);
+  let [low, high] = known.length || !data.log ? extent(known) : [0.1, 1];
+  if (placed(data.low ?? NaN)) low = Math.min(low, data.low);
+  if (placed(data.high ?? NaN)) high = Math.max(high, data.high);
+  if (low === high) [low, high] = data.log ? [low / 2, high * 2] : [low, low + 1];
   const box = make("div", { class: "curves" });
   host.append(box);
   let cursor = null, place = { x: () => 0, y: () => 0 };
@@ -55,28 +88,32 @@ DRAW.lines = (host, data) => {
     const sisters = own.filter((_, n) => kin[n] === kin[place]);
     return sisters.length < 2 ? found : tint(found, 0.65 * sisters.indexOf(curves[i]) / Math.max(2, sisters.length - 1));
   };
+  const named = (name, log) => (log ? `${name}, log scale` : name);
   const exact = (curve, i) => told(curve.points.values[i], data.unit, curve.points.digits);
 
   function draw() {
     const wide = host.clientWidth || 700;
     const [from, to] = [xs[0], xs[xs.length - 1]];
-    place.x = (x) => MARGIN.left + (to === from ? 0.5 : (x - from) / (to - from)) * (wide - MARGIN.left - MARGIN.right);
-    place.y = (y) => MARGIN.top + ((high - y) / (high - low)) * (HEIGHT - MARGIN.top - MARGIN.bottom);
+    place.x = (x) => MARGIN.left + (to === from ? 0.5 : along(x, from, to, data.log_x)) * (wide - MARGIN.left - MARGIN.right);
+    // What has no place lies at the foot: the lower end of a band, the cursor in a gap.
+    place.y = (y) => MARGIN.top + (placed(y) ? 1 - along(y, low, high, data.log) : 1) * (HEIGHT - MARGIN.top - MARGIN.bottom);
     const svg = make("svg", { viewBox: `0 0 ${wide} ${HEIGHT}`, height: HEIGHT, tabindex: 0, role: "application",
       "aria-label": `${data.y_name} by ${data.x_name}, ${curves.length} curves; left and right arrow keys move` });
-    for (const y of ticks(low, high, 5)) {
+    for (const y of data.log ? logTicks(low, high, 6) : ticks(low, high, 5)) {
       svg.append(make("line", { class: y === 0 ? "zero" : "axis", x1: MARGIN.left, x2: wide - MARGIN.right, y1: place.y(y), y2: place.y(y) }),
-        make("text", { x: MARGIN.left - 8, y: place.y(y) + 4, "text-anchor": "end" }, told(y)));
+        make("text", { x: MARGIN.left - 8, y: place.y(y) + 4, "text-anchor": "end" }, mark(y)));
     }
     const count = Math.max(2, Math.floor(wide / 70));
     const every = Math.ceil(xs.length / count);
     const whole = !labelled && xs.every((x) => Number.isInteger(x));
-    const marks = labelled ? xs.filter((_, i) => i % every === 0) : from === to ? [from] : ticks(from, to, count).filter((x) => !whole || Number.isInteger(x));
+    const marks = labelled ? xs.filter((_, i) => i % every === 0) : from === to ? [from]
+      : (data.log_x ? logTicks(from, to, 1 + Math.floor((wide - MARGIN.left - MARGIN.right) / MARK_WIDTH)) : ticks(from, to, count))
+        .filter((x) => !whole || Number.isInteger(x));
     for (const x of marks) {
-      const text = make("text", { x: place.x(x), y: HEIGHT - MARGIN.bottom + 18, "text-anchor": "middle" }, labelled ? fitted(data.x[x], 66) : told(x));
+      const text = make("text", { x: place.x(x), y: HEIGHT - MARGIN.bottom + 18, "text-anchor": "middle" }, labelled ? fitted(data.x[x], 66) : mark(x));
       svg.append(text);
     }
-    svg.append(make("text", { x: wide - MARGIN.right, y: HEIGHT - 4, "text-anchor": "end" }, data.x_name));
+    svg.append(make("text", { x: wide - MARGIN.right, y: HEIGHT - 4, "text-anchor": "end" }, named(data.x_name, data.log_x)));
     if (data.at !== null) svg.append(make("line", { class: "marked", x1: place.x(data.at), x2: place.x(data.at), y1: MARGIN.top, y2: HEIGHT - MARGIN.bottom }));
     curves.forEach((curve, i) => {
       if (curve.around) {
@@ -84,17 +121,17 @@ DRAW.lines = (host, data) => {
           .map(([x, y]) => `${place.x(x).toFixed(1)} ${place.y(y).toFixed(1)}`);
         svg.append(make("path", { d: `M${[...edge(0), ...edge(1).reverse()].join("L")}Z`, fill: colour(i), "fill-opacity": 0.15, stroke: "none" }));
       }
-      if (curve.level !== null) svg.append(make("line", { x1: MARGIN.left, x2: wide - MARGIN.right, y1: place.y(curve.level), y2: place.y(curve.level),
+      if (curve.level !== null && placed(curve.level)) svg.append(make("line", { x1: MARGIN.left, x2: wide - MARGIN.right, y1: place.y(curve.level), y2: place.y(curve.level),
         stroke: colour(i), "stroke-dasharray": "5 4", "stroke-opacity": 0.6 }));
       let path = "", open = false;
       xs.forEach((x, n) => {
         const y = curve.points.values[n];
-        if (Number.isFinite(y)) path += `${open ? "L" : "M"}${place.x(x).toFixed(1)} ${place.y(y).toFixed(1)}`;
-        open = Number.isFinite(y);
+        if (placed(y)) path += `${open ? "L" : "M"}${place.x(x).toFixed(1)} ${place.y(y).toFixed(1)}`;
+        open = placed(y);
       });
       svg.append(make("path", { d: path, fill: "none", stroke: colour(i), "stroke-width": curve.faint ? 1 : curve.control ? 1.5 : curve.strong ? 3 : 2.2,
         "stroke-dasharray": !curve.control ? null : curve === controls[0] ? "5 4" : "1 4", "stroke-linejoin": "round" }));
-      if (xs.length <= 24) xs.forEach((x, n) => Number.isFinite(curve.points.values[n]) &&
+      if (xs.length <= 24) xs.forEach((x, n) => placed(curve.points.values[n]) &&
         svg.append(make("circle", { cx: place.x(x), cy: place.y(curve.points.values[n]), r: curve.control ? 2 : 3, fill: colour(i) })));
     });
     cursor = make("g");
@@ -128,8 +165,8 @@ DRAW.lines = (host, data) => {
     }
     shown.sort((a, b) => b[0].points.values[i] - a[0].points.values[i]);
     cursor.replaceChildren(make("line", { class: "cursor", x1: x, x2: x, y1: MARGIN.top, y2: HEIGHT - MARGIN.bottom }),
-      ...shown.map(([curve, n]) => make("circle", { cx: x, cy: place.y(curve.points.values[i]), r: 4, fill: colour(n) })));
-    const where = `${data.x_name} ${labelled ? data.x[i] : told(xs[i])}`;
+      ...shown.filter(([curve]) => placed(curve.points.values[i])).map(([curve, n]) => make("circle", { cx: x, cy: place.y(curve.points.values[i]), r: 4, fill: colour(n) })));
+    const where = `${data.x_name} ${labelled ? data.x[i] : Number.isInteger(xs[i]) ? xs[i].toLocaleString("en") : told(xs[i])}`;
     const rows = shown.flatMap(([curve, n]) => {
       const swatch = make("i");
       swatch.style.borderColor = colour(n);
@@ -154,7 +191,8 @@ DRAW.lines = (host, data) => {
       const swatch = make("i", { class: curve.control ? "control" : "" });
       swatch.style.borderColor = colour(i);
       return make("li", {}, swatch, curve.name);
-    }), make("li", { class: "dim" }, `up: ${data.y_name}${data.unit ? ` (${data.unit})` : ""}`));
+    }), make("li", { class: "dim" }, `up: ${named(data.y_name + (data.unit ? ` (${data.unit})` : ""), data.log)}`),
+      ...(unplaced ? [make("li", { class: "dim" }, `not drawn: ${unplaced} value${unplaced > 1 ? "s" : ""} of 0 or below`)] : []));
   }
   const both = () => { draw(); key(); };
   redraws.add(both);

@@ -36,7 +36,7 @@ __all__ = [
 
 
 def always(reader: ConfigReader) -> bool:
-    """Positions see all others."""
+    """Of families whose positions see all others, whatever the config says."""
     return True
 
 

@@ -133,7 +133,7 @@ class Told:
 
 
 def grouped(told: Told, rope: RopeConfig | None, window: int | None, layer: int) -> AttentionShape:
-    """Attention with grouped queries."""
+    """Attention of one layer, its queries grouped over keys and values. rope, window: None for none."""
     reader, family, heads = told.reader, told.family, told.heads
     has_norms = family.qk_norm_key is None or reader.flag(*family.qk_norm_key)
     scale = _scale(reader, family)

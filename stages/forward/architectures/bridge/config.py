@@ -81,7 +81,7 @@ class BridgeConfig(Architecture):
 
     @property
     def hidden_size(self) -> int:  # type: ignore[override]
-        """Width of the stream."""
+        """The axes of the stream behind positions, multiplied."""
         size = 1
         for each in self.stream_tail:
             size *= each
@@ -186,7 +186,7 @@ class BridgeConfig(Architecture):
         return True
 
     def keeps_keys(self, before: int, length: int) -> bool:
-        """Nothing is kept."""
+        """See `Architecture`: of no positions alone, as nothing is kept."""
         return before == 0
 
     def bytes_per_token(self, itemsize: int) -> int:

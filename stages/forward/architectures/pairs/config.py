@@ -134,7 +134,7 @@ class PairConfig(Architecture):
         return layer >= self.encoder_layers
 
     def shape(self, layer: int) -> AttentionShape:
-        """Self-attention of a layer."""
+        """Self-attention of a layer: an encoder's sees all positions, a decoder's none that are later."""
         relative = None
         if self.buckets is not None:
             one_way = self.is_decoder(layer)

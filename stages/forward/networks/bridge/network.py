@@ -127,12 +127,12 @@ class Bridged:
 
     @property
     def dtype(self) -> torch.dtype:
-        """What is computed in."""
+        """See `Network`."""
         return self.embedding.dtype
 
     @property
     def device(self) -> torch.device:
-        """Where it is computed."""
+        """See `Network`."""
         return self.embedding.device
 
     @property

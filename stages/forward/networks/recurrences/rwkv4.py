@@ -36,7 +36,7 @@ class ScaledSums(NamedTuple):
     exponent: Tensor
 
     def plus(self, other: ScaledSums) -> ScaledSums:
-        """The sums of both."""
+        """The sums of both, over the larger exponent of the two, so that neither overflows."""
         top = torch.maximum(self.exponent, other.exponent)
         mine, others = (self.exponent - top).exp(), (other.exponent - top).exp()
         return ScaledSums(

@@ -122,7 +122,12 @@ def test_every_family_gives_the_same_bits_layer_by_layer(family, tmp_path, promp
 def test_bfloat16_and_interventions_give_the_same_bits(seed, tmp_path, prompts, stores):
     """What is changed on its way from one layer to the next is changed once."""
     save_random_model(tmp_path / "m", "gemma2", seed)
-    hooks = STREAMS.intervene("blocks.*.hook_resid_post", Scale(0.5)).intervene("hook_embed", Scale(2.0))
+    hooks = (
+        HookSpec()
+        .extend(STREAMS)
+        .intervene("blocks.*.hook_resid_post", Scale(0.5))
+        .intervene("hook_embed", Scale(2.0))
+    )
     whole = Model.from_pretrained(tmp_path / "m", dtype="bfloat16")
     capture(whole, prompts, hooks, stores[0])
     capture(one_layer_at_a_time(tmp_path / "m", dtype="bfloat16"), prompts, hooks, stores[1])
@@ -147,7 +152,12 @@ def test_the_head_is_read_once_for_logits_and_refused_before_anything_else(
     save_random_model(tmp_path / "m", "llama", 2, num_hidden_layers=4, tie_word_embeddings=is_tied)
     sizes = bytes_of(Model.from_pretrained(tmp_path / "m").config, 4)
     unit = EMBEDDING if is_tied else HEAD
-    spec = STREAMS.capture("hook_logits", reduce="topk:3").intervene("blocks.*.hook_resid_post", Scale(0.5))
+    spec = (
+        HookSpec()
+        .extend(STREAMS)
+        .capture("hook_logits", reduce="topk:3")
+        .intervene("blocks.*.hook_resid_post", Scale(0.5))
+    )
     least = max(sizes.least, sizes.always + sizes.units[unit])
     few = Model.from_pretrained(tmp_path / "m", max_memory=least)
     capture(tmp_path / "m", prompts, spec, stores[0], order="batch")
@@ -165,7 +175,7 @@ def test_logits_that_are_added_begin_where_the_layers_ended(tmp_path, prompts, s
     """What was killed before the head: the spool behind the last layer stands."""
     save_random_model(tmp_path / "m", "llama", 2, num_hidden_layers=3, tie_word_embeddings=False)
     sizes = bytes_of(Model.from_pretrained(tmp_path / "m").config, 4)
-    spec = STREAMS.capture("hook_logits", reduce="logsumexp")
+    spec = HookSpec().extend(STREAMS).capture("hook_logits", reduce="logsumexp")
     capture(tmp_path / "m", prompts, spec, stores[0], order="batch")
     room = sizes.always + max(sizes.units.values())
     few = Model.from_pretrained(tmp_path / "m", max_memory=room)
@@ -276,6 +286,92 @@ def test_a_disk_without_room_for_what_is_carried_is_told_before_anything_is_comp
     assert few.streamed.window.reads == {}
 
 
+# Memory that runs out
+
+
+@contextmanager
+def room_for(most):
+    """Memory for passes over so many positions through a second layer; larger ones fail at their end, when
+    they have shown everything and written over what they were given. Gives what was tried there."""
+    tried, stream = [], Model.stream_layers
+
+    def limited(self, entering, layers, spec, sink, *, ends):
+        rows = entering["stream"] if isinstance(entering, dict) else entering
+        size = len(rows) * len(rows[0])
+        carried = stream(self, entering, layers, spec, sink, ends=ends)
+        if list(layers) == [1]:
+            tried.append(size)
+            if size > most:
+                entering["stream"].fill_(torch.nan)
+                raise torch.OutOfMemoryError("CUDA out of memory")
+        return carried
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Model, "stream_layers", limited)
+        yield tried
+
+
+def noted(store):
+    """To how many positions a batch was lowered, of each capture of a store."""
+    notes = (store.provenance(key) for key in {record.key for record in store.records()})
+    return {each["batch_tokens_lowered_to"] for found in notes for each in found if "hooks" in each}
+
+
+IN_HALVES = ["llama", "gemma2", "gpt2", "mixtral", "zamba", "gemma4_text", "bert", "rwkv7"]
+
+
+@pytest.mark.parametrize("family", IN_HALVES)
+def test_a_batch_that_does_not_fit_goes_through_in_halves_and_gives_the_same(
+    family, tmp_path, prompts, stores, capfd
+):
+    """Prompts of one token, padded ones, powers of two, and means of a run, which must not be added twice."""
+    FAMILIES[family](tmp_path / "m", family, 4)
+    hooks = HookSpec().extend(STREAMS)
+    if family != "bert":
+        hooks.capture("blocks.*.hook_resid_post", reduce="run_mean")
+    prompts = [*prompts, *prompts, [7] * 16, [8] * 16, *prompts]
+    options = {"segment_tokens": 384, "batch_tokens": 160}
+    whole = capture(tmp_path / "m", prompts, hooks, stores[0], **options)
+    few = one_layer_at_a_time(tmp_path / "m")
+    with room_for(64) as tried:
+        found = mizarr.capture(few, prompts, hooks, store=stores[1], **options)
+    assert max(tried) > 64 and tried.count(max(tried)) == 1, "what follows is smaller from the beginning"
+    assert capfd.readouterr().err.count("out of memory at") == 1
+    (lowered,) = noted(stores[1])
+    assert lowered <= 64
+    assert few.streamed.window.reads == dict.fromkeys(range(few.config.num_layers), 1)
+    if family == "rwkv7":  # whose last bits depend on company
+        for name in whole.data_vars:
+            np.testing.assert_allclose(found[name], whole[name], rtol=1e-4, atol=1e-5)
+    else:
+        assert contents(stores[0]) == contents(stores[1])
+
+
+def test_what_went_through_in_halves_is_spooled_as_one_and_gone_on_from(tmp_path, prompts, stores):
+    save_random_model(tmp_path / "m", "llama", 2, num_hidden_layers=4)
+    options = {"segment_tokens": 384, "batch_tokens": 160}
+    capture(tmp_path / "m", prompts * 3, STREAMS, stores[0], **options)
+    few = one_layer_at_a_time(tmp_path / "m")
+    with room_for(64) as tried, interrupted_at_layer(3):
+        capture(few, prompts * 3, STREAMS, stores[1], **options)
+    assert max(tried) > 64
+    again = one_layer_at_a_time(tmp_path / "m")
+    capture(again, prompts * 3, STREAMS, stores[1], **options)
+    assert again.streamed.window.reads == {3: 1}
+    assert contents(stores[0]) == contents(stores[1])
+
+
+def test_a_prompt_that_does_not_fit_alone_ends_a_harvest_by_layers_in_one_line(tmp_path, prompts, stores):
+    save_random_model(tmp_path / "m", "llama", 2)
+    few = one_layer_at_a_time(tmp_path / "m")
+    long = [*prompts, [3] * 80]
+    with room_for(79), pytest.raises(PlanError, match="one prompt of 80 tokens"):
+        capture(few, long, STREAMS, stores[1])
+    capture(few, long, STREAMS, stores[1])
+    capture(tmp_path / "m", long, STREAMS, stores[0])
+    assert contents(stores[0]) == contents(stores[1])
+
+
 # The spool
 
 
@@ -295,7 +391,7 @@ def test_what_is_spooled_comes_back_bit_by_bit(tmp_path):
             spooled.put(each)
         assert spool.layers(4, "these") == [], "not before it is whole"
     assert spool.layers(4, "these") == [2] and spool.layers(4, "others") == [] == spool.layers(3, "these")
-    for back, each in zip(spool.file(4, 2, "these").batches(torch.device("cpu")), put, strict=True):
+    for back, each in zip(spool.file(4, 2, "these").batches(), put, strict=True):
         assert back.keys() == each.keys() and all(torch.equal(back[name], each[name]) for name in each)
     spool.clear(4)
     assert not list((tmp_path / "seg").iterdir())
@@ -317,7 +413,7 @@ def test_a_torn_spool_is_none(at, torn, tmp_path):
     assert spool.layers(0, "these") == []
     if at != -1:
         with pytest.raises((CorruptEntry, ValueError)):
-            list(spool.file(0, 1, "these").batches(torch.device("cpu")))
+            list(spool.file(0, 1, "these").batches())
 
 
 def test_an_interrupted_harvest_goes_on_from_what_is_spooled_and_a_torn_one_from_the_tokens(

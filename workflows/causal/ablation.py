@@ -1,0 +1,347 @@
+"""Which heads and layers does the answer need? Ablation of each by itself.
+
+The output of one head, or of the attention or the MLP of one layer, is replaced by zero, by its mean over
+reference prompts, which is fairer, as nothing reads a zero in training, or by what it is in other prompts of
+as many tokens, drawn at random, which keeps it what the model is used to read
+(stages/causal/grids/ablation.py; Wang et al. 2022, "Interpretability in the Wild", section 2; Chan et al.
+2022, "Causal scrubbing"). KL from the run as it is says how much the next token hangs on it, the target's
+probability in which direction.
+
+Told is the head that loses most on other shipped facts that the model knows, scored on more of them and in
+this prompt beside other heads drawn at random. Defaults: a shipped fact on the specimen, for other models
+candle-mi's France; means over shipped facts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import islice
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from ...stages.causal.controls import Null, chosen_at_random
+from ...stages.causal.draws import AtOnce
+from ...stages.causal.grids.ablation import Ablation
+from ...stages.causal.grids.patching_metrics import KL, Metric, Probability, Rank
+from ...stages.logits.lens import format_probability, format_token
+from ...store.arrays import Floats
+from ...store.errors import ConfigError
+from ..material.answers import KNOWN, answer_pieces, encoded, fact, named, target_json
+from ..material.places import in_every_layer
+from ..material.unrelated import Unrelated
+from ..settings import ControlSettings, Count, FactSettings, setting
+from ..subject import shipped_facts
+from ..views import Data, Figure, Finding, Findings, Heatmap, Table, View, points
+from ..workflow import ModelWorkflow, loaded
+
+if TYPE_CHECKING:
+    import xarray as xr
+
+    from ...pipeline.nodes import ResultNode
+
+__all__ = ["AblationOfEach", "AblationOfEachSettings"]
+
+
+PARTS = ("attn_out", "mlp_out")
+MANY = 50
+"""Shipped facts that the mean is over by default."""
+FEW = 8
+"""The same in other facts, each of which takes the mean anew."""
+SAMPLES = 10
+"""Prompts drawn, at most, for how=resample: what is told is the mean over them."""
+INSTEAD = {
+    "mean": "its mean",
+    "zero": "zero",
+    "resample": f"what it is in {SAMPLES} other prompts of as many tokens, drawn at random",
+}
+
+
+@dataclass(frozen=True)
+class AblationOfEachSettings(ControlSettings, FactSettings):
+    """What `--set` can change. Raises ConfigError for references where `how` takes none."""
+
+    how: Literal["mean", "zero", "resample"] = setting(
+        "mean", "what takes the place: the mean over references, zero, or what other prompts have there"
+    )
+    references: tuple[str, ...] = setting((), "prompts the mean is over; none: shipped facts")
+    top: Count = setting(10, "heads listed")
+    facts: Count = setting(6, "other facts the head is chosen on, and as many more it is scored on")
+
+    def __post_init__(self) -> None:
+        if self.how != "mean" and self.references:
+            raise ConfigError(
+                f"expected references for how=mean alone, found {len(self.references)} for how={self.how}; "
+                "leave them out"
+            )
+
+
+class AblationOfEach(ModelWorkflow):
+    """Every head, and the attention and the MLP of every layer."""
+
+    name = "ablation"
+    question = "Which heads and layers does the answer need?"
+    settings_type = AblationOfEachSettings
+    settings: AblationOfEachSettings
+    not_claimed: ClassVar[str] = " Layers are described, not claimed: there are too few of them."
+    unit: ClassVar[str] = "head"
+    """What is taken away one at a time, and the axis that counts it."""
+
+    layers = loaded("layers")
+    """Attention and MLP of every layer, [kind, layer]."""
+
+    @cached_property
+    def units(self) -> xr.Dataset:
+        """Every one of them, [layer, head]."""
+        return self.result(f"{self.unit}s").load()
+
+    def plan(self) -> Mapping[str, ResultNode]:
+        """Two grids of the same prompt, and one of other facts."""
+        shared = self._shared()
+        parts = Ablation(kinds=in_every_layer(self.subject.config, PARTS), over="layer", **shared)
+        units, facts = self._unit_nodes(shared)
+        return {"heads": units, "layers": self.on_model(parts), "facts": facts}
+
+    def _unit_nodes(self, shared: dict[str, Any]) -> tuple[ResultNode, ResultNode]:
+        """Every unit of this prompt, and of other facts."""
+        units = Ablation(**self._grid, **shared)
+        return self.on_model(units), self.on_model(self._on_facts(shared["tokens"]))
+
+    def _shared(self) -> dict[str, Any]:
+        """What all grids of the prompt have in common."""
+        chosen = self.settings
+        self.prompt, self.target = fact(chosen.model, chosen.prompt, chosen.target)
+        self.pieces = answer_pieces(self.subject, self.prompt, self.target)
+        metrics: tuple[Metric, ...] = (KL(),)
+        if self.pieces:
+            metrics += (Probability(self.pieces[0]),)
+        ids = tuple(encoded(self.subject, self.prompt).ids)
+        return {
+            "tokens": ids,
+            "metrics": metrics,
+            **self._instead(ids, self.target, MANY),
+        }
+
+    @property
+    def _kind(self) -> str:
+        """What stands for a head: what it has read of other positions."""
+        return self.subject.config.read_kind
+
+    @property
+    def _grid(self) -> dict[str, Any]:
+        """Every unit, in the layers that have any."""
+        config = self.subject.config
+        layers = config.layers_with(self._kind)
+        if not layers:
+            raise ConfigError(
+                f"expected a model with {self.unit}s that can be taken away, found {config.model_type}, of "
+                "which none is known; patch its stream: activation_patching"
+            )
+        return {
+            "kinds": (self._kind,),
+            "over": "head",
+            "layers": None if len(layers) == config.num_layers else tuple(layers),
+        }
+
+    def _on_facts(self, own: tuple[int, ...]) -> AtOnce:
+        """Every unit in other shipped facts, [draw = fact, layer, head]; none of them is a reference of the
+        mean, or the prompt with these tokens."""
+        limit = self.subject.config.context_length
+        facts = shipped_facts()[MANY:]
+        tokens = ((tuple(self.subject.tokenizer.encode(each["prompt"]).ids), each) for each in facts)
+        fitting = ((ids, each) for ids, each in tokens if ids != own and (limit is None or len(ids) <= limit))
+        chosen = islice(dict(islice(fitting, 4 * self.settings.facts)).items(), 2 * self.settings.facts)
+        heads = tuple(self._on_fact(ids, each) for ids, each in chosen)
+        if len(heads) < 2 * self.settings.facts:
+            raise ConfigError(
+                f"expected {2 * self.settings.facts} shipped facts that fit the model, found {len(heads)}; "
+                "ask for fewer: facts=…"
+            )
+        return AtOnce(heads)
+
+    def _on_fact(self, tokens: tuple[int, ...], told: dict[str, Any]) -> Ablation:
+        answer = self.subject.answer_id(told["prompt"], told["target"])
+        instead = self._instead(tokens, told["target"], FEW)
+        return Ablation(**self._grid, tokens=tokens, metrics=(KL(), Rank(answer)), **instead)
+
+    @property
+    def compared(self) -> list[int]:
+        """Which units are chosen among and held against each other, counted through layers."""
+        return list(range(self.units["kl"].size))
+
+    @cached_property
+    def lost(self) -> Floats:
+        """KL without each unit on other facts, in nats: [fact, layer, head]."""
+        found: Floats = self.result("facts")["kl"].transpose("draw", "layer", self.unit).values
+        return found
+
+    @cached_property
+    def is_known(self) -> npt.NDArray[np.bool_]:
+        """Whether the model says the answer of each of these facts, bool [fact]."""
+        unpatched = self.result("facts")["unpatched"]
+        return np.array(unpatched.sel(run="clean", metric="rank").values == 0)
+
+    def findings(self) -> Findings:
+        """The unit that other facts need most, on more of them and here; and the one they need least. Where
+        the model knows too few of them nothing is claimed."""
+        given, heads = self.settings, self.lost.shape[2]
+        known = np.split(self.is_known, 2)
+        counts = [int(each.sum()) for each in known]
+        if min(counts) < KNOWN:
+            said = f"{counts[0]} and {counts[1]} of {given.facts} other facts to choose on and to score on"
+            caption = f"The model says the answer of {said}, fewer than {KNOWN}: nothing is claimed."
+            return Findings.of(caption=caption, sources=(f"{self.unit}s", "facts"))
+        chosen_on, scored = (
+            part[rows].reshape(int(rows.sum()), -1)
+            for part, rows in zip(np.split(self.lost, 2), known, strict=True)
+        )
+        mean, here = chosen_on.mean(0), self.units["kl"].transpose("layer", self.unit).values.ravel()
+        layers, compared = self.units["layer"].values, self.compared
+
+        def told(cell: int) -> str:
+            where = f"{self.unit} {cell % heads} of layer {layers[cell // heads]}"
+            return f"taking {where} away changes the next token"
+
+        def in_prompt(cell: int, claim: str) -> Finding:
+            drawn = chosen_at_random(compared, given.controls, seed=given.seed, without=[cell])
+            null = Null(here[drawn], f"other {self.unit}s")
+            return Finding(claim, float(here[cell]), null, "nats", held_out=True)
+
+        most, least = (compared[int(end(mean[compared]))] for end in (np.argmax, np.argmin))
+        over = Finding.over(
+            told(most),
+            scored[:, most],
+            scored[:, [cell for cell in compared if cell != most]],
+            f"times another {self.unit} of each prompt",
+            draws=given.controls,
+            seed=given.seed,
+            unit="nats",
+            held_out=True,
+        )
+        return Findings.of(
+            over,
+            in_prompt(most, f"in {self.prompt!r}, {told(most)}"),
+            in_prompt(least, f"for comparison, {told(least)}"),
+            caption=f"The {self.unit} of the largest mean KL ({mean[most]:.3f} nats) on other facts, of "
+            f"{given.facts} the {counts[0]} whose answer the model says, scored on {counts[1]} more; for "
+            f"comparison that of the least.{self.not_claimed}",
+            sources=(f"{self.unit}s", "facts"),
+        )
+
+    def _instead(self, tokens: tuple[int, ...], target: str, count: int) -> dict[str, Any]:
+        """What takes the place in a prompt, as `Ablation` has it.
+
+        count: references of the mean, or prompts of as many tokens and another answer that are drawn.
+        """
+        given = self.settings
+        if given.how == "zero":
+            return {"how": "zero"}
+        if given.how == "mean":
+            texts = given.references or tuple(each["prompt"] for each in shipped_facts()[:count])
+            references = tuple(tuple(encoded(self.subject, text).ids) for text in texts)
+            return {"how": "mean", "references": references}
+        drawn = self._unrelated.to(tokens, min(count, SAMPLES), seed=given.seed, targets=(target,))
+        return {
+            "how": "resample",
+            "references": tuple(drawn),
+            "samples": min(count, SAMPLES),
+            "seed": given.seed,
+        }
+
+    @cached_property
+    def _unrelated(self) -> Unrelated:
+        return Unrelated(self.subject)
+
+    def views(self) -> Iterator[View]:
+        """What is lost by head and by layer, how the target's probability moves, and the heads that count."""
+        layers = self.layers if "kind" in self.layers.dims else self.layers.expand_dims("kind")
+        names = ["attention", "MLP"][: layers.sizes["kind"]]
+        layers = layers.assign_coords(kind=names).transpose("layer", "kind", ...)
+        findings = self.findings()
+        yield findings
+        yield Data(json=self._about())
+        instead = INSTEAD[self.settings.how]
+        panels = [
+            self._loss("heads", self.units, "What is lost without a head", f"each replaced by {instead}"),
+            self._loss("layers", layers, "What is lost without a part", f"each replaced by {instead}"),
+        ]
+        if self.pieces:
+            panels += [
+                self._change("heads", self.units, "Target without a head"),
+                self._change("layers", layers, "Target without a part"),
+            ]
+        title = f"What {self.subject.name} needs: {self.prompt!r}"
+        yield from panels
+        yield Figure(name="ablation", title=title, panels=(*panels, findings), columns=2)
+        yield self._most()
+
+    def _loss(self, name: str, grid: xr.Dataset, title: str, caption: str) -> Heatmap:
+        return Heatmap.of(grid["kl"], title, caption, sources=(name,), low=0.0, json={name: _told(grid)})
+
+    def _change(self, name: str, grid: xr.Dataset, title: str) -> Heatmap:
+        """Points of probability that the target gains."""
+        change = 100 * (grid["probability"] - self.clean)
+        word = self.word
+        return Heatmap.of(
+            change.assign_attrs(long_name=f"change of the probability of {word!r}", units="points"),
+            title,
+            f"{word!r} has {format_probability(self.clean)} as it is; below zero: less without it",
+            sources=(name,),
+            diverging=True,
+        )
+
+    @property
+    def word(self) -> str:
+        """The token whose probability is followed."""
+        return format_token(named(self.subject, self.pieces[:1])[0])
+
+    @property
+    def clean(self) -> float:
+        """The target's probability in the run as it is."""
+        return float(self.units["unpatched"].sel(run="clean", metric="probability"))
+
+    def _most(self) -> Table:
+        """The units whose loss changes most."""
+        flat = self.units["kl"].stack(place=("layer", self.unit))
+        order = np.argsort(-flat.values, kind="stable")[: self.settings.top]
+        records = [
+            {
+                "layer": int(layer),
+                self.unit: int(unit),
+                "kl": float(self.units["kl"].sel({"layer": layer, self.unit: unit})),
+            }
+            for layer, unit in flat["place"].values[order].tolist()
+        ]
+        columns: list[tuple[Any, ...]] = [
+            ("layer", "layer", "d"),
+            (self.unit, self.unit, "d"),
+            ("KL", "kl", ".5f"),
+        ]
+        if self.pieces:
+            for one in records:
+                there = self.units["probability"].sel({name: one[name] for name in ("layer", self.unit)})
+                one["probability_change"] = float(there) - self.clean
+            columns.append((repr(self.word), "probability_change", points))
+        return Table.of(
+            records,
+            *columns,
+            title=f"{self.subject.name}: the {self.unit}s that {self.prompt!r} needs most",
+            caption=f"KL(as it is || without the {self.unit}) of the next token, nats",
+            sources=(f"{self.unit}s",),
+            json={"most": records},
+        )
+
+    def _about(self) -> dict[str, Any]:
+        found = {**self.subject.about, "prompt": self.prompt, "how": self.settings.how}
+        found |= target_json(self.subject, self.target, self.pieces)
+        return found | ({"clean_probability": self.clean} if self.pieces else {})
+
+
+def _told(grid: xr.Dataset) -> dict[str, Any]:
+    return {name: grid[name] for name in ("kl", "probability") if name in grid}
+
+
+WORKFLOW = AblationOfEach

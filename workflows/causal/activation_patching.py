@@ -1,0 +1,534 @@
+"""Where does the model keep what makes two prompts differ? A causal trace by activation patching.
+
+A clean prompt and a corrupted one of as many tokens differ in their subject. The corrupted prompt is run
+with one state of the clean run put in, layer by layer and position by position
+(stages/causal/grids/patching.py); recovery says how much of the clean prediction comes back: 1 - KL(clean ||
+patched) / KL(clean || corrupted), 0 as corrupted, 1 as clean, not clipped.
+
+Defaults: candle-mi's pairs, France and Space Needle; two pairs of shipped facts on the specimens, and on
+models to which candle-mi's prompts differ in length. Of several corrupted prompts, the first with as many
+tokens as the clean one is taken; none is an error. An answer of several tokens is refused unless
+`answer_piece=first` says which is meant.
+
+Told of every kind is the place that recovers most on other shipped pairs, scored on the pairs shown and more
+of them, beside states of unrelated prompts at the same place. Of these pairs count those that the model
+knows, whose clean answer is its likeliest next token; where it knows too few, nothing is claimed. Places are
+a layer and a role: the subject's last token, and for outputs the last token too; the state at the last token
+is left out, as it is the answer itself (and a recurrent one is read by nobody there). A pair of one's own is
+scored alone, known or not.
+
+States and outputs are patched position by position; z, q, k, v and pattern head by head, at all positions,
+and so is what heads of a recurrent model read, write and are asked for; its state by position.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from ...stages.causal.draws import AtOnce
+from ...stages.causal.grids.patching import ActivationPatching, DonorPatching, common_ends
+from ...stages.causal.grids.patching_grid import HEAD_KINDS, KINDS, STATE_KINDS
+from ...stages.causal.grids.patching_metrics import KL, Metric, Probability, Rank, Recovery
+from ...stages.forward.models.files import SHIPPED
+from ...stages.logits.lens import format_probability, format_token
+from ...store.arrays import Floats
+from ...store.errors import ConfigError
+from ..material.answers import KNOWN, answer_pieces, encoded, named
+from ..material.fact_pairs import shipped_pairs
+from ..material.places import NAMES, USUAL, check_kinds, in_every_layer
+from ..material.unrelated import Unrelated
+from ..settings import ControlSettings, Count, ModelSettings, setting
+from ..views import Choice, Data, Figure, Finding, Findings, Heatmap, Table, View, dim
+from ..workflow import ModelWorkflow
+
+if TYPE_CHECKING:
+    import xarray as xr
+
+    from ...pipeline.nodes import ResultNode
+    from ...stages.forward.text.tokens import Encoding
+
+__all__ = ["ActivationPatchingTrace", "ActivationPatchingTraceSettings"]
+
+CITIES = (
+    (
+        "The capital of France is",
+        "Paris",
+        tuple(f"The capital of {name} is" for name in ("Poland", "Brazil", "Russia", "Canada", "Turkey")),
+    ),
+    (
+        "The Space Needle is in downtown",
+        "Seattle",
+        (
+            "The Eiffel Tower is in downtown",
+            "The Colosseum is located in downtown",
+            "The Big Ben is located in downtown",
+            "The Great Wall is located in downtown",
+        ),
+    ),
+)
+"""candle-mi's pairs: clean prompt, its answer, corrupted prompts to choose from."""
+
+ROLES = ("the subject's last token", "the last token")
+"""Positions that other pairs have too."""
+
+
+@dataclass(frozen=True)
+class ActivationPatchingTraceSettings(ControlSettings, ModelSettings):
+    """What `--set` can change.
+
+    Raises ConfigError for a clean prompt or a corrupted one alone, an answer without a prompt, and kinds
+    there are not.
+    """
+
+    prompt: str = setting("", "clean prompt; none: shipped facts, or candle-mi's pairs")
+    answer: str = setting("", "what comes next in the clean prompt; may be empty")
+    corrupted: tuple[str, ...] = setting((), "corrupted prompts; the first of as many tokens is taken")
+    kinds: tuple[str, ...] = setting(
+        (), "what is patched; none: resid_post, attn_out and mlp_out; z, q, k, v, pattern: by head"
+    )
+    window: int = setting(1, "neighbouring layers patched together")
+    pairs: int = setting(2, "how many of the default pairs")
+    others: Count = setting(6, "other pairs a place is chosen on; of default pairs, as many more are scored")
+    donors: Count = setting(2, "unrelated prompts per default pair; a pair of one's own has `controls`")
+    answer_piece: Literal["only", "first"] = setting(
+        "only", '"only" refuses answers of several tokens, "first" follows the first'
+    )
+
+    def __post_init__(self) -> None:
+        if bool(self.prompt) != bool(self.corrupted):
+            raise ConfigError("expected a clean prompt and corrupted ones, found one without the other")
+        if self.answer and not self.prompt:
+            raise ConfigError(f"expected a prompt for the answer {self.answer!r}, found none")
+        if self.pairs < 1:
+            raise ConfigError(f"expected at least one pair, found pairs={self.pairs}")
+        check_kinds(self.kinds, KINDS)
+
+
+@dataclass(frozen=True)
+class Traced:
+    """A pair chosen: texts, token ids, the subject's first and last position, and the answer's tokens."""
+
+    clean: str
+    corrupted: str
+    answer: str
+    clean_ids: tuple[int, ...]
+    corrupted_ids: tuple[int, ...]
+    pieces: tuple[int, ...]
+
+    @property
+    def subject(self) -> tuple[int, int]:
+        """First and last position at which the prompts differ."""
+        start, end = common_ends(self.clean_ids, self.corrupted_ids)
+        return start, len(self.clean_ids) - end - 1
+
+
+class ActivationPatchingTrace(ModelWorkflow):
+    """One grid of patches per pair and kind."""
+
+    name = "activation_patching"
+    question = "Where does the model keep what makes two prompts differ?"
+    settings_type = ActivationPatchingTraceSettings
+    settings: ActivationPatchingTraceSettings
+    CONTROLS: ClassVar[tuple[str, ...]] = ("choice", "scored", "controls")
+    """Results beside the pairs shown."""
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """What is patched: as asked, or what all layers of the model have of the usual."""
+        return self.settings.kinds or in_every_layer(self.subject.config, USUAL)
+
+    @property
+    def least_known(self) -> int:
+        """How many pairs to score on must count; a pair of one's own always does."""
+        return 1 if self.settings.prompt else KNOWN
+
+    def plan(self) -> Mapping[str, ResultNode]:
+        """Per pair of prompts an experiment over positions, and one over heads, as far as kinds are asked."""
+        self.traced = [self._chosen(*each) for each in self._asked()]
+        kinds = self.kinds
+        grids = {
+            ("pair", "position"): tuple(kind for kind in kinds if not _by_head(kind)),
+            ("heads", "head"): tuple(kind for kind in kinds if _by_head(kind)),
+        }
+        nodes = {
+            f"{name}_{i}": self.on_model(self._experiment(each, chosen, over))
+            for i, each in enumerate(self.traced)
+            for (name, over), chosen in grids.items()
+            if chosen
+        }
+        states = grids["pair", "position"]
+        return nodes | (self._control_nodes(states) if states else {})
+
+    def _control_nodes(self, kinds: tuple[str, ...]) -> dict[str, ResultNode]:
+        """Both roles of other pairs, [draw, layer, position]: to choose on, to score, and with donors."""
+        given, unrelated = self.settings, Unrelated(self.subject)
+        shown = [(each.clean_ids, each.corrupted_ids) for each in self.traced]
+        targets: dict[tuple[int, ...], tuple[str, ...]] = {
+            each.clean_ids: (each.answer,) for each in self.traced
+        }
+        answers = {each.clean_ids: each.pieces[0] for each in self.traced if each.pieces}
+        pairs, limit = list[tuple[tuple[int, ...], tuple[int, ...]]](), self.subject.config.context_length
+        for record in shipped_pairs(self.subject)[: 4 * given.others + len(shown)]:
+            texts = record["original_prompt"], record["counterfactual_prompt"]
+            one, other = (tuple(self._encoded(text).ids) for text in texts)
+            if (one, other) not in shown and (limit is None or len(one) <= limit):
+                pairs.append((one, other))
+                targets[one] = (record["gt_original_target"], record["gt_counterfactual_target"])
+                answers[one] = self.subject.answer_id(texts[0], record["gt_original_target"])
+        chosen_on, more = pairs[: given.others], pairs[given.others : 2 * given.others]
+        if not chosen_on:
+            raise ConfigError("expected shipped pairs of facts that fit the model, found none")
+        self.scored = shown + ([] if given.prompt else more)
+        self.num_donors = given.controls if given.prompt else given.donors
+        donors = tuple(
+            DonorPatching(donor=donor, metrics=(Recovery(KL()),), **self._roles(*pair, kinds))
+            for number, pair in enumerate(self.scored)
+            for donor in unrelated.to(
+                pair[0], self.num_donors, seed=given.seed + number, targets=targets[pair[0]]
+            )
+        )
+
+        def patched(pair: tuple[tuple[int, ...], tuple[int, ...]]) -> ActivationPatching:
+            rank = (Rank(answers[pair[0]]),) if pair[0] in answers else ()
+            return ActivationPatching(metrics=(Recovery(KL()), *rank), **self._roles(*pair, kinds))
+
+        asked: dict[str, tuple[ActivationPatching, ...]] = {
+            "choice": tuple(map(patched, chosen_on)),
+            "scored": tuple(map(patched, self.scored)),
+            "controls": donors,
+        }
+        return {name: self.on_model(AtOnce(each)) for name, each in asked.items()}
+
+    def _roles(self, clean: tuple[int, ...], corrupted: tuple[int, ...], kinds: Any) -> dict[str, Any]:
+        _, end = common_ends(clean, corrupted)
+        at = self._asked_at(clean, corrupted)
+        return {
+            "clean": clean,
+            "corrupted": corrupted,
+            "kinds": kinds,
+            "positions": (len(clean) - end - 1, at),
+            "window": self.settings.window,
+            "at": -1 if at == len(clean) - 1 else at,
+        }
+
+    def _asked_at(self, clean: tuple[int, ...], corrupted: tuple[int, ...]) -> int:
+        """Where both prompts are asked. Raises ConfigError unless that is one position."""
+        one, other = map(self.subject.read_at, (clean, corrupted))
+        if one != other:
+            raise ConfigError(
+                f"expected the mask at one position of both prompts, found {one} and {other}; choose others"
+            )
+        return one
+
+    def _encoded(self, text: str) -> Encoding:
+        """Tokens of a prompt as the model is asked."""
+        return encoded(self.subject, self.subject.asked(text))
+
+    def findings(self) -> Findings:
+        """What the best place of other pairs recovers in these, by kind; and of the first kind one that
+        recovers nothing in them. Where the model knows too few pairs nothing is claimed."""
+        kinds, sources = [kind for kind in self.kinds if not _by_head(kind)], tuple(self.CONTROLS)
+        counts, least = [int(self.is_known(name).sum()) for name in ("choice", "scored")], self.least_known
+        if min(counts[0] - KNOWN, counts[1] - least) < 0:
+            said = f"{counts[0]} of {len(self.is_known('choice'))} pairs to choose on"
+            said += f" and {counts[1]} of {len(self.scored)} to score on" if least > 1 else ""
+            caption = f"The model says the answer of {said}, fewer than {KNOWN}: nothing is claimed."
+            return Findings.of(caption=caption, sources=sources)
+        chosen_on = {kind: self._recovered("choice", kind) for kind in kinds}
+        means = {
+            kind: values.mean(0)[:, : 1 if kind.startswith("resid") or _is_memory(kind) else 2]
+            for kind, values in chosen_on.items()
+        }
+        return Findings.of(
+            *(self._found(kind, int(mean.argmax()), mean.shape) for kind, mean in means.items()),
+            self._found(
+                kinds[0], int(np.abs(means[kinds[0]]).argmin()), means[kinds[0]].shape, is_quiet=True
+            ),
+            caption=f"Of each kind the place that recovers most on {counts[0]} other pairs whose answer the "
+            f"model says, and of {kinds[0]} the one that moves them least, scored on {counts[1]}; "
+            f"{self.num_donors} unrelated prompts per pair.",
+            sources=sources,
+        )
+
+    @property
+    def _roles_named(self) -> tuple[str, str]:
+        if self.subject.mask is None:
+            return ROLES
+        return ROLES[0], "the token before the mask" if self.subject.config.mask_shift else "the mask"
+
+    def is_known(self, name: str) -> npt.NDArray[np.bool_]:
+        """Which pairs of a result count, bool [pair]: those whose clean answer is the likeliest next token,
+        and a pair of one's own."""
+        found = self.result("choice" if name == "choice" else "scored")["unpatched"]
+        if name != "choice" and self.settings.prompt:
+            return np.ones(len(self.scored), bool)
+        return np.array(found.sel(run="clean", metric="rank").values == 0)
+
+    def _recovered(self, name: str, kind: str) -> Floats:
+        """Percent recovered of one kind in one of the results on roles, in pairs that count: [pair, layer,
+        role], of controls [pair and donor, layer, role]."""
+        grid = 100 * self.result(name).load()["recovery"]
+        found: Floats = (
+            (grid.sel(kind=kind) if "kind" in grid.dims else grid)
+            .transpose("draw", "layer", "position")
+            .values
+        )
+        known = self.is_known(name)
+        return found[known.repeat(len(found) // len(known))]
+
+    def _found(self, kind: str, cell: int, shape: tuple[int, ...], *, is_quiet: bool = False) -> Finding:
+        """What one place of a kind recovers, beside states of unrelated prompts at it. cell: the place among
+        layers and roles, [layer, role]."""
+        layer, role = map(int, np.unravel_index(cell, shape))
+        scored, controls = (self._recovered(name, kind)[:, layer, role] for name in ("scored", "controls"))
+        before, said = "for comparison, " if is_quiet else "", "state" if _is_memory(kind) else kind
+        return Finding.over(
+            f"{before}clean {said} of layer {layer} at {self._roles_named[role]} brings the clean "
+            "prediction back",
+            scored,
+            controls.reshape(len(scored), self.num_donors),
+            "times states of unrelated prompts as long",
+            draws=self.settings.controls,
+            seed=self.settings.seed,
+            unit="%",
+            held_out=True,
+        )
+
+    def _asked(self) -> list[tuple[str, str, tuple[str, ...]]]:
+        """Clean prompts, answers and what may corrupt them."""
+        given = self.settings
+        if given.prompt:
+            return [(given.prompt, given.answer, given.corrupted)]
+        cities = () if given.model in SHIPPED else CITIES
+        if fitting := [each for each in cities if self._fits(each[0], each[2])]:
+            return fitting[: given.pairs]
+        return [
+            (record["original_prompt"], record["gt_original_target"], (record["counterfactual_prompt"],))
+            for record in shipped_pairs(self.subject)[: given.pairs]
+        ]
+
+    def _fits(self, clean: str, candidates: tuple[str, ...]) -> bool:
+        """Whether any of the candidates has as many tokens."""
+        first, *others = (len(self._encoded(text).ids) for text in (clean, *candidates))
+        return first in others
+
+    def _chosen(self, clean: str, answer: str, candidates: tuple[str, ...]) -> Traced:
+        ids = tuple(self._encoded(clean).ids)
+        tried = {text: tuple(self._encoded(text).ids) for text in candidates}
+        corrupted = next((text for text, other in tried.items() if len(other) == len(ids)), None)
+        if corrupted is None:
+            lengths = ", ".join(f"{text!r} has {len(other)}" for text, other in tried.items())
+            raise ConfigError(
+                f"expected a corrupted prompt of {len(ids)} tokens, as {clean!r} has, found none "
+                f"({lengths}); choose another"
+            )
+        if tried[corrupted] == ids:
+            raise ConfigError(
+                f"expected a corrupted prompt that differs from the clean one, found {clean!r} twice"
+            )
+        pieces = answer_pieces(self.subject, clean, answer, at_mask=True)
+        if len(pieces) > 1 and self.settings.answer_piece == "only":
+            raise ConfigError(
+                f"expected an answer of one token, found {answer!r} as {named(self.subject, pieces)}; choose "
+                "another, or follow its first token: answer_piece=first"
+            )
+        return Traced(clean, corrupted, answer, ids, tried[corrupted], pieces)
+
+    def _experiment(self, traced: Traced, kinds: tuple[str, ...], over: str) -> ActivationPatching:
+        metrics: tuple[Metric, ...] = (Recovery(KL()), KL())
+        if traced.pieces:
+            metrics += (Probability(traced.pieces[0]),)
+        at = self._asked_at(traced.clean_ids, traced.corrupted_ids)
+        return ActivationPatching(
+            at=-1 if at == len(traced.clean_ids) - 1 else at,
+            clean=traced.clean_ids,
+            corrupted=traced.corrupted_ids,
+            kinds=kinds,
+            over=over,
+            metrics=metrics,
+            window=self.settings.window,
+        )
+
+    def sources(self, i: int) -> tuple[str, ...]:
+        """Names of the results of pair `i`."""
+        return tuple(name for name in (f"pair_{i}", f"heads_{i}") if name in self.nodes)
+
+    def grids(self, i: int) -> dict[str, xr.Dataset]:
+        """Pair `i` in memory by kind, [layer, position], or [layer, head] of what heads have; of k and v the
+        heads are key/value heads."""
+        found = {}
+        for name in self.sources(i):
+            whole = self.result(name).load()
+            for kind in np.atleast_1d(whole["kind"].values).tolist():
+                grid = whole.sel(kind=kind) if "kind" in whole.dims else whole
+                if "kv_head" in grid.dims:
+                    grid = grid.rename(kv_head="head")
+                found[kind] = grid.dropna("head", subset=["kl"]) if "head" in grid.dims else grid
+        return {kind: found[kind] for kind in self.kinds}
+
+    def told(self, i: int) -> dict[str, Any]:
+        """Pair `i` in the fields of candle-mi's example, and the grids of every kind."""
+        traced, grids = self.traced[i], self.grids(i)
+        percent = {kind: 100 * grid["recovery"] for kind, grid in grids.items()}
+        kind, first = next(iter(percent.items()))
+        start, last = traced.subject
+        unpatched = grids[kind]["unpatched"]
+        told: dict[str, Any] = {
+            "model_id": self.subject.name,
+            "clean_prompt": traced.clean,
+            "corrupted_prompt": traced.corrupted,
+            "subject_pos": start,
+            "subject_last_pos": last,
+            "tokens": named(self.subject, traced.corrupted_ids),
+            "clean_tokens": named(self.subject, traced.clean_ids),
+            "n_layers": self.subject.config.num_layers,
+            "seq_len": len(traced.clean_ids),
+            "corrupted_kl": float(unpatched.sel(run="corrupted", metric="kl")),
+            "unit": "percent recovered, 0 = corrupted, 100 = clean",
+            "kind": kind,
+            "window": self.settings.window,
+            "grid": first.values.tolist(),
+            "grids": {kind: grid.values.tolist() for kind, grid in percent.items()},
+            "best": [_best(kind, grid) for kind, grid in percent.items()],
+        }
+        if "position" in first.dims:
+            told["subject_recovery"] = first.sel(position=start).values.tolist()
+        if traced.pieces:
+            probabilities = unpatched.sel(metric="probability")
+            told |= {
+                "answer": traced.answer,
+                "answer_token_ids": list(traced.pieces),
+                "answer_token": named(self.subject, traced.pieces[:1])[0],
+                "answer_probability": {str(run["run"].values): float(run) for run in probabilities},
+                "answer_probability_grids": {
+                    kind: grid["probability"].values.tolist() for kind, grid in grids.items()
+                },
+            }
+        return told
+
+    def views(self) -> Iterator[View]:
+        """Per pair the grids of every kind, and the best places."""
+        pairs = [self.told(i) for i in range(len(self.traced))]
+        findings = (self.findings(),) if "controls" in self.nodes else ()
+        yield from findings
+        yield Data(json={"results": pairs})
+        for i, told in enumerate(pairs):
+            traced, sources = self.traced[i], self.sources(i)
+            grids = [self._grid(told, traced, best) for best in told["best"]]
+            yield Choice(
+                title=f"{traced.clean!r} put into {traced.corrupted!r}",
+                caption="Share of the clean prediction that comes back when one state of the clean run "
+                "replaces that of the corrupted one; 0 % as corrupted, 100 % as clean, "
+                "below 0 % farther off than corrupted.",
+                sources=sources,
+                name="patched",
+                options=tuple(zip(told["grids"], grids, strict=True)),
+            )
+            yield Figure(
+                name=f"activation_patching_{i}",
+                title=f"Where {self.subject.name} keeps what makes prompts differ",
+                caption=f"States of {traced.clean!r} put into {traced.corrupted!r}",
+                panels=(*grids, *findings),
+            )
+            yield self._places(told, sources)
+
+    def _grid(self, told: dict[str, Any], traced: Traced, best: dict[str, Any]) -> Heatmap:
+        """Percent recovered by layer and place for one kind; framed is where the prompts differ."""
+        kind, layers = best["kind"], told["n_layers"]
+        values = np.array(told["grids"][kind])
+        if "position" in best:
+            (start, last), texts = traced.subject, zip(told["clean_tokens"], told["tokens"], strict=True)
+            own: dict[str, Any] = {
+                "columns": tuple(to if at == to else f"{at} → {to}" for at, to in texts),
+                "column_name": "token",
+                "framed": ((0, start, layers - 1, last),),
+                "frame_name": "where the prompts differ",
+            }
+        else:
+            heads = tuple(map(str, range(values.shape[1])))
+            own = {"columns": heads, "column_name": "key/value head" if kind in ("k", "v") else "head"}
+        return Heatmap(
+            title=NAMES[kind],
+            caption=f"most: {best['recovery']:.0f} % in layer {best['layer']} {_at(told, best)}",
+            values=values,
+            rows=tuple(map(str, range(layers))),
+            value_name=f"recovered by patching {kind}",
+            unit="%",
+            low=-100.0,
+            high=100.0,
+            diverging=True,
+            upward=True,
+            **own,
+        )
+
+    def _places(self, told: dict[str, Any], sources: tuple[str, ...]) -> Table:
+        """The best position, or head, of each layer, by kind."""
+        tokens = [format_token(text) for text in told["tokens"]]
+
+        def place(kind: str, grid: Any, layer: int) -> Any:
+            index = int(np.argmax(grid[layer]))
+            return dim(f"head {index}" if _by_head(kind) else f"{tokens[index]} ({index})")
+
+        columns: list[tuple[Any, ...]] = [("layer", int, "d")]
+        for kind, grid in told["grids"].items():
+            columns += [(kind, partial(_most, grid), "{:.1f} %".format), ("at", partial(place, kind, grid))]
+        where = " and ".join(
+            word
+            for word, is_named in (("position", False), ("head", True))
+            if any(_by_head(kind) == is_named for kind in told["grids"])
+        )
+        caption = (
+            f"share of the clean prediction recovered at the best {where}; KL(clean || corrupted) "
+            f"{told['corrupted_kl']:.3f} nats"
+        )
+        if "answer_probability" in told:
+            shares = {name: format_probability(p) for name, p in told["answer_probability"].items()}
+            word = format_token(told["answer_token"])
+            caption += f"; {word!r} {shares['clean']} clean, {shares['corrupted']} corrupted"
+        return Table.of(
+            range(told["n_layers"]),
+            *columns,
+            title=f"{self.subject.name}: {told['clean_prompt']!r} put into {told['corrupted_prompt']!r}",
+            caption=caption,
+            sources=sources,
+        )
+
+
+def _is_memory(kind: str) -> bool:
+    """Whether a kind is what a recurrence remembers."""
+    return kind.endswith("state_seq")
+
+
+def _by_head(kind: str) -> bool:
+    """Whether a kind is patched head by head, at all positions, and not position by position."""
+    return kind in HEAD_KINDS or (kind in STATE_KINDS and not _is_memory(kind))
+
+
+def _most(grid: list[list[float]], layer: int) -> float:
+    return max(grid[layer])
+
+
+def _at(told: dict[str, Any], best: dict[str, Any]) -> str:
+    """The place of the largest cell, in words."""
+    return f"at {told['tokens'][best['position']]!r}" if "position" in best else f"head {best['head']}"
+
+
+def _best(kind: str, percent: xr.DataArray) -> dict[str, Any]:
+    """The largest cell of a grid [layer, position] or [layer, head], the earliest of equal ones."""
+    row, column = np.unravel_index(int(percent.values.argmax()), percent.shape)
+    place = str(percent.dims[1])
+    return {
+        "kind": kind,
+        "layer": int(percent["layer"][row]),
+        place: int(percent[place][column]),
+        "recovery": float(percent.values[row, column]),
+    }
+
+
+WORKFLOW = ActivationPatchingTrace

@@ -1,0 +1,225 @@
+"""What does the model no longer say when one position may not read another? Attention knockout.
+
+Cuts one attention edge at a time, in one layer at a time (stages/causal/knockout.py), and measures what
+the last position predicts: KL from the undisturbed run, the logit of the target, the tokens that changed
+most. One edge and layer are told in full; the sweep over all keys and layers, and over heads for the one
+edge, shows whether they are special.
+
+The edge told stands beside others of the same query, drawn at random among all layers and keys. Defaults: the
+last token's edge, in all heads, whose layer and kind of key lose most on other shipped facts
+(material/edge_choice.py), beside the one that loses least there. A target of several tokens is followed by
+its first piece (logits) and by all of them (probability), never by its last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ...stages.causal.controls import Null, chosen_at_random
+from ...stages.causal.draws import AtOnce
+from ...stages.causal.knockout import EdgeKnockout, HeadKnockout
+from ...stages.logits.lens import format_probability, format_token
+from ..material.answers import named, target_json, top_changed_json
+from ..material.edge_choice import EdgeWorkflow
+from ..settings import ChosenEdgeSettings, setting
+from ..views import Data, Figure, Finding, Findings, Heatmap, Table, View, points
+from ..workflow import loaded
+
+if TYPE_CHECKING:
+    import xarray as xr
+
+    from ...pipeline.nodes import ResultNode
+
+__all__ = ["AttentionKnockout", "AttentionKnockoutSettings"]
+
+
+@dataclass(frozen=True)
+class AttentionKnockoutSettings(ChosenEdgeSettings):
+    """What `--set` can change."""
+
+    sweep: bool = setting(True, "cut every other key and head, and not only what controls need")
+
+
+class AttentionKnockout(EdgeWorkflow):
+    """One edge in full, and all others for comparison."""
+
+    name = "attention_knockout"
+    question = "What does the model no longer say when one position may not read another?"
+    needs = "attention"
+    settings_type = AttentionKnockoutSettings
+    settings: AttentionKnockoutSettings
+
+    edges = loaded("edges")
+    """Every edge in every layer, [layer, edge], by key from the first on."""
+
+    def plan(self) -> Mapping[str, ResultNode]:
+        """The edges of one query, the heads of every edge that may be told, and edges of other facts."""
+        shared, query = self.read_edge(), self.query
+        edges = EdgeKnockout(edges=tuple((query, key) for key in self._cut()), layers=None, **shared)
+        nodes = {"edges": self.on_model(edges), **self.facts_node()}
+        if self.settings.sweep:
+            heads = tuple(HeadKnockout(edges=((query, key),), **shared) for key in self.keys)
+            nodes["heads"] = self.on_model(heads[0] if len(heads) == 1 else AtOnce(heads))
+        return nodes
+
+    def _cut(self) -> list[int]:
+        """Keys that are cut: all, or those that may be told and as many as there must be controls."""
+        every = range(self.query + 1)
+        if self.settings.sweep:
+            return list(every)
+        needed = -(-self.settings.controls // self.subject.config.num_layers)
+        rest = [key for key in every if key not in self.keys]
+        return sorted(
+            (*self.keys, *(chosen_at_random(rest, needed, seed=self.settings.seed) if rest else ()))
+        )
+
+    @cached_property
+    def heads(self) -> xr.Dataset:
+        """The one edge in every layer and head, [layer, head]."""
+        found = self.result("heads").load()
+        return found.isel(draw=self.keys.index(self.edge[1])) if "draw" in found.dims else found
+
+    @property
+    def told(self) -> xr.Dataset:
+        """The one edge in the one layer."""
+        return self._cell(self.layer, self.edge[1])
+
+    def _cell(self, layer: int, key: int) -> xr.Dataset:
+        here = self.edges.sel(layer=layer)
+        return here.isel(edge=int(np.flatnonzero(here["key"].values == key)[0]))
+
+    def found(self, layer: int, key: int, measure: str, claim: str, unit: str) -> Finding:
+        """What one cut does in this prompt, beside random cuts of its other edges."""
+        cells = [(at, place) for at in self.edges["layer"].values for place in self.edges["key"].values]
+        drawn = chosen_at_random(
+            cells, self.settings.controls, seed=self.settings.seed, without=[(layer, key)]
+        )
+        null = Null(
+            np.array([float(self._cell(*cell)[measure]) for cell in drawn]),
+            "other (layer, key) edges of this query",
+            "either" if measure == "logit_diff" else "above",
+        )
+        effect = float(self._cell(layer, key)[measure])
+        return Finding(claim, effect, null, unit, held_out=self.chosen is not None)
+
+    def findings(self) -> Findings:
+        """The edge on other facts and in this prompt, and one that others say does nothing."""
+        if not self.is_claimed:
+            return Findings.of(caption=self.choice_told, sources=tuple(self.nodes))
+
+        def cut(layer: int, key: int) -> str:
+            return f"cutting {self.edge_told((self.query, key))} in layer {layer}"
+
+        here, word = cut(self.layer, self.edge[1]), format_token(self.target)
+        found = [self.on_held_out()]
+        found.append(self.found(self.layer, self.edge[1], "kl", f"{here} changes the next token", "nats"))
+        if self.pieces:
+            claim = f"{here} lowers the logit of {word!r}"
+            found.append(self.found(self.layer, self.edge[1], "logit_diff", claim, "logits"))
+        if self.quiet is not None:
+            layer, key = self.quiet.layer, self.roles[self.quiet.role]
+            claim = f"for comparison, {cut(layer, key)} changes the next token"
+            found.append(self.found(layer, key, "kl", claim, "nats"))
+        return Findings.of(*filter(None, found), caption=self.choice_told, sources=tuple(self.nodes))
+
+    def views(self) -> Iterator[View]:
+        """What is claimed; the one edge; every key and every head in its place."""
+        told, (query, key) = self.told, self.edge
+        tokens = [format_token(token) for token in named(self.subject, self.encoding.ids)]
+        names = [f"{token!r} ({place})" for place, token in enumerate(tokens)]
+        findings = self.findings()
+        yield findings
+        yield Data(json=self._about() | self.choice_json())
+        changed = top_changed_json(self.subject, told, "ablated_prob")
+        effect = f"KL {float(told['kl']):.5f} nats; weight of the edge {float(told['attention']):.3f}"
+        if self.pieces:
+            probabilities = (np.exp(told[name]) for name in ("baseline_target_logprob", "target_logprob"))
+            effect += (
+                f"; logit of {self.target!r} lowered by {float(told['logit_diff']):+.4f}, "
+                f"probability {' -> '.join(format_probability(float(p)) for p in probabilities)}"
+            )
+        yield Table.of(
+            changed,
+            ("token", lambda one: format_token(one["token"])),
+            ("before", "baseline_prob", format_probability),
+            ("after", "ablated_prob", format_probability),
+            ("change", lambda one: one["ablated_prob"] - one["baseline_prob"], points),
+            title=f"{self.subject.name}, layer {self.layer}: {names[query]} may not read {names[key]}",
+            caption=effect,
+            json={"top_changed": changed},
+        )
+        if not self.settings.sweep:
+            return
+        by_key = Heatmap.of(
+            self.edges["kl"].transpose("layer", "edge"),
+            "What is lost by key, in all heads",
+            f"{names[query]} may not read a key in one layer; framed: as in the table",
+            sources=("edges",),
+            columns=tuple(f"{tokens[place]} ({place})" for place in self.edges["key"].values.tolist()),
+            column_name="key",
+            low=0.0,
+            framed=((self.edges["layer"].values.tolist().index(self.layer), key) * 2,),
+            frame_name="as in the table",
+            json={"sweep": {"query": query, "keys": self.edges["key"], **_sweep_json(self.edges)}},
+        )
+        by_head = Heatmap.of(
+            self.heads["kl"].transpose("layer", "head"),
+            "What is lost by head, of one edge",
+            f"{names[query]} may not read {names[key]} in one head of one layer",
+            sources=("heads",),
+            low=0.0,
+            json={"heads": _sweep_json(self.heads)},
+        )
+        title = f"What {self.subject.name} needs to read: {self.prompt!r}"
+        yield by_key
+        yield by_head
+        yield Figure(name="attention_knockout", title=title, panels=(by_key, by_head, findings), columns=2)
+        yield Table.of(
+            [
+                (layer, _most(self.edges.sel(layer=layer)), _most(self.heads.sel(layer=layer)))
+                for layer in self.edges["layer"].values.tolist()
+            ],
+            ("layer", lambda row: row[0], "d"),
+            ("key", lambda row: names[int(row[1]["key"])]),
+            ("KL", lambda row: float(row[1]["kl"]), ".5f"),
+            ("weight", lambda row: float(row[1]["attention"]), ".3f"),
+            ("head", lambda row: int(row[2]["head"]), "d"),
+            ("KL of the edge in it", lambda row: float(row[2]["kl"]), ".5f"),
+            title=f"Where {names[query]} needs to read",
+            caption="per layer the key whose edge matters most, and the head in which the edge above does",
+        )
+
+    def _about(self) -> dict[str, Any]:
+        """The other fields of candle-mi's example."""
+        told = self.told
+        found = {
+            **self.subject.about,
+            "prompt": self.prompt,
+            "tokens": named(self.subject, self.encoding.ids),
+            "target_layer": self.layer,
+            "knockout_edge": self.edge,
+            "attention_before": told["attention"],
+            "kl_divergence": told["kl"],
+            **target_json(self.subject, self.target, self.pieces),
+            "target_logit_diff": told["logit_diff"],
+            "baseline_p_target": np.exp(told["baseline_target_logprob"]),
+            "ablated_p_target": np.exp(told["target_logprob"]),
+        }
+        return found | ({"paris_logit_diff": told["logit_diff"]} if self.target.strip() == "Paris" else {})
+
+
+def _sweep_json(sweep: xr.Dataset) -> dict[str, Any]:
+    return {"kl_divergence": sweep["kl"], "attention_before": sweep["attention"]}
+
+
+def _most(cells: xr.Dataset) -> xr.Dataset:
+    """The one of some cells that loses most."""
+    return cells.isel({str(cells["kl"].dims[0]): int(cells["kl"].values.argmax())})
+
+
+WORKFLOW = AttentionKnockout

@@ -1,0 +1,413 @@
+"""Where is a fact recalled when its subject is drowned in noise? Causal tracing.
+
+Noise on the embeddings of the subject takes the answer away; then one state of the clean run is put back,
+layer by layer and position by position, and the answer's probability says how much of it returns
+(stages/causal/grids/tracing.py; Meng et al. 2022, "Locating and Editing Factual Associations in GPT", section
+2). Numbers are means over several noises.
+
+Defaults: a shipped fact on the specimen, for other models candle-mi's France. Noise as in the paper, 3
+standard deviations of the embeddings, on 10 samples; attention and MLP outputs are put back in windows of a
+fifth of the layers, as its 10 of 48 are. An answer of several tokens is followed by its first.
+
+Told of every kind is the place, a layer and a role, that restores most on other shipped facts (the largest
+average indirect effect, as the paper calls the rise in probability), scored on more of them and in the prompt
+beside other places that the noise reaches. As in the paper, facts count that the model knows: the answer is
+the likeliest next token of the clean prompt. States at the last token are left out: they are the answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ...stages.causal.controls import Null, chosen_at_random, interval_of_mean
+from ...stages.causal.draws import AtOnce
+from ...stages.causal.grids.patching import common_ends
+from ...stages.causal.grids.patching_grid import HIDDEN_KINDS
+from ...stages.causal.grids.patching_metrics import Probability, Rank
+from ...stages.causal.grids.tracing import CausalTracing
+from ...stages.corpus.positions import phrase_tokens
+from ...stages.forward.models.files import SHIPPED
+from ...stages.logits.lens import format_probability, format_token
+from ...store.errors import ConfigError
+from ..material.answers import FRANCE, KNOWN, answer_pieces, encoded, named, target_json
+from ..material.fact_pairs import shipped_pairs
+from ..material.places import NAMES, USUAL, check_kinds, in_every_layer
+from ..settings import ControlSettings, Count, FactSettings, Natural, Positive, setting
+from ..views import Data, Figure, Finding, Findings, Heatmap, Table, View
+from ..workflow import ModelWorkflow
+
+if TYPE_CHECKING:
+    import xarray as xr
+
+    from ...pipeline.nodes import ResultNode
+    from ...store.arrays import Floats
+
+__all__ = ["CausalTrace", "CausalTraceSettings"]
+
+IN_WINDOWS = ("attn_out", "mlp_out")
+"""Kinds that are restored in several layers together: one alone carries little."""
+
+ROLES = ("the subject's last token", "the token after it", "the last token")
+"""Positions that other facts have too."""
+OTHERS = 3
+"""Positions of each other fact, drawn beside the roles among those the noise reaches."""
+
+
+@dataclass(frozen=True)
+class CausalTraceSettings(ControlSettings, FactSettings):
+    """What `--set` can change.
+
+    Raises ConfigError for some of prompt, target and subject, and kinds there are not.
+    """
+
+    subject: str = setting("", "phrase of the prompt that gets noise; none: that of the default prompt")
+    kinds: tuple[str, ...] = setting((), "what is put back; none: resid_post, attn_out and mlp_out")
+    window: Natural = setting(0, "layers of attention or MLP put back together; 0: a fifth of them")
+    multiplier: Positive = setting(3.0, "noise, in standard deviations of the embeddings")
+    samples: Count = setting(10, "noises tried")
+    seed: Natural = setting(0, "of the noise, and of what is drawn at random")
+    facts: Count = setting(8, "other facts the place is chosen on, and as many more it is scored on")
+    fact_samples: Count = setting(2, "noises tried on each of them")
+
+    def __post_init__(self) -> None:
+        check_kinds(self.kinds, HIDDEN_KINDS)
+        given = {name: bool(getattr(self, name)) for name in ("prompt", "target", "subject")}
+        if len(set(given.values())) > 1:
+            found = " and ".join(name for name, is_given in given.items() if is_given)
+            raise ConfigError(
+                f"expected a prompt with its target and subject, or none of them, found {found}"
+            )
+
+
+@dataclass(frozen=True)
+class Recalled:
+    """A fact: its tokens, the positions that get noise, its answer's first token, and where a state is put
+    back, everywhere for None."""
+
+    tokens: tuple[int, ...]
+    noised: tuple[int, ...]
+    answer: int
+    positions: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Site:
+    """A layer and a role, and the mean rise in probability on the facts they were chosen on."""
+
+    layer: int
+    role: int
+    rise: float
+
+
+class CausalTrace(ModelWorkflow):
+    """One grid of restored states per kind."""
+
+    name = "causal_tracing"
+    question = "Where is a fact recalled when its subject is drowned in noise?"
+    settings_type = CausalTraceSettings
+    settings: CausalTraceSettings
+
+    def plan(self) -> Mapping[str, ResultNode]:
+        """An experiment per kind, as windows differ; and all kinds in other facts."""
+        chosen = self.settings
+        self.prompt, self.target = self._fact()
+        self.pieces = answer_pieces(self.subject, self.prompt, self.target)
+        self.window = chosen.window or max(1, round(self.subject.config.num_layers / 5))
+        others, own = self._other_facts(), Recalled(self.tokens, self.noised, self.pieces[0])
+        halves = {"choice": others[: chosen.facts], "scored": others[chosen.facts :]}
+        grids: dict[str, ResultNode] = {
+            kind: self.on_model(self._tracing(own, kind, chosen.samples)) for kind in self.kinds
+        }
+        return grids | {
+            f"{name}_{kind}": self.on_model(
+                AtOnce(tuple(self._tracing(each, kind, chosen.fact_samples) for each in facts))
+            )
+            for kind in self.kinds
+            for name, facts in halves.items()
+        }
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """What is put back: as asked, or what all layers of the model have of the usual."""
+        return self.settings.kinds or in_every_layer(self.subject.config, USUAL)
+
+    def _tracing(self, fact: Recalled, kind: str, samples: int) -> CausalTracing:
+        """The experiment on one fact."""
+        given = self.settings
+        return CausalTracing(
+            tokens=fact.tokens,
+            subject=fact.noised,
+            kinds=(kind,),
+            metrics=(Probability(fact.answer), Rank(fact.answer)),
+            positions=fact.positions,
+            window=self.window_of(kind),
+            multiplier=given.multiplier,
+            samples=samples,
+            seed=given.seed,
+        )
+
+    def _other_facts(self) -> list[Recalled]:
+        """Shipped facts with a position for each role, and OTHERS beside: as many to choose on as to score
+        on."""
+        given, limit = self.settings, self.subject.config.context_length
+        wanted, found = 2 * given.facts, dict[tuple[int, ...], Recalled]()
+        for record in shipped_pairs(self.subject):
+            text, other = record["original_prompt"], record["counterfactual_prompt"]
+            ids, others = (tuple(self.subject.tokenizer.encode(each).ids) for each in (text, other))
+            noised = _differing(ids, others)
+            if not noised:  # to a tokenizer that does not know the words
+                continue
+            roles, reached = roles_of(noised[-1], len(ids)), range(noised[0], len(ids))
+            has_room = len(set(roles)) == len(ROLES) and len(reached) >= len(ROLES) + OTHERS
+            if has_room and ids != self.tokens and (limit is None or len(ids) <= limit):
+                drawn = chosen_at_random(reached, OTHERS, seed=given.seed + len(found), without=roles)
+                answer = answer_pieces(self.subject, text, record["gt_original_target"])[0]
+                found.setdefault(ids, Recalled(ids, noised, answer, (*roles, *drawn)))
+            if len(found) == wanted:
+                return list(found.values())
+        raise ConfigError(
+            f"expected {wanted} shipped facts to choose a place on, found {len(found)} that fit the model; "
+            "ask for fewer: facts=…"
+        )
+
+    def window_of(self, kind: str) -> int:
+        """Layers of a kind that are put back together."""
+        return self.window if kind in IN_WINDOWS else 1
+
+    def _fact(self) -> tuple[str, str]:
+        """Prompt and target; tokens, and positions that get noise, are kept beside."""
+        given = self.settings
+        if not given.prompt and given.model in SHIPPED:
+            pair = shipped_pairs(self.subject)[0]
+            texts = [pair["original_prompt"], pair["counterfactual_prompt"]]
+            ids, others = (tuple(encoded(self.subject, text).ids) for text in texts)
+            self.tokens, self.noised = ids, _differing(ids, others)
+            return texts[0], pair["gt_original_target"]
+        prompt, target = (given.prompt, given.target) if given.prompt else FRANCE
+        encoding = encoded(self.subject, prompt)
+        self.tokens = tuple(encoding.ids)
+        self.noised = tuple(phrase_tokens(encoding, given.subject or "France"))
+        return prompt, target
+
+    # -- what is claimed
+
+    @cached_property
+    def found(self) -> dict[str, xr.Dataset]:
+        """The grid of each kind, in memory."""
+        return {kind: self.result(kind).load() for kind in self.kinds}
+
+    @cached_property
+    def risen(self) -> dict[str, tuple[Floats, Floats]]:
+        """By kind the rise in the answer's probability on the facts that the model knows: those to choose on
+        and those to score on, each [fact, layer, position], roles first."""
+        return {kind: (self._rise(f"choice_{kind}"), self._rise(f"scored_{kind}")) for kind in self.kinds}
+
+    def _rise(self, name: str) -> Floats:
+        """Of one result, [fact, layer, position]."""
+        found = self.result(name).load()
+        clean, noised = (found["unpatched"].sel(run=run) for run in ("clean", "corrupted"))
+        rise = found["probability"] - noised.sel(metric="probability")
+        is_known = clean.sel(metric="rank").values == 0
+        values: Floats = rise.transpose("draw", "layer", "position").values[is_known]
+        return values
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the model says the answer, nothing being noised."""
+        (first, *_) = self.found.values()
+        return float(first["unpatched"].sel(run="clean", metric="rank")) == 0
+
+    def site(self, kind: str, *, is_quiet: bool = False) -> Site:
+        """The place of a kind that restores most on the facts to choose on, or moves their answer least."""
+        chosen_on, _ = self.risen[kind]
+        mean = chosen_on.mean(0)[:, : len(ROLES) - is_state(kind)]
+        best = np.abs(mean).argmin() if is_quiet else mean.argmax()
+        layer, role = map(int, np.unravel_index(int(best), mean.shape))
+        return Site(layer, role, float(mean[layer, role]))
+
+    def findings(self) -> Findings:
+        """Of every kind the place chosen, on other facts and in this one; and one that others say does
+        nothing. Of facts that the model does not know nothing is claimed."""
+        given, kinds, known = self.settings, list(self.risen), self.known
+        found: list[Finding | None] = []
+        if min(known) >= KNOWN:
+            sites = {kind: self.site(kind) for kind in kinds}
+            quiet = self.site(kinds[0], is_quiet=True)
+            found = [self._on_others(kind, sites[kind]) for kind in kinds]
+            found.append(self._on_others(kinds[0], quiet, "for comparison, "))
+            found += [self._here(kind, sites[kind]) for kind in kinds if self.is_known]
+        return Findings.of(
+            *filter(None, found),
+            caption="Of each kind the place whose state raises the answer's probability most on other facts; "
+            f"for comparison one that moves it least. The model says the answer in {known[0]} of "
+            f"{given.facts} facts to choose on, in {known[1]} of {given.facts} to score on, and "
+            f"{'also' if self.is_known else 'not'} in this prompt; of others nothing is claimed, and nothing "
+            f"where it does in fewer than {KNOWN}.",
+            sources=tuple(self.nodes),
+        )
+
+    @property
+    def known(self) -> tuple[int, int]:
+        """How many other facts the model knows: to choose on, and to score on."""
+        chosen_on, scored = next(iter(self.risen.values()))
+        return len(chosen_on), len(scored)
+
+    def _on_others(self, kind: str, site: Site, before: str = "") -> Finding:
+        """A place in facts that had no part in its choice, beside other places of each."""
+        _, scored = self.risen[kind]
+        held = np.delete(scored, len(ROLES) - 1, axis=2) if is_state(kind) else scored
+        flat, cell = held.reshape(len(held), -1), site.layer * held.shape[2] + site.role
+        return Finding.over(
+            f"{before}{self._claim(kind, site)} raises the probability of the answer",
+            flat[:, cell],
+            np.delete(flat, cell, axis=1),
+            "times another place of each prompt that the noise reaches",
+            draws=self.settings.controls,
+            seed=self.settings.seed,
+            held_out=True,
+            noises=self.settings.fact_samples,
+        )
+
+    def _here(self, kind: str, site: Site) -> Finding | None:
+        """The place in the prompt shown, beside its others; None where there are no two of them."""
+        given, grid, length = self.settings, self.found[kind], len(self.tokens)
+        noised = float(grid["unpatched"].sel(run="corrupted", metric="probability"))
+        own = site.layer, roles_of(self.noised[-1], length)[site.role]
+        last = length - is_state(kind)
+        cells = [(layer, at) for layer in grid["layer"].values for at in range(self.noised[0], last)]
+        if own not in cells or len(cells) < 2:
+            return None
+        rise = grid["probability"].transpose("layer", "position").values - noised
+        drawn = chosen_at_random(cells, given.controls, seed=given.seed, without=[own])
+        effect = float(rise[own])
+        spread = None
+        if "probability_std" in grid:
+            deviation = grid["probability_std"].transpose("layer", "position").values[own]
+            spread = interval_of_mean(effect, float(deviation), given.samples)
+        word = format_token(named(self.subject, self.pieces[:1])[0])
+        return Finding(
+            f"in {self.prompt!r}, {self._claim(kind, site)} raises the probability of {word!r}",
+            effect,
+            Null(np.array([rise[cell] for cell in drawn]), "other places that the noise reaches"),
+            spread=spread,
+            held_out=True,
+            noises=given.samples,
+        )
+
+    def _claim(self, kind: str, site: Site) -> str:
+        layers = self.window_of(kind)
+        around = f"{layers} layers around " if layers > 1 else ""
+        return f"clean {kind} of {around}layer {site.layer} at {ROLES[site.role]} put back"
+
+    def views(self) -> Iterator[View]:
+        """What is claimed; the answer's probability by place for each kind, and the best places."""
+        findings = self.findings()
+        yield findings
+        texts = [format_token(text) for text in named(self.subject, self.tokens)]
+        found = self.found
+        runs = next(iter(found.values()))["unpatched"].sel(metric="probability")
+        clean, noised = (float(runs.sel(run=run)) for run in ("clean", "corrupted"))
+        best = [_best(kind, grid) for kind, grid in found.items()]
+        word = format_token(named(self.subject, self.pieces[:1])[0])
+        shares = f"{format_probability(clean)} clean, {format_probability(noised)} noised"
+        yield Data(
+            json=self._about(clean, noised, next(iter(found.values()))) | {"best": best} | self._choice()
+        )
+        first, last = self.noised[0], self.noised[-1]
+        panels = [
+            Heatmap.of(
+                grid["probability"].transpose("layer", "position"),
+                NAMES[kind],
+                f"probability of {word!r} with {_windowed(self.window_of(kind))} of the clean run put back; "
+                f"{shares}",
+                sources=(kind,),
+                columns=tuple(f"{text} ({place})" for place, text in enumerate(texts)),
+                column_name="token",
+                value_name=f"probability of {word!r}",
+                low=min(clean, noised),
+                high=max(clean, noised),
+                framed=((0, first, grid.sizes["layer"] - 1, last),),
+                frame_name="noised",
+                json={kind: {"probability": grid["probability"], "std": grid.get("probability_std")}},
+            )
+            for kind, grid in found.items()
+        ]
+        title = f"Where {self.subject.name} recalls {word!r}: {self.prompt!r}"
+        yield from panels
+        yield Figure(name="causal_tracing", title=title, panels=(*panels, findings))
+        yield Table.of(
+            best,
+            ("put back", lambda one: NAMES[one["kind"]]),
+            ("layer", "layer", "d"),
+            ("at", lambda one: f"{texts[one['position']]} ({one['position']})"),
+            ("probability", "probability", format_probability),
+            ("of what was lost", "restored", "{:.0%}".format),
+            title=f"{self.subject.name}: {self.prompt!r} with noise on {self._noised_text(texts)!r}",
+            caption=f"the best place of each kind; {word!r} {shares}",
+        )
+
+    def _noised_text(self, texts: list[str]) -> str:
+        return "".join(texts[place] for place in self.noised).strip()
+
+    def _about(self, clean: float, noised: float, grid: xr.Dataset) -> dict[str, Any]:
+        """What is asked, and the two runs nothing was put back in."""
+        return {
+            **self.subject.about,
+            "prompt": self.prompt,
+            "tokens": named(self.subject, self.tokens),
+            "subject_positions": self.noised,
+            "window": self.window,
+            "standard_deviation_of_noise": grid.attrs["standard_deviation_of_noise"],
+            "clean_probability": clean,
+            "noised_probability": noised,
+            **target_json(self.subject, self.target, self.pieces),
+        }
+
+    def _choice(self) -> dict[str, Any]:
+        """The places chosen on other facts, by kind."""
+        if min(self.known) < KNOWN:
+            return {}
+        sites = {kind: self.site(kind) for kind in self.risen}
+        return {"choice": {kind: vars(site) | {"role": ROLES[site.role]} for kind, site in sites.items()}}
+
+
+def roles_of(subject_end: int, length: int) -> tuple[int, ...]:
+    """Positions of ROLES in a prompt of so many tokens whose subject ends at one."""
+    return subject_end, min(subject_end + 1, length - 1), length - 1
+
+
+def is_state(kind: str) -> bool:
+    """Whether a kind is the stream, whose state at the last token is the answer, and not an output."""
+    return kind.startswith("resid")
+
+
+def _differing(ids: Sequence[int], others: Sequence[int]) -> tuple[int, ...]:
+    """Positions at which a prompt differs from another."""
+    start, end = common_ends(ids, others)
+    return tuple(range(start, len(ids) - end))
+
+
+def _best(kind: str, grid: xr.Dataset) -> dict[str, Any]:
+    """The place that restores most, the earliest of equal ones; restored: 0 as noised, 1 as clean."""
+    values = grid["probability"].transpose("layer", "position").values
+    layer, position = np.unravel_index(int(values.argmax()), values.shape)
+    clean, noised = grid["unpatched"].sel(metric="probability", run=["clean", "corrupted"]).values.tolist()
+    return {
+        "kind": kind,
+        "layer": int(grid["layer"][layer]),
+        "position": int(grid["position"][position]),
+        "probability": float(values[layer, position]),
+        "restored": (float(values[layer, position]) - noised) / (clean - noised) if clean != noised else None,
+    }
+
+
+def _windowed(layers: int) -> str:
+    return "the state" if layers == 1 else f"{layers} layers"
+
+
+WORKFLOW = CausalTrace

@@ -1,0 +1,251 @@
+"""At which place does one fact turn into another? CounterFact patching over blocks of layers.
+
+The original prompt is run with one position, in one block of layers, taken from the counterfactual prompt
+(stages/causal/counterfact.py), for every position and block; counted is how often the next word changes,
+by block and by what the token belongs to: the fact, its last token, or the instruction after it. As a
+subject of several tokens is at no single position, what is claimed is of all of it, patched together
+(factual_routing.py, whose cells these are).
+
+Defaults: pairs of shipped facts of one relation, on the specimen. `data` reads a JSON list of records with
+original_prompt, counterfactual_prompt, gt_original_target and gt_counterfactual_target; a fact is the text
+before the first blank line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ...stages.causal.counterfact import CounterFactPatching
+from ...stages.causal.factual_routing import FactualRouting
+from ...stages.logits.lens import format_token
+from ..material.answers import named
+from ..material.fact_pairs import SUBJECTS, PairWorkflow, layers_told
+from ..settings import PairSettings
+from ..views import Bars, Choice, Figure, Finding, Findings, Heatmap, Line, Table, View, bold, dim
+from ..workflow import loaded
+
+if TYPE_CHECKING:
+    import xarray as xr
+
+    from ...pipeline.nodes import ResultNode
+
+__all__ = ["CounterFactPatches", "CounterFactPatchesSettings"]
+
+TYPES = {"fact": "the fact", "fact_final": "its last token", "other": "other tokens"}
+PAIRS = 12
+"""Pairs to choose from on a page."""
+
+
+@dataclass(frozen=True)
+class CounterFactPatchesSettings(PairSettings):
+    """What `--set` can change."""
+
+
+class CounterFactPatches(PairWorkflow):
+    """All patches of all pairs."""
+
+    name = "counterfact_patching"
+    question = "At which place does one fact turn into another?"
+    needs = "weights"
+    settings_type = CounterFactPatchesSettings
+    settings: CounterFactPatchesSettings
+
+    found = loaded("patches")
+
+    def plan(self) -> Mapping[str, ResultNode]:
+        """Every position of every pair, and its subject, in every block."""
+        shared = self.read_pairs()
+        return {
+            "patches": self.on_model(CounterFactPatching(**shared)),
+            "subjects": self.on_model(FactualRouting(**shared)),
+            **self.control_nodes(),
+        }
+
+    def findings(self) -> Findings:
+        """How often the subject's state makes the model say what the counterfactual prompt says, in the block
+        that others choose and in the one in which it does so least."""
+        choice = self.result("choice").load().isel(draw=0)
+        taken = choice["token_id"] == choice["counterfactual_token_id"]
+        often = taken.transpose("pair", "block").values.mean(0)
+        # Of several blocks in which nothing happens the last one: it is farthest from the first.
+        most, least = int(often.argmax()), len(often) - 1 - int(often[::-1].argmin())
+        return Findings.of(
+            self._found(most, "putting"),
+            self._found(least, "for comparison, putting"),
+            caption=f"The block in which that happens most often on {choice.sizes['pair']} other pairs, and "
+            f"the one in which it happens least; {self.settings.donors} unrelated prompts per pair.",
+        )
+
+    def _found(self, block: int, begins: str) -> Finding:
+        """The subject patched in one block, beside states of unrelated prompts."""
+        controls = self.result("controls").load().isel(draw=0)["token_id"]
+        said = self.found["counterfactual_token_id"].values
+        patched = self.result("subjects").load()["token_id"].isel(block=block).values
+        other = self.by_donor(controls.transpose("pair", "block").values)[:, :, block]
+        layers = layers_told(self.blocks[block])
+        return Finding.over(
+            f"{begins} the counterfactual {SUBJECTS[self.settings.subject]} into layers {layers} makes the "
+            "model say what that prompt does, of all pairs",
+            patched == said,
+            other == said[:, None],
+            "times the states of unrelated prompts as long",
+            draws=self.settings.controls,
+            seed=self.settings.seed,
+            held_out=True,
+        )
+
+    @cached_property
+    def patches(self) -> xr.Dataset:
+        """Every patch in memory, [patch]: what it says, whether that is new, and what its token is."""
+        found = self.found
+        pair, position = found["pair_of"].values, found["position"].values
+        said = named(self.subject, found["token_id"].values)
+        own = named(self.subject, found["original_token_id"].values)
+        different = [text != own[i] for text, i in zip(said, pair, strict=True)]
+        kinds = [self.pairs[i].labels[p] for i, p in zip(pair, position, strict=True)]
+        columns = {"said": said, "is_different": different, "token_type": kinds}
+        return found.assign({name: ("patch", values) for name, values in columns.items()})
+
+    def of(self, i: int) -> xr.Dataset:
+        """The patches of one pair."""
+        return self.patches.isel(patch=self.patches["pair_of"].values == i)
+
+    @property
+    def predicts(self) -> bool:
+        """Whether facts end their prompts, so that a fact's last token is where the next word is read."""
+        return all(each.labels[-1] == "fact_final" for each in self.pairs)
+
+    def told(self, i: int) -> dict[str, Any]:
+        """Pair `i` in the fields of candle-mi's example."""
+        names = {
+            "orig_pos": "position",
+            "cf_pos": "counterfactual_position",
+            "ablated_continuation": "said",
+            "is_different": "is_different",
+            "kl_from_original": "kl",
+            "token_type": "token_type",
+        }
+        own = self.of(i)
+        rows = zip(*(own[name].values.tolist() for name in ("block", *names.values())), strict=True)
+        return {
+            **self.pair_told(i, self.found),
+            "input_tokens": named(self.subject, self.pairs[i].pair.original),
+            "patches": [
+                {"layer": self.blocks[block], **dict(zip(names, row, strict=True))} for block, *row in rows
+            ],
+        }
+
+    def views(self) -> Iterator[View]:
+        """How often the next word changes, by block and type of token, and how far every patch moves it."""
+        findings = self.findings()
+        yield findings
+        patches, total, model = self.patches, len(self.pairs), self.subject.name
+        different, kinds = patches["is_different"].values, patches["token_type"].values
+        here = [patches["block"].values == block for block in range(len(self.blocks))]
+        held = {kind: kinds == kind for kind in TYPES}
+        rows: list[dict[str, Any]] = [
+            {
+                "layers": layers_told(layers),
+                "any token": _share(different[at]),
+                **{kind: _share(different[at & of]) for kind, of in held.items()},
+                "kl": float(patches["kl"].values[at].mean()),
+            }
+            for layers, at in zip(self.blocks, here, strict=True)
+        ]
+        summary = {
+            "pct_different_by_block": [
+                {"block": i, "layers": layers, **rows[i]["any token"]} for i, layers in enumerate(self.blocks)
+            ],
+            "pct_different_by_token_type": [
+                {"token_type": kind, **_share(different[of])} for kind, of in held.items() if of.any()
+            ],
+            "total_patches": different.size,
+            "total_different": different.sum(),
+        }
+        caption = "patches that change it, of those tried; KL(original || patched) in nats, mean"
+        if self.predicts:
+            caption += "; here the last token of a fact is the one that predicts"
+        first = self.pair_told(0, self.found)
+        said = [format_token(first[f"{name}_continuation"]) for name in ("original", "cf")]
+        caption += f"\nfirst pair: {format_token(first['label'])}; said {said[0]!r} and {said[1]!r}"
+        yield Table.of(
+            rows,
+            ("layers", lambda row: bold(row["layers"])),
+            *((name, name, _told) for name in ("any token", *TYPES)),
+            ("mean KL", "kl", ".3f"),
+            title=f"{model}: how often the next word changes, {total} pairs",
+            caption=caption,
+            json={
+                **self.about,
+                "summary": summary,
+                "results": lambda: [self.told(i) for i in range(total)],
+            },
+        )
+        maps = [self._map(i) for i in range(min(total, PAIRS))]
+        yield Choice(
+            title="How far does a patch move the next word?",
+            caption="One position, in one block of layers, taken from the counterfactual prompt.",
+            name="pair",
+            options=tuple((each.label, of) for each, of in zip(self.pairs, maps, strict=False)),
+        )
+        names = TYPES | ({"fact_final": "its last token,\nwhich predicts"} if self.predicts else {})
+        often = Bars(
+            title="How often the next word changes",
+            caption=f"{total} pairs of facts, one position at a time, by what it is in",
+            x=tuple(row["layers"] for row in rows),
+            x_name="layers patched together",
+            y_name="patches that change it",
+            unit="%",
+            low=0.0,
+            high=102.0,
+            lines=tuple(
+                Line(name, np.array([row[kind]["pct_different"] for row in rows]), control=kind == "other")
+                for kind, name in names.items()
+                if held[kind].any()
+            ),
+        )
+        told = f"{format_token(first['label'])}; framed: the next word changes"
+        one = replace(maps[0], title="One pair: how far the prediction moves", caption=told)
+        title = f"Where {model} can be told another fact"
+        yield Figure(name="counterfact_patching", title=title, panels=(often, one, findings), columns=2)
+
+    def _map(self, i: int) -> Heatmap:
+        """KL of every patch of a pair, block by position."""
+        own, tokens = self.of(i), named(self.subject, self.pairs[i].pair.original)
+        place = own["block"].values, own["position"].values
+        kl = np.full((len(self.blocks), len(tokens)), np.nan)
+        kl[place] = own["kl"].values
+        cells = zip(*(axis[own["is_different"].values].tolist() for axis in place), strict=True)
+        return Heatmap(
+            values=kl,
+            rows=tuple(map(layers_told, self.blocks)),
+            columns=tuple(map(format_token, tokens)),
+            row_name="layers",
+            column_name="token",
+            value_name=str(own["kl"].attrs["long_name"]),
+            unit="nats",
+            low=0.0,
+            upward=True,
+            framed=tuple(cell * 2 for cell in cells),
+            frame_name="the next word changes",
+        )
+
+
+def _share(different: Any) -> dict[str, Any]:
+    """How many of some patches changed the next word."""
+    count, total = int(np.sum(different)), len(different)
+    share = 100 * count / total if total else np.nan
+    return {"pct_different": share, "count_different": count, "count_total": total}
+
+
+def _told(share: dict[str, Any]) -> Any:
+    total = share["count_total"]
+    return (f"{share['pct_different']:.1f} % ", dim(f"of {total}")) if total else "-"
+
+
+WORKFLOW = CounterFactPatches

@@ -1,0 +1,258 @@
+"""Which heads carry a fact to the last token? Attention to the fact when its subject is patched.
+
+The subject of a fact is overwritten, block by block of layers, by that of a counterfactual prompt
+(stages/causal/counterfact.py); watched is how much the last token then attends to the fact, head by head.
+A head whose attention moves is one that reads the subject to decide where to look.
+
+The subject is all tokens in which the two prompts differ, or the last of them; `subject=last_fact` takes the
+last token of the fact, as candle-mi does, which in CounterFact is a word of the relation. Defaults: pairs of
+shipped facts on the specimen; `data` as for counterfact_patching.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ...stages.causal.factual_routing import FactualRouting
+from ...stages.logits.lens import format_token
+from ...store.arrays import Floats
+from ..material.answers import named
+from ..material.fact_pairs import SUBJECTS, PairWorkflow, layers_told
+from ..settings import Count, PairSettings, setting
+from ..views import Bars, Choice, Figure, Finding, Findings, Heatmap, Line, Table, View, bold
+
+if TYPE_CHECKING:
+    import xarray as xr
+
+    from ...pipeline.nodes import ResultNode
+
+__all__ = ["Routing", "RoutingSettings"]
+
+OFTEN = 10
+"""Heads of a block that count as its top heads (candle-mi's appearances_in_top10)."""
+ROWS, PANELS = 10, 4
+"""Heads listed, and blocks drawn, at most."""
+
+
+@dataclass(frozen=True)
+class RoutingSettings(PairSettings):
+    """What `--set` can change."""
+
+    top_k: Count = setting(10, "heads listed per block")
+
+
+class Routing(PairWorkflow):
+    """Attention to the fact, with its subject patched in every block."""
+
+    name = "factual_routing"
+    question = "Which heads carry a fact to the last token?"
+    needs = "weights"
+    settings_type = RoutingSettings
+    settings: RoutingSettings
+
+    def plan(self) -> Mapping[str, ResultNode]:
+        """The subject of every pair, in every block."""
+        routing = FactualRouting(**self.read_pairs())
+        return {"routing": self.on_model(routing), **self.control_nodes()}
+
+    def findings(self) -> Findings:
+        """How far attention moves for the other subject, in all heads and in the one that moves most."""
+        sizes = {
+            name: np.abs(_moved(self.result(name).load().isel(draw=0))) for name in ("choice", "controls")
+        }
+        chosen_on, own = sizes["choice"].mean(0), np.abs(self.routing["delta"].values)
+        others = self.by_donor(sizes["controls"])
+        block = int(chosen_on.sum((1, 2)).argmax())
+        layer, head = map(int, np.unravel_index(int(chosen_on[block].argmax()), chosen_on.shape[1:]))
+        # Below the block nothing can move; that is no comparison.
+        above = min(self.blocks[block][0] + 1, chosen_on.shape[1] - 1)
+        reached = chosen_on[block, above:]
+        still, other = map(int, np.unravel_index(int(reached.argmin()), reached.shape))
+        layers, count = layers_told(self.blocks[block]), len(sizes["choice"])
+        subject = SUBJECTS[self.settings.subject]
+        told: dict[str, Any] = {
+            "of": "times the states of unrelated prompts as long",
+            "draws": self.settings.controls,
+            "seed": self.settings.seed,
+            "held_out": True,
+        }
+
+        def of_head(layer: int, head: int, before: str = "") -> Finding:
+            return Finding.over(
+                f"{before}another {subject} in layers {layers} moves that of head {head} of layer {layer}",
+                own[:, block, layer, head],
+                others[:, :, block, layer, head],
+                **told,
+            )
+
+        return Findings.of(
+            Finding.over(
+                f"another {subject} in layers {layers} moves the last token's attention to the fact, sum "
+                "over heads",
+                own[:, block].sum((1, 2)),
+                others[:, :, block].sum((2, 3)),
+                **told,
+            ),
+            of_head(layer, head),
+            of_head(above + still, other, "for comparison, "),
+            caption=f"Block and head that move most on {count} other pairs, and the head that moves least; "
+            f"{self.settings.donors} unrelated prompts per pair.",
+        )
+
+    @cached_property
+    def routing(self) -> xr.Dataset:
+        """Attention in memory, with its change `delta` [pair, block, layer, head] and what was said."""
+        found = self.result("routing").load()
+        said = [named(self.subject, row) for row in found["token_id"].values]
+        own = named(self.subject, found["original_token_id"].values)
+        different = [[text != before for text in row] for row, before in zip(said, own, strict=True)]
+        axes = ("pair", "block", "layer", "head")
+        return found.assign(delta=(axes, _moved(found)), is_different=(("pair", "block"), different))
+
+    def frequency(self) -> list[dict[str, Any]]:
+        """Heads that are ever among the top heads of a (pair, block), most often first: how often, and their
+        mean |delta| there; equal ones by mean |delta|, then by place."""
+        size = np.abs(self.routing["delta"].values)
+        flat = size.reshape(-1, size.shape[2] * size.shape[3])
+        top = np.argsort(-flat, axis=1, kind="stable")[:, :OFTEN]
+        count = np.bincount(top.ravel(), minlength=flat.shape[1])
+        total = np.bincount(top.ravel(), np.take_along_axis(flat, top, 1).ravel(), flat.shape[1])
+        found = [
+            {
+                "layer": i // size.shape[3],
+                "head": i % size.shape[3],
+                "appearances_in_top10": int(count[i]),
+                "pct_of_blocks": 100 * int(count[i]) / len(flat),
+                "avg_abs_delta": float(total[i] / count[i]),
+            }
+            for i in np.flatnonzero(count).tolist()
+        ]
+        return sorted(found, key=lambda each: (-each["appearances_in_top10"], -each["avg_abs_delta"]))
+
+    def told(self, i: int) -> dict[str, Any]:
+        """Pair `i` in the fields of candle-mi's example."""
+        pair, found, rule = self.pairs[i].pair, self.routing.isel(pair=i), self.settings.subject
+        assert pair.subject is not None
+        positions, sources = zip(*pair.subject, strict=True)
+        tokens = named(self.subject, (pair.original[positions[-1]], pair.counterfactual[sources[-1]]))
+        return {
+            **self.pair_told(i, self.routing),
+            "fact_positions": pair.fact,
+            "subject": {
+                "rule": rule,
+                "positions": positions,
+                "counterfactual_positions": sources,
+                "position": positions[-1],
+                "counterfactual_position": sources[-1],
+                "token": tokens[0],
+                "counterfactual_token": tokens[1],
+            },
+            "blocks": [self._block(found.isel(block=block), block) for block in range(len(self.blocks))],
+        }
+
+    def _block(self, found: xr.Dataset, block: int) -> dict[str, Any]:
+        delta = found["delta"].values
+        order = np.argsort(-np.abs(delta), axis=None, kind="stable")[: self.settings.top_k]
+        heads = [tuple(map(int, np.unravel_index(index, delta.shape))) for index in order]
+        names = {"baseline_attn": "baseline_attention", "patched_attn": "attention", "delta": "delta"}
+        return {
+            "layers": self.blocks[block],
+            "is_different": bool(found["is_different"]),
+            "continuation": named(self.subject, [found["token_id"]])[0],
+            "kl_from_original": float(found["kl"]),
+            "top_heads": [
+                {"layer": layer, "head": head}
+                | {name: float(found[of].values[layer, head]) for name, of in names.items()}
+                for layer, head in heads
+            ],
+            "total_routing_shift": float(np.abs(delta).sum()),
+        }
+
+    def views(self) -> Iterator[View]:
+        """Which heads move, by the block patched, and how much does."""
+        findings = self.findings()
+        yield findings
+        model, rule, pairs, blocks = self.subject.name, self.settings.subject, len(self.pairs), self.blocks
+        total, count = np.abs(self.routing["delta"].values).sum((2, 3)), pairs * len(blocks)
+        changed = 100 * self.routing["is_different"].values.mean(0)
+        moved = [
+            {"layers": layers, "avg_total_routing_shift": float(mean), "pct_is_different": float(share)}
+            for layers, mean, share in zip(blocks, total.mean(0), changed, strict=True)
+        ]
+        heads = self.frequency()
+        mean = abs(self.routing["delta"]).mean("pair")
+        mean.attrs = {"units": "1", "long_name": "mean change of attention to the fact"}
+        maps = {layers_told(layers): self._map(mean.isel(block=i), mean) for i, layers in enumerate(blocks)}
+        yield Choice(
+            title="Which heads look elsewhere when the subject is patched?",
+            caption=f"Absolute change of the last token's attention, mean of {pairs} pairs.",
+            name="layers patched",
+            options=tuple(maps.items()),
+        )
+        first = self.pairs[0].pair
+        assert first.subject is not None
+        tokens = named(self.subject, [first.original[position] for position, _ in first.subject])
+        yield Table.of(
+            moved,
+            ("layers", lambda row: bold(layers_told(row["layers"]))),
+            ("attention moved", "avg_total_routing_shift", ".3f"),
+            ("next word changes", "pct_is_different", "{:.1f} %".format),
+            title=f"{model}: the subject patched, {pairs} pairs",
+            caption="sum over heads of the change in the last token's mean attention to the fact, mean of "
+            f"pairs; subject: {rule}, in the first pair {format_token(''.join(tokens))!r}",
+            json={
+                **self.about,
+                "n_heads": self.subject.config.attention_heads,
+                "subject_rule": rule,
+                "results": lambda: [self.told(i) for i in range(pairs)],
+                "aggregate": {"head_frequency": heads, "avg_routing_by_block": moved},
+            },
+        )
+        yield Table.of(
+            heads[:ROWS],
+            ("layer", "layer", "d"),
+            ("head", "head", "d"),
+            ("in top 10", "pct_of_blocks", "{:.0f} %".format),
+            ("mean change", "avg_abs_delta", ".4f"),
+            title="Heads whose attention to the fact moves most",
+            caption=f"of {count} (pair, block) combinations; mean of the absolute change where it is",
+        )
+        # Of many blocks, those where most moves.
+        shown = np.sort(np.argsort(-total.mean(0), kind="stable")[:PANELS]).tolist()
+        drawn = [(name, panel) for i, (name, panel) in enumerate(maps.items()) if i in shown]
+        amount = Bars(
+            title="How much moves",
+            caption=f"bars: mean of {pairs} pairs; in brackets: next word changes",
+            x=tuple(f"{name} ({share:.0f} %)" for name, share in zip(maps, changed, strict=True)),
+            x_name="layers patched",
+            y_name="attention moved, sum over heads",
+            lines=(Line("", total.mean(0), dots=total.T, control=True),),
+        )
+        panels = (replace(panel, title=f"Layers {name} patched") for name, panel in drawn)
+        yield Figure(
+            name="factual_routing",
+            title=f"Which heads of {model} look elsewhere once the {SUBJECTS[rule]} is another",
+            panels=(*panels, amount, findings),
+            columns=2,
+        )
+
+    def _map(self, part: xr.DataArray, whole: xr.DataArray) -> Heatmap:
+        """How much each head moves when one block is patched, on the scale of all blocks."""
+        part = part.transpose("layer", "head")
+        layer, head = map(int, np.unravel_index(int(part.values.argmax()), part.shape))
+        return Heatmap.of(part, "", f"most: layer {layer}, head {head}", low=0.0, high=float(whole.max()))
+
+
+def _moved(found: xr.Dataset) -> Floats:
+    """Change of the last token's attention to the fact, [pair, block, layer, head]."""
+    delta = found["attention"] - found["baseline_attention"]
+    moved: Floats = delta.transpose("pair", "block", "layer", "head").values
+    return moved
+
+
+WORKFLOW = Routing

@@ -1,0 +1,1 @@
+"""How well a model does, and what a change costs it."""

@@ -1,0 +1,1 @@
+"""Questions about what can be read off a state: next tokens, what wrote them, labels, counts."""

@@ -1,0 +1,243 @@
+"""In which layer can it be read off the state? Linear probes on stored activations, with a shuffled control.
+
+Captures a state per layer and fits a linear probe to each: logistic regression for labels, ridge regression
+for numbers, tested on prompts that were not fitted (stages/geometry/probe.py).
+
+Defaults: prose wrapped at several widths, of which the model knows only what it has read: how many characters
+into its line a token starts, and whether the line breaks next (probe_targets.py). Labels of one's own come
+from a file.
+
+That a probe reads something off a state does not say that the model does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from ...stages.forward.text.prompts import check_prompts
+from ...stages.geometry.probe import FEWEST, PENALTIES, probe
+from ...store.errors import ConfigError, PromptError, nearest
+from ..material.probe_targets import TARGETS, Target, read_labels, thinned, wrapped_prose, wrapped_targets
+from ..settings import ModelSettings, Natural, setting
+from ..subject import read_texts
+from ..views import Data, Line, Lines, Table, View, together
+from ..workflow import ModelWorkflow
+
+if TYPE_CHECKING:
+    import xarray as xr
+
+    from ...pipeline.nodes import ResultNode
+    from ...store import PackedTokens
+
+__all__ = ["Probe", "ProbeSettings"]
+
+TOLD = {
+    "character_count": "characters since the line began",
+    "line_break": "whether the line breaks next",
+}
+"""Targets in words."""
+LOWEST = -0.5
+"""Where a drawing of R² ends, so that one shuffled layer far below zero does not flatten the rest."""
+
+
+@dataclass(frozen=True)
+class ProbeSettings(ModelSettings):
+    """What `--set` can change.
+
+    Raises ConfigError for targets there are not, neither targets nor labels, and no widths or one below 2
+    characters.
+    """
+
+    targets: tuple[str, ...] = setting(TARGETS, "what to read off states of wrapped prose")
+    labels: str = setting("", "file of labelled texts, in place of targets of wrapped prose")
+    kind: Literal["auto", "label", "number"] = setting("auto", "what the labels of the file are")
+    text: str = setting("", "a text file, or a folder of *.txt, to wrap; none: the prose shipped with mizarr")
+    widths: tuple[int, ...] = setting((30, 40, 50, 60, 70, 80), "line widths to wrap at")
+    context: int = setting(0, "tokens per prompt of wrapped prose; 0: the model's context, at most 256")
+    point: Literal["resid_pre", "resid_mid", "resid_post", "attn_out", "mlp_out"] = setting(
+        "resid_post", "state that is probed"
+    )
+    layers: tuple[int, ...] = setting((), "layers to probe; none means all")
+    examples: Natural = setting(
+        6000, "tokens used per target, at most; 0 uses all, in memory a layer at a time"
+    )
+    balance: bool = setting(True, "take as many examples of each label")
+    test_share: float = setting(0.25, "share of the prompts that is tested, never fitted")
+    penalties: tuple[float, ...] = setting(
+        PENALTIES, "of squared weights; chosen on a part of the train prompts"
+    )
+    seed: int = setting(0, "of examples, splits, the shuffled control and the bootstrap")
+
+    def __post_init__(self) -> None:
+        for name in self.targets:
+            if name not in TARGETS:
+                near = nearest(name, TARGETS)
+                hint = f"; did you mean {near!r}?" if near else "; targets of your own come from labels=FILE"
+                raise ConfigError(f"expected targets among {', '.join(TARGETS)}, found {name!r}{hint}")
+        if not self.targets and not self.labels:
+            raise ConfigError(f"expected targets ({', '.join(TARGETS)}) or labels=FILE, found neither")
+        if not self.widths or min(self.widths) < 2:
+            raise ConfigError(f"expected line widths of at least 2 characters, found {list(self.widths)}")
+
+
+class Probe(ModelWorkflow):
+    """Linear probes of every layer for one or several targets."""
+
+    name = "probe"
+    question = "In which layer can it be read off the state?"
+    descriptive = "How well a straight line tells the target from the states, beside shuffled targets."
+    settings_type = ProbeSettings
+    extra = "probing"
+    settings: ProbeSettings
+
+    def plan(self) -> Mapping[str, ResultNode]:
+        """A probe per target, on the states of all layers."""
+        import xarray as xr
+
+        settings = self.settings
+        tokens, targets = self._targets()
+        kept, seed = settings.examples, settings.seed
+        self.targets = [thinned(one, examples=kept, balance=settings.balance, seed=seed) for one in targets]
+        prompt = xr.DataArray(tokens.prompt_of(slice(None)), dims="token", name="prompt")
+        for target in self.targets:
+            held = len(np.unique(prompt.values[~np.isnan(target.values)]))
+            if held < FEWEST:
+                raise PromptError(
+                    f"expected {target.name!r} in at least {FEWEST} prompts, to be split into train, "
+                    f"validation and test, found {held}; give more or longer texts"
+                )
+        layers = settings.layers or range(self.subject.config.num_layers)
+        captured = self.subject.capture(
+            tokens, *(f"blocks.{layer}.hook_{settings.point}" for layer in layers)
+        )
+        return {
+            target.name: probe.on(
+                states=captured[settings.point],
+                target=xr.DataArray(target.values, dims="token", name="target"),
+                prompt=prompt,
+                kind=target.kind,
+                test_share=settings.test_share,
+                penalties=settings.penalties,
+                seed=settings.seed,
+            )
+            for target in self.targets
+        }
+
+    def _targets(self) -> tuple[PackedTokens, list[Target]]:
+        chosen, config = self.settings, self.subject.config
+        if chosen.labels:
+            tokens, target = read_labels(self.subject, chosen.labels, chosen.kind)
+            check_prompts(list(tokens), config.vocab_size, config.context_length, self.subject.name)
+            return tokens, [target]
+        context = chosen.context or min(config.context_length, 256)
+        tokens = wrapped_prose(self.subject, read_texts(chosen.text), chosen.widths, context)
+        return tokens, wrapped_targets(tokens, chosen.targets)
+
+    @cached_property
+    def found(self) -> dict[str, xr.Dataset]:
+        """Of each target what `stages.probe` gives, in memory."""
+        return {target.name: self.result(target.name).load() for target in self.targets}
+
+    def best(self, name: str) -> int:
+        """The layer a target reads off best."""
+        score = self.found[name]["score"].sel(targets="true")
+        return int(score["layer"][int(score.fillna(-np.inf).argmax("layer"))])
+
+    def views(self) -> Iterator[View]:
+        """Of each target the scores by layer with their intervals, and the control."""
+        model, point = self.subject.name, self.settings.point
+        told = [self._told(target) for target in self.targets]
+        yield Data(json={"model_id": model, "point": point, "results": told})
+        curves = [_curves(one, self.found[one["target"]]) for one in told]
+        alone = len(told) == 1  # then the figure's title is the panel's
+        what = f"{_named(told[0])}, read" if alone else "What can be read"
+        title = f"{what} off {point} of {model}, layer by layer"
+        yield from together("probe", title, *curves, caption=curves[0].caption if alone else "")
+        for one in told:
+            yield _table(one, f"{_named(one)}, read off {point} of {model}")
+
+    def _told(self, target: Target) -> dict[str, Any]:
+        found = self.found[target.name]
+        names = ("score", "low", "high", "penalty")
+        return {
+            "target": target.name,
+            "kind": target.kind,
+            "measure": "accuracy" if target.classes else "R2",
+            "classes": target.classes,
+            "n_train": int(found["n_train"]),
+            "n_test": int(found["n_test"]),
+            "baseline": float(found["baseline"]),
+            "best_layer": self.best(target.name),
+            "layers": [
+                {"layer": layer}
+                | {
+                    which: {name: float(found[name].sel(layer=layer, targets=which)) for name in names}
+                    for which in ("true", "shuffled")
+                }
+                for layer in found["layer"].values.tolist()
+            ],
+        }
+
+
+def _named(told: dict[str, Any]) -> str:
+    return str(TOLD.get(told["target"], told["target"]))
+
+
+def _guess(told: dict[str, Any]) -> str:
+    return f"always the {'commonest label' if told['kind'] == 'label' else 'mean'}"
+
+
+def _measure(told: dict[str, Any]) -> str:
+    return str(told["measure"]).replace("R2", "R²")
+
+
+def _curves(told: dict[str, Any], found: xr.Dataset) -> Lines:
+    """Scores by layer with true and shuffled targets, and what the best guess without a state scores."""
+    lines = []
+    for which in ("true", "shuffled"):
+        score, *band = (found[name].sel(targets=which).values for name in ("score", "low", "high"))
+        lines.append(Line(which, score, control=which == "shuffled", band=np.stack(band)))
+    lines.append(Line(_guess(told), np.full(found.sizes["layer"], told["baseline"]), control=True))
+    is_number = told["kind"] == "number"
+    return Lines(
+        title=_named(told),
+        caption="on prompts that were not fitted; bands: 95% over these prompts",
+        sources=(told["target"],),
+        x=tuple(found["layer"].values.tolist()),
+        x_name="layer",
+        y_name=_measure(told),
+        lines=tuple(lines),
+        low=0.0 if is_number else None,
+        high=1.0,
+        floor=LOWEST if is_number else None,
+    )
+
+
+def _table(told: dict[str, Any], title: str) -> Table:
+    """The score of every layer with its interval, and the control; the best layer in bold."""
+
+    def interval(row: dict[str, Any]) -> str:
+        return f"{row['low']:.3f} to {row['high']:.3f}"
+
+    return Table.of(
+        told["layers"],
+        ("layer", "layer", "d"),
+        (_measure(told), lambda row: row["true"]["score"], ".3f"),
+        ("95% interval", "true", interval),
+        ("shuffled", lambda row: row["shuffled"]["score"], ".3f"),
+        ("95% interval", "shuffled", interval),
+        ("penalty", lambda row: row["true"]["penalty"], "g"),
+        strong=lambda row: row["layer"] == told["best_layer"],
+        title=title,
+        caption=f"{told['n_train']} tokens fitted, {told['n_test']} of other prompts tested; "
+        f"{_guess(told)}: {told['baseline']:.3f}; interval: bootstrap over test prompts",
+        sources=(told["target"],),
+    )
+
+
+WORKFLOW = Probe

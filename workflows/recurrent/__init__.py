@@ -1,0 +1,1 @@
+"""Questions about recurrence: models that hand on a state, and layers gone through again."""

@@ -1,0 +1,377 @@
+"""What does a recurrent model no longer say when one token leaves no trace in its state? RWKV, end to end.
+
+A recurrent model reads a token later through the state it wrote to. Told are its most likely next tokens,
+what its heads read of each position (the attention their recurrence amounts to), and what happens when the
+write of one token is left out, in one layer at a time or in all at once, and when it is multiplied by
+several scales (stages/causal/state_writes.py): candle-mi's `rwkv_inference`, state knockout and steering.
+
+The write told stands beside random values as long, written in its place and left out likewise: recent writes
+are read more than old ones whatever they hold, so that other positions would be no control. Defaults: the
+layer and kind of position where such random values matter most on other shipped facts, beside the one where
+they matter least (material/edge_choice.py). The write itself has no part in that choice: chosen for its own
+effect it would be the luckiest of many, in random weights too, as a token writes the same in every prompt.
+
+A token has two more ways to be read, the token shift and other layers: a write that does nothing says nothing
+about them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ...stages.attention.flow import attention_flow, unpacked
+from ...stages.causal.controls import Null
+from ...stages.causal.draws import AtOnce
+from ...stages.causal.state_writes import WRITE_SCALES, RandomWrites, StateKnockout, StateSteering
+from ...stages.logits.lens import format_probability, format_token
+from ...store.arrays import Floats
+from ..material.answers import named, number, target_json, top_changed_json
+from ..material.edge_choice import ROLES, PlaceWorkflow, roles_of
+from ..settings import MODEL_HELP, RECURRENT, ChosenPlaceSettings, Count, setting
+from ..views import (
+    Attention,
+    Data,
+    Figure,
+    Finding,
+    Findings,
+    Heatmap,
+    Lines,
+    Table,
+    View,
+    dash,
+    dim,
+    points,
+)
+from ..workflow import loaded
+
+if TYPE_CHECKING:
+    import xarray as xr
+
+    from ...pipeline.nodes import ResultNode
+    from ...stages.forward.text.tokens import Encoding
+
+__all__ = ["RwkvInference", "RwkvInferenceSettings"]
+
+OTHERS = "random values as long, written in its place"
+FEW = 4
+"""Of these in each of the other facts."""
+
+
+@dataclass(frozen=True)
+class RwkvInferenceSettings(ChosenPlaceSettings):
+    """What `--set` can change."""
+
+    model: str = setting(RECURRENT, MODEL_HELP)
+    position: int | str | None = setting(
+        None, "token whose write is told; none: the kind of position that matters most on other facts"
+    )
+    controls: Count = setting(20, "random values that the effect is held against, for each place")
+    scales: tuple[float, ...] = setting(WRITE_SCALES, "what its write is multiplied by")
+
+
+class RwkvInference(PlaceWorkflow):
+    """One write in full, and all others for comparison."""
+
+    name = "rwkv_inference"
+    question = "What does a recurrent model no longer say when one token leaves no trace in its state?"
+    needs = "state of RWKV"
+    settings_type = RwkvInferenceSettings
+    settings: RwkvInferenceSettings
+    rule = "kind of position whose write, were its values random, left out,"
+
+    writes = loaded("writes")
+    """Every write in every layer left out, [layer, position]."""
+    controls = loaded("controls")
+    """Random values in place of those that may be told, [layer, position, draw_of_write]."""
+    together = loaded("together")
+    """Every write left out in all layers at once, [layer = 0, position]."""
+
+    def plan(self) -> Mapping[str, ResultNode]:
+        """Every write left out; those that may be told scaled, and random ones there; other facts."""
+        given, layers = self.settings, self.subject.config.num_layers
+        shared = self.read_place("last", given.position)
+        self.captured = self.subject.capture_weights(self.subject.pack([self.prompt]))
+        pattern = self.captured[self.subject.attention_kind]
+        response = tuple(StateSteering(positions=(key,), doses=given.scales, **shared) for key in self.keys)
+        for each in response:
+            each.cells(self.subject.config)  # wrong settings are told now, not when it runs
+        places = tuple(dict.fromkeys((*self.keys, *self.roles.values())))
+        drawn = RandomWrites(positions=places, draws=given.controls, seed=given.seed, **shared | {"top_k": 1})
+        return {
+            "writes": self.on_model(StateKnockout(**shared)),
+            "together": self.on_model(StateKnockout(window=layers, **shared | {"top_k": 1})),
+            "response": self.on_model(AtOnce(response)),
+            "controls": self.on_model(drawn),
+            "attention": attention_flow.on(pattern=pattern, query=self.query, key=0),
+            **self.facts_node(),
+            **self._scored_node(),
+        }
+
+    def _scored_node(self) -> dict[str, ResultNode]:
+        """The write of every role left out, in the facts on which the choice is scored."""
+        if not self.is_chosen:
+            return {}
+        scored = self.others[self.settings.facts :]
+        cut = (StateKnockout(tuple(ids.ids), self._roles(ids), top_k=1) for ids, _ in scored)
+        return {"scored": self.on_model(AtOnce(tuple(cut)))}
+
+    def on_fact(self, tokens: tuple[int, ...], edges: Sequence[tuple[int, int]]) -> list[RandomWrites]:
+        """Random values in the place of every role of another fact."""
+        places = tuple(key for _, key in edges)
+        return [RandomWrites(tokens, positions=places, draws=FEW, seed=self.settings.seed, top_k=1)]
+
+    @staticmethod
+    def _roles(encoding: Encoding) -> tuple[int, ...]:
+        return tuple(roles_of(encoding, len(encoding) - 1).values())
+
+    @cached_property
+    def random(self) -> Floats:
+        """KL of random values on other facts, in nats: [fact, layer, role, draw]."""
+        axes = ("draw", "layer", "position", "draw_of_write")
+        found: Floats = self.result("facts")["kl"].transpose(*axes).values
+        return found
+
+    @cached_property
+    def facts(self) -> Floats:
+        """Its mean over draws, [fact, layer, role]."""
+        found: Floats = self.random.mean(-1)
+        return found
+
+    @property
+    def position(self) -> int:
+        """Position whose write is told."""
+        return self.edge[1]
+
+    @property
+    def told(self) -> xr.Dataset:
+        """The one write left out in the one layer."""
+        return self.writes.sel(layer=self.layer, position=self.position)
+
+    @cached_property
+    def response(self) -> xr.Dataset:
+        """The one write at every scale, [layer, dose]."""
+        return self.result("response").load().isel(draw=self.keys.index(self.position))
+
+    def findings(self) -> Findings:
+        """The write on other facts and in this prompt, and one that others say does nothing."""
+        if not self.is_claimed:
+            return Findings.of(caption=self.choice_told, sources=tuple(self.nodes))
+
+        def out(layer: int, place: int) -> str:
+            return f"leaving out what {self.token_told(place)} writes in layer {layer}"
+
+        here, word = (self.layer, self.position), format_token(self.target)
+        found = [self.on_held_out(), self._found(*here, "kl", f"{out(*here)} changes the next token")]
+        if self.pieces:
+            found.append(self._found(*here, "logit_diff", f"{out(*here)} lowers the logit of {word!r}"))
+        if self.quiet is not None:
+            there = (self.quiet.layer, self.roles[self.quiet.role])
+            found.append(self._found(*there, "kl", f"for comparison, {out(*there)} changes the next token"))
+        return Findings.of(*filter(None, found), caption=self.choice_told, sources=tuple(self.nodes))
+
+    def _found(self, layer: int, place: int, measure: str, claim: str) -> Finding:
+        """What one write left out does in this prompt, beside random ones in its place."""
+        at, is_logit = {"layer": layer, "position": place}, measure == "logit_diff"
+        null = Null(self.controls.sel(at)[measure].values, OTHERS, "either" if is_logit else "above")
+        effect, unit = float(self.writes.sel(at)[measure]), "logits" if is_logit else "nats"
+        return Finding(claim, effect, null, unit, held_out=self.chosen is not None)
+
+    def on_held_out(self) -> Finding | None:
+        """The write of the place chosen left out, in facts that had no part in the choice."""
+        if self.chosen is None:
+            return None
+        given, layer, role = self.settings, self.chosen.layer, list(ROLES).index(self.chosen.role)
+        cut = self.result("scored")["kl"].transpose("draw", "layer", "position").values
+        rows = self.halves[1]
+        return Finding.over(
+            f"leaving out what {ROLES[self.chosen.role]} writes in layer {layer} changes the next token",
+            cut[rows - given.facts, layer, role],
+            self.random[rows, layer, role],
+            "times random values as long, written in their place",
+            draws=given.controls,
+            seed=given.seed,
+            unit="nats",
+            held_out=True,
+        )
+
+    def views(self) -> Iterator[View]:
+        """What is claimed; what comes next; who reads whom; the one write; every write; every scale."""
+        names = [self.token_told(place) for place in range(len(self.encoding))]
+        findings = self.findings()
+        yield findings
+        yield Data(json=self._about() | self.choice_json())
+        yield self._next_tokens()
+        if self.store is not None:
+            yield self._attention()
+        yield self._one_write(names)
+        sweep = Heatmap.of(
+            self.writes["kl"].transpose("layer", "position"),
+            "What is lost without a write",
+            f"by one token in one layer; framed: {names[self.position]} in layer {self.layer}, the one told",
+            columns=tuple(names),
+            column_name="token that writes",
+            low=0.0,
+            framed=((self.layer, self.position) * 2,),
+            frame_name="the one told",
+            sources=("writes",),
+            json={"sweep": {"kl_divergence": self.writes["kl"], "logit_diff": self.writes["logit_diff"]}},
+        )
+        yield sweep
+        yield self._positions(names)
+        curves = Lines.of(
+            self.response["kl"].transpose("layer", "dose"),
+            f"How far the next token moves as {names[self.position]} writes more or less",
+            f"0: left out, 1: as it is; a layer each, thick: layer {self.layer}",
+            x_name="factor of the write",
+            low=0.0,
+            strong=self.layer,
+            sources=("response",),
+        )
+        yield curves
+        yield self._scales(names)
+        title = f"What {self.subject.name} keeps of {self.prompt!r}"
+        panels = (sweep, curves, findings)
+        yield Figure(name="rwkv_inference", title=title, panels=panels, columns=2)
+
+    def _next_tokens(self) -> Table:
+        """What the model says as it is."""
+        ids = self.writes["baseline_id"].values
+        records = [
+            {"rank": rank, "token_id": int(token), "token": text, "probability": float(share)}
+            for rank, (token, text, share) in enumerate(
+                zip(ids, named(self.subject, ids), self.writes["baseline_probability"].values, strict=True), 1
+            )
+        ]
+        return Table.of(
+            records,
+            ("rank", "rank", "d"),
+            ("token", lambda one: format_token(one["token"])),
+            ("probability", "probability", format_probability),
+            title=f"{self.subject.name} after {self.prompt!r}",
+            caption="most likely next tokens, nothing changed",
+            sources=("writes",),
+            json={"top_tokens": records},
+        )
+
+    def _attention(self) -> Attention:
+        """What every head reads of every position."""
+        assert self.store is not None
+        kind = self.subject.attention_kind
+        pattern = unpacked(self.captured.open(self.store)[kind]).transpose("layer", "head", ...)
+        edge = self.result("attention").load()["from_query"].isel(key_position=self.position)
+        here = edge.transpose("layer", "head").values
+        return Attention(
+            title="What heads read of each position",
+            caption="Effective attention: what a head reads of the value a position wrote, as a share of all "
+            "that it reads with a positive sign (what it takes away is left out). Point at a token, or "
+            "walk with the arrow keys.",
+            tokens=tuple(map(format_token, named(self.subject, self.encoding.ids))),
+            layers=tuple(pattern["layer"].values.tolist()),
+            pattern=pattern.values,
+            overview=here,
+            overview_name=f"how much {self.token_told(self.query)} reads {self.token_told(self.position)}",
+            layer=self.layer,
+            head=int(here[self.layer].argmax()),
+            query=self.query,
+            sources=("attention",),
+        )
+
+    def _one_write(self, names: Sequence[str]) -> Table:
+        """The tokens that one write left out changes most."""
+        told = self.told
+        changed = top_changed_json(self.subject, told, "ablated_prob")
+        effect = f"KL {float(told['kl']):.5f} nats"
+        if self.pieces:
+            before, after = (np.exp(float(told[f"{run}target_logprob"])) for run in ("baseline_", ""))
+            effect += (
+                f"; logit of {self.target!r} lowered by {float(told['logit_diff']):+.4f}, "
+                f"probability {format_probability(before)} -> {format_probability(after)}"
+            )
+        return Table.of(
+            changed,
+            ("token", lambda one: format_token(one["token"])),
+            ("before", "baseline_prob", format_probability),
+            ("after", "ablated_prob", format_probability),
+            ("change", lambda one: one["ablated_prob"] - one["baseline_prob"], points),
+            title=f"Without what {names[self.position]} writes in layer {self.layer}",
+            caption=effect,
+            sources=("writes",),
+            json={"top_changed": changed},
+        )
+
+    def _positions(self, names: Sequence[str]) -> Table:
+        """What each token's writes are worth, in the layer where that is most, and in all at once."""
+        kl = self.writes["kl"].transpose("position", "layer").values
+        every = self.together["kl"].isel(layer=0).values
+        records = [
+            {
+                "position": place,
+                "token": name,
+                "layer": int(kl[place].argmax()),
+                "kl": float(kl[place].max()),
+                "kl_all_layers": float(every[place]),
+            }
+            for place, name in enumerate(names)
+        ]
+        return Table.of(
+            records,
+            ("token", "token", str),
+            ("KL, one layer", "kl", ".5f"),
+            ("layer", "layer", lambda layer: dim(str(layer))),
+            ("KL, all layers", "kl_all_layers", ".5f"),
+            title="What each token's writes are worth",
+            caption="KL from the run as it is, in nats: the layer without whose write most is lost, and all "
+            "layers at once",
+            sources=("writes", "together"),
+            json={"positions": records},
+        )
+
+    def _scales(self, names: Sequence[str]) -> Table:
+        """The one write at every scale in the one layer."""
+        here = self.response.sel(layer=self.layer)
+        records = [
+            {
+                "scale": float(one["dose"]),
+                "kl_divergence": float(one["kl"]),
+                "target_logit_diff": number(one["logit_diff"]),
+                "p_target": number(np.exp(one["target_logprob"])),
+                "top_changed": top_changed_json(self.subject, one, "steered_prob"),
+            }
+            for one in (here.isel(dose=i) for i in range(here.sizes["dose"]))
+        ]
+        return Table.of(
+            records,
+            ("factor", "scale", "{:g}x".format),
+            ("KL", "kl_divergence", ".5f"),
+            ("logit diff", lambda one: dash(one["target_logit_diff"], "+.4f"), str),
+            ("p(target)", lambda one: dash(one["p_target"], ".4f"), str),
+            ("changed most", lambda one: format_token(one["top_changed"][0]["token"])),
+            title=f"{names[self.position]} writes more or less in layer {self.layer}",
+            caption="logit diff: as it is minus steered",
+            sources=("response",),
+            json={"steering": records},
+        )
+
+    def _about(self) -> dict[str, Any]:
+        """Model, prompt and the one write, under the names of candle-mi's example."""
+        told = self.told
+        return {
+            **self.subject.about,
+            **target_json(self.subject, self.target, self.pieces),
+            "prompt": self.prompt,
+            "tokens": named(self.subject, self.encoding.ids),
+            "target_layer": self.layer,
+            "knockout_position": self.position,
+            "kl_divergence": told["kl"],
+            "target_logit_diff": number(told["logit_diff"]),
+            "baseline_p_target": number(np.exp(told["baseline_target_logprob"])),
+            "ablated_p_target": number(np.exp(told["target_logprob"])),
+        }
+
+
+WORKFLOW = RwkvInference

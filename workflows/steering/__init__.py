@@ -1,0 +1,1 @@
+"""Questions about pushes: how far an answer follows one, and whether the states come back."""
