@@ -548,8 +548,8 @@ def output(z: Tensor, projection: Linear, layer: int, taps: Taps) -> Tensor:
 
 def _of_heads(x: Tensor, maps: Tensor) -> Tensor:
     """x [B, H, S, in], each head through its own map [H, in, out]: [B, H, S, out]."""
-    flat = each_product(x.transpose(0, 1).flatten(1, 2), maps)
-    return flat.unflatten(1, (x.shape[0], -1)).transpose(0, 1)
+    flat: Tensor = each_product(x.transpose(0, 1).flatten(1, 2), maps).unflatten(1, (x.shape[0], -1))
+    return flat.transpose(0, 1)
 
 
 def _spared(seen: Tensor, cut: Tensor, layer: int, how: AttentionMixer) -> Tensor:
