@@ -28,6 +28,7 @@ from ..architectures.transformer import RopeConfig
 from ..hooks.taps import AttentionTaps, Taps
 from .gradients import is_recorded
 from .history import History
+from .kernels.company import is_beside_others
 from .kernels.functions import evenly
 from .kernels.products import each_product, product
 from .norms import apply_norm
@@ -42,6 +43,7 @@ _QUERIES = 16
 _TOGETHER, _OF_THEIR_OWN = 4, 2
 """Queries that a product takes at a time, and up to how many have a kernel of their own: four take more than
 twice the time of one."""
+_NARROW = (torch.bfloat16, torch.float16)
 _BLOCK = 32
 """Queries that the fused kernel takes at once, at least."""
 _TILES = ((64, 32), (512, 64))
@@ -256,7 +258,7 @@ def _from_inputs(
         given = taps(kind, layer, copies.clone(memory_format=torch.contiguous_format))
         rows, bias, each = part.weight.unflatten(0, (count, -1)), part.bias, given.shape[1] // count
         rows = rows.repeat_interleave(each, 0)
-        anew = torch.matmul(source.norm(given), rows.transpose(1, 2))
+        anew = _of_heads(source.norm(given), rows.transpose(1, 2))
         if bias is not None:
             anew = anew + bias.view(count, 1, -1).repeat_interleave(each, 0)
         if each == 1:
@@ -326,7 +328,7 @@ def _risen(q: Tensor, k: Tensor, v: Tensor, weights: AttentionWeights, scale: fl
     """The same, of what the values [B, Hk, token, dh] of a key say: e^(a softplus(w v)) for each key head
     (Shi et al., Trainable Dynamic Mask Sparse Attention, 2025, section 3)."""
     assert weights.rise_gain is not None  # whoever has the map has both
-    told = F.softplus(linear(v.transpose(1, 2).flatten(2), weights.rise))
+    told = evenly(F.softplus, linear(v.transpose(1, 2).flatten(2), weights.rise))
     rises = torch.exp(weights.rise_gain * told).transpose(1, 2)[..., None]
     return torch.cat([q, torch.full_like(q[..., :1], 1 / scale)], dim=-1), torch.cat([k, rises], dim=-1)
 
@@ -372,16 +374,25 @@ def attend(
         pattern = _pattern(taps("attn_scores", layer, masked), whole, how).to(q.dtype)
         pattern = taps("pattern", layer, pattern, whole)
         if changed or (weigh is None and is_by_hand(q, how)):
-            return _mixed(pattern, v)
+            z = _mixed(pattern, v)
+            if not changed or not is_beside_others() or is_by_hand(q, how):
+                return z
+            # Queries that were left alone read as they do where nobody changes anything.
+            alone = _pattern(_masked(_scores(q, k, how), whole, how), whole, how).to(q.dtype)
+            is_left = (pattern == alone).all(-1, keepdim=True)
+            return torch.where(is_left, (weigh or weighed)(q, k, v, seen, how), z)
     return (weigh or weighed)(q, k, v, seen, how)
 
 
 def weighed(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, how: AttentionMixer) -> Tensor:
     """z [B, H, query, dh] where nobody looks at scores. seen: as `attend`'s allowed."""
-    if is_by_hand(q, how):
-        whole = plainly(k.shape[2], how, q.device) if seen is None else seen
-        return _mixed(_pattern(_masked(_scores(q, k, how), whole, how), whole, how).to(q.dtype), v)
-    return _fused(q, k, v, seen, how)
+    return by_hand(q, k, v, seen, how) if is_by_hand(q, how) else _fused(q, k, v, seen, how)
+
+
+def by_hand(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, how: AttentionMixer) -> Tensor:
+    """`weighed`, step by step."""
+    whole = plainly(k.shape[2], how, q.device) if seen is None else seen
+    return _mixed(_pattern(_masked(_scores(q, k, how), whole, how), whole, how).to(q.dtype), v)
 
 
 def over(keys: Tensor, values: Tensor) -> Weigh:
@@ -393,7 +404,7 @@ def over(keys: Tensor, values: Tensor) -> Weigh:
         if seen is not None:
             seen = F.pad(seen, (0, every - size))
         elif every > size and (q.shape[2] == 1 or how.is_bidirectional):
-            seen = _first_of(every, size)
+            seen = _first_of(every, size).to(q.dtype)
         return _fused(q, keys, values, seen, how, is_filled=True)
 
     return weigh
@@ -408,7 +419,12 @@ def keys_filled(q: Tensor, keys: int) -> int:
     """
     if not _is_told_by_counts(q):
         return keys
-    return keys + -keys % 16 + (-(2 + q.shape[3]) % 4 if q.shape[2] <= _OF_THEIR_OWN else 0)
+    return keys + -keys % 16 + (-(2 + q.shape[3]) % 4 if q.shape[2] <= _of_their_own() else 0)
+
+
+def keys_by_hand(q: Tensor, keys: int, how: AttentionMixer) -> int:
+    """The same step by step: a softmax adds up 16 numbers at a time, and those left over by themselves."""
+    return keys if how.relative is not None or not _is_told_by_counts(q) else keys + -keys % 16
 
 
 def _fused(
@@ -423,10 +439,10 @@ def _fused(
         if seen is not None:
             seen = F.pad(seen, (0, more))
         elif not is_causal:
-            seen = _first_of(keys + more, keys)
-    if _is_told_by_counts(q) and (is_causal or queries > _OF_THEIR_OWN):
+            seen = _first_of(keys + more, keys).to(q.dtype)
+    if _is_told_by_counts(q) and (is_causal or queries > _of_their_own()):
         if is_causal and queries <= _BLOCK:  # the kernel takes them at once, and the mask spares it some
-            seen, is_causal = _up_to_each(queries, k.shape[2]), False
+            seen, is_causal = _up_to_each(queries, k.shape[2]).to(q.dtype), False
         rows = -queries % (_QUERIES if is_causal else _TOGETHER)
         q = F.pad(q, (0, 0, 0, rows)) if rows else q
         if rows and seen is not None and seen.shape[-2] > 1:
@@ -457,9 +473,16 @@ def _first_of(keys: int, seen: int) -> Tensor:
     return torch.zeros(1, 1, 1, keys).masked_fill(torch.arange(keys) >= seen, float("-inf"))
 
 
+def _of_their_own() -> int:
+    """Up to how many queries go through kernels of their own."""
+    return 0 if is_beside_others() else _OF_THEIR_OWN
+
+
 def _is_told_by_counts(q: Tensor) -> bool:
     """Whether sums of the fused kernel go by the numbers of queries, keys and threads."""
-    return q.device.type == "cpu" and q.dtype == torch.float32
+    return q.device.type == "cpu" and (
+        q.dtype == torch.float32 or (is_beside_others() and q.dtype in _NARROW)
+    )
 
 
 def in_tiles(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, how: AttentionMixer) -> Tensor:
@@ -508,11 +531,25 @@ def output(z: Tensor, projection: Linear, layer: int, taps: Taps) -> Tensor:
     if taps.touches(layer, "result"):
         heads, width = z.shape[1], z.shape[-1]
         per_head = projection.weight.unflatten(1, (heads, width)).permute(1, 2, 0)
-        result = taps("result", layer, torch.matmul(z, per_head))
+        made = _of_heads(z, per_head)
+        # Taps may write into it.
+        result = taps("result", layer, made.clone() if is_beside_others() else made)
         if taps.changes(layer, "result"):
-            mixed = result.sum(1)
-            return mixed if projection.bias is None else mixed + projection.bias
+            mixed = sum(
+                result.unbind(1), torch.zeros_like(result[:, 0])
+            )  # in one order, however many queries
+            mixed = mixed if projection.bias is None else mixed + projection.bias
+            if not is_beside_others():
+                return mixed
+            is_left = (result == made).all(-1).all(1)[..., None]
+            return torch.where(is_left, linear(z.transpose(1, 2).flatten(2), projection), mixed)
     return linear(z.transpose(1, 2).flatten(2), projection)
+
+
+def _of_heads(x: Tensor, maps: Tensor) -> Tensor:
+    """x [B, H, S, in], each head through its own map [H, in, out]: [B, H, S, out]."""
+    flat: Tensor = each_product(x.transpose(0, 1).flatten(1, 2), maps).unflatten(1, (x.shape[0], -1))
+    return flat.transpose(0, 1)
 
 
 def _spared(seen: Tensor, cut: Tensor, layer: int, how: AttentionMixer) -> Tensor:

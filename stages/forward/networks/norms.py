@@ -7,12 +7,15 @@ result.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ..hooks.taps import Taps
 from .gradients import is_recorded
+from .kernels.company import is_beside_others
 from .weights import NormWeights
 
 
@@ -22,10 +25,19 @@ def normalise(
     """x [B, S, D] normalised over D; taps see ``{name}_scale`` [B, S, 1] and ``{name}_normalized`` [B, S,
     D]."""
     scale_point, value_point = f"{name}_scale", f"{name}_normalized"
+
+    def tapped(kind: str, value: Tensor) -> Tensor:
+        return taps(f"{name}_{kind}", layer, value)
+
     if taps.changes(layer, scale_point, value_point):
-        return _by_parts(x, norm, kind, eps, taps, name, layer)
+        made = _by_parts(x, norm, kind, eps, tapped)
+        if not is_beside_others():
+            return made
+        # What was left alone is what it is where nobody changes anything.
+        is_left = (made == _by_parts(x, norm, kind, eps, lambda _, value: value)).all(-1, keepdim=True)
+        return torch.where(is_left, apply_norm(x, norm, kind, eps), made)
     if taps.captures(layer, scale_point, value_point):
-        _by_parts(x, norm, kind, eps, taps, name, layer)
+        _by_parts(x, norm, kind, eps, tapped)
     return apply_norm(x, norm, kind, eps)
 
 
@@ -61,13 +73,14 @@ def _rms(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def _by_parts(
-    x: Tensor, norm: NormWeights, kind: str, eps: float, taps: Taps, name: str, layer: int | None
+    x: Tensor, norm: NormWeights, kind: str, eps: float, tapped: Callable[[str, Tensor], Tensor]
 ) -> Tensor:
+    """tapped: of "scale" or "normalized" and what it is, what to go on with."""
     # torch's own layer norm keeps float64; the reference's RMS norms compute in float32 whatever comes.
     wide = x if kind == "layer" and x.dtype == torch.float64 else x.float()
     if kind == "layer":
         wide = wide - wide.mean(-1, keepdim=True)
-    scale = taps(f"{name}_scale", layer, (wide.pow(2).mean(-1, keepdim=True) + eps).sqrt().to(x.dtype))
-    unit = taps(f"{name}_normalized", layer, (wide / scale.to(wide.dtype)).to(x.dtype))
+    scale = tapped("scale", (wide.pow(2).mean(-1, keepdim=True) + eps).sqrt().to(x.dtype))
+    unit = tapped("normalized", (wide / scale.to(wide.dtype)).to(x.dtype))
     weighted = unit * (1 + norm.weight if kind == "gemma_rms" else norm.weight)
     return weighted if norm.bias is None else weighted + norm.bias

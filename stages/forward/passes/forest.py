@@ -9,7 +9,7 @@ Axes: branch, position; token = a place in the row.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -87,6 +87,11 @@ class AttentionGroup:
     positions: Ints
     keys: Ints
     lengths: list[int]
+
+    def with_keys(self, count: int) -> AttentionGroup:
+        """The same over so many keys, with some behind the longest prompt that nobody sees."""
+        more = count - self.keys.shape[1]
+        return replace(self, keys=np.pad(self.keys, ((0, 0), (0, more)))) if more else self
 
     @property
     def is_whole(self) -> bool:

@@ -20,7 +20,7 @@ from torch import Tensor
 from ....store.arrays import Ints
 from ..architectures.architecture import AttentionMixer
 from ..architectures.transformer import RopeConfig
-from ..networks.attention import attend, is_by_hand, keys_filled, over, within
+from ..networks.attention import attend, by_hand, is_by_hand, keys_by_hand, keys_filled, over, within
 from ..networks.history import Carried
 from ..networks.pairs.parts import seen_of
 from ..networks.recurrences.recurrence import Recurrence
@@ -120,16 +120,20 @@ class BranchHistory:
         z = q.new_empty(q.shape[2], q.shape[1], v.shape[3])
         of_a_key = q.element_size() * (k.shape[1] * (k.shape[3] + v.shape[3]))
         of_a_score = 3 * q.element_size() * q.shape[1]
-        for group in self._groups(layer, how, of_a_key, of_a_score):
-            queries = torch.from_numpy(group.queries).to(self._device)
+        # Of keys and values of different widths torch has no fused kernel, but steps that go by sizes.
+        is_narrow = q.shape[3] != v.shape[3] and q.device.type == "cpu"
+        for found in self._groups(layer, how, of_a_key, of_a_score):
+            queries = torch.from_numpy(found.queries).to(self._device)
             given = q[0][:, queries].transpose(0, 1)
-            size = group.keys.shape[1]
             # What the kernel would be filled up with is gathered at once.
-            by_hand = is_by_hand(q, how) or self._taps.reads_attention(group.branches[0], layer)
-            more = 0 if by_hand else keys_filled(given, size) - size
+            size = found.keys.shape[1]
+            steps = is_by_hand(q, how) or self._taps.reads_attention(found.branches[0], layer) or is_narrow
+            group = found.with_keys(keys_by_hand(given, size, how)) if steps else found
+            size = group.keys.shape[1]
+            more = 0 if steps else keys_filled(given, size) - size
             keys = torch.from_numpy(np.pad(group.keys, ((0, 0), (0, more)))).to(self._device)
             wide_k, wide_v = (x[0][:, keys].transpose(0, 1) for x in (k, v))
-            weigh = over(wide_k, wide_v) if more else None
+            weigh = over(wide_k, wide_v) if more else by_hand if is_narrow else None
             allowed = self._allowed(group, how)
             places = torch.from_numpy(group.positions).to(self._device)
             looked_at = self._taps.of_group(group, self._kept, layer, how.room)
@@ -191,14 +195,14 @@ class BranchHistory:
 
         of_a_key: bytes of a key and value gathered; of_a_score: of the scores of a query and a key.
         """
-        for by_hand in (False, True):
-            chosen = [b for b in self._kept.held if self._taps.reads_attention(b, layer) == by_hand]
+        for is_read in (False, True):
+            chosen = [b for b in self._kept.held if self._taps.reads_attention(b, layer) == is_read]
             chosen.sort(key=lambda b: (-len(self._kept.held[b]), self._forest.branches[b].length))
             start = 0
             while start < len(chosen):
                 most = len(self._kept.held[chosen[start]])
                 materialised = of_a_score * (
-                    by_hand or how.is_capped or how.relative is not None or how.part is not None
+                    is_read or how.is_capped or how.relative is not None or how.part is not None
                 )
                 stop, longest = start, 0
                 while stop < len(chosen) and len(self._kept.held[chosen[stop]]) >= RAGGED * most:

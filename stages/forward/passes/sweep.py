@@ -19,6 +19,7 @@ from ....store.arrays import Ints
 from ..hooks.spec import Capture
 from ..hooks.taps import EverythingHeld
 from ..hooks.wants import Logits
+from ..networks.kernels.company import beside_others
 from ..networks.loop import Network, through_layers
 from .branch_taps import BranchTaps
 from .branches import Wanted
@@ -40,7 +41,8 @@ def sweep(network: Network, block: Block, wanted: Sequence[Wanted], room: int) -
     forest = Forest(block.branches)
     taps = BranchTaps(forest, block.ending)
     history = BranchHistory(forest, taps, room=room, device=network.device)
-    states = _states(network, history, taps)
+    with beside_others():
+        states = _states(network, history, taps)
     runs = [
         (number, index)
         for number, branch in enumerate(block.branches)
@@ -89,7 +91,9 @@ def _logits(
             places.append(place)
             stop += 1
         distinct, back = np.unique(np.concatenate(places), return_inverse=True)
-        table = network.unembed(states[torch.from_numpy(distinct).to(states.device)], want)
+        chosen = states[torch.from_numpy(distinct).to(states.device)]
+        with beside_others():
+            table = network.unembed(chosen, want)
         for part in np.split(back, np.cumsum([len(place) for place in places])[:-1]):
             yield table[torch.from_numpy(part).to(table.device)][None]
         start = stop

@@ -30,6 +30,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .company import is_beside_others
 from .tuning import is_tuned
 
 _LARGE = 1 << 26
@@ -67,7 +68,10 @@ def each_product(x: Tensor, y: Tensor) -> Tensor:
     if not _is_chosen_by_size(x):
         return torch.bmm(x, y)
     rows, columns = x.shape[1], y.shape[2]
-    more_rows, more_columns = _to_whole(rows, _ROWS), _to_whole(columns, _COLUMNS)
+    if is_beside_others():
+        more_rows, more_columns = -rows % _ROWS, -columns % _COLUMNS
+    else:
+        more_rows, more_columns = _to_whole(rows, _ROWS), _to_whole(columns, _COLUMNS)
     if not more_rows and not more_columns:
         return torch.bmm(x, y)
     made: Tensor = torch.bmm(F.pad(x, (0, 0, 0, more_rows)), F.pad(y, (0, more_columns)))
@@ -95,7 +99,8 @@ def _in_full_blocks(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     more_rows = -rows % _ROWS if rows < _SPLIT else 0
     more_columns = _to_whole(columns, _COLUMNS)
     wider = -width % _ALIGNED if columns < _COLUMNS else 0
-    if rows < 2 or not (more_rows or more_columns or wider):
+    is_alone = rows < 2 and not is_beside_others()
+    if is_alone or not (more_rows or more_columns or wider):
         return F.linear(x, weight, bias)
     flat = x.flatten(0, -2)
     weight = F.pad(weight, (0, wider, 0, more_columns)) if more_columns or wider else weight
@@ -108,7 +113,7 @@ def _in_full_blocks(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 def _wants_onednn(x: Tensor, weight: Tensor) -> bool:
     if not _is_chosen_by_size(x) or weight.dtype != torch.float32:
         return False
-    if x.dim() < 3:  # rows of several prompts, as many as it happens to be
+    if x.dim() < 3 or is_beside_others():  # rows of several prompts, as many as it happens to be
         return False
     rows, length = x.numel() // max(x.shape[-1], 1), x.shape[-2]
     is_large = rows.bit_count() == 1 and max(length, _FEW) * weight.numel() >= _LARGE
