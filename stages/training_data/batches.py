@@ -16,7 +16,7 @@ import sys
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import chain
 from typing import TYPE_CHECKING, TypeVar
 
@@ -126,31 +126,19 @@ class Batches:
         if self.epochs is not None and self.total is not None:
             end = min(self.total * self.batch, self.epochs * self.order.rows)
         pieces: Iterator[RowStretch | None] = chain(self.order.pieces(start * self.batch, end), [None])
-        with (
-            ThreadPoolExecutor(_TOGETHER, thread_name_prefix="blocks") as blocks,
-            ThreadPoolExecutor(1, thread_name_prefix="window") as reader,
-        ):
+        with ThreadPoolExecutor(1, thread_name_prefix="window") as reader:
             ahead: Future[_Read] | None = None
-            read = partial(self._read, start=start, worker=worker, memory=memory, threads=blocks)
             try:
                 for piece in pieces:
                     found = None if ahead is None else ahead.result()
-                    ahead = None if piece is None else reader.submit(read, piece)
+                    ahead = None if piece is None else reader.submit(self._read, piece, start, worker, memory)
                     if found is not None:
                         yield found
                     del found
             finally:
                 reader.shutdown(wait=True, cancel_futures=True)
 
-    def _read(
-        self,
-        piece: RowStretch,
-        *,
-        start: int,
-        worker: tuple[int, int],
-        memory: _Memory,
-        threads: ThreadPoolExecutor,
-    ) -> _Read:
+    def _read(self, piece: RowStretch, start: int, worker: tuple[int, int], memory: _Memory) -> _Read:
         """The rows of a piece that are in batches of a worker, in their order."""
         blocks = self.order.blocks(piece.epoch, piece.window)
         tokens = [self.source.tokens(int(self._blocks[0][n]), int(self._blocks[1][n])) for n in blocks]
@@ -166,15 +154,14 @@ class Batches:
             cell: memory.rows(len(chosen), self.source.width(cell), self.source.dtype(cell))
             for cell in self.cells
         }
-        work, at = [], 0
+        at = 0
         for some in tokens:
             to = places[at : at + len(some)]
             at += len(some)
             mine = to >= 0
             if mine.any():
-                work += [(cell, some[mine], out, to[mine]) for cell, out in rows.items()]
-        for _ in threads.map(lambda each: self.source.scatter(*each), work):
-            pass  # a block that cannot be read says so
+                for cell, out in rows.items():
+                    self.source.scatter(cell, some[mine], out, to[mine])
         return _Read(held[chosen], rows)
 
 
@@ -206,8 +193,6 @@ class _Memory:
         return len(held) >= rows and held.shape[1] == width and held.dtype == dtype
 
 
-_TOGETHER = 2
-"""Blocks read at a time."""
 _NOBODY_ELSE = 2
 _MOST = 16
 """Windows remembered: two for each of a few cells."""
