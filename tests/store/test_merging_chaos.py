@@ -98,7 +98,7 @@ def test_merges_at_once_that_are_killed_end_as_one_that_is_not(tmp_path, seed):
     writer.start()
     orders = [(one, other), (other, one)]
     running = {n: start("merge", *order, target) for n, order in enumerate(orders)}
-    until = {n: time.monotonic() + drawn.uniform(0.5, 2) for n in running}
+    until = {n: time.monotonic() + drawn.uniform(0.2, 0.9) for n in running}
     while running:
         for n, process in list(running.items()):
             if process.poll() is not None:
@@ -109,7 +109,7 @@ def test_merges_at_once_that_are_killed_end_as_one_that_is_not(tmp_path, seed):
                 process.wait()
                 killed += 1
                 running[n] = start("merge", *orders[n], target)
-                until[n] = time.monotonic() + drawn.uniform(0.5, 2)
+                until[n] = time.monotonic() + drawn.uniform(0.2, 0.9)
         time.sleep(0.01)
     writer.join()
     reader.over.set()
