@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+import mizarr
+
 PROSE = """It was the best of times, it was the worst of times, it was the age of wisdom, it was
 the age of foolishness, it was the epoch of belief, it was the epoch of incredulity, it was the
 season of Light, it was the season of Darkness, it was the spring of hope, it was the winter of
@@ -50,6 +52,12 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
             parameter.mul_(5 if parameter.ndim > 1 else 1)  # far enough from uniform to rank tokens
     model.save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(scope="module")
+def model(tiny_model: Path):
+    """It, loaded."""
+    return mizarr.Model.from_pretrained(tiny_model)
 
 
 @pytest.fixture(scope="session")

@@ -23,11 +23,11 @@ import numpy as np
 from ...stages.causal.controls import Null, chosen_at_random
 from ...stages.causal.draws import AtOnce
 from ...stages.causal.knockout import EdgeKnockout, HeadKnockout
-from ...stages.logits.lens import format_probability, format_token
-from ..material.answers import named, target_json, top_changed_json
+from ...stages.logits.lens import format_token
+from ..material.answers import named, target_json
 from ..material.edge_choice import EdgeWorkflow
 from ..settings import ChosenEdgeSettings, setting
-from ..views import Data, Figure, Finding, Findings, Heatmap, Table, View, points
+from ..views import Data, Figure, Finding, Findings, Heatmap, Table, View
 from ..workflow import loaded
 
 if TYPE_CHECKING:
@@ -135,23 +135,10 @@ class AttentionKnockout(EdgeWorkflow):
         findings = self.findings()
         yield findings
         yield Data(json=self._about() | self.choice_json())
-        changed = top_changed_json(self.subject, told, "ablated_prob")
-        effect = f"KL {float(told['kl']):.5f} nats; weight of the edge {float(told['attention']):.3f}"
-        if self.pieces:
-            probabilities = (np.exp(told[name]) for name in ("baseline_target_logprob", "target_logprob"))
-            effect += (
-                f"; logit of {self.target!r} lowered by {float(told['logit_diff']):+.4f}, "
-                f"probability {' -> '.join(format_probability(float(p)) for p in probabilities)}"
-            )
-        yield Table.of(
-            changed,
-            ("token", lambda one: format_token(one["token"])),
-            ("before", "baseline_prob", format_probability),
-            ("after", "ablated_prob", format_probability),
-            ("change", lambda one: one["ablated_prob"] - one["baseline_prob"], points),
-            title=f"{self.subject.name}, layer {self.layer}: {names[query]} may not read {names[key]}",
-            caption=effect,
-            json={"top_changed": changed},
+        yield self.changed_table(
+            told,
+            f"{self.subject.name}, layer {self.layer}: {names[query]} may not read {names[key]}",
+            beside=f"; weight of the edge {float(told['attention']):.3f}",
         )
         if not self.settings.sweep:
             return

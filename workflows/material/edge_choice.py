@@ -31,16 +31,19 @@ from ...stages.causal.draws import AtOnce
 from ...stages.causal.knockout import EdgeKnockout
 from ...stages.corpus.positions import position_of
 from ...stages.forward.hooks.edges import KnockoutSpec
+from ...stages.logits.lens import format_probability, format_token
 from ...store.arrays import Floats
 from ...store.errors import ConfigError
 from ..settings import ChosenEdgeSettings, ChosenPlaceSettings
 from ..subject import shipped_facts
-from ..views import Finding
+from ..views import Finding, Table, points
 from ..workflow import ModelWorkflow
-from .answers import KNOWN, answer_pieces, encoded, fact, named
+from .answers import KNOWN, answer_pieces, encoded, fact, named, top_changed_json
 from .relations import relation_of
 
 if TYPE_CHECKING:
+    import xarray as xr
+
     from ...pipeline.nodes import ResultNode
     from ...stages.forward.runs.experiment import Experiment
     from ...stages.forward.text.tokens import Encoding
@@ -143,6 +146,31 @@ class PlaceWorkflow(ModelWorkflow):
     def on_fact(self, tokens: tuple[int, ...], edges: Sequence[tuple[int, int]]) -> Sequence[Experiment]:
         """What is done to each (query, key) of another fact by itself, in every layer."""
         raise NotImplementedError
+
+    def changed_table(
+        self, told: xr.Dataset, title: str, *, beside: str = "", sources: tuple[str, ...] = ()
+    ) -> Table:
+        """The tokens that one place left out changes most. told: the run without it. beside: what else the
+        caption says, behind the divergence."""
+        changed = top_changed_json(self.subject, told, "ablated_prob")
+        effect = f"KL {float(told['kl']):.5f} nats{beside}"
+        if self.pieces:
+            before, after = (np.exp(float(told[f"{run}target_logprob"])) for run in ("baseline_", ""))
+            effect += (
+                f"; logit of {self.target!r} lowered by {float(told['logit_diff']):+.4f}, "
+                f"probability {format_probability(before)} -> {format_probability(after)}"
+            )
+        return Table.of(
+            changed,
+            ("token", lambda one: format_token(one["token"])),
+            ("before", "baseline_prob", format_probability),
+            ("after", "ablated_prob", format_probability),
+            ("change", lambda one: one["ablated_prob"] - one["baseline_prob"], points),
+            title=title,
+            caption=effect,
+            sources=sources,
+            json={"top_changed": changed},
+        )
 
     def _other_facts(self) -> list[OtherFact]:
         """Shipped facts in which every role is another position, no two of the same tokens: as many to choose

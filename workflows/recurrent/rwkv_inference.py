@@ -45,7 +45,6 @@ from ..views import (
     View,
     dash,
     dim,
-    points,
 )
 from ..workflow import loaded
 
@@ -283,26 +282,8 @@ class RwkvInference(PlaceWorkflow):
 
     def _one_write(self, names: Sequence[str]) -> Table:
         """The tokens that one write left out changes most."""
-        told = self.told
-        changed = top_changed_json(self.subject, told, "ablated_prob")
-        effect = f"KL {float(told['kl']):.5f} nats"
-        if self.pieces:
-            before, after = (np.exp(float(told[f"{run}target_logprob"])) for run in ("baseline_", ""))
-            effect += (
-                f"; logit of {self.target!r} lowered by {float(told['logit_diff']):+.4f}, "
-                f"probability {format_probability(before)} -> {format_probability(after)}"
-            )
-        return Table.of(
-            changed,
-            ("token", lambda one: format_token(one["token"])),
-            ("before", "baseline_prob", format_probability),
-            ("after", "ablated_prob", format_probability),
-            ("change", lambda one: one["ablated_prob"] - one["baseline_prob"], points),
-            title=f"Without what {names[self.position]} writes in layer {self.layer}",
-            caption=effect,
-            sources=("writes",),
-            json={"top_changed": changed},
-        )
+        title = f"Without what {names[self.position]} writes in layer {self.layer}"
+        return self.changed_table(self.told, title, sources=("writes",))
 
     def _positions(self, names: Sequence[str]) -> Table:
         """What each token's writes are worth, in the layer where that is most, and in all at once."""

@@ -378,7 +378,7 @@ def attend(
             if not changed or not is_beside_others() or is_by_hand(q, how):
                 return z
             # Queries that were left alone read as they do where nobody changes anything.
-            alone = _pattern(_masked(_scores(q, k, how), whole, how), whole, how).to(q.dtype)
+            alone = _unchanged_pattern(q, k, whole, how)
             is_left = (pattern == alone).all(-1, keepdim=True)
             return torch.where(is_left, (weigh or weighed)(q, k, v, seen, how), z)
     return (weigh or weighed)(q, k, v, seen, how)
@@ -392,7 +392,12 @@ def weighed(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, how: Attention
 def by_hand(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, how: AttentionMixer) -> Tensor:
     """`weighed`, step by step."""
     whole = plainly(k.shape[2], how, q.device) if seen is None else seen
-    return _mixed(_pattern(_masked(_scores(q, k, how), whole, how), whole, how).to(q.dtype), v)
+    return _mixed(_unchanged_pattern(q, k, whole, how), v)
+
+
+def _unchanged_pattern(q: Tensor, k: Tensor, whole: Tensor, how: AttentionMixer) -> Tensor:
+    """Attention weights [B, H, query, key] where nobody changes anything; whole: where attention may look."""
+    return _pattern(_masked(_scores(q, k, how), whole, how), whole, how).to(q.dtype)
 
 
 def over(keys: Tensor, values: Tensor) -> Weigh:

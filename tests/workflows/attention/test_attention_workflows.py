@@ -12,7 +12,6 @@ import pytest
 import torch
 from rich.console import Console
 
-import mizarr
 from mizarr import HookSpec, Knockout
 from mizarr.store.errors import ConfigError, InterventionError, MizarrError, PromptError
 from mizarr.workflows import build, compute
@@ -22,11 +21,6 @@ from mizarr.workflows.subject import shipped_facts
 PROMPT, TARGET = "it was the age of", "wisdom"
 RELATIONS = ("is developed by", "they understand", "is located in the continent", "originates from", "is")
 NAMED = {"prompt": PROMPT, "target": TARGET, "layer": 1, "key": "first"}
-
-
-@pytest.fixture(scope="module")
-def model(tiny_model: Path):
-    return mizarr.Model.from_pretrained(tiny_model)
 
 
 @pytest.fixture(scope="module")

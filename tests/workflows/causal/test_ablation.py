@@ -21,11 +21,6 @@ PROMPT, TARGET = "it was the season of", " light"
 REFERENCES = ["we had everything before us", "it was the epoch of belief"]
 
 
-@pytest.fixture(scope="module")
-def model(tiny_model: Path):
-    return mizarr.Model.from_pretrained(tiny_model)
-
-
 def ablated(tiny_model: Path, where: Path, **given):
     return compute("ablation", store=where, model=str(tiny_model), prompt=PROMPT, **{"facts": 1, **given})
 

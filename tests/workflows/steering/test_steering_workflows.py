@@ -26,11 +26,6 @@ PROMPT, OTHER, TARGET = "it was the age of", "it was the epoch of", "wisdom"
 
 
 @pytest.fixture(scope="module")
-def model(tiny_model: Path):
-    return mizarr.Model.from_pretrained(tiny_model)
-
-
-@pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("steering") / "store"
 
