@@ -175,7 +175,7 @@ class Subject:
 
         spec = HookSpec()
         for hook in hooks:
-            spec.capture(hook)
+            spec = spec.capture(hook)
         if self._model is not None:
             return CaptureNode(self._model, tokens, spec)
         return CaptureNode(

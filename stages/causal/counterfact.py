@@ -168,7 +168,7 @@ def patched(unpatched: Unpatched, block: Sequence[int], places: Sequence[tuple[i
     spec = HookSpec()
     for layer in block:
         point = HookPoint("resid_post", layer)
-        spec.intervene(point, Replace(unpatched.states[point][list(sources)], positions=positions))
+        spec = spec.intervene(point, Replace(unpatched.states[point][list(sources)], positions=positions))
     return spec
 
 

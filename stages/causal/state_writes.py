@@ -211,10 +211,11 @@ class RandomWrites(_Writes):
         for layer in layers:
             key, value = (each[layer][:, place] for each in (written.keys, written.values))
             (seed,) = np.random.SeedSequence([self.seed, layer, place]).generate_state(1).tolist()
-            for spec, other in zip(with_other, random_directions(value, self.draws, seed=seed), strict=True):
+            others = random_directions(value, self.draws, seed=seed)
+            for draw, other in enumerate(others):
                 change = key[:, None, :, None] * (other - value)[:, None, None, :]
                 chosen = change if self.heads is None else change[list(self.heads)]
-                spec.intervene(
+                with_other[draw] = with_other[draw].intervene(
                     HookPoint("rwkv_state_seq", layer), Add(chosen, positions=(place,), heads=self.heads)
                 )
         return [self.run_of(spec) for spec in (without, *with_other)]

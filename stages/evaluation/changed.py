@@ -91,7 +91,7 @@ class Means:
         for point in map(HookPoint.parse, self.points if positions else ()):
             if point not in means:
                 raise HookPointNotFound(f"the model has no hook point {str(point)!r}")
-            spec.intervene(point, Replace(means[point], positions=positions))
+            spec = spec.intervene(point, Replace(means[point], positions=positions))
         return spec
 
 

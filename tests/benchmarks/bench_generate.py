@@ -51,7 +51,7 @@ def measure(
     """One table: transformers and mizarr, with and without kept keys."""
     hooks = mizarr.HookSpec()
     if vector is not None:
-        hooks.intervene(f"blocks.{LAYERS // 2}.hook_resid_post", mizarr.Add(vector))
+        hooks = hooks.intervene(f"blocks.{LAYERS // 2}.hook_resid_post", mizarr.Add(vector))
     tokens: dict[str, list[list[int]]] = {}
 
     def theirs(name: str, cache: bool) -> Callable[[], None]:

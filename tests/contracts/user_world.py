@@ -206,9 +206,9 @@ class Capture:
         """As a spec."""
         spec = mizarr.HookSpec()
         for point in self.points:
-            spec.capture(point, when=self.when)
+            spec = spec.capture(point, when=self.when)
         for point, change in self.changes:
-            spec.intervene(point, change)
+            spec = spec.intervene(point, change)
         return spec
 
     @property

@@ -76,7 +76,7 @@ def test_the_name_of_a_model_is_escaped(model, monkeypatch):
 
 def test_a_spec_lists_captures_and_interventions():
     spec = mizarr.HookSpec().capture("blocks.*.hook_resid_post", when="before")
-    spec.intervene("blocks.1.hook_mlp_out", mizarr.Zero())
+    spec = spec.intervene("blocks.1.hook_mlp_out", mizarr.Zero())
     assert rows_of(spec._repr_html_())[1:] == [
         ["blocks.*.hook_resid_post", "capture, before interventions"],
         ["blocks.1.hook_mlp_out", repr(mizarr.Zero())],

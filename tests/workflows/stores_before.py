@@ -196,13 +196,19 @@ def _first(capture: Callable[..., None]) -> None:
     whole = HookSpec().capture("hook_embed", "blocks.*.hook_resid_post", "blocks.*.attn.hook_pattern")
     capture("whole", whole.capture("blocks.0.hook_mlp_out", "blocks.1.hook_mlp_out"))
     changed = HookSpec().capture("blocks.2.hook_resid_post")
-    changed.intervene("blocks.0.hook_mlp_out", mizarr.Zero(positions=(0, 2)))
-    changed.intervene("blocks.0.hook_resid_post", mizarr.Replace(drawn("replace", HIDDEN), positions=(1,)))
-    changed.intervene("blocks.0.attn.hook_pattern", mizarr.Steer([(2, 1)], 3.0))
-    changed.intervene("blocks.*.attn.hook_attn_scores", mizarr.Knockout([(2, 0), (2, 1)], heads=(0,)))
-    changed.intervene("blocks.1.attn.hook_z", mizarr.Scale(0.5, heads=(1, 3)))
-    changed.intervene("blocks.1.hook_resid_post", mizarr.Add(drawn("add", HIDDEN)))
-    changed.intervene("blocks.2.hook_resid_mid", mizarr.AddAtPositions([(1, drawn("at", HIDDEN))], 2.0))
+    changed = changed.intervene("blocks.0.hook_mlp_out", mizarr.Zero(positions=(0, 2)))
+    changed = changed.intervene(
+        "blocks.0.hook_resid_post", mizarr.Replace(drawn("replace", HIDDEN), positions=(1,))
+    )
+    changed = changed.intervene("blocks.0.attn.hook_pattern", mizarr.Steer([(2, 1)], 3.0))
+    changed = changed.intervene(
+        "blocks.*.attn.hook_attn_scores", mizarr.Knockout([(2, 0), (2, 1)], heads=(0,))
+    )
+    changed = changed.intervene("blocks.1.attn.hook_z", mizarr.Scale(0.5, heads=(1, 3)))
+    changed = changed.intervene("blocks.1.hook_resid_post", mizarr.Add(drawn("add", HIDDEN)))
+    changed = changed.intervene(
+        "blocks.2.hook_resid_mid", mizarr.AddAtPositions([(1, drawn("at", HIDDEN))], 2.0)
+    )
     capture("changed", changed)
     one = HookSpec().capture("blocks.1.hook_resid_mid")
     capture("bfloat16", one, dtype="bfloat16")
@@ -223,9 +229,9 @@ def _second(capture: Callable[..., None]) -> None:
     capture("whole", whole.capture("blocks.0.hook_resid_mid"), "gpt2")
     kept = HookSpec().capture("blocks.1.hook_resid_post", positions="last")
     for reduction in ("norm", "mean", "run_mean"):
-        kept.capture("blocks.0.hook_resid_post", reduce=reduction)
+        kept = kept.capture("blocks.0.hook_resid_post", reduce=reduction)
     for reduction in ("topk:3", "logsumexp"):
-        kept.capture("hook_logits", reduce=reduction)
+        kept = kept.capture("hook_logits", reduce=reduction)
     capture("kept", kept)
     capture("int8", HookSpec().capture("blocks.0.hook_mlp_out"), storage_dtype="int8")
     slope = HookSpec().capture("grad:blocks.1.hook_resid_post").gradient_of(LogitDifference(7, 8))

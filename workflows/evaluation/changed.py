@@ -47,7 +47,7 @@ def zeroed(subject: Subject, patterns: Sequence[str], draws: int, seed: int) -> 
     def fields(points: Sequence[HookPoint]) -> dict[str, Any]:
         spec = HookSpec()
         for point in points:
-            spec.intervene(point, Zero())
+            spec = spec.intervene(point, Zero())
         return {"hooks": spec}
 
     told = f"setting {', '.join(patterns)} to zero"

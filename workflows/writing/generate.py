@@ -155,7 +155,7 @@ class Generate(ModelWorkflow):
         spec = HookSpec()
         for pattern in self.settings.zero:
             for point in expand(pattern, self.subject.config.hook_points):
-                spec.intervene(point, Zero())
+                spec = spec.intervene(point, Zero())
         return spec
 
     def run(self, store: Store, **options: Any) -> Self:

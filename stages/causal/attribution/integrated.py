@@ -205,7 +205,7 @@ class IntegratedGradients(Experiment):
         """Logits [step, 1, tokens], and gradients at embeddings [step, position, hidden]."""
         point = HookPoint("embed")
         spec = HookSpec().intervene(point, Replace(embeddings)).capture(Capture(point, is_gradient=True).name)
-        spec.gradient_of(self.metric, at=self.at, baseline=self.prompt)
+        spec = spec.gradient_of(self.metric, at=self.at, baseline=self.prompt)
         count = len(embeddings)
         logits, found = model.differentiate(
             [self.prompt] * count, model.bind(spec), [0] * count, want=self.want

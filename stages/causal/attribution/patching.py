@@ -188,7 +188,7 @@ class AttributionPatching(ActivationPatching):
         """Logits wanted of both runs [2, 1, tokens]; what stands at the points, and there the gradient of one
         metric of the corrupted run, which has the clean one beside it to compare with."""
         asked = HookSpec().capture(*(Capture(point, is_gradient=True).name for point in points))
-        asked.capture(*points if with_activations else ())
+        asked = asked.capture(*points if with_activations else ())
         cotangent = cotangent_of_pair(metric, self.want)
         rows = [self.clean, self.corrupted]
         return model.backward(rows, model.bind(asked), self.want, cotangent, dropped=dropped)

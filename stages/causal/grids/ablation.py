@@ -149,8 +149,8 @@ class Ablation(Grid):
         for layer in layers:
             point = HookPoint(kind, layer)
             if self.how == "zero":
-                spec.intervene(point, Zero(**where(place, point)))
+                spec = spec.intervene(point, Zero(**where(place, point)))
             else:
                 value = part_of(prepared.activations[sample, point], point, place)
-                spec.intervene(point, Replace(value, **where(place, point)))
+                spec = spec.intervene(point, Replace(value, **where(place, point)))
         return spec

@@ -176,7 +176,7 @@ class LinePatching(Experiment):
         spec = HookSpec()
         for layer in range(layers):
             value = np.concatenate([prepared.other[layer, list(changed)], prepared.own[layer, list(held)]])
-            spec.intervene(HookPoint("resid_pre", layer), Replace(value, positions=(*changed, *held)))
+            spec = spec.intervene(HookPoint("resid_pre", layer), Replace(value, positions=(*changed, *held)))
         return spec
 
     def sketch(self, config: Architecture, cell: CellLabels) -> Sequence[Run]:

@@ -110,7 +110,7 @@ class ActivationPatching(Grid):
                 )  # a copy to write to
                 row[..., place.key] = value[..., place.key]
                 value = row
-            spec.intervene(point, Replace(value, **where(place, point)))
+            spec = spec.intervene(point, Replace(value, **where(place, point)))
         return spec
 
 

@@ -138,7 +138,7 @@ class CausalTracing(Grid):
         """The clean state put back at one place, in every layer of the window."""
         for layer in layers:
             point = HookPoint(kind, layer)
-            spec.intervene(
+            spec = spec.intervene(
                 point, Replace(part_of(prepared.activations[point], point, place), **where(place, point))
             )
         return spec

@@ -154,7 +154,7 @@ def added_at(
     for layer, vectors in rows.items():
         point = dictionary.write_hook(layer)
         if point.dims[-1] != "d_head":
-            spec.intervene(point, AddAtPositions(list(vectors.items())))
+            spec = spec.intervene(point, AddAtPositions(list(vectors.items())))
             continue
         if heads is None or dictionary.d_out % heads:
             raise InterventionError(
@@ -162,5 +162,5 @@ def added_at(
                 f"number in the model, found {heads!r}"
             )
         for position, vector in vectors.items():
-            spec.intervene(point, Add(vector.reshape(heads, 1, -1), positions=(position,)))
+            spec = spec.intervene(point, Add(vector.reshape(heads, 1, -1), positions=(position,)))
     return spec

@@ -207,7 +207,7 @@ class InjectionSweep(OfDictionary):
         for place in self._positions:
             spec = self._captures()
             for target in sorted(targets):
-                spec.intervene(dictionary.write_hook(target), AddAtPositions([(place, nothing)]))
+                spec = spec.intervene(dictionary.write_hook(target), AddAtPositions([(place, nothing)]))
             found.append(Run(self.tokens, spec, self._want))
         return found
 

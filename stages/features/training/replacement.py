@@ -29,7 +29,7 @@ from torch import Tensor
 
 from ....store.errors import PromptError
 from ...forward.architectures.points import HookPoint
-from ...forward.hooks.interventions import Add, Replace
+from ...forward.hooks.interventions import Add, Intervention, Replace
 from ...forward.hooks.spec import HookSpec
 
 if TYPE_CHECKING:
@@ -150,28 +150,27 @@ class Reconstructed:
         for layer in chosen:
             width = self.layers[layer].W_dec[layer].shape[1]
             value = torch.zeros(width) if means is None else means[layer]
-            self._replace(spec, layer, value.expand(len(ids), len(ids[0]) - self.skip, -1))
+            value = value.expand(len(ids), len(ids[0]) - self.skip, -1)
+            spec = spec.intervene(*self._change(layer, value, Replace))
         return spec
 
     def alone(self, layer: int, clean: HookCache) -> HookSpec:
         """One place, from the states of the whole model."""
         made = self._decoded({m: self._encoded(m, clean) for m in self.layers if m <= layer}, layer)
-        spec = HookSpec()
-        self._replace(spec, layer, self._finished(layer, made, clean))
-        return spec
+        return HookSpec().intervene(*self._change(layer, self._finished(layer, made, clean), Replace))
 
     def closed_loop(self, ids: list[list[int]]) -> HookSpec:
         """All places, each from what the model computes with those below replaced; ids: of one length."""
         spec = HookSpec()
-        for _ in self._loop(ids, spec):
-            pass
+        for layer, made, _ in self._loop(ids):
+            spec = spec.intervene(*self._change(layer, made, Replace))
         return spec
 
     def errors(self, ids: list[list[int]]) -> dict[int, Tensor]:
         """By how much each place of the closed loop differs from what it would hold there if it alone were
         left as it is: float32 [prompt, position that counts, width], by layer."""
         found = {}
-        for layer, made, cache in self._loop(ids, HookSpec(), *self.write_points.values()):
+        for layer, made, cache in self._loop(ids, *self.write_points.values()):
             held = self._rows(self.write_points[layer], cache).float()
             found[layer] = made.to(held) - held
         return found
@@ -180,21 +179,20 @@ class Reconstructed:
         """Vectors [prompt, position that counts, width] added to what each place holds."""
         spec = HookSpec()
         for layer, value in vectors.items():
-            self._intervene(spec, layer, value, Add)
+            spec = spec.intervene(*self._change(layer, value, Add))
         return spec
 
-    def _loop(
-        self, ids: list[list[int]], spec: HookSpec, *seen: HookPoint
-    ) -> Iterator[tuple[int, Tensor, HookCache]]:
+    def _loop(self, ids: list[list[int]], *seen: HookPoint) -> Iterator[tuple[int, Tensor, HookCache]]:
         """(layer, its reconstruction, the pass it was made from, with the hook points of the layer among
-        `seen`), lowest layer first; each is put into `spec` before the next is made."""
+        `seen`), lowest layer first; each stands in its place while the next is made."""
         active: dict[int, Tensor] = {}
+        spec = HookSpec()
         for layer in self.layers:
             wanted = (self.read_points[layer], *(point for point in seen if point.layer == layer))
-            cache = self.model.forward(ids, HookSpec().extend(spec).capture(*wanted), want=None)
+            cache = self.model.forward(ids, spec.capture(*wanted), want=None)
             active[layer] = self._encoded(layer, cache)
             made = self._finished(layer, self._decoded(active, layer), cache)
-            self._replace(spec, layer, made)
+            spec = spec.intervene(*self._change(layer, made, Replace))
             yield layer, made, cache
 
     def _encoded(self, layer: int, cache: HookCache) -> Tensor:
@@ -221,18 +219,16 @@ class Reconstructed:
     def _finished(self, layer: int, made: Tensor, cache: HookCache) -> Tensor:
         return self.layers[layer].finish(made, self._states(layer, cache))
 
-    def _replace(self, spec: HookSpec, layer: int, value: Tensor) -> None:
-        self._intervene(spec, layer, value, Replace)
-
-    def _intervene(
-        self, spec: HookSpec, layer: int, value: Tensor, change: type[Add] | type[Replace]
-    ) -> None:
+    def _change(
+        self, layer: int, value: Tensor, change: type[Add] | type[Replace]
+    ) -> tuple[HookPoint, Intervention]:
+        """A value [prompt, position that counts, width] where a layer writes, as an intervention."""
         point = self.write_points[layer]
         if "d_head" in point.dims:
             heads = self.model.config.axis_sizes[point.dims[1]]
             value = value.unflatten(2, (heads, -1)).transpose(1, 2)
         positions = tuple(range(self.skip, self.skip + value.shape[-2]))
-        spec.intervene(point, change(value, positions=positions))
+        return point, change(value, positions=positions)
 
 
 def _batches(prompts: Sequence[Sequence[int]], skip: int, batch_tokens: int) -> Iterator[list[list[int]]]:

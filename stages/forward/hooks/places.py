@@ -75,7 +75,7 @@ class PlacedSpec:
         spec = HookSpec()
         layers = range(config.num_layers) if self.chosen_layers is None else self.chosen_layers
         for layer in layers:
-            spec.intervene(HookPoint(kind, layer), change)
+            spec = spec.intervene(HookPoint(kind, layer), change)
         return spec
 
 

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, NamedTuple
 
 from ....store import html
 from ....store.digest import canonical_json, digest
@@ -157,22 +157,47 @@ class BoundSpec:
         return digest("hookspec", self.canonical())
 
 
-class HookSpec:
-    """Captures and interventions for a forward pass; methods change it in place and return it, so that
-    calls chain. A variant that leaves a spec as it is begins with `HookSpec().extend(spec)`.
+class Request(NamedTuple):
+    """One capture of a spec, before it meets a model."""
 
-    >>> spec = HookSpec().capture("blocks.*.hook_resid_post").intervene("blocks.2.hook_mlp_out", Zero())
-    >>> spec.num_interventions
-    1
+    point: HookPoint | str
+    """Hook point, or a glob over them."""
+    when: When
+    """Before or after the interventions at the point."""
+    is_gradient: bool
+    """Whether the gradient there is wanted instead of the activation."""
+    keep: Keep
+    """What a store keeps of it."""
+
+    @property
+    def name(self) -> str:
+        """The point as `HookSpec.capture` takes it."""
+        return named(self.point, self.is_gradient)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class HookSpec:
+    """Captures and interventions for a forward pass: an immutable value.
+
+    Every method gives a new spec and leaves this one as it is, so that calls chain and a spec can be the
+    common beginning of many:
+
+    >>> base = HookSpec().capture("blocks.*.hook_resid_post")
+    >>> changed = [base.intervene(f"blocks.{layer}.hook_mlp_out", Zero()) for layer in range(3)]
+    >>> base.num_interventions, [spec.num_interventions for spec in changed]
+    (0, [1, 1, 1])
 
     Points are HookPoint values or their string forms; globs expand against the model the spec meets.
-    Interventions at one point apply in the order they were registered.
+    Interventions at one point apply in the order they were registered. Two specs are equal that ask for the
+    same captures, in any order, and make the same interventions in the same order.
     """
 
-    def __init__(self) -> None:
-        self._objective: Objective | None = None
-        self._captures: dict[tuple[HookPoint | str, When, bool], dict[Keep, None]] = {}
-        self._interventions: list[tuple[HookPoint | str, Intervention]] = []
+    _requests: tuple[Request, ...] = field(default=(), init=False)
+    """Captures in the order they were asked for, none twice."""
+    _interventions: tuple[tuple[HookPoint | str, Intervention], ...] = field(default=(), init=False)
+    """Interventions with their points or globs, in the order they are applied at one point."""
+    _objective: Objective | None = field(default=None, init=False)
+    """What gradients are of; None where nobody said it."""
 
     def capture(
         self,
@@ -181,7 +206,7 @@ class HookSpec:
         positions: Any = None,
         reduce: str | Features | None = None,
     ) -> HookSpec:
-        """Ask for the activations at these points; asking twice changes nothing.
+        """A spec that also asks for the activations at these points; asking twice changes nothing.
 
         points: "grad:blocks.*.hook_resid_post" asks for gradients there. when: "after" the interventions at
         that point (default), or "before" them. positions: which tokens a store keeps, by default all: "last",
@@ -198,17 +223,15 @@ class HookSpec:
             raise HookPointNotFound(f"expected when='after' or when='before', found {when!r}")
         selection = None if positions is None else as_selection(positions)
         keep = Keep(selection, None if reduce is None else as_reduction(reduce))
-        for point in points:
-            place, is_gradient = split_gradient(point)
-            self._captures.setdefault((_known(place), when, is_gradient), {})[keep] = None
-        return self
+        split = map(split_gradient, points)
+        added = (Request(_known(point), when, is_gradient, keep) for point, is_gradient in split)
+        return self._with(_requests=tuple(dict.fromkeys((*self._requests, *added))))
 
     def intervene(self, point: HookPoint | str, intervention: Intervention) -> HookSpec:
-        """Change the activation at a point (or at every point a glob matches)."""
+        """A spec that also changes the activation at a point (or at every point a glob matches)."""
         if not isinstance(intervention, Intervention):
             raise InterventionError(f"expected an intervention such as mizarr.Zero(), found {intervention!r}")
-        self._interventions.append((_known(point), intervention))
-        return self
+        return self._with(_interventions=(*self._interventions, (_known(point), intervention)))
 
     def gradient_of(
         self,
@@ -217,29 +240,36 @@ class HookSpec:
         at: int = -1,
         baseline: Sequence[int] | Sequence[Sequence[int]] = (),
     ) -> HookSpec:
-        """Say what gradients are of; saying it again replaces it.
+        """A spec whose gradients are of this metric; it replaces an earlier one.
 
         metric: one for all prompts, or one of each. at: the position whose next-token logits it reads.
         baseline: token ids of the prompt, or of each, whose unchanged run a metric such as KL compares with.
         Raises StageError for a metric without a gradient.
         """
-        self._objective = objective_of(metric, at, baseline)
-        return self
+        return self._with(_objective=objective_of(metric, at, baseline))
 
     def extend(self, other: HookSpec) -> HookSpec:
-        """Add the captures of another spec, its interventions after the present ones, and what its gradients
-        are of."""
-        self._objective = other._objective or self._objective
-        for asked, keeps in other._captures.items():
-            self._captures.setdefault(asked, {}).update(keeps)
-        self._interventions.extend(other._interventions)
-        return self
+        """A spec with the captures of another as well, its interventions after the present ones, and its
+        metric, if it has one, in place of the present one."""
+        return self._with(
+            _requests=tuple(dict.fromkeys((*self._requests, *other._requests))),
+            _interventions=(*self._interventions, *other._interventions),
+            _objective=other._objective or self._objective,
+        )
+
+    def _with(self, **fields: Any) -> HookSpec:
+        spec = HookSpec()
+        for name, value in (vars(self) | fields).items():
+            object.__setattr__(spec, name, value)
+        return spec
 
     def is_captured(self, point: HookPoint | str) -> bool:
         """Whether a point is asked for, by name or by glob."""
         place, is_gradient = split_gradient(point)
         return any(
-            _matches(held, as_point(place)) for held, _, wanted in self._captures if wanted == is_gradient
+            _matches(request.point, as_point(place))
+            for request in self._requests
+            if request.is_gradient == is_gradient
         )
 
     def has_intervention_at(self, point: HookPoint | str) -> bool:
@@ -253,7 +283,7 @@ class HookSpec:
     @property
     def num_captures(self) -> int:
         """Captures registered; a glob counts once until it meets a model."""
-        return len(self._captures)
+        return len({request[:3] for request in self._requests})
 
     @property
     def num_interventions(self) -> int:
@@ -263,7 +293,7 @@ class HookSpec:
     @property
     def is_empty(self) -> bool:
         """Whether nothing is asked for and nothing is changed."""
-        return not self._captures and not self._interventions
+        return not self._requests and not self._interventions
 
     def bind(
         self, available: Sequence[HookPoint], model: str = "the model", *, stored: bool = False
@@ -295,56 +325,54 @@ class HookSpec:
 
     def _kept(self, available: Sequence[HookPoint], model: str) -> set[KeptCapture]:
         found: set[KeptCapture] = set()
-        for (held, when, is_gradient), keeps in self._captures.items():
-            if held == HookPoint.logits() and held not in available:
+        for place, when, is_gradient, keep in self._requests:
+            if place == HookPoint.logits() and place not in available:
                 raise HookPointNotFound(
-                    f"expected hook points of a pass, found '{held}': a store keeps reductions of logits "
+                    f"expected hook points of a pass, found '{place}': a store keeps reductions of logits "
                     "(mizarr.capture), and a pass gives all of them (cache.logits)"
                 )
-            for point in (_differentiable if is_gradient else _expanded)(held, available, model):
-                for keep in keeps:
-                    keep.require(point, named(held, is_gradient))
-                    found |= {KeptCapture(Capture(point, when, is_gradient), each) for each in keep.stored}
+            for point in (_differentiable if is_gradient else _expanded)(place, available, model):
+                keep.require(point, named(place, is_gradient))
+                found |= {KeptCapture(Capture(point, when, is_gradient), each) for each in keep.stored}
         return found
 
     def canonical(self) -> dict[str, Any]:
         """Plain JSON values of the spec as written, globs unexpanded; a key uses those of `bind` instead."""
-        captures = [
-            [named(held, is_gradient), when, *keep.canonical()]
-            for (held, when, is_gradient), keeps in self._captures.items()
-            for keep in keeps
-        ]
+        captures = [[request.name, request.when, *request.keep.canonical()] for request in self._requests]
         captures.sort(key=canonical_json)
         return {
             "captures": captures,
-            "interventions": [[str(held), change.canonical()] for held, change in self._interventions],
+            "interventions": [[str(place), change.canonical()] for place, change in self._interventions],
             **({} if self._objective is None else {"objective": self._objective.canonical("as given")}),
         }
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, HookSpec) and self.canonical() == other.canonical()
+        return isinstance(other, HookSpec) and self._canonical_text == other._canonical_text
 
-    __hash__ = None  # type: ignore[assignment]  # mutable
+    def __hash__(self) -> int:
+        return hash(self._canonical_text)
+
+    @property
+    def _canonical_text(self) -> str:
+        return canonical_json(self.canonical())
 
     def _repr_html_(self) -> str:
         """For a notebook: a line per capture and intervention."""
         rows: list[tuple[Any, str]] = [
-            (named(held, is_gradient), f"capture, {when} interventions{keep.arguments}")
-            for (held, when, is_gradient), keeps in self._captures.items()
-            for keep in keeps
+            (request.name, f"capture, {request.when} interventions{request.keep.arguments}")
+            for request in self._requests
         ]
-        rows += [(held, repr(change)) for held, change in self._interventions]
+        rows += [(place, repr(change)) for place, change in self._interventions]
         rows += [] if self._objective is None else [("gradients of", self._objective.arguments)]
         return html.shown("HookSpec", html.table(["hook point", "what"], rows))
 
     def __repr__(self) -> str:
         captures = "".join(
-            f".capture({named(held, is_gradient)!r}{'' if when == 'after' else ', when=' + repr(when)}"
-            f"{keep.arguments})"
-            for (held, when, is_gradient), keeps in self._captures.items()
-            for keep in keeps
+            f".capture({request.name!r}{'' if request.when == 'after' else ', when=' + repr(request.when)}"
+            f"{request.keep.arguments})"
+            for request in self._requests
         )
-        changes = "".join(f".intervene({str(held)!r}, {change!r})" for held, change in self._interventions)
+        changes = "".join(f".intervene({str(place)!r}, {change!r})" for place, change in self._interventions)
         metric = "" if self._objective is None else f".gradient_of({self._objective.arguments})"
         return f"HookSpec(){captures}{changes}{metric}"
 

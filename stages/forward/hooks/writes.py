@@ -83,7 +83,7 @@ class _WriteSpec(PlacedSpec):
         spec = HookSpec()
         for point in _writes(config):
             if point.layer is not None and self.applies_to_layer(point.layer):
-                spec.intervene(point, change)
+                spec = spec.intervene(point, change)
         return spec
 
 

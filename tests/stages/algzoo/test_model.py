@@ -211,7 +211,7 @@ def test_capturing_changes_nothing_and_both_sides_of_a_change_are_told(rnn):
     spec = HookSpec().capture("rnn.*")
     assert torch.equal(rnn.forward(X, spec).logits, plain)
     spec = HookSpec().intervene("rnn.hook_final_state", Zero()).capture("rnn.hook_final_state")
-    spec.capture("rnn.hook_final_state", when="before")
+    spec = spec.capture("rnn.hook_final_state", when="before")
     cache = rnn.forward(X, spec)
     assert not cache.get("rnn.hook_final_state").any()
     assert cache.get("rnn.hook_final_state", when="before").any()

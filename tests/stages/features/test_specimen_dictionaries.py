@@ -50,7 +50,7 @@ def prose() -> list[list[int]]:
 def blocks(model: mizarr.Model, prose: list[list[int]]) -> list[dict[Any, torch.Tensor]]:
     """What the model holds there, a block per prompt, first positions left out."""
     hooks = mizarr.HookSpec().capture("blocks.*.hook_resid_mid", "blocks.*.hook_mlp_out")
-    hooks.capture("blocks.3.hook_resid_post")
+    hooks = hooks.capture("blocks.3.hook_resid_post")
     caches = [model.forward([ids], hooks) for ids in prose]
     return [{(point.kind, point.layer): cache[point][0, 1:] for point in cache} for cache in caches]
 

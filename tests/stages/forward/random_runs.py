@@ -90,9 +90,9 @@ def draw_run(rng: random.Random, model: Model, prompt: list[int], shared: list[A
                 shared.append((point, change))
         if isinstance(change, Knockout) and (length == 1 or change.edges[0][0] == 0):
             continue
-        spec.intervene(point, change)
+        spec = spec.intervene(point, change)
     for point in rng.sample(model.hook_points, rng.choice([0, 0, 1, 3])):
-        spec.capture(point, when=rng.choice(["after", "before"]))
+        spec = spec.capture(point, when=rng.choice(["after", "before"]))
     positions = rng.choice([None, (-1,), (0, -1), (rng.randrange(length),)])
     tokens = rng.choice([None, None, (3, 17, 250)])
     return Run(prompt, spec, rng.choice([Logits(positions, tokens), Logits((-1,)), None]))

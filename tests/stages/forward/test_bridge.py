@@ -232,7 +232,7 @@ def test_stream_and_parts_add_up_whatever_stands_in_their_place(model_type, brid
     for change in ((), ("attn_out",), ("mlp_out",)):
         spec = HookSpec().capture("blocks.*")
         for kind in kinds.intersection(change):
-            spec.intervene(HookPoint(kind, 1), Replace(noise))
+            spec = spec.intervene(HookPoint(kind, 1), Replace(noise))
         found = model.forward(tokens(2, 11), spec)
         for layer in range(model.config.num_layers):
             parts = [found[HookPoint(kind, layer)] for kind in ("attn_out", "mlp_out") if kind in kinds]
@@ -282,7 +282,7 @@ def test_planned_runs_are_plain_passes(model_type, kind, bridged):
         ids = tokens(1, length)[0].tolist()
         for place in range(length):
             spec = HookSpec().capture("blocks.1.hook_resid_post")
-            spec.intervene("blocks.0.hook_resid_post", Scale(2.0, positions=(place,)))
+            spec = spec.intervene("blocks.0.hook_resid_post", Scale(2.0, positions=(place,)))
             runs.append(Run(ids, spec, want=mizarr.logits(position=(0, -1), tokens=(7, 9))))
         runs.append(Run(ids, HookSpec().intervene("hook_embed", Add(vector))))
         runs.append(Run(ids, HookSpec().capture("blocks.0.hook_resid_pre"), want=None))

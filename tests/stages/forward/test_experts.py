@@ -151,7 +151,7 @@ def test_they_are_stored_and_come_back_as_they_were(tmp_path):
     save_random_hybrid(tmp_path / "model", "qwen2_moe", 1, tokenizer=False)
     model, rows = Model.from_pretrained(tmp_path / "model"), [[5, 9, 100], [7] * 9, list(range(2, 20))]
     hooks = HookSpec().capture("blocks.*.mlp.hook_router_logits", "blocks.*.mlp.hook_expert_weights")
-    hooks.capture("blocks.*.mlp.hook_expert_out")
+    hooks = hooks.capture("blocks.*.mlp.hook_expert_out")
     states = mizarr.capture(model, rows, hooks, store=mizarr.open_store(tmp_path / "store"))
     assert states["expert_weights"].dims == ("layer", "token", "expert")
     assert states["expert_out"].dims == ("layer", "token", "expert", "hidden")

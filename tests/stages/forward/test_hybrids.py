@@ -70,7 +70,7 @@ def test_logits_streams_states_and_convolved_rows_of_the_stored_reference(name):
         pytest.skip("the reference arrays are not beside this checkout")
     model = Model.from_pretrained(folder)
     spec = HookSpec().capture("blocks.*.hook_resid_p*", "blocks.*.ssm.hook_state", "hook_final_norm")
-    spec.capture("blocks.*.ln1.hook_normalized")
+    spec = spec.capture("blocks.*.ln1.hook_normalized")
     layers = model.config.num_layers
     for length in (1, 7, 40):
         held = np.load(folder / f"reference_len{length}.npz")

@@ -89,9 +89,9 @@ def test_a_delta_write_knocked_out_still_takes_away_and_a_silent_beta_does_neith
 
     def states(*silent: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         spec = HookSpec().capture("blocks.0.linear.hook_state_seq", "blocks.0.linear.hook_[kv]")
-        spec.capture("blocks.0.linear.hook_decay")
+        spec = spec.capture("blocks.0.linear.hook_decay")
         for name in silent:
-            spec.intervene(f"blocks.0.linear.hook_{name}", Zero(positions=(3,)))
+            spec = spec.intervene(f"blocks.0.linear.hook_{name}", Zero(positions=(3,)))
         cache = model.forward(ids, spec)
         kept = (
             cache[HookPoint.linear_decay(0)][:, :, 3, :, None] * cache[HookPoint.linear_state_seq(0)][:, :, 2]

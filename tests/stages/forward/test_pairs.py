@@ -39,7 +39,7 @@ def _differences(model: mizarr.Model, reference: Any, source: Any, target: Any) 
     ids = torch.cat([source, target], dim=1)
     ids[:, s] += VOCABULARY
     spec = mizarr.HookSpec().capture("blocks.*.hook_resid_*").capture("blocks.*.attn.hook_pattern")
-    spec.capture("blocks.*.cross_attn.hook_pattern").capture("blocks.*.cross_attn.hook_memory")
+    spec = spec.capture("blocks.*.cross_attn.hook_pattern").capture("blocks.*.cross_attn.hook_memory")
     found = model.forward(ids.tolist(), spec)
     pairs = {"logits": (found.logits[:, s:], told.logits)}
     last = f"blocks.{e}.cross_attn.hook_memory"
@@ -118,10 +118,10 @@ def test_runs_that_are_planned_together_give_what_each_gives_alone(
         for point in drawn.sample(points, 2):
             change = _change(point, model, len(ids), drawn)
             if change is not None:
-                spec.intervene(point, change)
+                spec = spec.intervene(point, change)
         seen = drawn.sample(points, 3)
         for point in seen:
-            spec.capture(point)
+            spec = spec.capture(point)
         runs.append((seen, mizarr.Run(ids, spec, want=mizarr.logits())))
     moved = 0
     for (seen, each), planned in zip(runs, mizarr.run(model, [one for _, one in runs]), strict=True):

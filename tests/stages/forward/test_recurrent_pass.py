@@ -165,7 +165,9 @@ def test_feedback_is_one_steered_pass(model):
     point = HookPoint.resid_pre(asked.loop_start)
     steered = HookSpec()
     for position, vector, strength in asked.feedback:
-        steered.intervene(point, Add(torch.tensor(np.array(vector)) * strength, positions=(position,)))
+        steered = steered.intervene(
+            point, Add(torch.tensor(np.array(vector)) * strength, positions=(position,))
+        )
     expected = model.forward(ids, steered).logits
     assert torch.equal(model.forward(ids, recurrent=asked).logits, expected)
 

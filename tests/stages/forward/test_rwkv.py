@@ -165,16 +165,16 @@ def test_a_state_patched_in_is_all_that_later_tokens_read_of_the_past(models, ge
     shared, rest = IDS[5], IDS[6:12]
     clean, other = [*IDS[:5], shared, *rest], [*IDS[20:25], shared, *rest]
     spec = HookSpec().capture("blocks.*.rwkv.hook_state_seq", "blocks.*.hook_resid_pre", "hook_embed")
-    spec.capture("blocks.*.hook_resid_post", "blocks.*.hook_resid_mid", "blocks.*.ln1.hook_normalized")
+    spec = spec.capture("blocks.*.hook_resid_post", "blocks.*.hook_resid_mid", "blocks.*.ln1.hook_normalized")
     held = model.forward(clean, spec)
     patch = HookSpec()
     for layer in range(model.config.num_layers):
         state = held[HookPoint.rwkv_state_seq(layer)][:, :, 5:6]
-        patch.intervene(HookPoint.rwkv_state_seq(layer), Replace(state, positions=(5,)))
+        patch = patch.intervene(HookPoint.rwkv_state_seq(layer), Replace(state, positions=(5,)))
         stream = held[HookPoint.resid_post(layer)][:, 5]
         middle = held[HookPoint.resid_mid(layer)][:, 5]
-        patch.intervene(HookPoint.resid_mid(layer), Replace(middle, positions=(5,)))
-        patch.intervene(HookPoint.resid_post(layer), Replace(stream, positions=(5,)))
+        patch = patch.intervene(HookPoint.resid_mid(layer), Replace(middle, positions=(5,)))
+        patch = patch.intervene(HookPoint.resid_post(layer), Replace(stream, positions=(5,)))
     found = model.forward(other, patch).logits[0, 6:]
     expected = model.forward(clean).logits[0, 6:]
     assert float((found - expected).abs().max()) <= 1e-9 * float(expected.abs().max())

@@ -45,7 +45,7 @@ def test_cells_are_means_over_noised_passes_with_clean_states_of_a_window_put_ba
             spec = mizarr.HookSpec().intervene("hook_embed", mizarr.Add(noise, positions=tuple(subject)))
             for layer in layers:
                 state = clean[points[layer]][0, last : last + 1]
-                spec.intervene(points[layer], mizarr.Replace(state, positions=(last,)))
+                spec = spec.intervene(points[layer], mizarr.Replace(state, positions=(last,)))
             logits = model.forward([ids], spec).logits[0, -1].double()
             found.append(float(logits.softmax(-1)[answer]))
     assert document["noised_probability"] == pytest.approx(np.mean(noised), abs=1e-6)
@@ -111,7 +111,7 @@ def test_the_place_chosen_restores_in_other_facts_what_plain_forwards_say(recall
             noise = drawn.noise(sample, model.config.hidden_size) * (3.0 * embedding_deviation(model))
             spec = mizarr.HookSpec().intervene("hook_embed", mizarr.Add(noise, positions=noised))
             both = [model.forward([ids], spec).logits[0, -1]]
-            spec.intervene(point, mizarr.Replace(clean, positions=(place,)))
+            spec = spec.intervene(point, mizarr.Replace(clean, positions=(place,)))
             both.append(model.forward([ids], spec).logits[0, -1])
             before, after = (float(each.double().softmax(-1)[answer]) for each in both)
             rises.append(after - before)

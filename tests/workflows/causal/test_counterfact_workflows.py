@@ -159,7 +159,7 @@ def subject_patched(model, original, places: tuple[tuple[int, int], ...], other,
     states = model.forward(other, HookSpec().capture(*points), want=None)
     spec = HookSpec().capture("blocks.*.attn.hook_pattern")
     for point in points:
-        spec.intervene(point, Replace(states[point][0, list(sources)], positions=positions))
+        spec = spec.intervene(point, Replace(states[point][0, list(sources)], positions=positions))
     return model.forward(original, spec)
 
 

@@ -40,7 +40,7 @@ def by_plain_passes(features: dict[str, float], prompt: str, word: str, dictiona
     for position in range(len(ids)):
         hooks = mizarr.HookSpec()
         for layer, vector in vectors.items():
-            hooks.intervene(f"blocks.{layer}.hook_mlp_out", mizarr.Add(vector, positions=(position,)))
+            hooks = hooks.intervene(f"blocks.{layer}.hook_mlp_out", mizarr.Add(vector, positions=(position,)))
         logits = model.forward([ids], hooks).logits[0, -1].double()
         found.append(float(logits.softmax(-1)[token]))
     return found

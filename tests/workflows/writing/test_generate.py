@@ -128,7 +128,7 @@ def test_what_is_silenced_is_silenced_at_every_step(done, tiny_model, store, mod
     assert len(prompts_run) == len(PROMPTS), "the whole model's text was there already"
     hooks = mizarr.HookSpec()
     for point in ("blocks.1.hook_attn_out", "blocks.1.hook_mlp_out"):
-        hooks.intervene(point, mizarr.Zero())
+        hooks = hooks.intervene(point, mizarr.Zero())
     expected = generate(model, PROMPTS, hooks, max_tokens=9)
     results = found.to_json()["results"]
     assert [tuple(told["token_ids"]) for told in results] == [each.generated_ids for each in expected]

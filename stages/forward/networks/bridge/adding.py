@@ -67,11 +67,11 @@ def _named(model: Examined, config: BridgeConfig) -> list[tuple[LayerPart, ...]]
     for point in streams:
         x = plain.at[point].clone()
         x[:, 0] += noise(x.shape[2:], x)
-        pushed.intervene(point, Replace(x))
+        pushed = pushed.intervene(point, Replace(x))
     free = model.hooked(config, ids, pushed)
     for each in points:
         for point in each[:1]:
-            pushed.intervene(point, Replace(plain.at[point]))
+            pushed = pushed.intervene(point, Replace(plain.at[point]))
     held = model.hooked(config, ids, pushed)
 
     def is_mixing(point: HookPoint, passed: Passed) -> bool:
@@ -97,9 +97,9 @@ def _standing(model: Examined, config: BridgeConfig, sums: Sequence[PartSums | N
         plain = model.hooked(config, ids, reading)
         changed: list[tuple[str, ...]] = [(), *((kind,) for kind in KINDS), KINDS]
         for kinds in changed if length == TRIED else changed[:1]:
-            spec = HookSpec().extend(reading)
+            spec = reading
             for seed, point in enumerate(point for point in every if point.kind in kinds):
-                spec.intervene(point, Replace(noise(plain.at[point].shape, plain.at[point], seed)))
+                spec = spec.intervene(point, Replace(noise(plain.at[point].shape, plain.at[point], seed)))
             for layer, is_sum in enumerate(_sums(model, config, ids, spec, sums)):
                 stands[layer] &= is_sum
     return stands

@@ -238,7 +238,7 @@ def test_random_features_write_as_much_at_the_same_positions_and_the_largest_is_
         for m in features.targets(layer):
             vector = change * features.decoder_vector((layer, feature), m)
             point = features.write_hook(m)
-            spec.intervene(point, mizarr.AddAtPositions([(position, vector)]))
+            spec = spec.intervene(point, mizarr.AddAtPositions([(position, vector)]))
             first += float(vector.double() @ slope[f"grad:{point}"][0, position].double())
         logits = model.forward([list(CORRUPTED)], spec).logits[0, -1].double() - base
         assert found["estimate"].values[i] == pytest.approx(first, abs=1e-4)

@@ -41,7 +41,7 @@ def test_a_feature_is_added_at_every_layer_it_writes_to(model: mizarr.Model, clt
     by_hand = mizarr.HookSpec()
     for layer in (2, 3, 4, 5):
         vector = 4.0 * clt.layer(2).W_dec[layer][7]
-        by_hand.intervene(f"blocks.{layer}.hook_resid_post", mizarr.AddAtPositions([(3, vector)]))
+        by_hand = by_hand.intervene(f"blocks.{layer}.hook_resid_post", mizarr.AddAtPositions([(3, vector)]))
     ours = logits_of(model, injected(clt, [Injection("L2:7", 4.0)], [3]))
     torch.testing.assert_close(ours, logits_of(model, by_hand), atol=1e-4, rtol=1e-4)
     plain = logits_of(model, mizarr.HookSpec())

@@ -80,7 +80,7 @@ def test_all_together_features_read_what_the_replaced_model_computes(model):
     seen = model.forward(ids, HookSpec().extend(spec).capture("blocks.1.hook_resid_mid"))
     second = (seen["blocks.1.hook_resid_mid"][0, 1:] @ layers[1].W_enc.T).relu()
     value = first @ layers[0].W_dec[1] + second @ layers[1].W_dec[1] + layers[1].b_dec
-    spec.intervene("blocks.1.hook_mlp_out", Replace(value, positions=range(1, 6)))
+    spec = spec.intervene("blocks.1.hook_mlp_out", Replace(value, positions=range(1, 6)))
     chance = model.forward(ids, spec).logits[0].log_softmax(-1)
     wanted = -sum(chance[i, ids[i + 1]].item() for i in range(1, 5)) / 4
     found = replacement_loss(model, layers, "resid_mid", "mlp_out", [ids])

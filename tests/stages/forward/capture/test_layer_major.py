@@ -328,7 +328,7 @@ def test_a_batch_that_does_not_fit_goes_through_in_halves_and_gives_the_same(
     FAMILIES[family](tmp_path / "m", family, 4)
     hooks = HookSpec().extend(STREAMS)
     if family != "bert":
-        hooks.capture("blocks.*.hook_resid_post", reduce="run_mean")
+        hooks = hooks.capture("blocks.*.hook_resid_post", reduce="run_mean")
     prompts = [*prompts, *prompts, [7] * 16, [8] * 16, *prompts]
     options = {"segment_tokens": 384, "batch_tokens": 160}
     whole = capture(tmp_path / "m", prompts, hooks, stores[0], **options)

@@ -314,10 +314,10 @@ def test_a_position_to_come_is_left_in_peace_until_it_is_there(model):
     values = torch.stack([vector(model, seed) for seed in range(3)])
     spec = HookSpec().intervene("blocks.0.hook_resid_post", Replace(values, positions=places))
     pairs = list(zip(places, values, strict=True))
-    spec.intervene("blocks.1.hook_attn_out", AddAtPositions(pairs))
+    spec = spec.intervene("blocks.1.hook_attn_out", AddAtPositions(pairs))
     edges = [(3, 1), (PROMPT + 4, 2), (None, PROMPT + 2), (PROMPT + 5, None)]
-    spec.intervene("blocks.1.attn.hook_pattern", Steer(edges[:3], 4.0))
-    spec.intervene("blocks.0.attn.hook_scores", Knockout([(4, 0), (PROMPT + 4, 3)], heads=(0,)))
+    spec = spec.intervene("blocks.1.attn.hook_pattern", Steer(edges[:3], 4.0))
+    spec = spec.intervene("blocks.0.attn.hook_scores", Knockout([(4, 0), (PROMPT + 4, 3)], heads=(0,)))
 
     def so_far(length: int) -> HookSpec:
         kept = [i for i, place in enumerate(places) if place < length]
@@ -361,7 +361,7 @@ def draw_spec(rng: random.Random, model: Model, length: int) -> HookSpec:
         moves = any(position < 0 for position in getattr(change, "positions", None) or ())
         ahead = point.kind == "pattern" and isinstance(change, Add | Replace)
         if not (moves or ahead or (isinstance(change, Knockout) and change.edges[0][0] == 0)):
-            spec.intervene(point, change)
+            spec = spec.intervene(point, change)
     return spec
 
 
@@ -384,7 +384,7 @@ def test_steps_are_positions_of_one_pass_over_the_result(family, tmp_path):
             (ids,) = draw_ids(1, PROMPT, trial)
             spec = draw_spec(rng, model, length)
             points = rng.sample(model.hook_points, 6)
-            spec.capture(*points[:3]).capture(*points[3:], when="before")
+            spec = spec.capture(*points[:3]).capture(*points[3:], when="before")
             plain = generate(model, ids, spec, max_tokens=12, eos=(), cache=False)
             kept = generate(model, ids, spec, max_tokens=12, eos=(), cache=True)
             result = plain[0]
@@ -418,12 +418,12 @@ def test_what_is_chosen_gives_the_tokens_of_reading_anew(family, tmp_path):
         (ids,) = draw_ids(1, PROMPT, trial)
         spec = HookSpec()
         if trial % 6 == 0:
-            spec.intervene("blocks.1.hook_resid_pre", Scale(0.5, positions=(-1 - trial,)))
+            spec = spec.intervene("blocks.1.hook_resid_pre", Scale(0.5, positions=(-1 - trial,)))
         while spec.num_interventions < 1 + trial % 2:
             point = rng.choice(model.hook_points)
             change = draw_intervention(rng, model, point, PROMPT)
             if not (isinstance(change, Knockout) and change.edges[0][0] == 0):
-                spec.intervene(point, change)
+                spec = spec.intervene(point, change)
         try:
             anew = generate(model, ids, spec, max_tokens=10, eos=(), cache=False)
         except InterventionError:  # a payload as long as the prompt, which does not grow with it
@@ -486,7 +486,7 @@ def test_a_generation_tells_how_it_read(model):
 def test_steps_have_labels(model):
     prompts = [*draw_ids(1, PROMPT), *draw_ids(1, 4)]
     hooks = HookSpec().capture("blocks.*.hook_resid_post", "blocks.1.attn.hook_pattern", "hook_embed")
-    hooks.capture("blocks.*.attn.hook_z").capture("blocks.1.hook_resid_post", when="before")
+    hooks = hooks.capture("blocks.*.attn.hook_z").capture("blocks.1.hook_resid_post", when="before")
     stops = generate(model, prompts[1], max_tokens=9, eos=()).ids[0][5]
     for cache in (False, True):
         found = generate(model, prompts, hooks, max_tokens=9, eos=[stops], cache=cache)

@@ -64,9 +64,9 @@ def test_steps_are_positions_of_one_pass_over_the_result(family, tmp_path):
             moves = any(position < 0 for position in getattr(change, "positions", None) or ())
             ahead = point.kind == "pattern" and isinstance(change, Add | Replace)
             if not (moves or ahead or (isinstance(change, Knockout) and change.edges[0][0] == 0)):
-                spec.intervene(point, change)
+                spec = spec.intervene(point, change)
         points = rng.sample([point for point in places if point.kind not in ("scores", "attn_scores")], 5)
-        spec.capture(*points)
+        spec = spec.capture(*points)
         (ids,) = draw_ids(1, PROMPT, trial)
         anew = generate(model, ids, spec, max_tokens=8, eos=(), cache=False)
         kept = generate(model, ids, spec, max_tokens=8, eos=(), cache=True)

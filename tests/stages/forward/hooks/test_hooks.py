@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import ast
+import copy
+import pickle
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+import mizarr
+from mizarr.stages.causal.grids.patching_metrics import LogitDifference, Probability
 from mizarr.stages.forward.architectures.points import KINDS, HookPoint, transformer_points
 from mizarr.stages.forward.hooks.interventions import Add, Replace, Scale, Zero
 from mizarr.stages.forward.hooks.spec import HookSpec
@@ -36,7 +42,7 @@ def test_nnterps_names_are_read_wherever_a_name_is():
     assert HookPoint.parse("attention_probabilities[1]") == HookPoint.pattern(1)
     one = HookSpec().capture("mlps_output[3]", "layers_output[*]").intervene("attentions_output[*]", Zero())
     other = HookSpec().capture("blocks.3.mlp.hook_post", "blocks.*.hook_resid_post")
-    other.intervene("blocks.*.hook_attn_out", Zero())
+    other = other.intervene("blocks.*.hook_attn_out", Zero())
     assert one.bind(POINTS, "toy") == other.bind(POINTS, "toy")
     for wrong in ("layers_output[4]", "layers_outputs[1]", "layers_output[-1]"):
         with pytest.raises(HookPointNotFound):
@@ -87,12 +93,71 @@ def test_capturing_twice_is_capturing_once():
     assert spec.num_captures == 1
 
 
+METHODS = {
+    "capture": lambda spec: spec.capture("blocks.*.hook_resid_post", reduce="norm"),
+    "intervene": lambda spec: spec.intervene("blocks.*.hook_mlp_out", Scale(2.0)),
+    "gradient_of": lambda spec: spec.gradient_of(LogitDifference(1, 2)),
+    "extend": lambda spec: spec.extend(
+        HookSpec().capture("hook_final_norm").intervene("hook_embed", Zero()).gradient_of(Probability(3))
+    ),
+}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_leaves_the_spec_as_it_is(method):
+    base = HookSpec().capture("hook_embed").intervene("blocks.0.hook_mlp_out", Zero())
+    before, told, name = base.canonical(), repr(base), hash(base)
+    variants = [METHODS[method](base) for _ in range(3)]
+    assert (base.canonical(), repr(base), hash(base)) == (before, told, name)
+    assert variants[0] == variants[1] != base
+    assert len({base, *variants}) == 2
+    assert pickle.loads(pickle.dumps(variants[0])) == copy.deepcopy(variants[0]) == variants[0]
+
+
+def test_a_spec_has_no_field_to_write_to():
+    spec = HookSpec().capture("hook_embed")
+    for name in (*vars(spec), "anything"):
+        with pytest.raises(AttributeError):
+            setattr(spec, name, ())
+    spec.interventions_at("hook_embed").append(Zero())
+    assert spec == HookSpec().capture("hook_embed")
+
+
+def test_specs_are_equal_by_what_they_ask_for():
+    one = HookSpec().capture("hook_embed", "hook_final_norm")
+    assert one == HookSpec().capture("hook_final_norm").capture("hook_embed")
+    assert one != one.capture("hook_embed", positions="last")
+    first = HookSpec().intervene("hook_embed", Zero()).intervene("hook_embed", Scale(2.0))
+    other = HookSpec().intervene("hook_embed", Scale(2.0)).intervene("hook_embed", Zero())
+    assert first != other, "interventions at one point apply in their order"
+
+
+def test_nobody_throws_a_changed_spec_away():
+    """A call of `intervene` or `gradient_of` that stands alone changes nothing: its spec is lost."""
+    root, lost = Path(mizarr.__file__).parent, []
+    for path in (
+        path for room in ("stages", "workflows", "tests", "docs") for path in (root / room).rglob("*.py")
+    ):
+        tree = ast.parse(path.read_text())
+        refused = {
+            id(line)
+            for block in ast.walk(tree)
+            if isinstance(block, ast.With) and "raises" in ast.unparse(block.items[0])
+            for line in block.body
+        }
+        for line in ast.walk(tree):
+            call = line.value if isinstance(line, ast.Expr) and id(line) not in refused else None
+            if isinstance(call, ast.Call) and ast.unparse(call.func).endswith((".intervene", ".gradient_of")):
+                lost.append(f"{path.relative_to(root)}:{line.lineno}")
+    assert not lost
+
+
 def test_extend_appends_interventions_and_unites_captures():
     first = HookSpec().capture("hook_embed").intervene("blocks.0.hook_mlp_out", Zero())
     second = (
         HookSpec().capture("hook_embed", "hook_final_norm").intervene("blocks.0.hook_mlp_out", Scale(2.0))
     )
-    first.extend(second)
+    first = first.extend(second)
     assert first.num_captures == 2
     assert first.interventions_at("blocks.0.hook_mlp_out") == [Zero(), Scale(2.0)]
 

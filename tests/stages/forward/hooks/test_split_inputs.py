@@ -110,7 +110,7 @@ def test_planned_runs_and_kept_keys_give_the_same(model):
         near(found.logits, model.forward(ids, spec).logits)
     added = HookSpec()
     for kind in SPLIT_INPUTS:
-        added.intervene(HookPoint(kind, LAYER), Add(0.3 * stream[0], positions=(2,)))
+        added = added.intervene(HookPoint(kind, LAYER), Add(0.3 * stream[0], positions=(2,)))
     kept, anew = (generate(model, [ids], added, max_tokens=5, eos=(), cache=cache) for cache in (True, False))
     assert kept.ids == anew.ids
 

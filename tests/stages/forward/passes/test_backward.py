@@ -313,9 +313,9 @@ def test_interventions_hold_on_the_way_back(llama):
     ids, point = draw(1, 9), HookPoint.resid_post(0)
     value = torch.randn(llama.config.hidden_size, generator=torch.Generator().manual_seed(1))
     spec = HookSpec().intervene(point, Replace(value, positions=(4,)))
-    spec.intervene("blocks.1.hook_attn_out", Scale(0.5))
-    spec.capture(f"grad:{point}", "grad:blocks.1.hook_attn_out")
-    spec.capture(f"grad:{point}", "grad:blocks.1.hook_attn_out", when="before")
+    spec = spec.intervene("blocks.1.hook_attn_out", Scale(0.5))
+    spec = spec.capture(f"grad:{point}", "grad:blocks.1.hook_attn_out")
+    spec = spec.capture(f"grad:{point}", "grad:blocks.1.hook_attn_out", when="before")
     found = gradients(llama, ids, spec)
     after, before = (found[Capture(point, when, True)] for when in ("after", "before"))
     assert before[0, 4].abs().max() == 0, "what is replaced moves nothing"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -233,8 +234,8 @@ def test_runs_are_read_from_the_store_and_only_missing_ones_are_computed(models,
     model, prompt = models("qwen2", 0), list(range(2, 12))
     store = mizarr.open_store(tmp_path)
     runs = grid(model, prompt, "resid_pre")
-    for each in runs[:3]:
-        each.hooks.capture("blocks.1.attn.hook_z", "hook_embed")
+    for index, each in enumerate(runs[:3]):
+        runs[index] = replace(each, hooks=each.hooks.capture("blocks.1.attn.hook_z", "hook_embed"))
     first = mizarr.run(model, runs, store=store)
     assert [tuple(result.logits.shape) for result in first] == [(1, 1, model.config.vocab_size)] * len(runs)
     with monkeypatch.context() as nothing_runs:
