@@ -174,7 +174,9 @@ class OfChanged(Experiment):
         if self.mean is not None:
             return model.bind(self.mean.spec(held, len(rows[0])))
         if not self.dictionary:
-            return model.bind(self.hooks)
+            spec = model.bind(self.hooks)
+            spec.require_one_payload()
+            return spec
         if len(rows[0]) <= SKIP:
             return model.bind(None)
         return model.bind(held.worker.closed_loop(rows) if self.turned is None else held(rows, self.turned))

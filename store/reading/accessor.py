@@ -196,10 +196,11 @@ class PackedAccessor:
         return block.assign_coords(position_labels(own, mask.values))
 
     def attn(self, i: int, variable: str = "pattern") -> xr.DataArray:
-        """Attention pattern of prompt `i`: [layer, head, query_position, key_position], in memory.
+        """Attention matrix of prompt `i`: [layer, head, query_position, key_position], in memory.
 
-        Row = attending position, column = attended position; 0 above the diagonal, unless positions see later
-        ones.
+        Row = attending position, column = attended position; what a pass gives, above the diagonal as well:
+        weights of 0 where positions see no later ones, scores of -inf where they are masked. variable:
+        "pattern", "attn_scores", "scores", or another one with two positions.
         """
         packed = as_layer(self._variable(variable))
         axis = "square" if "square" in packed.dims else "pair"

@@ -76,8 +76,8 @@ class ArraySpec:
     """One variable of a run.
 
     dims: e.g. ("layer", "token", "hidden"); the packed axis is "token", or "pair" for attention patterns (row
-    t of the packed axis owns position(t) + 1 pairs, its lower triangle), or "square" for those of a model
-    whose positions see later ones (it owns a pair for each token of its prompt), or "prompt_id" for what a
+    t of the packed axis owns position(t) + 1 pairs, its lower triangle), or "square" for matrices that are
+    not zero above the diagonal (it owns a pair for each token of its prompt), or "prompt_id" for what a
     prompt leaves behind (its last token owns it), "segment" for what is kept of a run as a whole, or the axis
     of a selection. sizes: of the axes after the packed one. layers: of the model, None without layer axis.
     selection: which tokens have rows; None for all. run_dtype: the storage dtype of the run, where that is

@@ -254,8 +254,11 @@ class CaptureNode(Ports):
     def specs(self) -> list[ArraySpec]:
         """How each captured variable is stored."""
         variables = {kept.variable: kept for kept in self.spec.kept}
-        config, over = self.source.config, self._over
-        return [array_spec(kept, config, self.dtype, over.get(name)) for name, kept in variables.items()]
+        config, over, ahead = self.source.config, self._over, self.spec.may_look_ahead
+        return [
+            array_spec(kept, config, self.dtype, over.get(name), looks_ahead=ahead)
+            for name, kept in variables.items()
+        ]
 
     @property
     def _sizes(self) -> Sizes:

@@ -110,17 +110,33 @@ class Sizes:
         return math.prod(spec.tail) * _WIDENED[spec.dtype] if spec.dtype in _WIDENED else spec.row_bytes
 
 
-def array_spec(kept: KeptCapture, config: Architecture, dtype: str, over: int | None = None) -> ArraySpec:
+_NONZERO_AHEAD = ("scores", "attn_scores")
+"""Attention matrices that are not zero above the diagonal of a causal model: raw scores are any number there,
+masked ones -inf. Nor are gradients: a weight of zero may have one."""
+
+
+def array_spec(
+    kept: KeptCapture,
+    config: Architecture,
+    dtype: str,
+    over: int | None = None,
+    *,
+    looks_ahead: bool = False,
+) -> ArraySpec:
     """How a captured activation is stored: token-major, batch and positions packed, heads behind tokens, an
-    axis of one dropped. What has no position is of a prompt. Of attention matrices lower triangles are kept;
-    all of them where positions see later ones. over: tokens that what is kept of a run is of.
+    axis of one dropped. What has no position is of a prompt. Attention matrices that are zero above the
+    diagonal are kept as lower triangles, others as they are.
+
+    over: tokens that what is kept of a run is of. looks_ahead: whether interventions let positions see later
+    ones.
     """
     capture, selection = kept.capture, kept.keep.selection
     kind = BY_NAME[capture.point.kind]
     # All layers share one array: an axis that is wider in some of them is an error here.
     sized = ((axis, config.axis_sizes.get(axis)) for axis in kind.dims if axis != "one")
     sizes = {axis: size for axis, size in sized if size is not None}
-    matrix = "square" if config.looks_ahead else "pair"
+    is_triangle = kind.name not in _NONZERO_AHEAD and not capture.is_gradient
+    matrix = "pair" if is_triangle and not (config.looks_ahead or looks_ahead) else "square"
     packed_dims = {"position": "token", "query_position": matrix}
     packed = next((axis for dim, axis in packed_dims.items() if dim in kind.dims), "prompt_id")
     if selection is not None:
@@ -133,6 +149,8 @@ def array_spec(kept: KeptCapture, config: Architecture, dtype: str, over: int | 
         sizes |= dict(reduction.axes)
         packed = packed if "position" in left else "segment" if reduction.is_of_run else "prompt_id"
         rest, meaning = tuple(dim for dim in left if dim in sizes), f"{reduction.meaning} {meaning}"
+    if kind.name.endswith("attn_scores") and not capture.is_gradient:
+        own_dtype = _REDUCED.get(dtype, dtype)  # -inf has no scale
     front = ("layer",) if kind.per_layer else ()
     return ArraySpec(
         kept.variable,

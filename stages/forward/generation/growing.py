@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from ..architectures.points import HookPoint
-from ..hooks.edge_interventions import Edge, Knockout, SetValue, Steer
+from ..hooks.edge_interventions import Edge, Knockout, SetValue, Steer, may_look_ahead
 from ..hooks.interventions import Add, AddAtPositions, Intervention, Replace, Scale, Zero
 from ..hooks.spec import BoundSpec
 
@@ -49,38 +49,33 @@ def why_read_anew(spec: BoundSpec) -> str | None:
 
 
 def _in_the_way(point: HookPoint, change: Any) -> str | None:
+    if change.needs_all_positions:
+        return "looks at all positions"
     if isinstance(change, AddAtPositions):
-        chosen = [position for position, _ in change.vectors]
+        chosen = [position for position, _ in change.pairs]
     elif isinstance(change, Knockout | Steer | SetValue):
         chosen = [place for edge in change.edges for place in edge if place is not None]
     elif isinstance(change, Replace | Add | Scale | Zero):
         chosen = list(change.positions or ())
-        if point.kind in ("attn_scores", "pattern") and not _keeps_mask(point, change):
+        if may_look_ahead(point, change):
             return "may give weight to later positions"
     else:
         return "is of a kind that is not known here"
     return "counts positions from the end" if any(place < 0 for place in chosen) else None
 
 
-def _keeps_mask(point: HookPoint, change: Any) -> bool:
-    """Whether scores of -inf, or weights of zero, stay what they are."""
-    if point.kind == "pattern":
-        return isinstance(change, Scale | Zero)
-    return isinstance(change, Scale) and change.factor > 0
-
-
 def so_far(point: HookPoint, change: Intervention, length: int) -> Intervention | None:
     """An intervention as it applies to the first `length` positions; None if there is nothing for it yet."""
     if isinstance(change, AddAtPositions):
-        pairs = tuple(pair for pair in change.vectors if pair[0] < length)
-        return _changed(change, len(pairs) < len(change.vectors), bool(pairs), vectors=pairs)
-    if isinstance(change, Knockout) and change.mask is not None:
-        mask = change.mask[..., :length, :length]
-        return _changed(change, mask.shape != change.mask.shape, True, mask=mask)
+        pairs = tuple(pair for pair in change.pairs if pair[0] < length)
+        return _changed(change, len(pairs) < len(change.pairs), bool(pairs), vectors=pairs)
+    if isinstance(change, Knockout) and change.edge_mask is not None:
+        mask = change.edge_mask[..., :length, :length]
+        return _changed(change, mask.shape != change.edge_mask.shape, True, mask=mask)
     if isinstance(change, Knockout | Steer | SetValue):
         edges = tuple(edge for edge in change.edges if _exists(edge, length))
         return _changed(change, len(edges) < len(change.edges), bool(edges), edges=edges)
-    return _selected(point, change, length)
+    return _selected(point, change, length) if isinstance(change, Replace | Add | Scale | Zero) else change
 
 
 def _selected(point: HookPoint, change: Any, length: int) -> Intervention | None:
@@ -92,7 +87,7 @@ def _selected(point: HookPoint, change: Any, length: int) -> Intervention | None
     fields: dict[str, Any] = {}
     if kept is not None and positions is not None and len(kept) < len(positions):
         fields["positions"] = tuple(positions[i] for i in kept)
-    value = getattr(change, "value", None)
+    value = getattr(change, "payload", None)
     if value is not None:
         cut = _rows(value, point, kept, length)
         if tuple(cut.shape) != tuple(value.shape):

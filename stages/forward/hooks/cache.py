@@ -37,7 +37,7 @@ class HookCache(Mapping[HookPoint | str, "Tensor"]):
         self.tokens: list[list[int]] = [list(row) for row in tokens]
         """Token ids of each prompt."""
         self._logits = logits
-        self._captured = dict(captured)
+        self._captured = _apart(captured)
 
     @property
     def logits(self) -> Tensor:
@@ -142,6 +142,18 @@ class HookCache(Mapping[HookPoint | str, "Tensor"]):
             by_variable.setdefault(capture.variable, {})[capture.point.layer] = value
         arrays = {name: _labelled(name, layers) for name, layers in by_variable.items()}
         return xr.Dataset(arrays)
+
+
+def _apart(captured: Mapping[Capture, Tensor]) -> dict[Capture, Tensor]:
+    """Captures that share no memory, so that whoever writes to one writes to no other: the stream that leaves
+    a layer and enters the next is one tensor."""
+    storages: set[int] = set()
+    apart = {}
+    for capture, value in captured.items():
+        storage = value.untyped_storage().data_ptr()
+        apart[capture] = value.clone() if storage in storages else value
+        storages.add(storage)
+    return apart
 
 
 def _shape(value: Tensor) -> tuple[str, str]:

@@ -17,8 +17,8 @@ import numpy as np
 
 from ....store.errors import InterventionError
 from ..architectures.points import HookPoint
-from .interventions import Held, Intervention, check_indices
-from .payloads import Payload, finite, own_array
+from .interventions import Held, Intervention, Scale, Zero, check_indices
+from .payloads import Owned, Payload, finite, own_array, owned
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -38,30 +38,36 @@ class Knockout(Intervention):
 
     kinds: ClassVar[tuple[str, ...]] = _SCORES
     cuts_edges: ClassVar[bool] = True
+    is_positionwise: ClassVar[bool] = True
     edges: Sequence[Edge] = ()
-    mask: Payload | None = None
+    mask: Payload | None = Owned(None)
     heads: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "edges", _edges("Knockout", self.edges))
         object.__setattr__(self, "heads", _heads(self.heads))
-        if bool(self.edges) == (self.mask is not None):
+        if bool(self.edges) == (self.edge_mask is not None):
             raise InterventionError(
                 "Knockout takes either edges or a mask, found " + ("both" if self.edges else "neither")
             )
-        if self.mask is not None:
-            object.__setattr__(self, "mask", _cut_mask(self.mask))
+        if self.edge_mask is not None:
+            object.__setattr__(self, "mask", _cut_mask(self.edge_mask))
+
+    @property
+    def edge_mask(self) -> Payload | None:
+        """The mask itself, for passes; `mask` is a copy."""
+        return owned(self, "mask")
 
     def check(self, point: HookPoint, sizes: Mapping[str, int]) -> None:
         """Raise InterventionError unless it can be applied at `point`, whose axes have these sizes."""
         super().check(point, sizes)
         _check_edges("Knockout", point, self.edges, self.heads, sizes)
-        if self.mask is not None:
+        if self.edge_mask is not None:
             full = (sizes["head"], sizes["query_position"], sizes["key_position"])
-            if tuple(self.mask.shape) not in (full, full[1:], (1, *full), (1, 1, *full[1:])):
+            if tuple(self.edge_mask.shape) not in (full, full[1:], (1, *full), (1, 1, *full[1:])):
                 raise InterventionError(
                     f"Knockout at '{point}': expected a mask of shape {list(full[1:])} or {list(full)}, "
-                    f"found {list(self.mask.shape)}"
+                    f"found {list(self.edge_mask.shape)}"
                 )
 
     def require_causal(self, point: HookPoint, length: int) -> None:
@@ -70,17 +76,17 @@ class Knockout(Intervention):
 
     def touched(self, length: int, *, ahead: bool = False) -> tuple[int, ...] | None:
         """Queries with a cut edge."""
-        if self.mask is None:
+        if self.edge_mask is None:
             return _queries(self.edges, length, ahead)
-        cut = np.asarray(self.mask).reshape(-1, length, length).any(axis=(0, 2))
+        cut = np.asarray(self.edge_mask).reshape(-1, length, length).any(axis=(0, 2))
         return tuple(np.flatnonzero(cut).tolist())
 
     def cut(self, heads: int, queries: int, keys: int, device: Any) -> Tensor:
         """Bool [head, query, key], True where an edge is cut."""
         import torch
 
-        if self.mask is not None:
-            where = torch.as_tensor(np.array(self.mask), device=device).reshape(-1, queries, keys)
+        if self.edge_mask is not None:
+            where = torch.as_tensor(np.array(self.edge_mask), device=device).reshape(-1, queries, keys)
         else:
             where = _edge_mask(self.edges, queries, keys, device)[None]
         if self.heads is None:
@@ -99,6 +105,7 @@ class Steer(Intervention):
     """
 
     kinds: ClassVar[tuple[str, ...]] = ("pattern",)
+    is_positionwise: ClassVar[bool] = True
     edges: Sequence[Edge]
     factor: float
     heads: tuple[int, ...] | None = None
@@ -145,6 +152,7 @@ class SetValue(Intervention):
     """
 
     kinds: ClassVar[tuple[str, ...]] = ("pattern",)
+    is_positionwise: ClassVar[bool] = True
     edges: Sequence[Edge]
     value: float
     heads: tuple[int, ...] | None = None
@@ -192,6 +200,20 @@ class SetValue(Intervention):
             return torch.where(targets, weights.new_full((), self.value), share * (1 - asked))
 
         return _steered(x, self.edges, self.heads, allowed, held, with_value)
+
+
+def may_look_ahead(point: HookPoint, change: Intervention) -> bool:
+    """Whether an intervention may give weight to keys that the causal mask hides: masked scores are no longer
+    -inf, or masked weights no longer zero."""
+    if point.kind not in ("attn_scores", "pattern"):
+        return False
+    if change.needs_all_positions:
+        return True
+    if isinstance(change, Scale):
+        return point.kind == "attn_scores" and change.factor <= 0
+    if isinstance(change, Zero):
+        return point.kind == "attn_scores"
+    return not isinstance(change, Knockout | Steer | SetValue)
 
 
 def _steered(

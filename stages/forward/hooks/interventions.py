@@ -12,9 +12,11 @@ count from the end. Those on attention edges are in edge_interventions.py.
 
 from __future__ import annotations
 
+import copy
+import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -23,7 +25,18 @@ from ....store.digest import canonical_json
 from ....store.errors import InterventionError
 from ...declared import name_of
 from ..architectures.points import HookPoint
-from .payloads import Chosen, Payload, as_tensor, checked_payload, finite, picked, plain_value
+from .payloads import (
+    Chosen,
+    Owned,
+    Payload,
+    as_tensor,
+    checked_payload,
+    copied,
+    finite,
+    owned,
+    picked,
+    plain_value,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -65,6 +78,29 @@ class Intervention:
     """Of an intervention written outside of mizarr: moves when what it does moves."""
     cuts_edges: ClassVar[bool] = False
     """Whether it is a mask (`cut`), which attention applies with its own; others change what stands there."""
+    is_positionwise: ClassVar[bool] = False
+    """Whether the new value at a position (on attention: of a query) depends on the old one at that position
+    alone, wherever it is, so that a pass may hand over some positions only. Each class says so of itself: a
+    subclass that does not is taken to look at all of them."""
+
+    @property
+    def needs_all_positions(self) -> bool:
+        """Whether `apply` must see every position of a prompt."""
+        return not vars(type(self)).get("is_positionwise", False)
+
+    def with_own_payloads(self) -> Self:
+        """This intervention where nobody else holds its tensors, else a copy with tensors of its own."""
+        fields = {
+            name: copied(value)
+            for name, value in vars(self).items()
+            if not isinstance(inspect.getattr_static(type(self), name, None), Owned)
+        }
+        if all(value is vars(self)[name] for name, value in fields.items()):
+            return self
+        same = copy.copy(self)
+        for name, value in fields.items():
+            object.__setattr__(same, name, value)
+        return same
 
     def canonical(self) -> dict[str, Any]:
         """Plain JSON values that identify the intervention; payloads enter by dtype, shape and sha256 of
@@ -96,6 +132,33 @@ class Intervention:
         """The changed activation, a new tensor. allowed: bool [query, key], where attention may look
         (patterns only). held: which positions x holds; None for all."""
         raise NotImplementedError
+
+    def applied(
+        self, x: Tensor, point: HookPoint, allowed: Tensor | None = None, held: Held | None = None
+    ) -> Tensor:
+        """As `apply`, and what passes call. An intervention that looks at all positions gets a copy of them,
+        one prompt at a time, so that neither who shares a batch nor what it writes to its argument matters.
+
+        Raises InterventionError where it gives another shape than it got.
+        """
+        if not self.needs_all_positions:
+            return self.apply(x, point, allowed, held)
+        import torch
+
+        rows = list(x.clone().split(1)) if point.dims[0] == "batch" else [x.clone()]
+        masks = (
+            [allowed] * len(rows)
+            if allowed is None or allowed.ndim < x.ndim
+            else allowed.expand(len(rows), *allowed.shape[1:]).split(1)
+        )
+        changed = [self.apply(row, point, mask) for row, mask in zip(rows, masks, strict=True)]
+        for row in changed:
+            if row.shape != rows[0].shape:
+                raise InterventionError(
+                    f"{type(self).__name__} at '{point}': expected apply() to give a tensor of shape "
+                    f"{list(rows[0].shape)}, as it got, found {list(row.shape)}; expand it to that shape"
+                )
+        return torch.cat(changed).to(x)
 
     def cut(self, heads: int, queries: int, keys: int, device: Any) -> Tensor:
         """Bool [head, query, key], True where an edge is cut; of interventions that cut edges."""
@@ -207,16 +270,21 @@ class _Selective(Intervention):
 class _WithPayload(_Selective):
     """A selective intervention that carries a tensor which broadcasts to the part it touches."""
 
-    value: Payload
+    value: Payload = Owned()
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        object.__setattr__(self, "value", checked_payload(type(self).__name__, self.value))
+        object.__setattr__(self, "value", checked_payload(type(self).__name__, owned(self, "value")))
+
+    @property
+    def payload(self) -> Payload:
+        """The value itself, for passes; `value` is a copy."""
+        return owned(self, "value")
 
     def check(self, point: HookPoint, sizes: Mapping[str, int]) -> None:
         """Raise InterventionError unless it can be applied at `point`, whose axes have these sizes."""
         super().check(point, sizes)
-        region, found = self.region(point, sizes), tuple(self.value.shape)
+        region, found = self.region(point, sizes), tuple(self.payload.shape)
         try:
             fits = np.broadcast_shapes(found, region) == region
         except ValueError:
@@ -233,24 +301,30 @@ class _WithPayload(_Selective):
 class Replace(_WithPayload):
     """The activation becomes `value` (Replace(captured) changes nothing)."""
 
+    is_positionwise: ClassVar[bool] = True
+
     def change(self, part: Tensor, chosen: Chosen = None) -> Tensor:
         """The new value of the touched part."""
-        return as_tensor(picked(self.value, chosen), part).expand_as(part)
+        # A copy: what follows may be captured, and whoever writes to that must not write to the payload.
+        return as_tensor(picked(self.payload, chosen), part).expand_as(part).clone()
 
 
 @dataclass(frozen=True, eq=False)
 class Add(_WithPayload):
     """x + value, broadcast: a [hidden] vector is added at every position (or at `positions`)."""
 
+    is_positionwise: ClassVar[bool] = True
+
     def change(self, part: Tensor, chosen: Chosen = None) -> Tensor:
         """The new value of the touched part."""
-        return part + as_tensor(picked(self.value, chosen), part)
+        return part + as_tensor(picked(self.payload, chosen), part)
 
 
 @dataclass(frozen=True, eq=False)
 class Scale(_Selective):
     """x * factor, without renormalisation even on attention patterns (use Steer for that)."""
 
+    is_positionwise: ClassVar[bool] = True
     factor: float
 
     def __post_init__(self) -> None:
@@ -266,9 +340,11 @@ class Scale(_Selective):
 class Zero(_Selective):
     """The activation becomes zero."""
 
+    is_positionwise: ClassVar[bool] = True
+
     def change(self, part: Tensor, chosen: Chosen = None) -> Tensor:
         """The new value of the touched part."""
-        return part.new_zeros(()).expand_as(part)
+        return part.new_zeros(part.shape)
 
 
 @dataclass(frozen=True, eq=False)
@@ -278,11 +354,13 @@ class AddAtPositions(Intervention):
     vectors: pairs (position, [hidden] vector). Accumulated in float32, cast once, added once.
     """
 
-    vectors: Sequence[tuple[int, Payload]]
+    is_positionwise: ClassVar[bool] = True
+    vectors: Sequence[tuple[int, Payload]] = Owned()  # type: ignore[assignment]  # a descriptor
     scale: float = 1.0
 
     def __post_init__(self) -> None:
-        pairs = self.vectors.items() if isinstance(self.vectors, Mapping) else self.vectors
+        vectors = owned(self, "vectors")
+        pairs = vectors.items() if isinstance(vectors, Mapping) else vectors
         try:
             given = [(int(position), vector) for position, vector in pairs]
         except (TypeError, ValueError) as error:
@@ -298,6 +376,12 @@ class AddAtPositions(Intervention):
         object.__setattr__(self, "vectors", kept)
         object.__setattr__(self, "scale", finite("AddAtPositions", self.scale))
 
+    @property
+    def pairs(self) -> tuple[tuple[int, Payload], ...]:
+        """(position, vector) pairs with the vectors themselves, for passes; `vectors` are copies."""
+        pairs: tuple[tuple[int, Payload], ...] = owned(self, "vectors")
+        return pairs
+
     def check(self, point: HookPoint, sizes: Mapping[str, int]) -> None:
         """Raise InterventionError unless it can be applied at `point`, whose axes have these sizes."""
         if "position" not in point.dims or point.dims[-1] != "hidden":
@@ -306,9 +390,9 @@ class AddAtPositions(Intervention):
                 f"'{point}' with axes {list(point.dims)}"
             )
         check_indices(
-            f"AddAtPositions at '{point}'", "positions", [p for p, _ in self.vectors], sizes["position"]
+            f"AddAtPositions at '{point}'", "positions", [p for p, _ in self.pairs], sizes["position"]
         )
-        for position, vector in self.vectors:
+        for position, vector in self.pairs:
             if tuple(vector.shape) != (sizes["hidden"],):
                 raise InterventionError(
                     f"AddAtPositions at '{point}': expected a vector of length {sizes['hidden']} for "
@@ -317,7 +401,7 @@ class AddAtPositions(Intervention):
 
     def touched(self, length: int, *, ahead: bool = False) -> tuple[int, ...] | None:
         """The positions that have a vector."""
-        return tuple(position % length for position, _ in self.vectors)
+        return tuple(position % length for position, _ in self.pairs)
 
     def apply(
         self, x: Tensor, point: HookPoint, allowed: Tensor | None = None, held: Held | None = None
@@ -325,8 +409,8 @@ class AddAtPositions(Intervention):
         """The changed activation, a new tensor."""
         import torch
 
-        places = [position for position, _ in self.vectors]
-        vectors = [vector for _, vector in self.vectors]
+        places = [position for position, _ in self.pairs]
+        vectors = [vector for _, vector in self.pairs]
         if held is not None:
             places, among = held.places(places)
             vectors = [vectors[i] for i in among]
@@ -334,6 +418,14 @@ class AddAtPositions(Intervention):
         for place, vector in zip(places, vectors, strict=True):
             delta[place] += self.scale * as_tensor(vector, delta)
         return x + delta.to(x.dtype)
+
+
+def payload_rows(point: HookPoint, change: Intervention) -> int:
+    """Rows of a payload along the batch axis of a point; 1 where it has no such axis, or no payload."""
+    if not isinstance(change, _WithPayload) or point.dims[0] != "batch":
+        return 1
+    shape = tuple(change.payload.shape)
+    return int(shape[0]) if len(shape) == len(point.dims) else 1
 
 
 def check_indices(where: str, name: str, chosen: Sequence[int], size: int | None) -> None:

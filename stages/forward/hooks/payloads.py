@@ -1,6 +1,8 @@
 """Payloads: tensors that interventions carry, copied and checked when they are made, digested by content.
 
 A payload is what it was when it was given: whoever writes to the original later changes no run and no key.
+Nor does whoever writes to what an intervention shows of it: a torch tensor cannot be made read-only, so that
+the payload itself stays private (`Owned`), digest and passes read that one, and everybody else gets copies.
 
 Border: numbers, as torch tensors, numpy arrays or nested lists; knows no hook points. Never imports torch
 unless a payload is one of its tensors.
@@ -54,6 +56,58 @@ def own_array(value: Any) -> Any:
     found = np.array(value)
     found.setflags(write=False)
     return found
+
+
+def is_payload(value: Any) -> bool:
+    """Whether a value is a torch tensor or a numpy array."""
+    return isinstance(value, np.ndarray) or (hasattr(value, "detach") and hasattr(value, "shape"))
+
+
+def copied(value: Any) -> Any:
+    """The same value with every tensor and array in it copied, through tuples, lists and dicts; values
+    without any are given back as they are."""
+    if isinstance(value, np.ndarray):
+        return own_array(value)
+    if is_payload(value):
+        return value.detach().clone()
+    if isinstance(value, dict):
+        items = {name: copied(item) for name, item in value.items()}
+        return items if any(items[name] is not value[name] for name in items) else value
+    if isinstance(value, tuple | list):
+        parts = [copied(item) for item in value]
+        is_same = all(part is item for part, item in zip(parts, value, strict=True))
+        return value if is_same else tuple(parts) if isinstance(value, tuple) else parts
+    return value
+
+
+class Owned:
+    """Descriptor of a dataclass field that holds payloads: reading it gives a copy.
+
+    The payload itself lies in the instance's `vars` under the name of the field, where `owned` reads it.
+    """
+
+    def __init__(self, *default: Any) -> None:
+        """default: value of the field where none is given; a field without one must be given."""
+        self._default = default
+        self._name = ""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        if instance is not None:
+            return copied(vars(instance)[self._name])
+        if not self._default:
+            raise AttributeError(self._name)  # what tells `dataclass` that the field has no default
+        return self._default[0]
+
+    def __set__(self, instance: Any, value: Any) -> None:
+        vars(instance)[self._name] = value
+
+
+def owned(instance: Any, name: str) -> Any:
+    """The payload itself that an `Owned` field holds, to be read and never handed out."""
+    return vars(instance)[name]
 
 
 def picked(value: Payload, chosen: Chosen) -> Payload:

@@ -34,7 +34,7 @@ from ....store.digest import canonical_json
 from ....store.errors import ConfigError, InterventionError
 from ..architectures.points import HookPoint
 from .interventions import Add, Intervention, check_indices
-from .payloads import Payload, checked_payload, finite, own_array, plain_value
+from .payloads import Owned, Payload, checked_payload, finite, own_array, owned, plain_value
 from .spec import BoundSpec
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ class RecurrentPass:
     loop_start: int
     loop_end: int
     depth: int = 2
-    feedback: Sequence[Feedback] = ()
+    feedback: Sequence[Feedback] = Owned(())  # type: ignore[assignment]  # a descriptor
     sustained: bool = False
 
     def __post_init__(self) -> None:
@@ -74,7 +74,7 @@ class RecurrentPass:
                 "RecurrentPass: expected 0 <= loop_start <= loop_end, found layers "
                 f"{self.loop_start} to {self.loop_end}"
             )
-        fed = tuple((int(p), _vector(vector), finite(_NAME, s)) for p, vector, s in self.feedback)
+        fed = tuple((int(p), _vector(vector), finite(_NAME, s)) for p, vector, s in owned(self, "feedback"))
         if self.sustained and not fed:
             raise ConfigError(
                 "RecurrentPass: expected feedback to sustain, found none; give (position, vector, strength), "
@@ -95,11 +95,11 @@ class RecurrentPass:
     @property
     def is_fed(self) -> bool:
         """Whether anything is added anywhere."""
-        return bool(self.feedback) and self.depth > 1
+        return bool(owned(self, "feedback")) and self.depth > 1
 
     def order(self, num_layers: int) -> tuple[int, ...] | None:
         """Layers as they are gone through, where that is not each of them once; else None."""
-        if self.feedback or self.depth == 1:
+        if owned(self, "feedback") or self.depth == 1:
             return None
         block = range(self.loop_start, self.loop_end + 1)
         return (*range(self.loop_start), *self.depth * tuple(block), *range(self.loop_end + 1, num_layers))
@@ -111,9 +111,11 @@ class RecurrentPass:
                 f"RecurrentPass: expected layers in 0..{config.num_layers - 1}, found "
                 f"{self.loop_start} to {self.loop_end}"
             )
-        check_indices(_NAME, "positions of feedback", [position for position, _, _ in self.feedback], length)
+        check_indices(
+            _NAME, "positions of feedback", [position for position, _, _ in owned(self, "feedback")], length
+        )
         hidden = config.axis_sizes["hidden"]
-        for position, vector, _ in self.feedback:
+        for position, vector, _ in owned(self, "feedback"):
             if tuple(vector.shape) != (hidden,):
                 raise InterventionError(
                     f"RecurrentPass: expected a vector of length {hidden} for position {position}, found "
@@ -134,8 +136,10 @@ class RecurrentPass:
         if not self.is_fed:
             return
         point = HookPoint.resid_pre(self.loop_start)
-        newest = [(-1, vector, strength) for _, vector, strength in self.feedback]
-        own = [(position % length, vector, strength) for position, vector, strength in self.feedback]
+        newest = [(-1, vector, strength) for _, vector, strength in owned(self, "feedback")]
+        own = [
+            (position % length, vector, strength) for position, vector, strength in owned(self, "feedback")
+        ]
         for position, vector, strength in [*own, *(newest if self.sustained and grows else [])]:
             yield point, Add(_scaled(vector, strength), positions=(position,))
 

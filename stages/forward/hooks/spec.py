@@ -31,12 +31,15 @@ from ..architectures.points import (
     own_name,
     require_known,
 )
-from .interventions import Intervention
+from .edge_interventions import may_look_ahead
+from .interventions import Intervention, payload_rows
 from .keeps import WHOLE, Keep
 from .objective import Differentiable, Objective, objective_of
 from .reductions import Features, as_reduction
 
 When = Literal["after", "before"]
+STATE_SEQUENCES = tuple(f"{room}_state_seq" for room in STATE_ROOMS)
+"""Points of the states behind each position."""
 GRADIENT = "grad:"
 """Before a hook point: not the activation there, but the gradient of a metric with respect to it."""
 
@@ -124,6 +127,23 @@ class BoundSpec:
         """Plain JSON values of the interventions, in order; an order of layers is the last of them."""
         changes = [[str(point), intervention.canonical()] for point, intervention in self.interventions]
         return changes if self.order is None else [*changes, ["order", list(self.order)]]
+
+    @property
+    def may_look_ahead(self) -> bool:
+        """Whether attention may read keys that the causal mask hides."""
+        return any(may_look_ahead(point, change) for point, change in self.interventions)
+
+    def require_one_payload(self) -> None:
+        """Raise InterventionError for a payload with a row per prompt, where prompts go into batches that
+        depend on segments and memory."""
+        for point, change in self.interventions:
+            rows = payload_rows(point, change)
+            if rows > 1:
+                raise InterventionError(
+                    f"{type(change).__name__} at '{point}': expected a payload for all prompts, found one "
+                    f"with a row for each of {rows}; give each prompt a spec with its own row: "
+                    "mizarr.run(model, [mizarr.Run(prompt, spec), …], store=store)"
+                )
 
     @property
     def gradients(self) -> tuple[Capture, ...]:
@@ -228,10 +248,15 @@ class HookSpec:
         return self._with(_requests=tuple(dict.fromkeys((*self._requests, *added))))
 
     def intervene(self, point: HookPoint | str, intervention: Intervention) -> HookSpec:
-        """A spec that also changes the activation at a point (or at every point a glob matches)."""
+        """A spec that also changes the activation at a point (or at every point a glob matches).
+
+        point: HookPoint, its string form, or a glob. intervention: its tensors are copied here, so that
+        whoever writes to them afterwards changes neither the spec nor the key of a run.
+        """
         if not isinstance(intervention, Intervention):
             raise InterventionError(f"expected an intervention such as mizarr.Zero(), found {intervention!r}")
-        return self._with(_interventions=(*self._interventions, (_known(point), intervention)))
+        added = (_known(point), intervention.with_own_payloads())
+        return self._with(_interventions=(*self._interventions, added))
 
     def gradient_of(
         self,
@@ -278,7 +303,11 @@ class HookSpec:
 
     def interventions_at(self, point: HookPoint | str) -> list[Intervention]:
         """Those at one point, in the order they will be applied."""
-        return [change for held, change in self._interventions if _matches(held, as_point(point))]
+        return [
+            change.with_own_payloads()
+            for place, change in self._interventions
+            if _matches(place, as_point(point))
+        ]
 
     @property
     def num_captures(self) -> int:
@@ -313,8 +342,11 @@ class HookSpec:
         ]
         for point, change in interventions:
             _refuse_derived(point, change)
+            _refuse_whole_states(point, change)
         ordered = sorted(captures, key=_execution)
         found = BoundSpec(tuple(ordered), tuple(interventions), objective=self._objective)
+        if stored:
+            found.require_one_payload()
         found = found.only(sorted(kept, key=lambda each: (*_execution(each.capture), each.keep.suffix)))
         if self._objective is not None and not found.gradients:
             raise HookPointNotFound(
@@ -434,6 +466,16 @@ def _refuse_derived(point: HookPoint, change: Intervention) -> None:
         raise InterventionError(
             f"expected {type(change).__name__} at a point the pass goes on from, found '{point}', which is "
             f"worked out for who reads it; change {instead}"
+        )
+
+
+def _refuse_whole_states(point: HookPoint, change: Intervention) -> None:
+    """States are met one position after another: each decides the next."""
+    if point.kind in STATE_SEQUENCES and change.needs_all_positions:
+        raise InterventionError(
+            f"expected an intervention that looks at one position at a time at '{point}', where states are "
+            f"met one after another, found {type(change).__name__}; write is_positionwise = True into its "
+            "class if it does"
         )
 
 

@@ -128,7 +128,7 @@ class RunTaps:
             self._sink(self._before[place], x)
         for change in self._changes.get(place, ()):
             if not change.cuts_edges:  # cut with the causal mask, by attention itself
-                x = change.apply(x, HookPoint(kind, layer), allowed, self._held)
+                x = change.applied(x, HookPoint(kind, layer), allowed, self._held)
         if place in self._after:
             self._sink(self._after[place], x)
         self._met(place)
@@ -187,7 +187,7 @@ class RunStateTaps:
         """See `StateTaps`."""
         held, x = Held(np.array([position]), self._length), state.unsqueeze(2)
         for change in self._taps._changes.get(self._place, ()):
-            x = change.apply(x, HookPoint(*self._place), None, held)
+            x = change.applied(x, HookPoint(*self._place), None, held)
         return x.squeeze(2)
 
     def seen(self, before: Tensor, after: Tensor) -> None:

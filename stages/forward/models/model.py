@@ -23,7 +23,7 @@ from ....store.errors import ConfigError, InterventionError, PromptError
 from ....store.keys import ModelIdentity
 from ..architectures.points import BY_NAME, HookPoint
 from ..hooks.cache import HookCache, stack_ragged
-from ..hooks.interventions import Intervention
+from ..hooks.interventions import payload_rows
 from ..hooks.recurrent import RecurrentPass
 from ..hooks.spec import BoundSpec, Capture, HookSpec
 from ..hooks.taps import PassTaps, RunTaps, Sink
@@ -264,15 +264,15 @@ class Model:
         capture and change. want: which logits, default all; None runs no LM head, and no layer above the
         last capture. recurrent: layers to go through again; captures are then those of the last time, and
         changes are made each time. Prompts of different length are run apart, never padded; what lies past
-        the end of a prompt is NaN in the result.
+        the end of a prompt is NaN in the result. A payload with a row for each prompt is for prompts of one
+        length; its rows are in the order of the prompts.
         """
         rows = self.tokenize(prompts)
         spec = self.bind(hooks)
         groups: dict[int, list[int]] = defaultdict(list)
         for row, ids in enumerate(rows):
             groups[len(ids)].append(row)
-        for _, change in spec.interventions:
-            _refuse_batched_payload(change, groups)
+        _refuse_rows_of_batches(spec, groups)
         specs = {
             length: spec if recurrent is None else recurrent.applied(spec, self.config, length)
             for length in groups
@@ -555,14 +555,15 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _refuse_batched_payload(change: Intervention, groups: dict[int, list[int]]) -> None:
+def _refuse_rows_of_batches(spec: BoundSpec, groups: Mapping[int, list[int]]) -> None:
     """A payload with a row per prompt cannot follow prompts into batches of their own length."""
-    shape: tuple[int, ...] = tuple(getattr(getattr(change, "value", None), "shape", ()))
-    if len(groups) > 1 and len(shape) >= 3 and shape[0] > 1:
-        raise InterventionError(
-            f"{type(change).__name__} carries one row per prompt ({shape[0]}), but the prompts have "
-            f"{len(groups)} different lengths; run prompts of each length by themselves"
-        )
+    for point, change in spec.interventions:
+        if len(groups) > 1 and payload_rows(point, change) > 1:
+            raise InterventionError(
+                f"{type(change).__name__} at '{point}' carries one row per prompt "
+                f"({payload_rows(point, change)}), but the prompts have {len(groups)} different lengths; run "
+                "prompts of each length by themselves"
+            )
 
 
 def _stack_logits(

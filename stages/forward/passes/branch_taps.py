@@ -140,7 +140,7 @@ class BranchTaps:
         held = Held(np.array([position]), self._forest.branches[number].length)
         new = state.unsqueeze(2)
         for change in self.changes_of_states(layer, kind)[number]:
-            new = change.apply(new, HookPoint(kind, layer), None, held)
+            new = change.applied(new, HookPoint(kind, layer), None, held)
         self.note(number, new, state.unsqueeze(2))
         return new.squeeze(2)
 
@@ -167,7 +167,7 @@ class BranchTaps:
                 continue
             tokens, branch = row.slices[number], self._forest.branches[number]
             part = x[..., tokens, :]
-            new = change.apply(part, HookPoint(kind, layer), None, row.part(number, branch.length))
+            new = change.applied(part, HookPoint(kind, layer), None, row.part(number, branch.length))
             self.note(number, new, part)
             x[..., tokens, :] = new
         self._read(kind, layer, "after", x, row)
@@ -217,7 +217,7 @@ class GroupTaps:
                     seen = allowed if allowed is None or allowed.ndim == 2 else allowed[place]
                     seen = None if seen is None else seen[..., :count, :length]
                     held = self._kept.part(number, length)
-                    new = change.apply(part, HookPoint(kind, layer), seen, held)
+                    new = change.applied(part, HookPoint(kind, layer), seen, held)
                     self._taps.note(number, new, part)
                     x[place : place + 1, :, :count, :length] = new
         self._read(kind, "after", x)

@@ -81,18 +81,22 @@ class Branch:
     last: tuple[int, bool] = (-1, False)
     """The last slot anybody needs of it, and whether the inside of the slot or only what enters it."""
     whole: bool = False
-    """Whether somebody reads activations at the very end, so that no position may be left out there."""
+    """Whether somebody reads activations at the very end, or looks at all of them to change them, so that no
+    position may be left out there."""
     widened: bool = False
     """Whether it computes positions that cannot differ, as somebody reads raw scores."""
 
     def __post_init__(self) -> None:
         length, slots = len(self.tokens), self.n_layers + 1
         reach, ahead = self.architecture.reach, self.architecture.looks_ahead
-        own = [
-            (slot_of(point, self.n_layers), point, change) for point, change in self.changes[self.shared :]
-        ]
+        placed = [(slot_of(point, self.n_layers), point, change) for point, change in self.changes]
+        own = placed[self.shared :]
         self.start = 0 if self.parent is None else min(slot for slot, _, _ in own)
         """Slot in which it leaves its parent."""
+        # In that slot it makes its parent's changes again, for which it needs all that they look at.
+        own = [
+            each for each in placed[: self.shared] if each[0] >= self.start and each[2].needs_all_positions
+        ] + own
         self._reach: list[Positions] = []
         first = 0 if self.parent is None else length  # the earliest position that differs as a slot begins
         for slot in range(slots):
@@ -100,7 +104,7 @@ class Branch:
             entering = HookPoint("resid_post", slot - 1) if slot else HookPoint("embed")
             spreading = self._from(first) if first < length and reach(entering) == "all" else first
             for _, point, change in (each for each in own if each[0] == slot):
-                positions = change.touched(length, ahead=ahead)
+                positions = None if change.needs_all_positions else change.touched(length, ahead=ahead)
                 where = range(length) if positions is None else positions
                 touched.update(where)
                 if reach(point) != "here":
@@ -258,6 +262,10 @@ def _settle(branch: Branch, wanted: Sequence[Wanted]) -> None:
         if capture.point.kind in ("scores", "cross_scores") and not is_whole:
             _widen(branch, slot)
         branch.whole |= (slot, capture.point.kind not in ENTERS) > (branch.n_layers - 1, False)
+    branch.whole |= any(
+        change.needs_all_positions and slot_of(point, branch.n_layers) >= branch.n_layers - 1
+        for point, change in branch.changes
+    )
     branch.captures = tuple(captures)
     branch.logits = np.array(sorted(logits), np.int64)
     if branch.parent is not None:

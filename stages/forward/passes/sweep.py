@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ....store.arrays import Ints
+from ..hooks.payloads import copied
 from ..hooks.spec import Capture
 from ..hooks.taps import EverythingHeld
 from ..hooks.wants import Logits
@@ -51,8 +52,8 @@ def sweep(network: Network, block: Block, wanted: Sequence[Wanted], room: int) -
     ]
     logits = _logits(network, states, history.row, runs, wanted, room)
     for (number, index), found in zip(runs, logits, strict=True):
-        captured = taps.captured[number]
-        yield index, found, {capture: captured[capture] for capture in wanted[index].spec.captures}
+        captured = {capture: taps.captured[number][capture] for capture in wanted[index].spec.captures}
+        yield index, found, captured if len(block.branches[number].runs) == 1 else copied(captured)
 
 
 def _states(network: Network, history: BranchHistory, taps: BranchTaps) -> Tensor | None:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ....store.errors import ConfigError
+from ..hooks.payloads import copied
 from ..hooks.spec import Capture
 from ..hooks.taps import EverythingHeld, PassTaps, RunTaps, Taps
 from ..hooks.wants import Logits
@@ -99,7 +100,8 @@ class WholePasses:
             for index in branch.runs:
                 want = wanted[index].want
                 found = None if want is None or logits is None else _wanted(logits[row : row + 1], want)
-                yield index, found, {each: captured[row][each] for each in wanted[index].spec.captures}
+                held = {capture: captured[row][capture] for capture in wanted[index].spec.captures}
+                yield index, found, held if len(branch.runs) == 1 else copied(held)
 
 
 class RowTaps:

@@ -45,7 +45,7 @@ def stream(
 ) -> Iterator[tuple[int, HookCache]]:
     """(index, result) of every run, block by block; a result is what `Model.forward` would give for its
     prompt alone, within rounding: logits [1, positions wanted, tokens wanted], captures with a batch axis of
-    one. Runs that are equal share tensors.
+    one. Runs that are equal are computed once; each result has tensors of its own.
 
     memory: bytes the passes may take, or "2GiB"; default 1 GiB.
     Raises PromptError, HookPointNotFound, InterventionError naming what does not fit, and PlanError if a

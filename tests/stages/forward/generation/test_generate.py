@@ -464,12 +464,17 @@ def test_how_steps_read_is_told_with_the_reason(point, change, why):
     assert why is None or why in found
 
 
-def test_an_intervention_of_an_unknown_kind_is_in_the_way():
+@pytest.mark.parametrize(
+    ("is_said", "why"), [(False, "looks at all positions"), (True, "is of a kind that is not known here")]
+)
+def test_an_intervention_of_an_unknown_kind_is_in_the_way(is_said, why):
     class Doubled(Intervention):
         """Nobody knows what it does to positions."""
 
+        is_positionwise = is_said
+
     spec = HookSpec().intervene(STREAM, Doubled()).bind([HookPoint.parse(STREAM)])
-    assert why_read_anew(spec) == f"Doubled at '{STREAM}' is of a kind that is not known here"
+    assert why_read_anew(spec) == f"Doubled at '{STREAM}' {why}"
 
 
 def test_a_generation_tells_how_it_read(model):
