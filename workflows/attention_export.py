@@ -20,6 +20,7 @@ import numpy as np
 from ..stages.attention.head_detection import CAPTURE
 from ..stages.attention.rows import by_layer
 from ..store.errors import ConfigError, EntryNotFound
+from ..store.indices import as_indices
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -87,11 +88,11 @@ def attention_document(
     """
     pattern = by_layer(pattern)
     held = [int(layer) for layer in pattern["layer"].values]
-    layers = held if layers is None else [int(layer) for layer in layers]
+    layers = held if layers is None else list(as_indices(layers, "layers"))
     if absent := [layer for layer in layers if layer not in held]:
         raise EntryNotFound(f"expected layers among {held}, found {absent[0]}; {CAPTURE}")
     n_heads = pattern.sizes["head"]
-    heads = list(range(n_heads)) if heads is None else [int(head) for head in heads]
+    heads = list(range(n_heads)) if heads is None else list(as_indices(heads, "heads"))
     if strange := [head for head in heads if not 0 <= head < n_heads]:
         raise ConfigError(f"expected heads in 0..{n_heads - 1}, found {strange[0]}")
     chosen = pattern.sel(layer=layers).isel(head=heads)

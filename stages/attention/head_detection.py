@@ -32,6 +32,7 @@ import numpy as np
 from ...pipeline import Output, stage
 from ...store.arrays import Array
 from ...store.errors import ConfigError, EntryNotFound, ShapeError, nearest
+from ...store.indices import as_index, as_indices
 from .rows import HEAD, PatternRows, RowBlock, by_layer, head_coords
 
 if TYPE_CHECKING:
@@ -268,8 +269,10 @@ def head_pairs(heads: Heads | None) -> list[tuple[int, int]] | None:
     if heads is None:
         return None
     if isinstance(heads, Mapping):
-        return [(int(layer), int(head)) for layer, chosen in heads.items() for head in chosen]
-    return [(int(layer), int(head)) for layer, head in heads]
+        pairs = [(layer, head) for layer, chosen in heads.items() for head in as_indices(chosen, "heads")]
+    else:
+        pairs = list(heads)
+    return [(as_index(layer, "layers of heads"), as_index(head, "heads")) for layer, head in pairs]
 
 
 @dataclass(frozen=True)

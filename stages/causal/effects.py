@@ -28,6 +28,7 @@ import numpy.typing as npt
 from ...pipeline import Output
 from ...store.arrays import Floats
 from ...store.errors import InterventionError, PromptError
+from ...store.indices import as_indices
 from ..forward.architectures.points import HookPoint
 from ..forward.hooks.spec import HookSpec
 from ..forward.hooks.wants import Logits
@@ -125,7 +126,7 @@ def layers_of(layers: Sequence[int] | None, n_layers: int, window: int = 1) -> l
     last = n_layers - window
     if not 1 <= window <= n_layers:
         raise InterventionError(f"expected a window of 1..{n_layers} layers, found {window}")
-    chosen = list(range(last + 1) if layers is None else layers)
+    chosen = list(range(last + 1) if layers is None else as_indices(layers, "layers", InterventionError))
     outside = [layer for layer in chosen if not 0 <= layer <= last]
     if outside or not chosen or len(set(chosen)) != len(chosen):
         found = outside[0] if outside else chosen or "none"

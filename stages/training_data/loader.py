@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from ...store.digest import digest
 from ...store.errors import ConfigError
+from ...store.indices import as_indices
 from .batches import Batch, Batches
 from .conversion import as_float32
 from .normalisation import Normalisation
@@ -84,8 +85,9 @@ class ActivationLoader:
                 f"expected buffer_tokens of at least block_tokens={block_tokens}, found {buffer_tokens}"
             )
         source = _source(states)
-        self._is_single = isinstance(layers, int)
-        self.cells = _cells(states, source, variables, layers)
+        chosen = None if layers is None else as_indices(layers, "layers")
+        self._is_single = layers is not None and not hasattr(layers, "__iter__")
+        self.cells = _cells(states, source, variables, chosen)
         source.require(cell for cells in self.cells.values() for cell in cells)
         self.dtype, self.labels = dtype, labels
         self._scaled = _normalisations(self.cells, normalise, statistics)
@@ -212,7 +214,7 @@ def _cells(
     states: Any,
     source: StoredActivations | EndToEnd,
     variables: Sequence[str] | str | None,
-    layers: Sequence[int] | int | None,
+    layers: Sequence[int] | None,
 ) -> dict[str, list[Cell]]:
     """Variable -> its cells: those asked for, by default those that the (first) dataset shows."""
     from ...store.reading.selection import as_layer
@@ -232,13 +234,10 @@ def _cells(
     asked = [variables] if isinstance(variables, str) else packed if variables is None else list(variables)
     if not asked:
         raise ConfigError("expected variables with a row per token, found none; capture some")
-    chosen: list[int] | None = (
-        None if layers is None else [layers] if isinstance(layers, int) else list(layers)
-    )
     cells: dict[str, list[Cell]] = {}
     for name in asked:
         has_layers = run.entry.spec(name).layers is not None
-        held = shown.get(name, []) if chosen is None or not has_layers else chosen
+        held = shown.get(name, []) if layers is None or not has_layers else layers
         cells[name] = [(name, layer) for layer in held]
     return cells
 

@@ -21,6 +21,7 @@ import numpy.typing as npt
 
 from ...store.digest import digest
 from ...store.errors import ConfigError, EntryNotFound, PromptError, ShapeError
+from ...store.indices import as_indices
 from ...store.runs.entries import group_attributes
 from ...store.runs.quantised import QUANTISED
 from .conversion import is_finite
@@ -167,7 +168,7 @@ class StoredActivations:
 
     def leaving_out(self, *, positions: int = 0, tokens: Iterable[int] = ()) -> StoredActivations:
         """Without the first positions of each prompt, and without these token ids."""
-        chosen = tuple(sorted({int(token) for token in tokens}))
+        chosen = tuple(sorted(set(as_indices(tokens, "token ids"))))
         if chosen and not self._has_ids:
             raise ConfigError(
                 f"run {self.entry.digest[:12]} was imported without token ids, so that none can be left out; "

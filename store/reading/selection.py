@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from ..errors import EntryNotFound, HookPointNotFound, PromptError, TokenizerError, nearest
 from ..identity import model_name
+from ..indices import as_indices
 from .characters import CharacterSpans, find_span
 
 if TYPE_CHECKING:
@@ -126,7 +127,7 @@ def in_prompt(position: Position, size: int) -> Indices:
     """
     if isinstance(position, slice):
         return np.arange(size)[position]
-    asked = np.atleast_1d(np.asarray(position, np.int64))
+    asked = np.array(as_indices(position, "positions", PromptError), np.int64)
     for one in asked:
         if not -size <= one < size:
             raise PromptError(
@@ -151,11 +152,11 @@ def select_layers(dataset: xr.Dataset, layer: LayerChoice) -> xr.Dataset:
                 raise EntryNotFound(_missing_layers(dataset, str(dim), there, f"{layer.start}-{layer.stop}"))
             chosen = chosen.isel({dim: found})
             continue
-        asked = [layer] if isinstance(layer, int | np.integer) else [int(i) for i in layer]
+        asked = as_indices(layer, "layers", EntryNotFound)
         if absent := [i for i in asked if i not in there]:
             raise EntryNotFound(_missing_layers(dataset, str(dim), there, ", ".join(map(str, absent))))
         at = [there.index(i) for i in asked]
-        chosen = chosen.isel({dim: at[0] if isinstance(layer, int | np.integer) else at})
+        chosen = chosen.isel({dim: at if hasattr(layer, "__iter__") else at[0]})
     return chosen
 
 

@@ -26,6 +26,7 @@ import numpy.typing as npt
 
 from ..digest import content_digest
 from ..errors import PromptError
+from ..indices import as_indices
 from .packed import PackedTokens
 
 Places = npt.NDArray[np.int64]
@@ -246,7 +247,7 @@ def as_selection(positions: Any) -> Selection:
     if array.dtype == bool and array.ndim == 1 and len(array):
         return masked(array)
     if array.dtype.kind in "iu" and array.ndim <= 1 and array.size:
-        return Listed(tuple(sorted({int(each) for each in array.reshape(-1)})))
+        return Listed(tuple(sorted(set(as_indices(positions, "positions", PromptError)))))
     raise PromptError(
         "expected positions as 'last', a slice such as '::16', numbers, or one bool per token, found "
         f"{array.dtype} of shape {list(array.shape)}"

@@ -172,20 +172,6 @@ class IntegratedGradientsTrace(AttributedPairs):
         shown, told = self.facts[0], facts[0]
         findings = self.findings()
         yield findings
-        names = tuple(f"{format_token(each['token'])} {each['position']}" for each in told["tokens"])
-        both = xr.DataArray(
-            np.stack([shown["attribution"].values, shown["removed"].values]),
-            dims=("what", "position"),
-            coords={"what": ["share", "lost without it"]},
-            attrs=MEASURED,
-        )
-        bars = Bars.of(
-            both.assign_coords(position=list(names)),
-            f"Tokens of {told['clean_prompt']!r}",
-            f"share of each in the log-probability of {told['answer']!r}, and what is lost when its "
-            "embedding is that of the baseline",
-            sources=("fact_0",),
-        )
         way = xr.DataArray(
             np.stack([each["path"].values for each in self.facts]),
             dims=("fact", "step"),
@@ -201,10 +187,26 @@ class IntegratedGradientsTrace(AttributedPairs):
             "log-probability of each fact's answer from its baseline (0) to its prompt (1)",
             sources=tuple(self.nodes),
         )
+        panels: tuple[View, ...] = (lines, findings)
+        if told["tokens"]:  # every position may be that of the baseline
+            names = [f"{format_token(each['token'])} {each['position']}" for each in told["tokens"]]
+            both = xr.DataArray(
+                np.stack([shown["attribution"].values, shown["removed"].values]),
+                dims=("what", "position"),
+                coords={"what": ["share", "lost without it"], "position": names},
+                attrs=MEASURED,
+            )
+            bars = Bars.of(
+                both,
+                f"Tokens of {told['clean_prompt']!r}",
+                f"share of each in the log-probability of {told['answer']!r}, and what is lost when its "
+                "embedding is that of the baseline",
+                sources=("fact_0",),
+            )
+            panels = (bars, *panels)
+        yield from panels[:-1]
         title = f"Where {told['answer']!r} comes from"
-        yield bars
-        yield lines
-        yield Figure(name="integrated_gradients", title=title, panels=(bars, lines, findings), columns=2)
+        yield Figure(name="integrated_gradients", title=title, panels=panels, columns=2)
         yield Table.of(
             facts,
             ("prompt", lambda row: format_token(row["clean_prompt"])),

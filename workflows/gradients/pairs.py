@@ -70,8 +70,8 @@ class AttributedPairs(ModelWorkflow):
 
     def read_pairs(self, wrong: str = "") -> tuple[AttributedPair, ...]:
         """Those asked for, or the first shipped ones that fit the model. wrong: the answer of one's own
-        corrupted prompt. Raises ConfigError for prompts of different lengths, answers that begin alike, or no
-        pair at all."""
+        corrupted prompt. Raises ConfigError for prompts of different lengths or of the same tokens, answers
+        that begin alike, or no pair at all."""
         given, subject = self.settings, self.subject
         require_next(subject)
         if given.prompt:
@@ -130,6 +130,11 @@ def _paired(subject: Subject, texts: tuple[str, str], answers: tuple[str, str]) 
         raise ConfigError(
             f"expected prompts of as many tokens, found {len(clean)} in {texts[0]!r} and {len(corrupted)} in "
             f"{texts[1]!r}; choose another corrupted prompt"
+        )
+    if clean == corrupted:
+        raise ConfigError(
+            f"expected a corrupted prompt that differs from the clean one, found {texts[0]!r} twice; change "
+            "the words the answer depends on"
         )
     if answers[1] and answer == wrong:
         raise ConfigError(

@@ -25,6 +25,7 @@ import numpy as np
 from ....pipeline import Output
 from ....store.arrays import Floats
 from ....store.errors import InterventionError, StageError, nearest
+from ....store.indices import as_indices
 from ...forward.architectures.points import BY_NAME, HookPoint, require_known
 from ...forward.hooks.spec import HookSpec
 from ...forward.hooks.wants import Logits
@@ -349,7 +350,7 @@ def _not_empty(name: str, what: str, chosen: Sequence[Any] | None) -> None:
 
 def in_range(name: str, what: str, chosen: Sequence[int] | None, size: int) -> None:
     """InterventionError for an index that is not there."""
-    for index in chosen or ():
+    for index in () if chosen is None else as_indices(chosen, f"{name}: {what}s", InterventionError):
         if not -size <= index < size:
             raise InterventionError(
                 f"{name}: expected a {what} in 0..{size - 1} (or negative, from the end), found {index}"

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ....store.errors import DictionaryError, InterventionError
+from ....store.indices import as_indices
 from ...forward.hooks.interventions import Add, AddAtPositions
 from ...forward.hooks.spec import HookSpec
 from ..dictionary import Dictionary
@@ -95,7 +96,7 @@ def injected(
     """
     _require_some(injections, positions)
     rows = {
-        layer: dict.fromkeys((int(position) for position in positions), vector)
+        layer: dict.fromkeys(as_indices(positions, "positions", InterventionError), vector)
         for layer, vector in added(dictionary, injections).items()
     }
     return added_at(dictionary, rows, heads)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ....store.errors import DictionaryError
+from ....store.indices import as_index
 
 if TYPE_CHECKING:
     from .files import DictionaryFiles
@@ -24,6 +25,12 @@ class FeatureId:
 
     layer: int
     index: int
+
+    def __post_init__(self) -> None:
+        for name in ("layer", "index"):
+            value = getattr(self, name)
+            if type(value) is not int:
+                object.__setattr__(self, name, as_index(value, f"a feature's {name}", DictionaryError))
 
     def __str__(self) -> str:
         return f"L{self.layer}:{self.index}"

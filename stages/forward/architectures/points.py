@@ -49,6 +49,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from ....store.errors import HookPointNotFound, nearest
+from ....store.indices import as_index
 
 HIDDEN = ("batch", "position", "hidden")
 SCALE = ("batch", "position", "one")
@@ -668,9 +669,10 @@ class HookPoint:
                 f"{self.kind} takes {expected}, found layer={self.layer!r}; its form is "
                 f"{BY_NAME[self.kind].path!r}"
             )
-        if self.layer is not None and (
-            not isinstance(self.layer, int) or isinstance(self.layer, bool) or self.layer < 0
-        ):
+        if self.layer is None:
+            return
+        object.__setattr__(self, "layer", as_index(self.layer, f"{self.kind}: layers", HookPointNotFound))
+        if self.layer < 0:
             raise HookPointNotFound(f"expected a layer counted from 0, found {self.layer!r} for {self.kind}")
 
     @classmethod

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from ....store.errors import InterventionError
+from ....store.indices import as_index, as_indices
 from ..architectures.points import HookPoint
 from .interventions import Held, Intervention, Scale, Zero, check_indices
 from .payloads import Owned, Payload, finite, own_array, owned
@@ -45,7 +46,7 @@ class Knockout(Intervention):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "edges", _edges("Knockout", self.edges))
-        object.__setattr__(self, "heads", _heads(self.heads))
+        object.__setattr__(self, "heads", _heads("Knockout", self.heads))
         if bool(self.edges) == (self.edge_mask is not None):
             raise InterventionError(
                 "Knockout takes either edges or a mask, found " + ("both" if self.edges else "neither")
@@ -265,7 +266,7 @@ def _edge_mask(edges: Sequence[Edge], queries: int, keys: int, device: Any) -> T
 def _prepare_steering(intervention: Steer | SetValue) -> None:
     name = type(intervention).__name__
     object.__setattr__(intervention, "edges", _edges(name, intervention.edges))
-    object.__setattr__(intervention, "heads", _heads(intervention.heads))
+    object.__setattr__(intervention, "heads", _heads(name, intervention.heads))
     if not intervention.edges:
         raise InterventionError(f"{name}: expected at least one (query, key) edge, found none")
 
@@ -273,16 +274,18 @@ def _prepare_steering(intervention: Steer | SetValue) -> None:
 def _edges(name: str, edges: Sequence[Edge]) -> tuple[Edge, ...]:
     kept = []
     for edge in edges:
-        if len(edge) != 2 or (edge[0] is None and edge[1] is None):
+        if not isinstance(edge, Sequence) or len(edge) != 2 or (edge[0] is None and edge[1] is None):
             raise InterventionError(f"{name}: expected (query, key) with at most one None, found {edge!r}")
-        kept.append((edge[0], edge[1]))
+        query, key = (
+            None if place is None else as_index(place, f"{name}: positions of edges", InterventionError)
+            for place in edge
+        )
+        kept.append((query, key))
     return tuple(kept)
 
 
-def _heads(heads: Sequence[int] | int | None) -> tuple[int, ...] | None:
-    if heads is None:
-        return None
-    return (heads,) if isinstance(heads, int) else tuple(int(head) for head in heads)
+def _heads(name: str, heads: Sequence[int] | int | None) -> tuple[int, ...] | None:
+    return None if heads is None else as_indices(heads, f"{name}: heads", InterventionError)
 
 
 def _check_edges(

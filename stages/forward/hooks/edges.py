@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, Literal, Self
 
 from ....store.errors import InterventionError
+from ....store.indices import as_index, as_indices
 from .edge_interventions import Edge, Knockout, SetValue, Steer
 from .places import PlacedSpec
 from .spec import HookSpec
@@ -51,8 +52,9 @@ class _EdgeSpec(PlacedSpec):
             raise InterventionError(
                 "expected an edge with a query or a key, found every position on both sides; name one of them"
             )
-        added = (None if query is None else int(query), None if key is None else int(key))
-        return replace(self, edges=tuple(dict.fromkeys([*self.edges, added])))
+        what = f"{type(self).__name__}: positions of edges"
+        ends = [None if end is None else as_index(end, what, InterventionError) for end in (query, key)]
+        return replace(self, edges=tuple(dict.fromkeys([*self.edges, (ends[0], ends[1])])))
 
     def from_position(self, query: int) -> Self:
         """Also every edge from a query: all it reads."""
@@ -65,7 +67,7 @@ class _EdgeSpec(PlacedSpec):
     def from_to_positions(self, query: int, keys: Iterable[int]) -> Self:
         """Also the edges from a query to each of these keys."""
         spec = self
-        for key in keys:
+        for key in as_indices(keys, f"{type(self).__name__}: keys", InterventionError):
             spec = spec.edge(query, key)
         return spec
 

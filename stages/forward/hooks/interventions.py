@@ -23,6 +23,7 @@ import numpy.typing as npt
 
 from ....store.digest import canonical_json
 from ....store.errors import InterventionError
+from ....store.indices import as_index, as_indices
 from ...declared import name_of
 from ..architectures.points import HookPoint
 from .payloads import (
@@ -193,7 +194,7 @@ class _Selective(Intervention):
         for name in _CHOICES:
             chosen = getattr(self, name)
             if chosen is not None:
-                chosen = (chosen,) if isinstance(chosen, int) else tuple(int(index) for index in chosen)
+                chosen = as_indices(chosen, f"{type(self).__name__}: {name}", InterventionError)
                 if not chosen:
                     raise InterventionError(
                         f"{type(self).__name__}: expected at least one of {name}, found none; leave {name} "
@@ -362,13 +363,19 @@ class AddAtPositions(Intervention):
         vectors = owned(self, "vectors")
         pairs = vectors.items() if isinstance(vectors, Mapping) else vectors
         try:
-            given = [(int(position), vector) for position, vector in pairs]
+            split = [(position, vector) for position, vector in pairs]
         except (TypeError, ValueError) as error:
             raise InterventionError(
                 "AddAtPositions: expected (position, vector) pairs, found something else; write "
                 "AddAtPositions([(-1, vector)])"
             ) from error
-        kept = tuple((position, checked_payload("AddAtPositions", vector)) for position, vector in given)
+        kept = tuple(
+            (
+                as_index(position, "AddAtPositions: positions", InterventionError),
+                checked_payload("AddAtPositions", vector),
+            )
+            for position, vector in split
+        )
         if not kept:
             raise InterventionError(
                 "AddAtPositions: expected at least one (position, vector) pair, found none"

@@ -18,6 +18,7 @@ import numpy as np
 
 from ....store.arrays import Floats
 from ....store.errors import PromptError, StageError
+from ....store.indices import as_index, as_indices
 from .wants import Logits
 
 if TYPE_CHECKING:
@@ -170,7 +171,8 @@ def objective_of(
     metric without a gradient, or for none."""
     metrics: tuple[Any, ...] = tuple(metric) if isinstance(metric, Sequence) else (metric,)
     rows: list[Any] = list(baseline)
-    rows = [rows] if rows and not isinstance(rows[0], Sequence | np.ndarray) else rows
+    is_one = bool(rows) and not (hasattr(rows[0], "__iter__") and getattr(rows[0], "ndim", 1) != 0)
+    rows = [rows] if is_one else rows
     for each in metrics:
         if not callable(getattr(each, "gradient", None)) or not each.has_gradient:
             raise StageError(
@@ -179,7 +181,8 @@ def objective_of(
             )
     if not metrics:
         raise StageError("gradients: expected at least one metric, found none; give LogitDifference(…)")
-    return Objective(metrics, at, tuple(tuple(int(token) for token in row) for row in rows))
+    baselines = tuple(as_indices(row, "gradients: token ids of a baseline", PromptError) for row in rows)
+    return Objective(metrics, as_index(at, "gradients: at", PromptError), baselines)
 
 
 def columns(tokens: Sequence[int] | None, held: Sequence[int] | None) -> Any:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Self
 
 from ....store.errors import InterventionError
+from ....store.indices import as_index, as_indices
 from ..architectures.points import HookPoint
 from .interventions import Intervention
 from .spec import HookSpec
@@ -40,6 +41,7 @@ class PlacedSpec:
 
     def layer_range(self, first: int, last: int) -> Self:
         """In layers first … last, both included."""
+        first, last = (as_index(layer, "layers", InterventionError) for layer in (first, last))
         if first > last:
             raise InterventionError(f"expected layers first <= last, found {first}..{last}; swap them")
         return self.layers(range(first, last + 1))
@@ -80,7 +82,7 @@ class PlacedSpec:
 
 
 def _sorted(what: str, chosen: Iterable[int]) -> tuple[int, ...]:
-    kept = tuple(sorted({int(index) for index in chosen}))
+    kept = tuple(sorted(set(as_indices(chosen, f"{what}s", InterventionError))))
     if not kept:
         raise InterventionError(f"expected at least one {what}, found none; leave it out to mean all")
     if kept[0] < 0:

@@ -32,6 +32,7 @@ import numpy as np
 
 from ....store.digest import canonical_json
 from ....store.errors import ConfigError, InterventionError
+from ....store.indices import as_index
 from ..architectures.points import HookPoint
 from .interventions import Add, Intervention, check_indices
 from .payloads import Owned, Payload, checked_payload, finite, own_array, owned, plain_value
@@ -67,6 +68,8 @@ class RecurrentPass:
     sustained: bool = False
 
     def __post_init__(self) -> None:
+        for name in ("loop_start", "loop_end", "depth"):
+            object.__setattr__(self, name, as_index(getattr(self, name), f"{_NAME}: {name}"))
         if self.depth < 1:
             raise ConfigError(f"RecurrentPass: expected a depth of at least 1, found {self.depth}")
         if not 0 <= self.loop_start <= self.loop_end:
@@ -74,7 +77,14 @@ class RecurrentPass:
                 "RecurrentPass: expected 0 <= loop_start <= loop_end, found layers "
                 f"{self.loop_start} to {self.loop_end}"
             )
-        fed = tuple((int(p), _vector(vector), finite(_NAME, s)) for p, vector, s in owned(self, "feedback"))
+        fed = tuple(
+            (
+                as_index(place, f"{_NAME}: positions of feedback", InterventionError),
+                _vector(vector),
+                finite(_NAME, s),
+            )
+            for place, vector, s in owned(self, "feedback")
+        )
         if self.sustained and not fed:
             raise ConfigError(
                 "RecurrentPass: expected feedback to sustain, found none; give (position, vector, strength), "

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ....store.errors import PromptError
+from ....store.indices import as_indices
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -23,6 +24,13 @@ class Logits:
 
     positions: tuple[int, ...] | None = None
     tokens: tuple[int, ...] | range | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("positions", "tokens"):
+            indices = getattr(self, name)
+            is_range = name == "tokens" and isinstance(indices, range)
+            if indices is not None and not is_range:
+                object.__setattr__(self, name, as_indices(indices, f"logits: {name}", PromptError))
 
     def check(self, length: int, vocab_size: int) -> None:
         """Raise PromptError if a position or token is out of range."""
@@ -53,10 +61,7 @@ LAST_LOGITS = Logits(positions=(-1,))
 def logits(position: int | Sequence[int] | None = None, tokens: int | Sequence[int] | None = None) -> Logits:
     """Ask for logits: ``logits()`` all of them, ``logits(position=-1, tokens=[a, b])`` two numbers per
     prompt."""
-    return Logits(_indices(position), _indices(tokens))
-
-
-def _indices(chosen: int | Sequence[int] | None) -> tuple[int, ...] | None:
-    if chosen is None:
-        return None
-    return (int(chosen),) if isinstance(chosen, int) else tuple(int(index) for index in chosen)
+    return Logits(
+        None if position is None else as_indices(position, "logits: positions", PromptError),
+        None if tokens is None else as_indices(tokens, "logits: tokens", PromptError),
+    )

@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, Self
 
 from ....store.errors import InterventionError
+from ....store.indices import as_indices
 from ..architectures.points import STATE_ROOMS, HookPoint
 from .interventions import Intervention, Scale, Zero
 from .places import PlacedSpec
@@ -46,7 +47,7 @@ class _WriteSpec(PlacedSpec):
 
     def positions(self, positions: Iterable[int]) -> Self:
         """Also the writes of these tokens."""
-        added = (int(position) for position in positions)
+        added = as_indices(positions, f"{type(self).__name__}: positions", InterventionError)
         return replace(self, chosen_positions=tuple(dict.fromkeys([*self.chosen_positions, *added])))
 
     def validate(self, config: Architecture, length: int) -> None:

@@ -94,9 +94,12 @@ class Branch:
         self.start = 0 if self.parent is None else min(slot for slot, _, _ in own)
         """Slot in which it leaves its parent."""
         # In that slot it makes its parent's changes again, for which it needs all that they look at.
-        own = [
-            each for each in placed[: self.shared] if each[0] >= self.start and each[2].needs_all_positions
-        ] + own
+        again = [
+            (slot, point, change)
+            for slot, point, change in placed[: self.shared]
+            if slot >= self.start and change.needs_all_positions
+        ]
+        own = again + own
         self._reach: list[Positions] = []
         first = 0 if self.parent is None else length  # the earliest position that differs as a slot begins
         for slot in range(slots):

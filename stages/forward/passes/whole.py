@@ -100,8 +100,8 @@ class WholePasses:
             for index in branch.runs:
                 want = wanted[index].want
                 found = None if want is None or logits is None else _wanted(logits[row : row + 1], want)
-                held = {capture: captured[row][capture] for capture in wanted[index].spec.captures}
-                yield index, found, held if len(branch.runs) == 1 else copied(held)
+                activations = {capture: captured[row][capture] for capture in wanted[index].spec.captures}
+                yield index, found, activations if len(branch.runs) == 1 else copied(activations)
 
 
 class RowTaps:

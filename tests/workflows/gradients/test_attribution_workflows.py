@@ -164,6 +164,14 @@ def test_nothing_is_claimed_of_a_model_that_knows_nothing(name, tmp_path):
             SPEAKERS | {"corrupted": "Chad, speaker of", "wrong": "French"},
             "expected prompts of as many tokens, found 12 .* and ",
         ),
+        *(
+            (name, SPEAKERS | {"corrupted": SPEAKERS["prompt"]} | own, "Vera Lynn, speaker of' twice")
+            for name, own in (
+                ("integrated_gradients", {}),
+                ("attribution_patching", {"wrong": "French"}),
+                ("feature_attribution", {"wrong": "French"}),
+            )
+        ),
         ("feature_attribution", SPEAKERS, "expected a prompt and the wrong answer together"),
         ("integrated_gradients", {"answer": "x"}, "expected prompt, corrupted and answer together"),
         ("integrated_gradients", {"steps": 0}, "expected steps to be int of at least 1"),

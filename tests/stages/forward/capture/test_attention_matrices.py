@@ -1,4 +1,4 @@
-"""Scores and patterns of a store are those of a pass: what is masked, too, in every dtype and way of reading."""
+"""Scores and patterns of a store are those of a pass, masked ones too, in every dtype and way of reading."""
 
 from __future__ import annotations
 
