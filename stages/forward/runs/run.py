@@ -39,6 +39,10 @@ class Run:
     hooks: HookSpec | None = None
     want: Logits | None = LAST_LOGITS
 
+    def __post_init__(self) -> None:
+        if isinstance(self.prompt, list):
+            object.__setattr__(self, "prompt", tuple(self.prompt))  # the list stays its owner's
+
 
 def stream(
     model: Model, runs: Sequence[Run], *, memory: int | str | None = None

@@ -69,15 +69,18 @@ def test_every_hook_point_is_stored_as_the_model_gives_it(family, tmp_path, prom
     stored = mizarr.capture(
         model, prompts, EVERYTHING, store=store, segment_tokens=32, batch_tokens=64, progress=False
     )
-    token = pair = 0
+    token = pair = square = 0
     for ids in prompts:
         cache = model.forward(ids, EVERYTHING)
         length = len(ids)
         rows = {"token": slice(token, token + length), "pair": slice(pair, pair + length * (length + 1) // 2)}
+        rows["square"] = slice(square, square + length**2)
         for capture in model.bind(EVERYTHING).captures:
             value = cache[capture.point][0]
             dims = capture.point.dims[1:]
-            if "query_position" in dims:
+            if capture.point.kind.endswith("scores"):
+                expected, axis = value.flatten(1).T, "square"
+            elif "query_position" in dims:
                 queries, keys = np.tril_indices(length)
                 expected, axis = value[:, queries, keys].T, "pair"
             else:
@@ -99,7 +102,7 @@ def test_every_hook_point_is_stored_as_the_model_gives_it(family, tmp_path, prom
                 rtol=1e-5,
                 err_msg=str(capture.point),
             )
-        token, pair = rows["token"].stop, rows["pair"].stop
+        token, pair, square = (rows[axis].stop for axis in ("token", "pair", "square"))
 
 
 @pytest.mark.parametrize("family", ["bert", "modernbert"])

@@ -206,3 +206,11 @@ def test_a_payload_with_a_row_per_prompt_is_refused_where_batches_are_the_passs_
     )
     for row, cache in zip(together, planned, strict=True):
         torch.testing.assert_close(row, cache["blocks.1.hook_resid_post"][0], atol=1e-5, rtol=1e-5)
+
+
+def test_a_run_keeps_the_prompt_it_was_made_with(model):
+    ids = list(IDS)
+    run = Run(ids)
+    ids[0] = 200
+    assert list(run.prompt) == IDS
+    assert torch.equal(mizarr.run(model, [run])[0].logits[0, 0], model.forward(IDS).logits[0, -1])
