@@ -18,6 +18,7 @@ import numpy as np
 
 from ....store.arrays import Floats
 from ....store.errors import PromptError, StageError
+from ..text.rows import as_rows
 from .wants import Logits
 
 if TYPE_CHECKING:
@@ -169,8 +170,13 @@ def objective_of(
     """The objective of one metric or several, over one baseline, several, or none. Raises StageError for a
     metric without a gradient, or for none."""
     metrics: tuple[Any, ...] = tuple(metric) if isinstance(metric, Sequence) else (metric,)
-    rows: list[Any] = list(baseline)
-    rows = [rows] if rows and not isinstance(rows[0], Sequence | np.ndarray) else rows
+    rows = as_rows(baseline) if len(baseline) else []
+    ids = [tuple(row) for row in rows if not isinstance(row, str)]
+    if len(ids) < len(rows):
+        raise PromptError(
+            f"gradients: expected a baseline of token ids, found the text {rows[0]!r}; give "
+            "model.tokenize(text)"
+        )
     for each in metrics:
         if not callable(getattr(each, "gradient", None)) or not each.has_gradient:
             raise StageError(
@@ -179,7 +185,7 @@ def objective_of(
             )
     if not metrics:
         raise StageError("gradients: expected at least one metric, found none; give LogitDifference(…)")
-    return Objective(metrics, at, tuple(tuple(int(token) for token in row) for row in rows))
+    return Objective(metrics, at, tuple(ids))
 
 
 def columns(tokens: Sequence[int] | None, held: Sequence[int] | None) -> Any:

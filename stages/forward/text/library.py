@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ....store.digest import content_digest
 from ....store.errors import TokenizerError
+from .rows import as_text
 from .tokens import Encoding, Tokenizer, read_tokenizer
 
 if TYPE_CHECKING:
@@ -73,7 +74,8 @@ class LibraryTokenizer(Tokenizer):
 
     def ids_of(self, texts: Sequence[str], *, add_special: bool = False) -> list[list[int]]:
         """As `Tokenizer.ids_of`; on all cores, without offsets."""
-        found = self._backend.encode_batch_fast(list(texts), add_special_tokens=add_special)
+        checked = [as_text(text, self.name) for text in texts]
+        found = self._backend.encode_batch_fast(checked, add_special_tokens=add_special)
         return [list(one.ids) for one in found]
 
     def decode(self, ids: Sequence[int], *, keep_special: bool = True) -> str:

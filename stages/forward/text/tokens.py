@@ -24,6 +24,7 @@ from typing import Any
 
 from ....store.errors import TokenizerError
 from ....store.reading.characters import CharacterSpans
+from .rows import as_text
 
 Span = tuple[int, int] | range
 OTHER, FINAL = "other", "_final"
@@ -237,7 +238,7 @@ class Tokenizer(ABC):
         StarCoder 2). prepend_bos: True to begin with BOS, False not to, whatever the post-processor does;
         None leaves it to that.
         """
-        return self._place_bos(self._encode(text, add_special), prepend_bos)
+        return self._place_bos(self._encode(as_text(text, self.name), add_special), prepend_bos)
 
     def encode_raw(self, text: str) -> Encoding:
         """Tokens of a text and nothing else."""
@@ -247,11 +248,12 @@ class Tokenizer(ABC):
         self, texts: Sequence[str], *, add_special: bool = True, prepend_bos: bool | None = None
     ) -> list[Encoding]:
         """As `encode`, for many texts at once."""
-        return [self._place_bos(found, prepend_bos) for found in self._encode_batch(texts, add_special)]
+        checked = [as_text(text, self.name) for text in texts]
+        return [self._place_bos(found, prepend_bos) for found in self._encode_batch(checked, add_special)]
 
     def ids_of(self, texts: Sequence[str], *, add_special: bool = False) -> list[list[int]]:
         """Token ids of many texts, nothing added unless told: all that a corpus needs."""
-        return [found.ids for found in self._encode_batch(texts, add_special)]
+        return [encoding.ids for encoding in self.encode_batch(texts, add_special=add_special)]
 
     def to_str_tokens(self, text: str, *, add_special: bool = True) -> list[str]:
         """A text as the texts of its tokens."""

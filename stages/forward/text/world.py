@@ -111,7 +111,7 @@ class WorldTokenizer(Tokenizer):
         return self._names.get(token) if data is None else data.decode("utf-8", "backslashreplace")
 
     def _encode(self, text: str, add_special: bool) -> Encoding:
-        found = list(self._pieces_of(_utf8(text)))
+        found = list(self._pieces_of(text.encode()))
         ids = [token for token, _, _ in found]
         at = byte_positions(text)
         return Encoding(
@@ -232,16 +232,6 @@ def _added(settings: Mapping[str, Any]) -> Iterator[tuple[int, str]]:
         text = value.get("content") if isinstance(value, Mapping) else value
         if str(token).isdecimal() and isinstance(text, str) and text:
             yield int(token), text
-
-
-def _utf8(text: str) -> bytes:
-    try:
-        return text.encode()
-    except UnicodeEncodeError as error:
-        raise TokenizerError(
-            f"expected a text of whole characters, found half a surrogate pair at character {error.start}; "
-            "read the file as UTF-8"
-        ) from error
 
 
 def _digest(tokens: Mapping[int, bytes], names: Mapping[int, str]) -> str:
