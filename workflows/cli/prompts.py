@@ -32,7 +32,11 @@ def corpus_of(sources: Sequence[str], **given: Any) -> Corpus | None:
     or something is said of how documents become prompts; else None. given: as `Corpus` has it."""
     from ...stages.forward.text.corpora.corpus import Corpus
 
-    said = {name: value for name, value in given.items() if value not in (None, (), False)}
+    said = {
+        name: value
+        for name, value in given.items()
+        if value is not None and value is not False and value != ()  # but 0, which is a seed
+    }
     large = any(Path(each).is_dir() or has_magic(each) or each.endswith(STREAMED) for each in sources)
     return Corpus(sources, **said) if large or said else None
 

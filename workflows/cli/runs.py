@@ -521,7 +521,8 @@ def explain(workflow: Workflow, store_path: str, as_json: bool, cluster: str | N
     if workflow.caution:
         click.echo(workflow.caution, err=True)
     for field in dataclasses.fields(workflow.settings):
-        value = json.dumps(chosen[field.name])
+        # What is empty was left out; written out as "" or [], it would be refused.
+        value = json.dumps(None if chosen[field.name] in ("", (), []) else chosen[field.name])
         click.echo(f"  --set {field.name}={value}  {field.metadata.get('help', '')}", err=True)
     _print_plan(steps, as_json)
 

@@ -245,7 +245,7 @@ def test_where_there_is_no_tokenizer_a_text_is_no_prompt(ids):
     with pytest.raises(PromptError, match="expected token ids as clean prompt, found 'a'"):
         Pair("a", (1,), KL())
     with pytest.raises(PromptError, match="expected token ids, whole numbers"):
-        Pair((1,), (1.5, 2), KL())
+        Pair((1,), (1, 1.5), KL())
     assert Pair(torch.tensor(ids), np.array([ids]), KL()).corrupted == tuple(ids)
 
 
