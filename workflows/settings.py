@@ -37,7 +37,6 @@ __all__ = [
     "InjectionSettings",
     "ModelSettings",
     "Natural",
-    "NotNegative",
     "PairSettings",
     "Positive",
     "Share",
@@ -50,7 +49,6 @@ __all__ = [
 Count = Annotated[int, msgspec.Meta(ge=1)]
 Natural = Annotated[int, msgspec.Meta(ge=0)]
 Positive = Annotated[float, msgspec.Meta(gt=0)]
-NotNegative = Annotated[float, msgspec.Meta(ge=0)]
 Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
 
 
@@ -137,8 +135,8 @@ class InjectionSettings(ModelSettings):
     prompt: str = setting("", "prompt without its last word")
     suppress: tuple[str, ...] = setting((), 'features to suppress, layer:index; "none" for no suppression')
     inject: str = setting("", "feature to inject, layer:index")
-    strength: NotNegative = setting(
-        0.0, "units added and taken away; 0: the preset's, 10 in the published ones"
+    strength: Positive | None = setting(
+        None, "units added and taken away; none: the preset's, 10 in the published ones"
     )
     looked_at: Natural = setting(
         0, "features tried on this prompt before the injected one was chosen; 0: the preset's, or 1"

@@ -77,7 +77,7 @@ def generate(
     top_k: int | None = None,
     top_p: float | None = None,
     stop: str | int | Sequence[str | int] = (),
-    eos: Sequence[int] | None = None,
+    eos: int | Sequence[int] | None = None,
     cache: bool | None = None,
     capture_positions: Kept = "new",
     on_token: Callable[[NewToken], None] | None = None,

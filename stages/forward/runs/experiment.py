@@ -258,7 +258,13 @@ class ExperimentNode(ResultNode):
                 spec = (run.hooks or HookSpec()).bind(config.hook_points, self.source.name)
                 wanted.append(Wanted(self._tokens(run), spec, run.want))
         itemsize = DTYPES[self.source.dtype].itemsize
-        return plan_runs(wanted, config, itemsize, as_bytes(self.memory) or MEMORY)
+        return plan_runs(wanted, config, itemsize, self._budget)
+
+    @property
+    def _budget(self) -> int:
+        """Bytes that the passes may take."""
+        budget = as_bytes(self.memory)
+        return MEMORY if budget is None else budget
 
     def _tokens(self, run: Run) -> tuple[int, ...]:
         if not isinstance(run.prompt, str):

@@ -101,7 +101,8 @@ def plan(model: Model, runs: Sequence[Run], *, memory: int | str | None = None) 
 
 
 def _planned(model: Model, wanted: Sequence[Wanted], memory: int | str | None) -> SweepPlan:
-    return plan_runs(wanted, model.config, model.dtype.itemsize, as_bytes(memory) or MEMORY)
+    budget = as_bytes(memory)
+    return plan_runs(wanted, model.config, model.dtype.itemsize, MEMORY if budget is None else budget)
 
 
 def resolve(model: Model, run: Run) -> Wanted:

@@ -224,7 +224,8 @@ class Tokenizer(ABC):
         """Id of the token that stands where one is to be filled in: that of tokenizer_config.json, else one
         of the usual names; None without one."""
         named = self.special_id("mask_token")
-        return named if named is not None else next(filter(None, map(self._id_of, MASKS)), None)
+        usual = (self._id_of(name) for name in MASKS)
+        return named if named is not None else next((token for token in usual if token is not None), None)
 
     def special_id(self, role: str) -> int | None:
         """Id of a special token by its role, e.g. "bos_token"; None where the model has none."""

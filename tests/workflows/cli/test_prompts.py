@@ -10,7 +10,7 @@ import pytest
 
 from mizarr.stages.forward.models.source import ModelSource
 from mizarr.store.errors import MissingExtra, PromptError
-from mizarr.workflows.cli.prompts import read_prompts
+from mizarr.workflows.cli.prompts import corpus_of, read_prompts
 from tests.stages.forward.random_pairs import VOCABULARY, random_pair
 
 
@@ -149,3 +149,12 @@ def test_parquet_without_pyarrow_names_the_extra(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(MissingExtra, match=r"mizarr\[corpora\]"):
         read_prompts([path])
+
+
+def test_seed_0_is_a_seed_like_another(tmp_path):
+    path = write(tmp_path, "prompts.txt", "a\n")
+    left_out = {"context": None, "pack": False, "column": None, "labels": (), "whole_files": False}
+    assert corpus_of([path], **left_out, share=None, seed=None) is None
+    for seed in (0, 1):
+        corpus = corpus_of([path], **left_out, share=None, seed=seed)
+        assert corpus is not None and corpus.seed == seed

@@ -22,7 +22,7 @@ from mizarr.stages.forward.runs.experiment import Experiment, ExperimentNode
 from mizarr.stages.forward.text.rows import as_rows, one_row
 from mizarr.stages.graph.rows.targets import prompt_tokens
 from mizarr.stages.logits.prompt_test import test_prompt as answer_ranks
-from mizarr.store.errors import MizarrError, PromptError
+from mizarr.store.errors import MizarrError, PlanError, PromptError
 
 TEXT = "The capital of France is"
 HOOK = "blocks.0.hook_resid_post"
@@ -292,3 +292,8 @@ def test_plain_rows_are_read_as_they_are(ids):
     rows = [list(ids), list(ids)]
     assert as_rows(rows) == rows and as_rows(rows)[0] is not rows[0]
     assert one_row([[0]]) == [0] and as_rows([0, 0]) == [[0, 0]]
+
+
+def test_a_budget_of_no_bytes_is_not_the_default(model, ids):
+    with pytest.raises(PlanError, match="memory"):
+        mizarr.run(model, [mizarr.Run(ids)], memory=0)
