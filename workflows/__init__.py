@@ -89,7 +89,7 @@ def build(
         each = (build(name, **how, **settings | {"revision": r}) for r in revisions)
         return Checkpoints(dict(zip(revisions, each, strict=True)))
     kind = kind_of(name)
-    model = settings.get("model")
+    model: Any = settings.get("model")
     if isinstance(model, Path):
         settings["model"] = model = str(model)
     loaded = model if hasattr(model, "network") else None

@@ -42,6 +42,7 @@ __all__ = [
     "Share",
     "SubjectRule",
     "TaskSettings",
+    "as_given",
     "read_settings",
     "setting",
 ]
@@ -231,6 +232,15 @@ def read_settings(kind: type[Any], name: str, given: Mapping[str, Any]) -> Any:
     return kind(**{key: _read(hints[key], value, key) for key, value in values.items()})
 
 
+def as_given(settings: Any) -> dict[str, Any]:
+    """Settings as `read_settings` reads them again: None where a text or a list is empty, as it was left out.
+
+    settings: an instance of a settings dataclass.
+    """
+    values = dataclasses.asdict(settings)
+    return {name: None if value in ("", ()) else value for name, value in values.items()}
+
+
 def _holds_none(hint: Any) -> bool:
     return type(None) in typing.get_args(hint)
 
@@ -242,8 +252,7 @@ def _read(hint: Any, value: Any, key: str) -> Any:
         value = list(value)
     if isinstance(value, str | Sized) and len(value) == 0:
         raise ConfigError(
-            f"expected {key} as {_told(hint)} that is not empty, found {value!r}; leave {key} out for the "
-            "default"
+            f"expected {key} that is not empty, found {value!r}; leave {key} out for the default"
         )
     several = [each for each in (hint, *typing.get_args(hint)) if typing.get_origin(each) is tuple]
     if several and value is not None and not isinstance(value, (list, tuple)):

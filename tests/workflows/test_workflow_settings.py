@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from copy import copy
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -16,7 +17,7 @@ from mizarr.pipeline.nodes import Node
 from mizarr.stages.features.training.settings import TrainingSettings
 from mizarr.store.errors import ConfigError, ModelNotFound, PromptError
 from mizarr.workflows import WORKFLOWS, build, compute, kind_of
-from mizarr.workflows.settings import Count, Share, read_settings, setting
+from mizarr.workflows.settings import Count, Share, as_given, read_settings, setting
 
 
 @dataclass(frozen=True)
@@ -248,6 +249,13 @@ def test_an_empty_setting_is_refused_and_does_not_mean_the_default(name):
     assert read_settings(kind, name, left_out) == kind(
         **{field.name: None for field in fields(kind) if "None" in str(field.type)}
     )
+
+
+@pytest.mark.parametrize("name", WORKFLOWS)
+def test_settings_of_a_document_are_read_again(name):
+    kind = kind_of(name).settings_type
+    plain = json.loads(json.dumps(as_given(kind())))
+    assert read_settings(kind, name, plain) == kind()
 
 
 def test_an_empty_setting_of_a_training_is_refused():

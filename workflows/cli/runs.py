@@ -509,10 +509,11 @@ def _askable_models() -> Iterator[tuple[str, str | None]]:
 def explain(workflow: Workflow, store_path: str, as_json: bool, cluster: str | None, workers: int) -> None:
     """See `help` above."""
     from ...pipeline import Context, plan
+    from ..settings import as_given
 
     with _store_to_look_into(store_path) as store:
         steps = plan(workflow.nodes.values(), store, Context(cluster=cluster, workers=workers))
-    chosen = dataclasses.asdict(workflow.settings)
+    chosen = as_given(workflow.settings)
     if as_json:
         about = {"workflow": workflow.name, "question": workflow.question, "settings": chosen}
         print_json(about | steps.to_json())
@@ -521,9 +522,10 @@ def explain(workflow: Workflow, store_path: str, as_json: bool, cluster: str | N
     if workflow.caution:
         click.echo(workflow.caution, err=True)
     for field in dataclasses.fields(workflow.settings):
-        # What is empty was left out; written out as "" or [], it would be refused.
-        value = json.dumps(None if chosen[field.name] in ("", (), []) else chosen[field.name])
-        click.echo(f"  --set {field.name}={value}  {field.metadata.get('help', '')}", err=True)
+        click.echo(
+            f"  --set {field.name}={json.dumps(chosen[field.name])}  {field.metadata.get('help', '')}",
+            err=True,
+        )
     _print_plan(steps, as_json)
 
 

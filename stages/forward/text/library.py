@@ -6,13 +6,16 @@ character has that character's offsets.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict, fields
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ....store.digest import content_digest
 from ....store.errors import TokenizerError
+from .declared import AddedToken
 from .rows import as_text
 from .tokens import Encoding, Tokenizer, read_tokenizer
 
@@ -21,7 +24,8 @@ if TYPE_CHECKING:
 
 
 class LibraryTokenizer(Tokenizer):
-    """A tokenizer.json, of a file or made of one. Its digest is of these bytes."""
+    """A tokenizer.json, of a file or made of one, with the tokens that files beside it add (declared.py). Its
+    digest is of these bytes and of what was added."""
 
     def __init__(
         self,
@@ -43,11 +47,32 @@ class LibraryTokenizer(Tokenizer):
                 f"expected a tokenizer.json at {file}, found a file that cannot be read as one ({error}); "
                 "fetch it again, or pass token ids instead of text"
             ) from error
+        own, padding = self._added_tokens(), self._backend.padding
         # A training script's truncation and padding stay in the file; both would change prompts silently.
         self._backend.no_truncation()
         self._backend.no_padding()
-        super().__init__(file, settings, name=name)
-        self.digest = content_digest(data)
+        pad = None if padding is None else padding["pad_token"]
+        super().__init__(file, settings, name=name, own=own, pad=pad)
+        tokens = self._declared.to_add(own.values())
+        self._backend.add_tokens([tokenizers.AddedToken(**asdict(token)) for token in tokens])
+        self._backend.encode_special_tokens = self._declared.splits_special
+        self.digest = self._digest(data, own)
+
+    def _added_tokens(self) -> dict[int, AddedToken]:
+        """Id -> token of those that are found in a text before it is cut up."""
+        names = [field.name for field in fields(AddedToken)]
+        return {
+            number: AddedToken(**{name: getattr(token, name) for name in names})
+            for number, token in self._backend.get_added_tokens_decoder().items()
+        }
+
+    def _digest(self, data: bytes, own: Mapping[int, AddedToken]) -> str:
+        """Of the file and, where other files change what it does with a text, of these changes."""
+        changed = sorted(self._added_tokens().items() - own.items())
+        if not changed and not self._declared.splits_special:
+            return content_digest(data)
+        told = [self._declared.splits_special, *([number, asdict(token)] for number, token in changed)]
+        return content_digest(data, json.dumps(told).encode())
 
     @property
     def vocab_size(self) -> int:

@@ -24,6 +24,7 @@ from typing import Any
 
 from ....store.errors import TokenizerError
 from ....store.reading.characters import CharacterSpans
+from .declared import AddedToken, DeclaredTokens, read_settings
 from .rows import as_text
 
 Span = tuple[int, int] | range
@@ -32,7 +33,6 @@ NOWHERE = (0, 0)
 """Offsets of a token that stands for no character."""
 MASKS = ("[MASK]", "<mask>", "<|mask|>", "<|mdm_mask|>")
 """What encoders and masked-diffusion models call their mask, where their settings do not say."""
-_ROLES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
 
 @dataclass(frozen=True)
@@ -165,14 +165,26 @@ class Tokenizer(ABC):
     """`sha256:…` of what decides ids and words."""
 
     def __init__(
-        self, file: Path, settings: Mapping[str, Any] | None = None, *, name: str | None = None
+        self,
+        file: Path,
+        settings: Mapping[str, Any] | None = None,
+        *,
+        name: str | None = None,
+        own: Mapping[int, AddedToken] | None = None,
+        pad: str | None = None,
     ) -> None:
-        """file: holds the tokens. settings: what tokenizer_config.json says; by default read from beside it.
+        """Raises TokenizerError if a file is missing or cannot be read.
 
-        Raises TokenizerError if a file is missing or cannot be read.
+        Arguments:
+            file: holds the tokens.
+            settings: what tokenizer_config.json says; by default read from beside the file.
+            name: of the model; default that of its folder.
+            own: id -> token of those that the file finds in a text before it cuts it up.
+            pad: text of the token that the file pads with, if it does.
         """
         self.name = name or file.parent.name
         self._settings = dict(read_settings(file.parent) if settings is None else settings)
+        self._declared = DeclaredTokens.of(self._settings, own or {}, pad)
 
     @property
     @abstractmethod
@@ -229,7 +241,7 @@ class Tokenizer(ABC):
 
     def special_id(self, role: str) -> int | None:
         """Id of a special token by its role, e.g. "bos_token"; None where the model has none."""
-        text = self._special_texts.get(role)
+        text = self._declared.texts.get(role)
         return None if text is None else self._id_of(text)
 
     def encode(self, text: str, *, add_special: bool = True, prepend_bos: bool | None = None) -> Encoding:
@@ -322,7 +334,7 @@ class Tokenizer(ABC):
         if system is not None:
             said.insert(0, {"role": "system", "content": system})
         context = {
-            **self._special_texts,
+            **self._declared.texts,
             # Given as nothing, as transformers does: to a template that asks `tools is not none` it matters.
             "tools": None,
             "documents": None,
@@ -349,17 +361,6 @@ class Tokenizer(ABC):
                 "text"
             )
         return found
-
-    @cached_property
-    def _special_texts(self) -> dict[str, str]:
-        """Special tokens by role; files write them as texts or as objects with a `content`."""
-        texts = {}
-        for role in _ROLES:
-            value = self._settings.get(role)
-            text = value.get("content") if isinstance(value, Mapping) else value
-            if isinstance(text, str):
-                texts[role] = text
-        return texts
 
     def _place_bos(self, found: Encoding, wanted: bool | None) -> Encoding:
         if wanted is None:
@@ -426,23 +427,6 @@ def read_tokenizer(file: Path) -> bytes:
             f"expected a tokenizer at {file}, found {error.strerror}; add the file, or pass token ids "
             "instead of text"
         ) from error
-
-
-def read_settings(folder: Path) -> dict[str, Any]:
-    """What tokenizer_config.json says, completed by special_tokens_map.json and chat_template.jinja."""
-    settings: dict[str, Any] = {}
-    for file in ("special_tokens_map.json", "tokenizer_config.json"):
-        path = folder / file
-        if path.is_file():
-            try:
-                found = json.loads(path.read_text(encoding="utf-8"))
-            except ValueError as error:
-                raise TokenizerError(f"expected JSON in {path}, found {error}; fetch it again") from error
-            settings |= {key: value for key, value in found.items() if value is not None}
-    template = folder / "chat_template.jinja"
-    if template.is_file():
-        settings["chat_template"] = template.read_text(encoding="utf-8")
-    return settings
 
 
 def _jinja() -> Any:
