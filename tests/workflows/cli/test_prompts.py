@@ -10,7 +10,7 @@ import pytest
 
 from mizarr.stages.forward.models.source import ModelSource
 from mizarr.store.errors import MissingExtra, PromptError
-from mizarr.workflows.cli.prompts import corpus_of, read_prompts
+from mizarr.workflows.cli.prompts import PromptSources, read_prompts
 from tests.stages.forward.random_pairs import VOCABULARY, random_pair
 
 
@@ -153,8 +153,9 @@ def test_parquet_without_pyarrow_names_the_extra(tmp_path, monkeypatch):
 
 def test_seed_0_is_a_seed_like_another(tmp_path):
     path = write(tmp_path, "prompts.txt", "a\n")
-    left_out = {"context": None, "pack": False, "column": None, "labels": (), "whole_files": False}
-    assert corpus_of([path], **left_out, share=None, seed=None) is None
-    for seed in (0, 1):
-        corpus = corpus_of([path], **left_out, share=None, seed=seed)
-        assert corpus is not None and corpus.seed == seed
+    for seed in (None, 0, 1):
+        with PromptSources(
+            (path,), documents={"context": None, "pack": False, "seed": seed}
+        ).corpus() as corpus:
+            assert (corpus is None) == (seed is None)
+            assert corpus is None or corpus.seed == seed
