@@ -18,7 +18,7 @@ import numpy as np
 
 from ....store.arrays import Floats
 from ....store.errors import PromptError, StageError
-from ..text.rows import as_rows
+from ..text.rows import as_rows, is_nothing
 from .wants import Logits
 
 if TYPE_CHECKING:
@@ -170,7 +170,7 @@ def objective_of(
     """The objective of one metric or several, over one baseline, several, or none. Raises StageError for a
     metric without a gradient, or for none."""
     metrics: tuple[Any, ...] = tuple(metric) if isinstance(metric, Sequence) else (metric,)
-    rows = as_rows(baseline) if len(baseline) else []
+    rows = [] if is_nothing(baseline) else as_rows(baseline)
     ids = [tuple(row) for row in rows if not isinstance(row, str)]
     if len(ids) < len(rows):
         raise PromptError(

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from ....store.digest import content_digest
 from ....store.errors import TokenizerError
 from .declared import AddedToken
-from .rows import as_text
+from .rows import as_ids, as_text
 from .tokens import Encoding, Tokenizer, read_tokenizer
 
 if TYPE_CHECKING:
@@ -105,8 +105,9 @@ class LibraryTokenizer(Tokenizer):
 
     def decode(self, ids: Sequence[int], *, keep_special: bool = True) -> str:
         """Text of token ids. Raises TokenizerError for an id the tokenizer has no token for."""
-        self.pieces(ids)
-        return str(self._backend.decode([int(i) for i in ids], skip_special_tokens=not keep_special))
+        tokens = as_ids(ids)
+        self.pieces(tokens)
+        return str(self._backend.decode(tokens, skip_special_tokens=not keep_special))
 
     def decode_token(self, token: int) -> str:
         """Text of one token as it reads inside a sentence, " Paris" where decoders alone strip the space.

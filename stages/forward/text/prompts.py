@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ....store.errors import ConfigError, PromptError, TokenizerError
 from ....store.runs.packed import PackedTokens
 from ..architectures.architecture import Architecture
-from .rows import as_rows, one_row
+from .rows import as_rows, is_nothing, one_row
 from .world import WORLD
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ def pair_ids(
     before = _encoding(row, tokenizer, model).ids if isinstance(row, str) else row
     behind: list[int] = []
     # Nothing behind the start is a target, too: that of a decoder which has written nothing yet.
-    if isinstance(target, str) or len(target):
+    if not is_nothing(target):
         row = one_row(target, "target")
         behind = _encoding(row, tokenizer, model, add_special=False).ids if isinstance(row, str) else row
     return [*before, start, *behind]

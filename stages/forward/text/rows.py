@@ -8,7 +8,7 @@ and never imports torch.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Sized
 from contextlib import suppress
 from io import IOBase
 from math import isnan
@@ -100,6 +100,16 @@ def one_row_of_ids(prompt: Any, name: str = "prompt") -> list[int]:
     if isinstance(row, str):
         raise PromptError(f"expected token ids as {name}, found {_shown(row)}; give model.tokenize(text)[0]")
     return row
+
+
+def as_ids(ids: Any) -> list[int]:
+    """Token ids in whatever holds them, also none at all. Raises PromptError for other than whole numbers."""
+    return _ids(_entries(_plain(ids), "token ids", "whole numbers"), "the ids")
+
+
+def is_nothing(value: Any) -> bool:
+    """Whether a value is an empty list, array or other collection, but no text."""
+    return isinstance(value, Sized) and not isinstance(value, str) and len(value) == 0
 
 
 def as_text(text: Any, where: str) -> str:

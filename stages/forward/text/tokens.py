@@ -22,10 +22,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from ....store.errors import TokenizerError
+from ....store.errors import PromptError, TokenizerError
 from ....store.reading.characters import CharacterSpans
 from .declared import AddedToken, DeclaredTokens, read_settings
-from .rows import as_text
+from .rows import as_ids, as_text
 
 Span = tuple[int, int] | range
 OTHER, FINAL = "other", "_final"
@@ -280,8 +280,8 @@ class Tokenizer(ABC):
     def pieces(self, ids: Iterable[int]) -> list[str]:
         """Vocabulary pieces of token ids, such as "Ġis". Raises TokenizerError for an id without a token."""
         found = []
-        for i in ids:
-            piece = self._piece(int(i))
+        for i in as_ids(ids):
+            piece = self._piece(i)
             if piece is None:
                 raise TokenizerError(
                     f"expected ids of {self.name}'s {self.vocab_size} tokens, found {i}; "
@@ -326,11 +326,7 @@ class Tokenizer(ABC):
         from jinja2 import TemplateError
 
         template = self._chat_template()
-        said = (
-            [{"role": "user", "content": messages}]
-            if isinstance(messages, str)
-            else [dict(one) for one in messages]
-        )
+        said = _messages(messages)
         if system is not None:
             said.insert(0, {"role": "system", "content": system})
         context = {
@@ -394,6 +390,18 @@ class Tokenizer(ABC):
                 byte_spans=None if found.byte_spans is None else found.byte_spans[1:],
             )
         return found
+
+
+def _messages(messages: Any) -> list[dict[str, Any]]:
+    """A conversation as a list of messages; a text is what the user says."""
+    if isinstance(messages, str):
+        return [{"role": "user", "content": as_text(messages, "the message")}]
+    if not isinstance(messages, list | tuple) or not all(isinstance(one, Mapping) for one in messages):
+        raise PromptError(
+            'expected a conversation as a text, or as [{"role": "user", "content": …}, …], found '
+            f"{type(messages).__name__}"
+        )
+    return [dict(one) for one in messages]
 
 
 def byte_positions(text: str) -> list[int]:

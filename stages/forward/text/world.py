@@ -21,6 +21,7 @@ from typing import Any, Literal
 
 from ....store.digest import content_digest
 from ....store.errors import TokenizerError
+from .rows import as_ids
 from .tokens import Encoding, Tokenizer, byte_positions, read_tokenizer
 
 WORLD = "rwkv_vocab*.txt"
@@ -148,7 +149,7 @@ class WorldTokenizer(Tokenizer):
             at += size
 
     def _joined(self, ids: Iterable[int], names: Mapping[int, str]) -> bytes:
-        asked = [int(token) for token in ids]
+        asked = as_ids(ids)
         self.pieces(asked)
         return b"".join(self._bytes.get(token) or names.get(token, "").encode() for token in asked)
 

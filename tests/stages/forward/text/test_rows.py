@@ -297,3 +297,28 @@ def test_plain_rows_are_read_as_they_are(ids):
 def test_a_budget_of_no_bytes_is_not_the_default(model, ids):
     with pytest.raises(PlanError, match="memory"):
         mizarr.run(model, [mizarr.Run(ids)], memory=0)
+
+
+def test_ids_that_are_decoded_are_whole_numbers(model, ids):
+    for spelling in (ids, tuple(ids), np.array(ids), torch.tensor(ids), pd.Series(ids), iter(ids)):
+        assert model.tokenizer.decode(spelling).endswith(TEXT)
+    assert model.tokenizer.decode([]) == ""
+    for read in (model.tokenizer.decode, model.tokenizer.pieces):
+        for wrong in ([1.7], ["a"], None, 5, [True], torch.tensor([1.5]), b"a"):
+            with pytest.raises(PromptError, match="whole numbers, found|whole numbers, in the ids, found"):
+                read(wrong)
+
+
+@pytest.mark.parametrize(
+    "messages", [None, 5, ["hello"], [None], b"a", {"role": "user"}, [[{"role": "user"}]]]
+)
+def test_a_conversation_that_is_none_is_refused(tmp_path, messages):
+    from mizarr.stages.forward.text.library import LibraryTokenizer
+
+    from .. import random_models
+
+    random_models.save_tokenizer(tmp_path)
+    tokenizer = LibraryTokenizer(tmp_path / "tokenizer.json", {"chat_template": "{{ messages[0].content }}"})
+    with pytest.raises(PromptError, match="expected a conversation as a text, or as"):
+        tokenizer.chat(messages)
+    assert tokenizer.chat("hello") == tokenizer.chat([{"role": "user", "content": "hello"}]) == "hello"
