@@ -305,7 +305,7 @@ def test_ids_that_are_decoded_are_whole_numbers(model, ids):
     assert model.tokenizer.decode([]) == ""
     for read in (model.tokenizer.decode, model.tokenizer.pieces):
         for wrong in ([1.7], ["a"], None, 5, [True], torch.tensor([1.5]), b"a"):
-            with pytest.raises(PromptError, match="whole numbers, found|whole numbers, in the ids, found"):
+            with pytest.raises(PromptError, match=r"whole numbers, (in the ids, )?found"):
                 read(wrong)
 
 
