@@ -89,8 +89,10 @@ def build(
         each = (build(name, **how, **settings | {"revision": r}) for r in revisions)
         return Checkpoints(dict(zip(revisions, each, strict=True)))
     kind = kind_of(name)
-    model = settings.get("model")
-    loaded = None if model is None or isinstance(model, str) else model
+    model: Any = settings.get("model")
+    if isinstance(model, Path):
+        settings["model"] = model = str(model)
+    loaded = model if hasattr(model, "network") else None
     if loaded is not None:
         settings["model"] = loaded.name
     elif trust_layout or backend is not None or adapter is not None:

@@ -12,13 +12,14 @@ from __future__ import annotations
 import dataclasses
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sized
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 import msgspec
 
 from ..stages.circuits.names import Method
+from ..stages.forward.text.rows import as_text
 from ..store.errors import ConfigError, nearest
 
 __all__ = [
@@ -36,12 +37,12 @@ __all__ = [
     "InjectionSettings",
     "ModelSettings",
     "Natural",
-    "NotNegative",
     "PairSettings",
     "Positive",
     "Share",
     "SubjectRule",
     "TaskSettings",
+    "as_given",
     "read_settings",
     "setting",
 ]
@@ -49,7 +50,6 @@ __all__ = [
 Count = Annotated[int, msgspec.Meta(ge=1)]
 Natural = Annotated[int, msgspec.Meta(ge=0)]
 Positive = Annotated[float, msgspec.Meta(gt=0)]
-NotNegative = Annotated[float, msgspec.Meta(ge=0)]
 Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
 
 
@@ -136,8 +136,8 @@ class InjectionSettings(ModelSettings):
     prompt: str = setting("", "prompt without its last word")
     suppress: tuple[str, ...] = setting((), 'features to suppress, layer:index; "none" for no suppression')
     inject: str = setting("", "feature to inject, layer:index")
-    strength: NotNegative = setting(
-        0.0, "units added and taken away; 0: the preset's, 10 in the published ones"
+    strength: Positive | None = setting(
+        None, "units added and taken away; none: the preset's, 10 in the published ones"
     )
     looked_at: Natural = setting(
         0, "features tried on this prompt before the injected one was chosen; 0: the preset's, or 1"
@@ -208,11 +208,19 @@ class CircuitSettings(TaskSettings):
 
 
 def read_settings(kind: type[Any], name: str, given: Mapping[str, Any]) -> Any:
-    """A settings dataclass from `name=value` pairs as the command line or JSON has them.
+    """A settings dataclass from `name=value` pairs as the command line, JSON or a caller has them.
 
-    Lists become tuples, and so does a single value where several may stand. Raises ConfigError for an unknown
-    setting (with the nearest name) and for a value that is not what the annotation says; what values have to
-    do with each other, the dataclass itself checks.
+    Arguments:
+        kind: dataclass of the settings.
+        name: of the workflow, for errors.
+        given: values by name. Arrays, Series and generators are read as the lists they are, and a single
+            value where several may stand as a list of it. None leaves a setting at its default.
+
+    Raises:
+        ConfigError: an unknown setting (with the nearest name); a value that is not what the annotation says;
+            an empty text or list, which would mean the default, such as all shipped facts. What values have
+            to do with each other, the dataclass itself checks.
+        PromptError: a text with half of a surrogate pair.
     """
     hints = typing.get_type_hints(kind, include_extras=True)
     for key in given:
@@ -220,13 +228,38 @@ def read_settings(kind: type[Any], name: str, given: Mapping[str, Any]) -> Any:
             near = nearest(key, hints)
             hint = f"did you mean {near!r}?" if near else f"it has {', '.join(hints)}"
             raise ConfigError(f"workflow {name!r} has no setting {key!r}; {hint}")
-    return kind(**{key: _read(hints[key], value, key) for key, value in given.items()})
+    values = {key: value for key, value in given.items() if value is not None or _holds_none(hints[key])}
+    return kind(**{key: _read(hints[key], value, key) for key, value in values.items()})
+
+
+def as_given(settings: Any) -> dict[str, Any]:
+    """Settings as `read_settings` reads them again: None where a text or a list is empty, as it was left out.
+
+    settings: an instance of a settings dataclass.
+    """
+    values = dataclasses.asdict(settings)
+    return {name: None if value in ("", ()) else value for name, value in values.items()}
+
+
+def _holds_none(hint: Any) -> bool:
+    return type(None) in typing.get_args(hint)
 
 
 def _read(hint: Any, value: Any, key: str) -> Any:
+    if callable(getattr(value, "tolist", None)):
+        value = value.tolist()
+    elif isinstance(value, Iterator):
+        value = list(value)
+    if isinstance(value, str | Sized) and len(value) == 0:
+        raise ConfigError(
+            f"expected {key} that is not empty, found {value!r}; leave {key} out for the default"
+        )
     several = [each for each in (hint, *typing.get_args(hint)) if typing.get_origin(each) is tuple]
     if several and value is not None and not isinstance(value, (list, tuple)):
         value = (value,)
+    for text in value if isinstance(value, (list, tuple)) else (value,):
+        if isinstance(text, str):
+            as_text(text, key)
     try:
         return msgspec.convert(value, hint)
     except msgspec.ValidationError as error:

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..stages.forward.architectures.points import STATE_ROOMS
-from ..store.errors import ConfigError, SourceChanged, TokenizerError
+from ..store.errors import ConfigError, PromptError, SourceChanged, TokenizerError
 from ..store.runs.packed import PackedTokens
 
 if TYPE_CHECKING:
@@ -329,12 +329,22 @@ def shipped_prose() -> str:
 
 
 def read_texts(path: str) -> list[str]:
-    """The text of a file, or of every *.txt of a folder in order of name; the shipped prose for an empty
-    path."""
+    """Texts of documents, as `Corpus` reads them: a text file is one of them. The shipped prose for an empty
+    path.
+
+    Raises PromptError naming the file for anything that is no text, and for no document at all.
+    """
     if not path:
         return [shipped_prose()]
-    found = Path(path).expanduser()
-    files = sorted(found.glob("*.txt")) if found.is_dir() else [found]
-    if not files or not files[0].is_file():
-        raise ConfigError(f"expected a text file, or a folder with *.txt, at {path!r}, found none")
-    return [file.read_text("utf-8") for file in files]
+    from ..stages.forward.text.corpora.corpus import Corpus
+    from ..stages.forward.text.corpora.formats import Reading, read_documents
+
+    texts = []
+    for file in Corpus(path).files:
+        for document in read_documents(file, Reading(whole=True)):
+            if not isinstance(document.content, str):
+                raise PromptError(f"expected texts in {str(file)!r}, found token ids; give their texts")
+            texts.append(document.content)
+    if not texts:
+        raise PromptError(f"expected at least one text in {path!r}, found none")
+    return texts

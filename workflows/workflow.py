@@ -20,6 +20,7 @@ from ..store.digest import digest
 from ..store.errors import ConfigError, nearest
 from ..store.version import __version__
 from .report.reported import NO_CLAIM
+from .settings import as_given
 from .subject import Need, Subject
 
 if TYPE_CHECKING:
@@ -149,7 +150,7 @@ class Workflow:
         return {
             "workflow": self.name,
             "question": self.question,
-            "settings": dataclasses.asdict(self.settings),
+            "settings": as_given(self.settings),
             **({"descriptive": self.descriptive} if self.descriptive else {}),
             **({"caution": self.caution} if self.caution else {}),
             **({"trained_with_help": self.trained_with_help} if self.trained_with_help else {}),

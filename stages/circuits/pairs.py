@@ -16,6 +16,7 @@ from ..causal.grids.patching_metrics import Metric, Recovery, check_metrics
 from ..forward.architectures.architecture import Architecture
 from ..forward.edges.layout import Layout
 from ..forward.text.prompts import check_prompts
+from ..forward.text.rows import one_row_of_ids
 
 __all__ = ["ALTERNATIVES", "Alternative", "Pair", "by_length", "checked", "tokens_of", "value"]
 
@@ -27,17 +28,27 @@ ALTERNATIVES: tuple[Alternative, ...] = ("corrupted", "zero", "mean", "resampled
 
 @dataclass(frozen=True)
 class Pair:
-    """Token ids of equal length, and a metric of the logits at their last position, in which the tokens asked
-    for differ from pair to pair."""
+    """Two prompts of equal length, and a metric of the logits at their last position, in which the tokens
+    asked for differ from pair to pair. Raises PromptError for prompts that are not token ids."""
 
     clean: tuple[int, ...]
+    """Token ids of the clean prompt."""
     corrupted: tuple[int, ...]
+    """Token ids of the corrupted prompt, as many."""
     metric: Metric
+    """What is measured of either run."""
+
+    def __post_init__(self) -> None:
+        for side in ("clean", "corrupted"):
+            object.__setattr__(self, side, tuple(one_row_of_ids(getattr(self, side), f"{side} prompt")))
 
     def canonical(self) -> dict[str, Any]:
         """Plain values that identify it."""
-        clean, corrupted = (list(map(int, ids)) for ids in (self.clean, self.corrupted))
-        return {"clean": clean, "corrupted": corrupted, "metric": self.metric.canonical()}
+        return {
+            "clean": list(self.clean),
+            "corrupted": list(self.corrupted),
+            "metric": self.metric.canonical(),
+        }
 
 
 def checked(pairs: Sequence[Pair], alternative: str, config: Architecture) -> Layout:

@@ -71,7 +71,8 @@ class GraphNode(ResultNode):
         self.source, self.dictionary, self.options = source, dictionary, options
         self.features = dictionary.identity
         self.tokens = tuple(tokens)
-        self.memory = as_bytes(memory) or MEMORY
+        budget = as_bytes(memory)
+        self.memory = MEMORY if budget is None else budget
         config = source.config
         check_prompts(
             [self.tokens], config.vocab_size, config.context_length, source.name, config.unknown_token

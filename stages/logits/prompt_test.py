@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ...store.errors import PromptError
+from ..forward.text.rows import one_row
 from .lens import format_probability, format_token
 
 if TYPE_CHECKING:
@@ -83,7 +84,7 @@ class PromptTest:
 
 def test_prompt(
     model: Model,
-    prompt: str,
+    prompt: str | Sequence[int],
     answer: str | Sequence[str],
     *,
     prepend_space: bool = True,  # noqa: PT028 - no test of ours: the name is TransformerLens's
@@ -91,13 +92,16 @@ def test_prompt(
 ) -> PromptTest:
     """Rank, logit and probability of the answer's tokens behind a prompt, and the likeliest in their place.
 
-    answer: every token of it, each behind the ones before; of several answers, the first token of each.
-    prepend_space: set answers off that begin with none. Raises PromptError for an answer of no token.
+    prompt: as for `Model.tokenize`, one. answer: every token of it, each behind the ones before; of several
+    answers, the first token of each. prepend_space: set answers off that begin with none. Raises PromptError
+    for an answer of no token.
     """
     answers = (answer,) if isinstance(answer, str) else tuple(answer)
     if not answers:
         raise PromptError("expected an answer, found none; give a text, or several")
-    given = model.tokenizer.encode(prompt).ids
+    row = one_row(prompt)
+    (given,) = model.tokenize(row)
+    text = row if isinstance(row, str) else model.tokenizer.decode(row)
     rows = [_ids(model, each, prepend_space) for each in answers]
     # All but the last token of an answer are read too; of several answers nothing is.
     read = rows[0][:-1] if len(rows) == 1 else []
@@ -109,7 +113,7 @@ def test_prompt(
         for place, token in zip(places, expected, strict=True)
     )
     named = tuple(model.tokenizer.decode_token(token) for token in given)
-    return PromptTest(prompt, named, answers, tokens)
+    return PromptTest(text, named, answers, tokens)
 
 
 def tokens_to_residual_directions(model: Model, tokens: str | int | Sequence[Any] | Tensor) -> Tensor:

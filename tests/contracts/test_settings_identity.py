@@ -93,6 +93,7 @@ OTHERS: dict[tuple[str, str], Any] = {
     ("*", "query"): 2,
     ("*", "key"): 1,
     ("*", "layer"): 1,
+    ("*", "strength"): 1.0,
     ("*", "layers"): (1,),
     ("*", "position"): 1,
     ("*", "context"): 48,

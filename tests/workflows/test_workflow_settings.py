@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import json
+from copy import copy
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
+import pandas as pd
 import pytest
 import torch
 
 from mizarr.pipeline.nodes import Node
-from mizarr.store.errors import ConfigError, ModelNotFound
+from mizarr.stages.features.training.settings import TrainingSettings
+from mizarr.store.errors import ConfigError, ModelNotFound, PromptError
 from mizarr.workflows import WORKFLOWS, build, compute, kind_of
-from mizarr.workflows.settings import Count, Share, read_settings, setting
+from mizarr.workflows.settings import Count, Share, as_given, read_settings, setting
 
 
 @dataclass(frozen=True)
@@ -228,3 +233,62 @@ def test_commands_on_workflows_take_both_as_settings(command: str, capsys: pytes
 
     assert run([command, "logit_lens", "--set", "revision=v3", "--set", "device=cpu"]) == 2
     assert "expected no revision for the directory specimen, found 'v3'" in capsys.readouterr().err
+
+
+EMPTY = ["", [], (), np.array([]), pd.Series([], dtype=object), iter(()), {}]
+
+
+@pytest.mark.parametrize("name", WORKFLOWS)
+def test_an_empty_setting_is_refused_and_does_not_mean_the_default(name):
+    kind = kind_of(name).settings_type
+    for field in fields(kind):
+        for empty in EMPTY:
+            with pytest.raises(ConfigError, match=rf"expected {field.name} .*that is not empty, found"):
+                build(name, **{field.name: copy(empty)})
+    left_out = {field.name: None for field in fields(kind)}
+    assert read_settings(kind, name, left_out) == kind(
+        **{field.name: None for field in fields(kind) if "None" in str(field.type)}
+    )
+
+
+@pytest.mark.parametrize("name", WORKFLOWS)
+def test_settings_of_a_document_are_read_again(name):
+    kind = kind_of(name).settings_type
+    plain = json.loads(json.dumps(as_given(kind())))
+    assert read_settings(kind, name, plain) == kind()
+
+
+def test_an_empty_setting_of_a_training_is_refused():
+    for field in fields(TrainingSettings):
+        with pytest.raises(ConfigError, match=rf"expected {field.name} .*that is not empty"):
+            read_settings(TrainingSettings, "train", {field.name: []})
+
+
+def test_settings_are_read_from_arrays_series_and_generators():
+    assert read(widths=np.array([1, 2])).widths == (1, 2)
+    assert read(widths=(width for width in (1, 2))).widths == (1, 2)
+    assert read(widths=pd.Series([1])).widths == (1,)
+    assert read(layer=np.int64(0)).layer == 0
+    assert read(scale=np.float32(0.0)).scale == 0.0
+    prompts = kind_of("logit_lens").settings_type
+    assert read_settings(prompts, "logit_lens", {"prompts": pd.Series(["a", "b"])}).prompts == ("a", "b")
+
+
+@pytest.mark.parametrize(
+    "wrong", [[None], [1.5], [b"a"], pd.Series(["a", np.nan]), ["a", ["b"]], [{"text": "a"}], 5]
+)
+def test_prompts_of_a_workflow_that_are_no_texts_are_refused(wrong):
+    with pytest.raises(ConfigError, match="expected prompts to be"):
+        build("logit_lens", prompts=wrong)
+
+
+@pytest.mark.parametrize("model", [5, ["specimen"], {"model": "specimen"}, b"specimen", 0, False])
+def test_a_model_that_is_none_is_refused(model):
+    with pytest.raises(ConfigError, match="expected model to be str"):
+        build("logit_lens", model=model)
+
+
+def test_half_a_surrogate_pair_is_refused():
+    for given in ({"prompts": ["a", "\ud800"]}, {"prompts": "\ud800"}):
+        with pytest.raises(PromptError, match="prompts: expected text, found half of a surrogate pair"):
+            build("logit_lens", **given)

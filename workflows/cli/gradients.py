@@ -9,21 +9,18 @@ Border: names and words in, metrics out; knows no hook point.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from ...store.errors import StageError, nearest
-from .options import with_options
+from .options import json_or_text, with_options
 
 if TYPE_CHECKING:
     from ...stages.causal.grids.patching_metrics import Metric
     from ...stages.forward.hooks.spec import HookSpec
     from ...stages.forward.models.source import ModelSource
-    from ...store.runs.packed import PackedTokens
 
 __all__ = ["METRICS", "gradient_options", "told_metric"]
 
@@ -72,7 +69,7 @@ def told_metric(
         raise click.UsageError(
             f"{found.name} compares with another prompt, found none; add --baseline PROMPT"
         )
-    compared = () if baseline is None else tuple(_packed(baseline, source).ids.tolist())
+    compared = () if baseline is None else _baseline(baseline, source)
     return spec.gradient_of(found, at=-1 if at is None else at, baseline=compared)
 
 
@@ -85,7 +82,7 @@ def _metric(text: str, source: ModelSource) -> Metric:
         hint = f"did you mean {near!r}?" if near else f"there are {', '.join(METRICS)}"
         raise StageError(f"no metric {name!r} that has a gradient; {hint}")
     made, count = METRICS[name]
-    given = [] if told == "" else _plain(told)
+    given = [] if told == "" else _json_or_text(told, "--metric")
     words = given if isinstance(given, list) else [given]
     if len(words) != count or any(type(word) not in (int, str) for word in words):
         named = ("no tokens", "one token", "two tokens")[count]
@@ -104,16 +101,19 @@ def _token(word: str, source: ModelSource) -> int:
     return source.tokenizer.find_token_id(word.strip(" "))
 
 
-def _packed(prompt: str, source: ModelSource) -> PackedTokens:
-    from ...stages.forward.text.prompts import pack
+def _baseline(prompt: str, source: ModelSource) -> list[int]:
+    """Token ids of the prompt that a metric compares with: a text, or a list of ids in JSON."""
+    from ...stages.forward.text.prompts import tokenize
+    from ...stages.forward.text.rows import one_row
 
-    given = _plain(prompt)
-    ids = isinstance(given, list) and all(type(token) is int for token in given)
-    return pack([given if ids else prompt], source.tokenizer, source.config, source.name)
+    value = _json_or_text(prompt, "--baseline")
+    row = one_row(value if isinstance(value, list) else prompt, "baseline")
+    (ids,) = tokenize(row, source.tokenizer, source.config, source.name)
+    return ids
 
 
-def _plain(text: str) -> Any:
-    """What is JSON as JSON, else the text."""
-    with suppress(json.JSONDecodeError):
-        return json.loads(text)
-    return text
+def _json_or_text(text: str, option: str) -> Any:
+    try:
+        return json_or_text(text)
+    except ValueError as error:
+        raise click.UsageError(f"{option}: {error}") from None

@@ -67,11 +67,26 @@ class SuggestingGroup(click.Group):
             near = nearest(args[0], self.commands)
             hint = f"did you mean {near!r}?" if near else f"there are {', '.join(self.commands)}"
             raise click.UsageError(f"no command {args[0]!r}; {hint}", ctx)
+        _require_no_empty(args, ctx)
         return super().resolve_command(ctx, args)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """In the order of use, not of the alphabet."""
         return list(self.commands)
+
+
+def _require_no_empty(args: Sequence[str], ctx: click.Context) -> None:
+    """Raise UsageError for an option with an empty value: most commands would take it for an option left out,
+    and answer for everything."""
+    for place, text in enumerate(args):
+        if text == "--":  # behind it are arguments, whatever they begin with
+            break
+        is_of_option = text == "" and place and args[place - 1].startswith("-")
+        if is_of_option or (text.startswith("--") and text.endswith("=")):
+            name = text.rstrip("=") or args[place - 1]
+            raise click.UsageError(
+                f"expected a value behind {name!r}, found an empty text; leave it out", ctx
+            )
 
 
 def size(ctx: click.Context, param: click.Parameter, text: str | None) -> int | None:
@@ -120,10 +135,29 @@ def settings(ctx: click.Context, param: click.Parameter, pairs: Sequence[str]) -
         if name in found:
             raise click.BadParameter(f"{name!r} is set twice", ctx, param)
         try:
-            found[name] = json.loads(text)
-        except json.JSONDecodeError:
-            found[name] = text
+            found[name] = json_or_text(text)
+        except ValueError as error:
+            raise click.BadParameter(f"{name}: {error}", ctx, param) from None
     return found
+
+
+def json_or_text(text: str) -> Any:
+    """A value as JSON where it is JSON, else the text as it stands.
+
+    Raises ValueError for a text that begins as a list, an object or a string of JSON and is none: one
+    character was forgotten, and its text is not what is meant.
+    """
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        if not text.lstrip().startswith(("[", "{", '"')):
+            return text
+        raise ValueError(
+            f"expected JSON, as {text.lstrip()[0]} begins it, found {text!r} ({error.msg} at character "
+            f"{error.pos}); mend it, or quote a text as JSON: {json.dumps(text, ensure_ascii=False)}"
+        ) from error
+    except RecursionError as error:
+        raise ValueError("expected JSON, found lists that nest without end") from error
 
 
 def print_json(value: Any) -> None:

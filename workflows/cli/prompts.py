@@ -7,18 +7,22 @@ value per line: a string, or an object with `text` or with `ids` (token ids), or
 
 from __future__ import annotations
 
+import functools
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field
 from glob import has_magic
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import TYPE_CHECKING, Any
 
+import click
+
 from ...stages.forward.text.corpora.formats import Document, Reading, read_documents, read_lines
 from ...store.errors import PromptError
+from .options import with_options
 
 if TYPE_CHECKING:
     from ...stages.forward.models.source import ModelSource
@@ -27,28 +31,97 @@ if TYPE_CHECKING:
 STREAMED = (".tar", ".tgz", ".gz", ".arrow")
 
 
-def corpus_of(sources: Sequence[str], **given: Any) -> Corpus | None:
-    """Sources as a corpus, where one of them is more than a file of prompts (a folder, a glob, an archive),
-    or something is said of how documents become prompts; else None. given: as `Corpus` has it."""
-    from ...stages.forward.text.corpora.corpus import Corpus
+@dataclass(frozen=True)
+class PromptSources:
+    """What a command runs a model over, as its command line says it."""
 
-    said = {name: value for name, value in given.items() if value not in (None, (), False)}
-    large = any(Path(each).is_dir() or has_magic(each) or each.endswith(STREAMED) for each in sources)
-    return Corpus(sources, **said) if large or said else None
+    sources: tuple[str, ...]
+    """Files, folders, globs, `-` for stdin; or prompts."""
+    are_prompts: bool = False
+    """Whether the sources are the prompts themselves."""
+    documents: Mapping[str, Any] = field(default_factory=dict)
+    """How documents become prompts, by the arguments of `Corpus`; what was left out is None, () or False."""
+
+    @contextmanager
+    def corpus(self) -> Iterator[Corpus | None]:
+        """The sources as a corpus, where one of them is more than a file of prompts (a folder, a glob, an
+        archive), or something is said of how documents become prompts; else None. Stdin is a file for as long
+        as it is read, since a corpus is known by its content.
+
+        Raises UsageError for that beside prompts that are given themselves.
+        """
+        from ...stages.forward.text.corpora.corpus import Corpus
+
+        said = {
+            name: value
+            for name, value in self.documents.items()
+            if value is not None and value is not False and value != ()  # but 0, which is a seed
+        }
+        if self.are_prompts and said:
+            raise click.UsageError(
+                f"expected files with {_option(next(iter(said)))}, found --text; give prompts themselves as "
+                "they are to be"
+            )
+        large = any(
+            Path(each).is_dir() or has_magic(each) or each.endswith(STREAMED) for each in self.sources
+        )
+        if self.are_prompts or not (large or said):
+            yield None
+            return
+        with ExitStack() as stack:
+
+            def spooled() -> str:
+                file = stack.enter_context(NamedTemporaryFile(suffix=".txt"))
+                shutil.copyfileobj(sys.stdin.buffer, file)
+                file.flush()
+                return file.name
+
+            yield Corpus([spooled() if source == "-" else source for source in self.sources], **said)
+
+    def read(self, model: ModelSource | None = None) -> list[str] | list[list[int]]:
+        """Prompts of sources that are no corpus. model: as for `read_prompts`."""
+        return read_prompts(self.sources, literal=self.are_prompts, model=model)
 
 
-@contextmanager
-def as_files(corpus: Corpus) -> Iterator[Corpus]:
-    """The same corpus, stdin as a file for as long as it is read: a corpus is known by its content."""
-    with ExitStack() as stack:
+def prompt_options(command: Callable[..., int | None]) -> Callable[..., None]:
+    """What a model is run over, for every command that does so; it is called with it as `prompts`."""
 
-        def spooled() -> str:
-            file = stack.enter_context(NamedTemporaryFile(suffix=".txt"))
-            shutil.copyfileobj(sys.stdin.buffer, file)
-            file.flush()
-            return file.name
+    @functools.wraps(command)
+    def gathered(
+        prompts: tuple[str, ...],
+        text: bool,
+        context: int | None,
+        pack: bool,
+        column: str | None,
+        labels: tuple[str, ...],
+        whole_files: bool,
+        share: float | None,
+        seed: int | None,
+        **options: Any,
+    ) -> None:
+        said = {"context": context, "pack": pack, "column": column, "labels": labels}
+        documents = {**said, "whole_files": whole_files, "share": share, "seed": seed}
+        command(prompts=PromptSources(prompts, text, documents), **options)
 
-        yield replace(corpus, sources=[spooled() if source == "-" else source for source in corpus.sources])
+    share = click.FloatRange(0, 1, min_open=True)
+    return with_options(
+        gathered,
+        click.argument("prompts", nargs=-1, required=True),
+        click.option("--text", is_flag=True, help="PROMPTS are the prompts themselves, not files."),
+        click.option("--context", type=click.IntRange(min=1), help="Cut documents into so many tokens."),
+        click.option("--pack", is_flag=True, help="Fill each prompt from as many documents as it takes."),
+        click.option("--column", metavar="NAME", help="Of texts or token ids; default text, else ids."),
+        click.option(
+            "--label", "labels", multiple=True, metavar="NAME", help="A column to keep; repeatable."
+        ),
+        click.option("--whole-files", is_flag=True, help="A text file is one document, and not one a line."),
+        click.option("--share", type=share, help="Of the documents that are read, drawn at random."),
+        click.option("--seed", type=int, help="Of that draw; default 0."),
+    )
+
+
+def _option(name: str) -> str:
+    return "--label" if name == "labels" else f"--{name.replace('_', '-')}"
 
 
 def read_prompts(

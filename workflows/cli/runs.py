@@ -34,7 +34,7 @@ from .options import (
     trust_option,
     with_options,
 )
-from .prompts import as_files, corpus_of, read_prompts
+from .prompts import PromptSources, prompt_options
 
 if TYPE_CHECKING:
     from ...pipeline import Plan
@@ -107,38 +107,6 @@ def on_workflow(command: Callable[..., int | None]) -> Callable[..., None]:
     )
 
 
-def corpus_options(command: Callable[..., int | None]) -> Callable[..., None]:
-    """How documents become prompts; the command is called with all of it as `documents`."""
-
-    @functools.wraps(command)
-    def gathered(
-        context: int | None,
-        pack: bool,
-        column: str | None,
-        labels: tuple[str, ...],
-        whole_files: bool,
-        share: float | None,
-        seed: int | None,
-        **options: Any,
-    ) -> None:
-        said = {"context": context, "pack": pack, "column": column, "labels": labels}
-        command(documents={**said, "whole_files": whole_files, "share": share, "seed": seed}, **options)
-
-    share = click.FloatRange(0, 1, min_open=True)
-    return with_options(
-        gathered,
-        click.option("--context", type=click.IntRange(min=1), help="Cut documents into so many tokens."),
-        click.option("--pack", is_flag=True, help="Fill each prompt from as many documents as it takes."),
-        click.option("--column", metavar="NAME", help="Of texts or token ids; default text, else ids."),
-        click.option(
-            "--label", "labels", multiple=True, metavar="NAME", help="A column to keep; repeatable."
-        ),
-        click.option("--whole-files", is_flag=True, help="A text file is one document, and not one a line."),
-        click.option("--share", type=share, help="Of the documents that are read, drawn at random."),
-        click.option("--seed", type=int, help="Of that draw; default 0."),
-    )
-
-
 def run_options(command: Callable[..., int | None]) -> Callable[..., int | None]:
     """How a workflow is run, as `Workflow.run` takes it."""
     return with_options(
@@ -195,8 +163,7 @@ def demo(output: Path, as_json: bool, **chosen: Any) -> None:
 
 @click.command(epilog=f"Example: mizarr capture specimen 'It was the best of times' --text {HOOKS_EXAMPLE}")
 @click.argument("model")
-@click.argument("prompts", nargs=-1, required=True)
-@click.option("--text", is_flag=True, help="PROMPTS are the prompts themselves, not files.")
+@prompt_options
 @click.option("--hooks", multiple=True, required=True, metavar="GLOB", help="Hook points; repeat for more.")
 @click.option(
     "--positions",
@@ -255,7 +222,6 @@ def demo(output: Path, as_json: bool, **chosen: Any) -> None:
     type=click.Choice(["zstd", "none"]),
     help="Compress what is new, to the same numbers and keys; default as the run it grows out of, or none.",
 )
-@corpus_options
 @click.option(
     "--log",
     type=click.Path(dir_okay=False),
@@ -268,8 +234,7 @@ def demo(output: Path, as_json: bool, **chosen: Any) -> None:
 @quiet_option
 def capture(
     model: str,
-    prompts: tuple[str, ...],
-    text: bool,
+    prompts: PromptSources,
     hooks: tuple[str, ...],
     positions: Any,
     reduce: str | None,
@@ -277,7 +242,6 @@ def capture(
     cluster: str | None,
     workers: int,
     durability: Literal["disk", "process"],
-    documents: Mapping[str, Any],
     log: str | None,
     metric: str | None,
     at: int | None,
@@ -315,12 +279,11 @@ def capture(
     where = Context(cluster=cluster, workers=workers)
     with contextlib.ExitStack() as held:
         # Everything that can be wrong with the request is found here, before a store is made.
-        corpus = None if text else corpus_of(prompts, **documents)
+        corpus = held.enter_context(prompts.corpus())
         if corpus is None:
-            node = asked(prompts=read_prompts(prompts, literal=text, model=source))
+            node = asked(prompts=prompts.read(source))
         else:
             words = source.tokenizer
-            corpus = held.enter_context(as_files(corpus))
         if dry_run:
             store = held.enter_context(_store_to_look_into(store_path))
         else:
@@ -509,10 +472,11 @@ def _askable_models() -> Iterator[tuple[str, str | None]]:
 def explain(workflow: Workflow, store_path: str, as_json: bool, cluster: str | None, workers: int) -> None:
     """See `help` above."""
     from ...pipeline import Context, plan
+    from ..settings import as_given
 
     with _store_to_look_into(store_path) as store:
         steps = plan(workflow.nodes.values(), store, Context(cluster=cluster, workers=workers))
-    chosen = dataclasses.asdict(workflow.settings)
+    chosen = as_given(workflow.settings)
     if as_json:
         about = {"workflow": workflow.name, "question": workflow.question, "settings": chosen}
         print_json(about | steps.to_json())
@@ -521,8 +485,10 @@ def explain(workflow: Workflow, store_path: str, as_json: bool, cluster: str | N
     if workflow.caution:
         click.echo(workflow.caution, err=True)
     for field in dataclasses.fields(workflow.settings):
-        value = json.dumps(chosen[field.name])
-        click.echo(f"  --set {field.name}={value}  {field.metadata.get('help', '')}", err=True)
+        click.echo(
+            f"  --set {field.name}={json.dumps(chosen[field.name])}  {field.metadata.get('help', '')}",
+            err=True,
+        )
     _print_plan(steps, as_json)
 
 

@@ -25,7 +25,7 @@ from .options import (
     store_option,
     trust_option,
 )
-from .prompts import read_prompts
+from .prompts import PromptSources, prompt_options
 from .runs import DTYPES, STORED
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def _list_settings(context: click.Context, _: click.Parameter, wanted: bool) -> 
     epilog="Example: mizarr train specimen prompts.txt --set layers=[3] --set features=1024 --out sae"
 )
 @click.argument("model")
-@click.argument("prompts", nargs=-1, required=True)
+@prompt_options
 @trust_option
 @backend_option
 @adapter_option
@@ -64,7 +64,6 @@ def _list_settings(context: click.Context, _: click.Parameter, wanted: bool) -> 
     metavar="MODEL",
     help="Of --set kind=crosscoder: a second model, with the same tokenizer, to find what differs.",
 )
-@click.option("--text", is_flag=True, help="PROMPTS are the prompts themselves, not files.")
 @click.option(
     "--out",
     type=click.Path(file_okay=False, path_type=Path),
@@ -103,12 +102,11 @@ def _list_settings(context: click.Context, _: click.Parameter, wanted: bool) -> 
 @quiet_option
 def train(
     model: str,
-    prompts: tuple[str, ...],
+    prompts: PromptSources,
     trust_layout: bool,
     backend: str | None,
     adapter: str | None,
     against: str | None,
-    text: bool,
     out: Path,
     config: Path | None,
     given: dict[str, Any],
@@ -127,7 +125,8 @@ def train(
     crosscoders) and measures on prompts held out. Ctrl-C, or a kill, leaves a checkpoint in --out; the same
     command goes on there, with the same result.
 
-    PROMPTS are given as to mizarr capture, but for pairs.
+    PROMPTS are given as to mizarr capture, but for pairs: files of prompts, or folders, globs, archives and
+    files with --context and its like as a corpus of documents, which are cut into contexts.
     """
     from ...stages.forward.models.files import resolve
     from ...stages.training_data.several import SideBySide
@@ -136,8 +135,15 @@ def train(
     _check_against(chosen, against)
     models = [resolve(model, trust_layout=trust_layout, backend=backend, adapter=adapter).name]
     models += [] if against is None else [resolve(against, trust_layout=trust_layout, backend=backend).name]
-    texts = read_prompts(prompts, literal=text)
-    runs = [_captured(name, texts, chosen, store_path, storage_dtype, memory, quiet) for name in models]
+    with prompts.corpus() as corpus:
+        # Read once, also from stdin, before anything is captured.
+        plain = prompts.read() if corpus is None else None
+        runs = [
+            _captured(
+                name, plain if corpus is None else corpus, chosen, store_path, storage_dtype, memory, quiet
+            )
+            for name in models
+        ]
     source = runs[0] if against is None else SideBySide(tuple(runs))
     training = _train(chosen, source, out, save_every, quiet)
     if not (out / RESULT).exists():
@@ -209,10 +215,13 @@ def _captured(
     memory: int | None,
     quiet: bool,
 ) -> StoredActivations:
-    """The activations the settings ask for, captured as far as they are not stored."""
+    """The activations the settings ask for, captured as far as they are not stored. prompts: a `Corpus`, or
+    texts or token ids."""
     from ...pipeline import run
     from ...stages.forward.architectures.points import BY_NAME
     from ...stages.forward.capture.capture import MEMORY, CaptureNode
+    from ...stages.forward.models.source import ModelSource
+    from ...stages.forward.text.corpora.corpus import Corpus
     from ...stages.training_data.stored import StoredActivations
     from ...store import open_store
 
@@ -220,6 +229,8 @@ def _captured(
     hooks = [
         BY_NAME[kind].path.format(layer) for kind in {chosen.read: 0, chosen.writes: 0} for layer in layers
     ]
+    if isinstance(prompts, Corpus):
+        prompts = prompts.tokens(ModelSource(model).tokenizer, open_store(store_path), quiet=quiet)
     node = CaptureNode(model, prompts, hooks, storage_dtype=dtype, memory=memory or MEMORY)
     store = open_store(store_path)
     run(node, store, quiet=quiet)

@@ -76,7 +76,7 @@ class EvaluateSettings(ControlSettings, ModelSettings):
     Raises ConfigError for several of zero, mean and dictionary, and prompts of fewer than 2 tokens.
     """
 
-    text: str = setting("", "a text file, or a folder of *.txt; none: the prose shipped with mizarr")
+    text: str = setting("", "file, folder or glob of texts; none: the prose shipped with mizarr")
     width: Count = setting(60, "characters of the lines it is wrapped at")
     limit: Count = setting(32, "prompts of text")
     context: Count = setting(CONTEXT, "tokens of such a prompt at most")

@@ -99,7 +99,7 @@ class AttributionGraphsSettings(ModelSettings):
     top_k: int = setting(15, "features listed")
     corpus: str = setting(
         "",
-        'text file, or folder of *.txt, in which features are looked up; "none": nowhere. Empty: for the '
+        'file, folder or glob of texts, in which features are looked up; "none": nowhere. Empty: for the '
         "specimen the texts shipped with it, for others nowhere",
     )
     corpus_tokens: int = setting(8192, "tokens of the corpus that are read, at most; passages evenly spaced")

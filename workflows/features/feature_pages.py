@@ -55,7 +55,7 @@ class FeaturePagesSettings(ModelSettings):
     layer: int | None = setting(None, "layer whose features are told, of several; none: the middle one")
     features: tuple[int, ...] = setting((), "features told; none: all of the layer")
     corpus: str = setting(
-        "", "text file, or folder of *.txt; none: for the specimen the texts shipped with it"
+        "", "file, folder or glob of texts; none: for the specimen the texts shipped with it"
     )
     corpus_tokens: Count = setting(
         1 << 20, "tokens of the corpus that are read, at most; passages evenly spaced"
@@ -111,7 +111,7 @@ class FeaturePages(ModelWorkflow):
         if not texts:
             raise ConfigError(
                 f"expected a corpus in which features of {given.model} are looked up, found "
-                "none; set corpus= a text file, or a folder of *.txt"
+                "none; set corpus= a file, folder or glob of texts"
             )
         self.tokens = passages(self.subject, texts, given.corpus_tokens)
         if any(

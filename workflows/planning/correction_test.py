@@ -33,7 +33,7 @@ from ..material.exchange_views import (
 from ..material.feature_controls import FeatureControls, probabilities
 from ..material.feature_injection import Planned
 from ..material.feature_presets import chosen_preset
-from ..settings import ControlSettings, Count, InjectionSettings, Natural, NotNegative, Positive, setting
+from ..settings import ControlSettings, Count, InjectionSettings, Natural, Positive, setting
 from ..views import Data, Finding, Findings, Line, Lines, Table, View, together
 
 if TYPE_CHECKING:
@@ -49,8 +49,8 @@ class CorrectionTestSettings(ControlSettings, InjectionSettings):
     """What `--set` can change; what is left empty is the preset's."""
 
     inject: str = setting("", "feature of the word committed to, layer:index")
-    strength: NotNegative = setting(
-        0.0, "strength of the commitment; 0: the preset's, 10 in the published ones"
+    strength: Positive | None = setting(
+        None, "strength of the commitment; none: the preset's, 10 in the published ones"
     )
     inject_word: str = setting("", "the word committed to, one token")
     correct: str = setting("", "feature of the correction, layer:index")

@@ -33,7 +33,7 @@ from ...stages.logits.lens import format_probability, format_token
 from ...store.arrays import Floats
 from ...store.errors import ConfigError
 from ..material.feature_presets import preset_of
-from ..settings import ControlSettings, Count, ModelSettings, Natural, NotNegative, setting
+from ..settings import ControlSettings, Count, ModelSettings, Natural, Positive, setting
 from ..views import Data, Finding, Findings, Heatmap, Line, Lines, Table, View, together
 from ..workflow import Workflow
 from .exchanges import OWN, RANDOM, Exchanged, Exchanges, jaccard, shuffled_jaccard
@@ -63,7 +63,7 @@ class PlanningPairsSettings(ControlSettings, ModelSettings):
         "the preset's",
     )
     limit: Natural = setting(12, "how many pairs, from the first on; 0 takes all")
-    strength: NotNegative = setting(0.0, "units added and taken away; 0: the preset's")
+    strength: Positive | None = setting(None, "units added and taken away; none: the preset's")
     window: Count = setting(1, "neighbouring layers suppressed together")
     controls: Count = setting(20, "random features in place of the injected one, at every position")
 

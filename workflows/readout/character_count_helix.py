@@ -52,7 +52,7 @@ CHARACTERS = 24_000
 class CharacterCountHelixSettings(ModelSettings):
     """What `--set` can change. Raises ConfigError for no widths, or one below 2 characters."""
 
-    text: str = setting("", "a text file, or a folder of *.txt; none: the prose shipped with mizarr")
+    text: str = setting("", "file, folder or glob of texts; none: the prose shipped with mizarr")
     characters: int | None = setting(
         None,
         f"of each text, how many to read; 0: all; none: {CHARACTERS:,} of the shipped prose, all of others",

@@ -56,7 +56,7 @@ class ProbeSettings(ModelSettings):
     targets: tuple[str, ...] = setting(TARGETS, "what to read off states of wrapped prose")
     labels: str = setting("", "file of labelled texts, in place of targets of wrapped prose")
     kind: Literal["auto", "label", "number"] = setting("auto", "what the labels of the file are")
-    text: str = setting("", "a text file, or a folder of *.txt, to wrap; none: the prose shipped with mizarr")
+    text: str = setting("", "file, folder or glob of texts to wrap; none: the prose shipped with mizarr")
     widths: tuple[int, ...] = setting((30, 40, 50, 60, 70, 80), "line widths to wrap at")
     context: int = setting(0, "tokens per prompt of wrapped prose; 0: the model's context, at most 256")
     point: Literal["resid_pre", "resid_mid", "resid_post", "attn_out", "mlp_out"] = setting(

@@ -226,7 +226,9 @@ class Lines(View):
         if self.log or self.apart:
             return
         bottom, top = axes.get_ylim()
-        room = 0.03 * ((self.high or top) - (self.low if self.low is not None else bottom))
+        room = 0.03 * (
+            (top if self.high is None else self.high) - (self.low if self.low is not None else bottom)
+        )
         low = bottom if self.low is None else min(bottom, self.low - room)
         axes.set_ylim(
             low if self.low is None or bottom < self.low - room else self.low - room,

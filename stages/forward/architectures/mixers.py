@@ -213,7 +213,7 @@ class AttentionShape(MixerShape):
     @property
     def fact(self) -> AttentionMixer:
         """See `MixerShape`."""
-        scale = self.scale or 1 / math.sqrt(self.head_dim)
+        scale = 1 / math.sqrt(self.head_dim) if self.scale is None else self.scale
         return AttentionMixer(
             scale,
             self.window,
@@ -414,7 +414,7 @@ class LatentAttentionShape(MixerShape):
     @property
     def fact(self) -> AttentionMixer:
         """See `MixerShape`."""
-        return AttentionMixer(self.scale or 1 / math.sqrt(self.key_size))
+        return AttentionMixer(1 / math.sqrt(self.key_size) if self.scale is None else self.scale)
 
     @property
     def axis_sizes(self) -> dict[str, int]:

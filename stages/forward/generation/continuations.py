@@ -44,7 +44,7 @@ class GenerationSettings:
     top_k: int | None = None
     top_p: float | None = None
     stop: str | int | Sequence[str | int] = ()
-    eos: Sequence[int] | None = None
+    eos: int | Sequence[int] | None = None
     cache: bool | None = None
     capture_positions: Kept = "new"
 

@@ -38,7 +38,7 @@ from ..hooks.wants import LAST_LOGITS
 from ..models.files import resolve
 from ..models.model import Model, Prompts
 from ..passes.kept import Cache
-from ..text.prompts import as_rows
+from ..text.rows import as_rows
 from .continuations import Generation, GenerationResult, GenerationSettings, Kept
 from .growing import GONE_THROUGH_AGAIN, spec_so_far, why_read_anew
 from .sampling import sample_token
@@ -77,7 +77,7 @@ def generate(
     top_k: int | None = None,
     top_p: float | None = None,
     stop: str | int | Sequence[str | int] = (),
-    eos: Sequence[int] | None = None,
+    eos: int | Sequence[int] | None = None,
     cache: bool | None = None,
     capture_positions: Kept = "new",
     on_token: Callable[[NewToken], None] | None = None,
@@ -200,7 +200,8 @@ class TokenStream:
                 "not of the next token; read them at the positions asked about: forward(prompts)"
             )
         model.require_all_weights("text, token by token")
-        rows = model.tokenize(prompts)
+        read = as_rows(prompts)
+        rows = model.tokenize(read)
         spec = model.bind(hooks)
         refuse_gradients(spec, "generation")
         self._captures = spec.captures
@@ -214,7 +215,7 @@ class TokenStream:
         if self._stop.strings:
             model.tokenizer  # noqa: B018 - raises where there is none to find strings with
         seeds = self.settings.seeds(len(rows))
-        texts = [row if isinstance(row, str) else None for row in as_rows(prompts)]
+        texts = [row if isinstance(row, str) else None for row in read]
         self._sequences = [
             self._sequence(number, text, ids, seed)
             for number, (text, ids, seed) in enumerate(zip(texts, rows, seeds, strict=True))

@@ -14,6 +14,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
+
 from ....store.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -35,8 +37,13 @@ class Stop:
     strings: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, stop: str | int | Sequence[str | int], eos: Iterable[int]) -> Stop:
-        """From strings and ids in any order. Raises ConfigError for an empty string or a negative id."""
+    def of(cls, stop: str | int | Sequence[str | int], eos: int | Iterable[int]) -> Stop:
+        """From strings and ids in any order. Raises ConfigError for an empty string, and for ids that are no
+        whole numbers of at least 0."""
+        ends = [eos] if isinstance(eos, int) else list(eos)
+        for token in ends:
+            if isinstance(token, bool) or not isinstance(token, int | np.integer) or token < 0:
+                raise ConfigError(f"expected eos to hold token ids, found {token!r}; eos=() ends at none")
         given = [stop] if isinstance(stop, str | int) else list(stop)
         for each in given:
             if isinstance(each, bool) or not isinstance(each, str | int) or each == "":
@@ -44,7 +51,7 @@ class Stop:
             if isinstance(each, int) and each < 0:
                 raise ConfigError(f"expected stop ids counted from 0, found {each}")
         strings = tuple(dict.fromkeys(each for each in given if isinstance(each, str)))
-        return cls(frozenset(int(i) for i in eos), frozenset(i for i in given if isinstance(i, int)), strings)
+        return cls(frozenset(map(int, ends)), frozenset(i for i in given if isinstance(i, int)), strings)
 
     def reason(self, token: int) -> Reason | None:
         """Why this token ends a generation; None if it does not."""

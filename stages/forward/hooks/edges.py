@@ -255,7 +255,7 @@ def _by_query(edges: Sequence[tuple[int, int]]) -> dict[int, list[int]]:
 def _no_empty_row(edges: Sequence[tuple[int, int]], length: int | None) -> None:
     """length: of the prompt, where every query reads all of it; None where it reads those up to itself."""
     for query, keys in _by_query(edges).items():
-        read = length or query + 1
+        read = query + 1 if length is None else length
         if len(keys) == read:
             raise InterventionError(
                 f"the knockout leaves query {query} no key to attend to: it reads positions 0..{read - 1}, "

@@ -18,7 +18,8 @@ import numpy as np
 
 from ....store.arrays import Floats
 from ....store.errors import PromptError, StageError
-from ....store.indices import as_index, as_indices
+from ....store.indices import as_index
+from ..text.rows import as_rows, is_nothing
 from .wants import Logits
 
 if TYPE_CHECKING:
@@ -170,9 +171,13 @@ def objective_of(
     """The objective of one metric or several, over one baseline, several, or none. Raises StageError for a
     metric without a gradient, or for none."""
     metrics: tuple[Any, ...] = tuple(metric) if isinstance(metric, Sequence) else (metric,)
-    rows: list[Any] = list(baseline)
-    is_one = bool(rows) and not (hasattr(rows[0], "__iter__") and getattr(rows[0], "ndim", 1) != 0)
-    rows = [rows] if is_one else rows
+    rows = [] if is_nothing(baseline) else as_rows(baseline)
+    ids = [tuple(row) for row in rows if not isinstance(row, str)]
+    if len(ids) < len(rows):
+        raise PromptError(
+            f"gradients: expected a baseline of token ids, found the text {rows[0]!r}; give "
+            "model.tokenize(text)"
+        )
     for each in metrics:
         if not callable(getattr(each, "gradient", None)) or not each.has_gradient:
             raise StageError(
@@ -181,8 +186,7 @@ def objective_of(
             )
     if not metrics:
         raise StageError("gradients: expected at least one metric, found none; give LogitDifference(…)")
-    baselines = tuple(as_indices(row, "gradients: token ids of a baseline", PromptError) for row in rows)
-    return Objective(metrics, as_index(at, "gradients: at", PromptError), baselines)
+    return Objective(metrics, as_index(at, "gradients: at", PromptError), tuple(ids))
 
 
 def columns(tokens: Sequence[int] | None, held: Sequence[int] | None) -> Any:

@@ -19,15 +19,14 @@ from typing import Any
 
 from ....pipeline.progress import Bar, Progress, short
 from ....store.errors import DownloadError, ModelNotFound
+from ..text.declared import FILES as DECLARED_IN
 from ..text.world import WORLD
 from .files import CONFIG, INDEX, PICKLED, PICKLED_INDEX, TOKENIZER, WEIGHTS, ModelFiles, hub_cache, resolve
 
 SMALL = (
     CONFIG,
     TOKENIZER,
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "chat_template.jinja",
+    *DECLARED_IN,
     "generation_config.json",
 )
 FORMATS = (

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,7 +37,7 @@ from ..passes.kept import Cache
 from ..passes.plain import forward_part
 from ..passes.planner import MEMORY
 from ..passes.sweep import Result
-from ..text.prompts import as_pairs, as_rows, check_prompts, no_tokenizer, pair_ids
+from ..text.prompts import no_tokenizer, pair_ids, tokenize
 from .fingerprint import fingerprint, tensor_bytes, weights_digest
 from .memory import keep_freed_memory
 from .residency import room_for, told
@@ -49,7 +49,10 @@ if TYPE_CHECKING:
     from ..passes.planner import Block
     from ..text.tokens import Tokenizer
 
-Prompts = str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]] | Tensor | np.ndarray
+Prompts = (
+    str | Iterable[str] | Iterable[int] | Iterable[Iterable[int]] | Tensor | np.ndarray | Mapping[str, Any]
+)
+"""What text/rows.py reads."""
 DTYPES = {
     "float32": torch.float32,
     "float16": torch.float16,
@@ -212,16 +215,16 @@ class Model:
     def tokenize(self, prompts: Prompts) -> list[list[int]]:
         """Token ids of one or several prompts, as given or as the tokenizer encodes them (with its BOS rule).
 
-        Raises PromptError for an empty prompt, an id out of range, or a prompt longer than the context.
+        Arguments:
+            prompts: a text, several texts, token ids ([position] or [prompt, position]; lists, arrays,
+                tensors, Series or generators), or what a tokenizer gives: input_ids, whose padding at either
+                end is left out by their attention_mask.
+
+        Raises:
+            PromptError: anything else, an empty prompt, an id out of range, or a prompt longer than the
+                context.
         """
-        rows = [
-            self.tokenizer.encode(row).ids if isinstance(row, str) else [int(i) for i in row]
-            for row in as_rows(prompts)
-        ]
-        c = self.config
-        rows = as_pairs(rows, c, self.name)
-        check_prompts(rows, c.known_ids, c.context_length, self.name, c.unknown_token)
-        return rows
+        return tokenize(prompts, self._tokenizer, self.config, self.name)
 
     def pair(self, source: str | Sequence[int], target: str | Sequence[int] = ()) -> list[int]:
         """Token ids of a source and the target that goes on behind its start token, of a model with an
@@ -260,12 +263,11 @@ class Model:
     ) -> HookCache:
         """One forward pass over each prompt.
 
-        prompts: a text, several texts, or token ids ([position] or [batch, position]). hooks: what to
-        capture and change. want: which logits, default all; None runs no LM head, and no layer above the
-        last capture. recurrent: layers to go through again; captures are then those of the last time, and
-        changes are made each time. Prompts of different length are run apart, never padded; what lies past
-        the end of a prompt is NaN in the result. A payload with a row for each prompt is for prompts of one
-        length; its rows are in the order of the prompts.
+        prompts: as for `tokenize`. hooks: what to capture and change. want: which logits, default all; None
+        runs no LM head, and no layer above the last capture. recurrent: layers to go through again; captures
+        are then those of the last time, and changes are made each time. Prompts of different length are run
+        apart, never padded; what lies past the end of a prompt is NaN in the result. A payload with a row for
+        each prompt is for prompts of one length; its rows are in the order of the prompts.
         """
         rows = self.tokenize(prompts)
         spec = self.bind(hooks)

@@ -135,7 +135,7 @@ def causal(
     """Bool [query, key]: key <= query, and query - key < window where there is one, or both in one chunk of
     that size; queries of the newest positions only, or all."""
     place = torch.arange(length, device=device)
-    queries = place[length - (newest or length) :, None]
+    queries = place[(0 if newest is None else length - newest) :, None]
     return within(queries, place, queries >= place, window, is_chunked=is_chunked)
 
 

@@ -34,6 +34,7 @@ from ..hooks.spec import HookSpec
 from ..models.source import ModelSource
 from ..passes.branches import Wanted
 from ..passes.planner import MEMORY, SweepPlan, plan_runs
+from ..text.prompts import tokenize
 from .run import Run, stream
 
 if TYPE_CHECKING:
@@ -255,9 +256,21 @@ class ExperimentNode(ResultNode):
                 return None
             for run in sketched:
                 spec = (run.hooks or HookSpec()).bind(config.hook_points, self.source.name)
-                wanted.append(Wanted(tuple(int(token) for token in run.prompt), spec, run.want))
+                wanted.append(Wanted(self._tokens(run), spec, run.want))
         itemsize = DTYPES[self.source.dtype].itemsize
-        return plan_runs(wanted, config, itemsize, as_bytes(self.memory) or MEMORY)
+        return plan_runs(wanted, config, itemsize, self._budget)
+
+    @property
+    def _budget(self) -> int:
+        """Bytes that the passes may take."""
+        budget = as_bytes(self.memory)
+        return MEMORY if budget is None else budget
+
+    def _tokens(self, run: Run) -> tuple[int, ...]:
+        if not isinstance(run.prompt, str):
+            return tuple(run.prompt)
+        (tokens,) = tokenize(run.prompt, self.source.tokenizer, self.source.config, self.source.name)
+        return tuple(tokens)
 
     # -- running
 
@@ -312,7 +325,7 @@ class ExperimentNode(ResultNode):
         alike: dict[Hashable, list[CellLabels]] = {}
         for cell in cells:
             runs = self.experiment.sketch(config, cell)
-            prompts = None if runs is None else frozenset(tuple(run.prompt) for run in runs)
+            prompts = None if runs is None else frozenset(map(self._tokens, runs))
             alike.setdefault(prompts, []).append(cell)
         found: list[Sequence[CellLabels]] = []
         for some in alike.values():

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ....pipeline.plan import as_bytes
 from ..hooks.spec import HookSpec, refuse_gradients
 from ..hooks.wants import LAST_LOGITS, Logits
 from ..passes.branches import Wanted
 from ..passes.planner import MEMORY, SweepPlan, plan_runs
+from ..text.rows import one_row
 
 if TYPE_CHECKING:
     from ....store import Store
@@ -31,17 +32,20 @@ __all__ = ["Run", "plan", "run", "stream"]
 class Run:
     """One prompt under one HookSpec.
 
-    prompt: a text or token ids. hooks: what to capture and change; None changes nothing. want: which logits,
-    by default those of the last position; None computes none.
+    Raises PromptError for what is not one prompt.
     """
 
     prompt: str | Sequence[int]
+    """A text or token ids: whatever `Model.tokenize` takes, of one prompt; read when the run is made, ids as
+    a tuple."""
     hooks: HookSpec | None = None
+    """What to capture and change; None changes nothing."""
     want: Logits | None = LAST_LOGITS
+    """Which logits, by default those of the last position; None computes none."""
 
     def __post_init__(self) -> None:
-        if isinstance(self.prompt, list):
-            object.__setattr__(self, "prompt", tuple(self.prompt))  # the list stays its owner's
+        row = one_row(self.prompt)
+        object.__setattr__(self, "prompt", row if isinstance(row, str) else tuple(row))
 
 
 def stream(
@@ -97,13 +101,13 @@ def plan(model: Model, runs: Sequence[Run], *, memory: int | str | None = None) 
 
 
 def _planned(model: Model, wanted: Sequence[Wanted], memory: int | str | None) -> SweepPlan:
-    return plan_runs(wanted, model.config, model.dtype.itemsize, as_bytes(memory) or MEMORY)
+    budget = as_bytes(memory)
+    return plan_runs(wanted, model.config, model.dtype.itemsize, MEMORY if budget is None else budget)
 
 
 def resolve(model: Model, run: Run) -> Wanted:
     """A run with its prompt tokenised and its spec bound and checked against a model."""
-    prompt: Any = run.prompt if isinstance(run.prompt, str) else list(run.prompt)
-    (tokens,) = model.tokenize(prompt)
+    (tokens,) = model.tokenize(run.prompt)
     spec = model.bind(run.hooks)
     refuse_gradients(spec, "the planner of runs")
     model.check(spec, run.want, batch=1, length=len(tokens))

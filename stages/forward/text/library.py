@@ -6,13 +6,17 @@ character has that character's offsets.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict, fields
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ....store.digest import content_digest
 from ....store.errors import TokenizerError
+from .declared import AddedToken
+from .rows import as_ids, as_text
 from .tokens import Encoding, Tokenizer, read_tokenizer
 
 if TYPE_CHECKING:
@@ -20,7 +24,8 @@ if TYPE_CHECKING:
 
 
 class LibraryTokenizer(Tokenizer):
-    """A tokenizer.json, of a file or made of one. Its digest is of these bytes."""
+    """A tokenizer.json, of a file or made of one, with the tokens that files beside it add (declared.py). Its
+    digest is of these bytes and of what was added."""
 
     def __init__(
         self,
@@ -42,11 +47,32 @@ class LibraryTokenizer(Tokenizer):
                 f"expected a tokenizer.json at {file}, found a file that cannot be read as one ({error}); "
                 "fetch it again, or pass token ids instead of text"
             ) from error
+        own, padding = self._added_tokens(), self._backend.padding
         # A training script's truncation and padding stay in the file; both would change prompts silently.
         self._backend.no_truncation()
         self._backend.no_padding()
-        super().__init__(file, settings, name=name)
-        self.digest = content_digest(data)
+        pad = None if padding is None else padding["pad_token"]
+        super().__init__(file, settings, name=name, own=own, pad=pad)
+        tokens = self._declared.to_add(own.values())
+        self._backend.add_tokens([tokenizers.AddedToken(**asdict(token)) for token in tokens])
+        self._backend.encode_special_tokens = self._declared.splits_special
+        self.digest = self._digest(data, own)
+
+    def _added_tokens(self) -> dict[int, AddedToken]:
+        """Id -> token of those that are found in a text before it is cut up."""
+        names = [field.name for field in fields(AddedToken)]
+        return {
+            number: AddedToken(**{name: getattr(token, name) for name in names})
+            for number, token in self._backend.get_added_tokens_decoder().items()
+        }
+
+    def _digest(self, data: bytes, own: Mapping[int, AddedToken]) -> str:
+        """Of the file and, where other files change what it does with a text, of these changes."""
+        changed = sorted(self._added_tokens().items() - own.items())
+        if not changed and not self._declared.splits_special:
+            return content_digest(data)
+        told = [self._declared.splits_special, *([number, asdict(token)] for number, token in changed)]
+        return content_digest(data, json.dumps(told).encode())
 
     @property
     def vocab_size(self) -> int:
@@ -73,13 +99,15 @@ class LibraryTokenizer(Tokenizer):
 
     def ids_of(self, texts: Sequence[str], *, add_special: bool = False) -> list[list[int]]:
         """As `Tokenizer.ids_of`; on all cores, without offsets."""
-        found = self._backend.encode_batch_fast(list(texts), add_special_tokens=add_special)
+        checked = [as_text(text, self.name) for text in texts]
+        found = self._backend.encode_batch_fast(checked, add_special_tokens=add_special)
         return [list(one.ids) for one in found]
 
     def decode(self, ids: Sequence[int], *, keep_special: bool = True) -> str:
         """Text of token ids. Raises TokenizerError for an id the tokenizer has no token for."""
-        self.pieces(ids)
-        return str(self._backend.decode([int(i) for i in ids], skip_special_tokens=not keep_special))
+        tokens = as_ids(ids)
+        self.pieces(tokens)
+        return str(self._backend.decode(tokens, skip_special_tokens=not keep_special))
 
     def decode_token(self, token: int) -> str:
         """Text of one token as it reads inside a sentence, " Paris" where decoders alone strip the space.

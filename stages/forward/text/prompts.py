@@ -1,5 +1,5 @@
-"""Prompts in whatever form they come, as packed tokens: texts, token ids, or a corpus that is packed
-already. Torch-free."""
+"""Prompts as token ids a model can read, in lists or packed end to end. What values are prompts is told in
+rows.py. Torch-free."""
 
 from __future__ import annotations
 
@@ -10,20 +10,36 @@ from typing import TYPE_CHECKING, Any
 from ....store.errors import ConfigError, PromptError, TokenizerError
 from ....store.runs.packed import PackedTokens
 from ..architectures.architecture import Architecture
+from .rows import as_rows, is_nothing, one_row
 from .world import WORLD
 
 if TYPE_CHECKING:
     from .tokens import Encoding, Tokenizer
 
 
-def as_rows(prompts: Any) -> list[Any]:
-    """One entry per prompt: a text, or a sequence of ids."""
-    if isinstance(prompts, str):
-        return [prompts]
-    rows = prompts.tolist() if hasattr(prompts, "tolist") else list(prompts)
-    if rows and isinstance(rows[0], int):
-        return [rows]
-    return rows
+def tokenize(prompts: Any, tokenizer: Tokenizer | None, config: Architecture, model: str) -> list[list[int]]:
+    """Token ids of prompts, one list each, as given or as the tokenizer encodes them (with its BOS rule).
+
+    Arguments:
+        prompts: as for `as_rows`.
+        tokenizer: of the model; None where it has none.
+        config: what says which ids and lengths the model reads.
+        model: its name, for errors.
+
+    Raises:
+        PromptError: as `as_rows` and `check_prompts`.
+        TokenizerError: texts without a tokenizer.
+    """
+    rows = [_encoding(row, tokenizer, model).ids if isinstance(row, str) else row for row in as_rows(prompts)]
+    ids = as_pairs(rows, config, model)
+    check_prompts(ids, config.known_ids, config.context_length, model, config.unknown_token)
+    return ids
+
+
+def _encoding(text: str, tokenizer: Tokenizer | None, model: str, *, add_special: bool = True) -> Encoding:
+    if tokenizer is None:
+        raise no_tokenizer(model)
+    return tokenizer.encode(text, add_special=add_special)
 
 
 def pack(prompts: Any, tokenizer: Tokenizer | None, config: Architecture, model: str) -> PackedTokens:
@@ -38,13 +54,12 @@ def pack(prompts: Any, tokenizer: Tokenizer | None, config: Architecture, model:
         _check_packed(prompts, config.known_ids, config.context_length, model, config.unknown_token)
         return prompts
     rows = as_rows(prompts)
-    if not rows or not isinstance(rows[0], str):
-        rows = as_pairs(rows, config, model)
-        check_prompts(rows, config.known_ids, config.context_length, model, config.unknown_token)
-        return PackedTokens.from_lists(rows)
+    texts = [row for row in rows if isinstance(row, str)]
+    if not texts:
+        return PackedTokens.from_lists(tokenize(rows, tokenizer, config, model))
     if tokenizer is None:
         raise no_tokenizer(model)
-    encodings = [with_target(found, config) for found in tokenizer.encode_batch(rows)]
+    encodings = [with_target(encoding, config) for encoding in tokenizer.encode_batch(texts)]
     as_pairs([found.ids for found in encodings], config, model)
     check_prompts(
         [encoding.ids for encoding in encodings],
@@ -88,14 +103,14 @@ def pair_ids(
             "sequence; join the two texts"
         )
 
-    def ids(side: str | Sequence[int], *, add_special: bool) -> list[int]:
-        if not isinstance(side, str):
-            return [int(token) for token in side]
-        if tokenizer is None:
-            raise no_tokenizer(model)
-        return tokenizer.encode(side, add_special=add_special).ids
-
-    return [*ids(source, add_special=True), start, *ids(target, add_special=False)]
+    row = one_row(source, "source")
+    before = _encoding(row, tokenizer, model).ids if isinstance(row, str) else row
+    behind: list[int] = []
+    # Nothing behind the start is a target, too: that of a decoder which has written nothing yet.
+    if not is_nothing(target):
+        row = one_row(target, "target")
+        behind = _encoding(row, tokenizer, model, add_special=False).ids if isinstance(row, str) else row
+    return [*before, start, *behind]
 
 
 def as_pairs(rows: Sequence[Any], config: Architecture, model: str, *, given: bool = False) -> list[Any]:

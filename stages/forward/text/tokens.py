@@ -22,8 +22,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from ....store.errors import TokenizerError
+from ....store.errors import PromptError, TokenizerError
 from ....store.reading.characters import CharacterSpans
+from .declared import AddedToken, DeclaredTokens, read_settings
+from .rows import as_ids, as_text
 
 Span = tuple[int, int] | range
 OTHER, FINAL = "other", "_final"
@@ -31,7 +33,6 @@ NOWHERE = (0, 0)
 """Offsets of a token that stands for no character."""
 MASKS = ("[MASK]", "<mask>", "<|mask|>", "<|mdm_mask|>")
 """What encoders and masked-diffusion models call their mask, where their settings do not say."""
-_ROLES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
 
 @dataclass(frozen=True)
@@ -164,14 +165,26 @@ class Tokenizer(ABC):
     """`sha256:…` of what decides ids and words."""
 
     def __init__(
-        self, file: Path, settings: Mapping[str, Any] | None = None, *, name: str | None = None
+        self,
+        file: Path,
+        settings: Mapping[str, Any] | None = None,
+        *,
+        name: str | None = None,
+        own: Mapping[int, AddedToken] | None = None,
+        pad: str | None = None,
     ) -> None:
-        """file: holds the tokens. settings: what tokenizer_config.json says; by default read from beside it.
+        """Raises TokenizerError if a file is missing or cannot be read.
 
-        Raises TokenizerError if a file is missing or cannot be read.
+        Arguments:
+            file: holds the tokens.
+            settings: what tokenizer_config.json says; by default read from beside the file.
+            name: of the model; default that of its folder.
+            own: id -> token of those that the file finds in a text before it cuts it up.
+            pad: text of the token that the file pads with, if it does.
         """
         self.name = name or file.parent.name
         self._settings = dict(read_settings(file.parent) if settings is None else settings)
+        self._declared = DeclaredTokens.of(self._settings, own or {}, pad)
 
     @property
     @abstractmethod
@@ -223,11 +236,12 @@ class Tokenizer(ABC):
         """Id of the token that stands where one is to be filled in: that of tokenizer_config.json, else one
         of the usual names; None without one."""
         named = self.special_id("mask_token")
-        return named if named is not None else next(filter(None, map(self._id_of, MASKS)), None)
+        usual = (self._id_of(name) for name in MASKS)
+        return named if named is not None else next((token for token in usual if token is not None), None)
 
     def special_id(self, role: str) -> int | None:
         """Id of a special token by its role, e.g. "bos_token"; None where the model has none."""
-        text = self._special_texts.get(role)
+        text = self._declared.texts.get(role)
         return None if text is None else self._id_of(text)
 
     def encode(self, text: str, *, add_special: bool = True, prepend_bos: bool | None = None) -> Encoding:
@@ -237,7 +251,7 @@ class Tokenizer(ABC):
         StarCoder 2). prepend_bos: True to begin with BOS, False not to, whatever the post-processor does;
         None leaves it to that.
         """
-        return self._place_bos(self._encode(text, add_special), prepend_bos)
+        return self._place_bos(self._encode(as_text(text, self.name), add_special), prepend_bos)
 
     def encode_raw(self, text: str) -> Encoding:
         """Tokens of a text and nothing else."""
@@ -247,11 +261,12 @@ class Tokenizer(ABC):
         self, texts: Sequence[str], *, add_special: bool = True, prepend_bos: bool | None = None
     ) -> list[Encoding]:
         """As `encode`, for many texts at once."""
-        return [self._place_bos(found, prepend_bos) for found in self._encode_batch(texts, add_special)]
+        checked = [as_text(text, self.name) for text in texts]
+        return [self._place_bos(found, prepend_bos) for found in self._encode_batch(checked, add_special)]
 
     def ids_of(self, texts: Sequence[str], *, add_special: bool = False) -> list[list[int]]:
         """Token ids of many texts, nothing added unless told: all that a corpus needs."""
-        return [found.ids for found in self._encode_batch(texts, add_special)]
+        return [encoding.ids for encoding in self.encode_batch(texts, add_special=add_special)]
 
     def to_str_tokens(self, text: str, *, add_special: bool = True) -> list[str]:
         """A text as the texts of its tokens."""
@@ -265,8 +280,8 @@ class Tokenizer(ABC):
     def pieces(self, ids: Iterable[int]) -> list[str]:
         """Vocabulary pieces of token ids, such as "Ġis". Raises TokenizerError for an id without a token."""
         found = []
-        for i in ids:
-            piece = self._piece(int(i))
+        for i in as_ids(ids):
+            piece = self._piece(i)
             if piece is None:
                 raise TokenizerError(
                     f"expected ids of {self.name}'s {self.vocab_size} tokens, found {i}; "
@@ -311,15 +326,11 @@ class Tokenizer(ABC):
         from jinja2 import TemplateError
 
         template = self._chat_template()
-        said = (
-            [{"role": "user", "content": messages}]
-            if isinstance(messages, str)
-            else [dict(one) for one in messages]
-        )
+        said = _messages(messages)
         if system is not None:
             said.insert(0, {"role": "system", "content": system})
         context = {
-            **self._special_texts,
+            **self._declared.texts,
             # Given as nothing, as transformers does: to a template that asks `tools is not none` it matters.
             "tools": None,
             "documents": None,
@@ -346,17 +357,6 @@ class Tokenizer(ABC):
                 "text"
             )
         return found
-
-    @cached_property
-    def _special_texts(self) -> dict[str, str]:
-        """Special tokens by role; files write them as texts or as objects with a `content`."""
-        texts = {}
-        for role in _ROLES:
-            value = self._settings.get(role)
-            text = value.get("content") if isinstance(value, Mapping) else value
-            if isinstance(text, str):
-                texts[role] = text
-        return texts
 
     def _place_bos(self, found: Encoding, wanted: bool | None) -> Encoding:
         if wanted is None:
@@ -392,6 +392,18 @@ class Tokenizer(ABC):
         return found
 
 
+def _messages(messages: Any) -> list[dict[str, Any]]:
+    """A conversation as a list of messages; a text is what the user says."""
+    if isinstance(messages, str):
+        return [{"role": "user", "content": as_text(messages, "the message")}]
+    if not isinstance(messages, list | tuple) or not all(isinstance(one, Mapping) for one in messages):
+        raise PromptError(
+            'expected a conversation as a text, or as [{"role": "user", "content": …}, …], found '
+            f"{type(messages).__name__}"
+        )
+    return [dict(one) for one in messages]
+
+
 def byte_positions(text: str) -> list[int]:
     """Byte position of every character of a text in its UTF-8 form, and of its end: [len(text) + 1].
 
@@ -423,23 +435,6 @@ def read_tokenizer(file: Path) -> bytes:
             f"expected a tokenizer at {file}, found {error.strerror}; add the file, or pass token ids "
             "instead of text"
         ) from error
-
-
-def read_settings(folder: Path) -> dict[str, Any]:
-    """What tokenizer_config.json says, completed by special_tokens_map.json and chat_template.jinja."""
-    settings: dict[str, Any] = {}
-    for file in ("special_tokens_map.json", "tokenizer_config.json"):
-        path = folder / file
-        if path.is_file():
-            try:
-                found = json.loads(path.read_text(encoding="utf-8"))
-            except ValueError as error:
-                raise TokenizerError(f"expected JSON in {path}, found {error}; fetch it again") from error
-            settings |= {key: value for key, value in found.items() if value is not None}
-    template = folder / "chat_template.jinja"
-    if template.is_file():
-        settings["chat_template"] = template.read_text(encoding="utf-8")
-    return settings
 
 
 def _jinja() -> Any:

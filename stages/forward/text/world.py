@@ -21,6 +21,7 @@ from typing import Any, Literal
 
 from ....store.digest import content_digest
 from ....store.errors import TokenizerError
+from .rows import as_ids
 from .tokens import Encoding, Tokenizer, byte_positions, read_tokenizer
 
 WORLD = "rwkv_vocab*.txt"
@@ -111,7 +112,7 @@ class WorldTokenizer(Tokenizer):
         return self._names.get(token) if data is None else data.decode("utf-8", "backslashreplace")
 
     def _encode(self, text: str, add_special: bool) -> Encoding:
-        found = list(self._pieces_of(_utf8(text)))
+        found = list(self._pieces_of(text.encode()))
         ids = [token for token, _, _ in found]
         at = byte_positions(text)
         return Encoding(
@@ -148,7 +149,7 @@ class WorldTokenizer(Tokenizer):
             at += size
 
     def _joined(self, ids: Iterable[int], names: Mapping[int, str]) -> bytes:
-        asked = [int(token) for token in ids]
+        asked = as_ids(ids)
         self.pieces(asked)
         return b"".join(self._bytes.get(token) or names.get(token, "").encode() for token in asked)
 
@@ -232,16 +233,6 @@ def _added(settings: Mapping[str, Any]) -> Iterator[tuple[int, str]]:
         text = value.get("content") if isinstance(value, Mapping) else value
         if str(token).isdecimal() and isinstance(text, str) and text:
             yield int(token), text
-
-
-def _utf8(text: str) -> bytes:
-    try:
-        return text.encode()
-    except UnicodeEncodeError as error:
-        raise TokenizerError(
-            f"expected a text of whole characters, found half a surrogate pair at character {error.start}; "
-            "read the file as UTF-8"
-        ) from error
 
 
 def _digest(tokens: Mapping[int, bytes], names: Mapping[int, str]) -> str:

@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from ....store.digest import array_digest
 from ....store.errors import PromptError, ShapeError, TokenizerError
+from ...forward.text.rows import one_row
 
 if TYPE_CHECKING:
     import torch
@@ -147,19 +148,14 @@ def prompt_tokens(prompt: Any, tokenizer: Tokenizer | None) -> list[int]:
     A text that does not begin with a special token gets BOS in front, or the first of pad, EOS and others
     that the tokenizer names. Ids are taken as they are. Raises PromptError for several prompts.
     """
-    if isinstance(prompt, str):
-        if tokenizer is None:
-            raise TokenizerError("expected token ids for a model without a tokenizer, found text")
-        special = [i for role in _ROLES if (i := tokenizer.special_id(role)) is not None]
-        ids = tokenizer.encode_raw(prompt).ids
-        return ids if not special or (ids[:1] and ids[0] in special) else [special[0], *ids]
-    given = np.asarray(prompt.tolist() if hasattr(prompt, "tolist") else prompt)
-    given = given[0] if given.ndim == 2 and len(given) == 1 else given
-    if given.ndim != 1 or not np.issubdtype(given.dtype, np.integer):
-        raise PromptError(
-            f"expected one prompt, as text or token ids, found {prompt!r}; a graph is of one prompt"
-        )
-    return [int(i) for i in given]
+    row = one_row(prompt)
+    if not isinstance(row, str):
+        return row
+    if tokenizer is None:
+        raise TokenizerError("expected token ids for a model without a tokenizer, found text")
+    special = [i for role in _ROLES if (i := tokenizer.special_id(role)) is not None]
+    ids = tokenizer.encode_raw(row).ids
+    return ids if not special or (ids[:1] and ids[0] in special) else [special[0], *ids]
 
 
 def prompt_text(tokens: Sequence[int], tokenizer: Tokenizer | None) -> str:

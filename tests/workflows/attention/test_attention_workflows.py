@@ -313,7 +313,7 @@ def test_tables_and_figures_show_the_prompt_and_name_the_results(name, knockout,
         ("attention_knockout", {"query": "aeg"}, PromptError, "did you mean 'age'"),
         (
             "attention_knockout",
-            {"prompt": "", "target": "x"},
+            {"target": "x", "prompt": None},
             ConfigError,
             "a prompt for the target",
         ),

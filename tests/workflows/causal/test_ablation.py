@@ -162,7 +162,7 @@ def test_the_specimen_needs_few_of_its_heads(tmp_path: Path):
         ({"how": "zero", "references": REFERENCES}, "found 2 for how=zero"),
         ({"how": "resample", "references": REFERENCES}, "found 2 for how=resample"),
         ({"how": "means"}, "did you mean 'mean'"),
-        ({"target": "x", "prompt": ""}, "expected a prompt for the target"),
+        ({"target": "x", "prompt": None}, "expected a prompt for the target"),
     ],
 )
 def test_settings_that_cannot_be_are_refused(given, match, tiny_model: Path):

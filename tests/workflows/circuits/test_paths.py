@@ -154,7 +154,7 @@ def test_random_weights_claim_nothing(seeds, tmp_path, monkeypatch):
         ({"receivers": ["a3.h0"]}, "expected a receiver of this model, found 'a3.h0'; did you mean 'a3.h0<"),
         ({"receivers": ["logits", "logits"]}, "expected names that differ"),
         ({"receivers": ["logits+m1"]}, "expected the logits by themselves"),
-        ({"receivers": []}, "expected at least one receiver"),
+        ({"receivers": []}, "expected receivers that is not empty"),
         ({"receivers": ["a0.h0<q>"]}, "at most 0 heads to go back to"),
         ({"back": 37}, "expected at most 36 heads to go back to, as no more say anything to logits"),
         ({"mlps": "frozen"}, "expected mlps to be recomputed or held, found 'frozen'"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import click
 import pytest
 
+from mizarr.workflows.cli import run
 from mizarr.workflows.cli.options import duration, print_table, settings, size
 
 OPTION = click.Option(["--set"])
@@ -68,3 +69,47 @@ def test_settings_without_a_name_or_given_twice_are_refused(pairs, said):
 def test_tables_are_aligned_and_show_what_is_missing(capsys):
     print_table(["KEY", "SIZE"], [{"KEY": "ab12", "SIZE": 3}, {"KEY": "c", "SIZE": None}])
     assert capsys.readouterr().out == "KEY   SIZE\nab12  3\nc     -\n"
+
+
+@pytest.mark.parametrize(
+    ("typed", "place"),
+    [('["a"', 4), ('["a" "b"]', 5), ('{"a": 1', 7), ('"a', 0), ("[1, 2", 5), ("[INST] hi", 1), (' ["a"', 5)],
+)
+def test_broken_json_is_no_text(typed, place):
+    with pytest.raises(
+        click.BadParameter, match=rf"prompts: expected JSON, .* at character {place}\); mend it"
+    ) as caught:
+        set_to(f"prompts={typed}")
+    quoted = caught.value.message.partition("as JSON: ")[2]
+    assert set_to(f"prompts={quoted}") == {"prompts": typed}
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["capture", "specimen", "a", "--text", "--hooks", ""],
+        ["capture", "specimen", "a", "--hooks", "*", "--column="],
+        ["compute", "logit_lens", "--model", ""],
+        ["compute", "logit_lens", "--set", "prompts="],
+        ["compute", "logit_lens", "--set", "prompts=[]"],
+        ["compute", "logit_lens", "--set", 'prompts=""'],
+        ["explain", "logit_lens", "--set", "prompts=[]"],
+        ["train", "specimen", "a", "--text", "--out", "x", "--set", "layers=[]"],
+        ["features", "pages", "out", "--set", "dictionary="],
+        ["ls", "--store", ""],
+    ],
+)
+def test_an_empty_value_is_refused_in_a_line(args, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert run(args) == 2
+    said = capsys.readouterr().err
+    assert "empty" in said and said.count("\n") == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_settings_that_explain_prints_can_be_typed(tmp_path, capsys):
+    assert run(["explain", "logit_lens", "--store", str(tmp_path / "store")]) == 0
+    lines = [line.split("=", 1) for line in capsys.readouterr().err.splitlines() if "--set" in line]
+    typed = [f"{name.split()[-1]}={value.split('  ')[0]}" for name, value in lines]
+    args = [text for pair in typed for text in ("--set", pair)]
+    assert run(["explain", "logit_lens", "--store", str(tmp_path / "store"), *args]) == 0

@@ -10,7 +10,7 @@ import pytest
 
 from mizarr.stages.forward.models.source import ModelSource
 from mizarr.store.errors import MissingExtra, PromptError
-from mizarr.workflows.cli.prompts import read_prompts
+from mizarr.workflows.cli.prompts import PromptSources, read_prompts
 from tests.stages.forward.random_pairs import VOCABULARY, random_pair
 
 
@@ -149,3 +149,13 @@ def test_parquet_without_pyarrow_names_the_extra(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(MissingExtra, match=r"mizarr\[corpora\]"):
         read_prompts([path])
+
+
+def test_seed_0_is_a_seed_like_another(tmp_path):
+    path = write(tmp_path, "prompts.txt", "a\n")
+    for seed in (None, 0, 1):
+        with PromptSources(
+            (path,), documents={"context": None, "pack": False, "seed": seed}
+        ).corpus() as corpus:
+            assert (corpus is None) == (seed is None)
+            assert corpus is None or corpus.seed == seed

@@ -15,6 +15,8 @@ from safetensors.torch import load_file, save_file
 from mizarr.stages.features.crosscoder import Crosscoder
 from mizarr.stages.features.dictionary import Dictionary
 from mizarr.workflows.cli import run
+from mizarr.workflows.cli.runs import capture
+from mizarr.workflows.cli.train import train
 
 pytestmark = pytest.mark.wide
 
@@ -173,3 +175,73 @@ def test_a_crosscoder_of_two_models_is_trained_measured_and_saved(command, tmp_p
 def test_a_second_model_is_for_crosscoders_only(command, capsys):
     assert run(command("sae", "--against", "specimen")) == 2
     assert "expected kind=crosscoder with --against, found kind=sae" in capsys.readouterr().err
+
+
+# What it is trained on
+
+
+def corpus_options(command):
+    """Names and declarations of the options by which a command is told what it runs a model over."""
+    names = ("prompts", "text", "context", "pack", "column", "labels", "whole_files", "share", "seed")
+    return {name: next(p for p in command.params if p.name == name).to_info_dict() for name in names}
+
+
+def test_a_corpus_is_named_as_for_capture():
+    assert corpus_options(train) == corpus_options(capture)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        ("FOLDER", "--context", "8"),
+        ("FOLDER", "--context", "8", "--pack"),
+        ("FOLDER/*.jsonl", "--column", "tokens"),
+        ("FOLDER/b.jsonl", "FOLDER/a.jsonl", "--column", "tokens", "--context", "6"),
+        ("FOLDER", "--share", "0.7", "--seed", "0", "--column", "tokens", "--label", "n"),
+    ],
+)
+def test_a_corpus_is_what_capture_makes_of_it(checkpoint, tmp_path, capsys, more):
+    folder = tmp_path / "documents"
+    folder.mkdir()
+    for name in ("a", "b"):
+        rows = [{"ids": ids, "tokens": ids[::-1], "n": n} for n, ids in enumerate(drawn(name))]
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    model, store = checkpoint(), str(tmp_path / "store")
+    sources = [text.replace("FOLDER", str(folder)) for text in more]
+    settings = [f"--set={said}" for said in (*SETTINGS, "layers=[1]")]
+    told = ["--store", store, "--storage-dtype", "float16"]
+    assert run(["train", model, *sources, *told, "--quiet", "--out", str(tmp_path / "out"), *settings]) == 0
+    capsys.readouterr()
+    hooks = ["--hooks", "blocks.1.hook_resid_post"]
+    assert run(["capture", model, *sources, *told, *hooks, "--dry-run", "--json"]) == 0
+    assert [step["state"] for step in json.loads(capsys.readouterr().out)["steps"]] == ["cached"]
+
+
+def drawn(name):
+    """Token ids of documents of several lengths."""
+    shift = ord(name)
+    return [[(7 * row + 3 * i + shift) % 32 for i in range(20 + row)] for row in range(12)]
+
+
+def test_contexts_are_not_lines(checkpoint, tmp_path, capsys):
+    """A document that is longer than a context is cut, and not refused."""
+    path = tmp_path / "long.jsonl"
+    path.write_text(json.dumps([i % 32 for i in range(3000)]) + "\n")
+    settings = [f"--set={said}" for said in (*SETTINGS, "layers=[1]")]
+    told = ["--store", str(tmp_path / "store"), "--quiet", "--out", str(tmp_path / "out"), *settings]
+    model = checkpoint()
+    assert run(["train", model, str(path), *told]) == 2
+    assert "positions" in capsys.readouterr().err
+    assert not (tmp_path / "store").exists()
+    assert run(["train", model, str(path), "--context", "16", *told]) == 0
+
+
+@pytest.mark.parametrize("name", ["train", "capture"])
+def test_prompts_themselves_are_no_corpus(checkpoint, tmp_path, capsys, name):
+    more = ["--out", str(tmp_path / "out")] if name == "train" else ["--hooks", "*"]
+    model = checkpoint()
+    for option in (["--context", "8"], ["--pack"], ["--column", "x"], ["--label", "x"], ["--seed", "0"]):
+        told = [name, model, "a prompt", "--text", *option, "--store", str(tmp_path / "store"), *more]
+        assert run(told) == 2
+        assert f"expected files with {option[0]}, found --text" in capsys.readouterr().err
+    assert not (tmp_path / "store").exists()

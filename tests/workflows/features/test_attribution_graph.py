@@ -152,7 +152,7 @@ def test_settings_are_those_of_the_graph(given: dict[str, Any], tmp_path: Path):
 
 
 @pytest.mark.parametrize(("changed", "said"), [
-    ({"dictionary": ""}, "expected transcoders made for .*; set dictionary="),
+    ({"dictionary": None}, "expected transcoders made for .*; set dictionary="),
     ({"preset": "gemma2-2b"}, "did you mean 'gemma2-2b-"),
     ({"node_threshold": 1.2}, "node_threshold from 0 to 1"),
     ({"corpus_tokens": 0}, "corpus_tokens of at least 1"),
@@ -160,7 +160,7 @@ def test_settings_are_those_of_the_graph(given: dict[str, Any], tmp_path: Path):
     ({"targets": [300]}, r"target ids in 0\.\.299"),
     ({"max_feature_nodes": 0}, "max_feature_nodes"),
     ({"zero_positions": 100}, "more than 100 tokens"),
-    ({"corpus": "nowhere.txt"}, "expected a text file"),
+    ({"corpus": "nowhere.txt"}, "expected files of documents at"),
     ({"arithmetic": "float16"}, "float32 or float64"),
     ({"graph_memory": "lots"}, "lots"),
     ({"treshold": 1}, "no setting 'treshold'"),
@@ -180,7 +180,7 @@ def test_the_command_line_says_in_one_line_what_does_not_fit(given, tmp_path: Pa
 
 def test_a_text_without_paragraphs_is_no_corpus(given, tmp_path: Path):
     (tmp_path / "empty.txt").write_text("\n\n \n")
-    with pytest.raises(mizarr.MizarrError, match="at least one paragraph"):
+    with pytest.raises(mizarr.MizarrError, match="expected at least one text"):
         build("attribution_graph", **given | {"corpus": str(tmp_path / "empty.txt")})
 
 

@@ -94,13 +94,13 @@ def test_a_feature_of_a_later_layer_is_pushed_where_it_writes(tmp_path: Path):
     ("given", "match"),
     [
         ({"contrastive": PROMPT}, "either a feature or counterparts"),
-        ({"feature": "", "dictionary": "specimen/clt"}, "expected a feature of the dictionary"),
+        ({"feature": None, "dictionary": "specimen/clt"}, "expected a feature of the dictionary"),
         ({"feature": "0:9999"}, "from 0 to 479, found 9999"),
         ({"feature": "9:1"}, "9"),
         ({"feature": "many"}, "many"),
         ({"inject_position": "auto"}, "needs a counterpart"),
         ({"dictionary": "specimen/sae"}, "specimen/sae|layer"),
-        ({"batch_file": "x.json", "prompt": "", "target": ""}, "either a feature or counterparts"),
+        ({"batch_file": "x.json", "prompt": None, "target": None}, "either a feature or counterparts"),
         ({"model": "specimen-rwkv"}, "expected a dictionary for specimen-rwkv, found none"),
     ],
 )

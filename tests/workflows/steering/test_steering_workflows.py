@@ -346,7 +346,7 @@ def test_the_headline_is_what_plain_passes_leave_of_chosen_and_random_pushes(at_
 
 @pytest.mark.parametrize(("name", "value"), [("controls", 3), ("seed", 1)])
 def test_settings_of_the_controls_move_the_null_and_its_key_alone(at_the_end, store, name, value):
-    given = {k: v for k, v in at_the_end.to_json()["settings"].items() if v != ""}
+    given = {k: v for k, v in at_the_end.to_json()["settings"].items() if v is not None}
     other = build("steering_convergence", **given | {name: value}).run(mizarr.open_store(store))
     keys = [each.to_json()["provenance"]["keys"] for each in (at_the_end, other)]
     assert {key for key in keys[0] if keys[0][key] != keys[1][key]} == {"controls"}
@@ -465,11 +465,11 @@ def test_tables_and_figures_name_the_results(name, doses, pushes, tmp_path, caps
     [
         ("steering_dose_response", {"layer": 3}, r"layer in 0\.\.2"),
         ("steering_dose_response", {"layer": 2, "window": 2}, r"layer in 0\.\.1 \(with a window of 2\)"),
-        ("steering_dose_response", {"doses": []}, "expected doses"),
+        ("steering_dose_response", {"doses": []}, "expected doses that is not empty"),
         ("steering_dose_response", {"doses": [-1.0]}, "factor >= 0"),
         ("steering_dose_response", {"ratio": 0.0}, "ratio to be above 0"),
         ("steering_dose_response", {"query": 1, "key": 2}, "no weight there"),
-        ("steering_convergence", {"contrastive": ""}, "name one: contrastive="),
+        ("steering_convergence", {"contrastive": None}, "name one: contrastive="),
         ("steering_convergence", {"strength_steps": 0}, "strength_steps of at least 1"),
         ("steering_convergence", {"max_strength": 0.0}, "max_strength above 0"),
         ("steering_convergence", {"threshold": 2.0}, "threshold"),

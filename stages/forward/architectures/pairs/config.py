@@ -174,7 +174,7 @@ class PairConfig(Architecture):
 
     def mixer(self, layer: int) -> AttentionMixer:
         """Self-attention of a layer, as histories are told of it."""
-        scale = self.scale or 1 / math.sqrt(self.head_dim)
+        scale = 1 / math.sqrt(self.head_dim) if self.scale is None else self.scale
         is_decoder = self.is_decoder(layer)
         part: Literal["source", "target"] = "target" if is_decoder else "source"
         return AttentionMixer(scale, is_bidirectional=not is_decoder, part=part)

@@ -88,7 +88,14 @@ class Corpus:
     def __post_init__(self) -> None:
         named = (self.sources,) if isinstance(self.sources, str | Path) else tuple(self.sources)
         object.__setattr__(self, "sources", tuple(str(Path(each).expanduser()) for each in named))
-        object.__setattr__(self, "labels", tuple(self.labels))
+        labels = (self.labels,) if isinstance(self.labels, str) else tuple(self.labels)
+        object.__setattr__(self, "labels", labels)
+        if not named or not all(map(str, named)):
+            raise PromptError(
+                f"expected files, folders or globs as sources, found {self.sources!r}; name them"
+            )
+        if self.column == "":
+            raise PromptError("expected the name of a column, found ''; leave it out for text, else ids")
         if self.pack and self.context is None:
             raise PromptError("expected pack=True with context=…, the tokens of a prompt, found no context")
         if self.context is not None and self.context < 1:

@@ -22,6 +22,7 @@ from typing import IO, Any, cast
 
 from .....store.errors import PromptError
 from ....extras import require
+from ..rows import as_text
 
 __all__ = [
     "FORMATS",
@@ -155,15 +156,10 @@ def _of_json(row: Any, reading: Reading, where: str, line: str) -> Document:
 
 
 def _require_utf8(values: Iterable[Any], where: str) -> None:
-    """Raise PromptError for text that no tokenizer reads and no store holds: JSON may have half a pair."""
+    """As `as_text`, of the texts among values."""
     for value in values:
-        try:
-            if isinstance(value, str) and not value.isascii():
-                value.encode()
-        except UnicodeEncodeError as error:
-            raise PromptError(
-                f"{where}: expected text, found half of a surrogate pair ({value[error.start]!r}); mend it"
-            ) from error
+        if isinstance(value, str):
+            as_text(value, where)
 
 
 def _pair(row: Mapping[str, Any], where: str, line: str) -> Document:

@@ -16,7 +16,7 @@ from mizarr.stages.forward.architectures.points import HookPoint
 from mizarr.stages.forward.generation.continuations import GenerationSettings
 from mizarr.stages.forward.generation.generate import NewToken, TokenStream, generate, narrowed
 from mizarr.stages.forward.generation.growing import so_far, why_read_anew
-from mizarr.stages.forward.generation.stopping import GeneratedText
+from mizarr.stages.forward.generation.stopping import GeneratedText, Stop
 from mizarr.stages.forward.hooks.interventions import Intervention
 from mizarr.stages.forward.models.model import Model
 from mizarr.stages.forward.text.world import WorldTokenizer
@@ -641,3 +641,21 @@ def test_what_was_not_captured_is_named(model):
     found = generate(model, "a", HookSpec().capture("blocks.0.hook_resid_post"), max_tokens=1)
     with pytest.raises(HookPointNotFound, match=r"nearest is 'blocks\.0\.hook_resid_post'"):
         found.activations("blocks.0.hook_resid_pre")
+
+
+def test_token_0_can_end_a_text_and_ids_that_are_none_are_refused(model):
+    (ids,) = draw_ids(1, PROMPT)
+    (free,) = generate(model, ids, max_tokens=3, eos=())
+    first = free.generated_ids[0]
+    for ends in (first, [first], (first,), np.array([first])):
+        (result,) = generate(model, ids, max_tokens=3, eos=ends)
+        assert (result.finish_reason, len(result.generated_ids)) == ("eos", 1)
+    assert Stop.of(0, 0) == Stop(frozenset({0}), frozenset({0}))
+    assert (Stop.of((), 0).reason(0), Stop.of(0, ()).reason(0), Stop.of((), ()).reason(0)) == (
+        "eos",
+        "stop",
+        None,
+    )
+    for wrong in ([1.5], ["a"], [True], [None], [-1], True):
+        with pytest.raises(ConfigError, match="expected eos to hold token ids"):
+            generate(model, ids, max_tokens=1, eos=wrong)

@@ -13,6 +13,7 @@ from mizarr.store.errors import PromptError, TokenizerError
 
 from .. import random_models
 
+PLAIN = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
 TEXTS = [
     "The capital of France is Paris.",
     "naïve 🙂 café",
@@ -275,3 +276,28 @@ def test_a_missing_or_broken_tokenizer_says_that_ids_can_be_given(tmp_path):
 
 def test_the_digest_is_of_the_files_bytes(folder, tokenizer, bare):
     assert tokenizer.digest == LibraryTokenizer(folder / "tokenizer.json").digest != bare.digest
+
+
+# Token id 0
+
+
+@pytest.mark.parametrize(
+    "role", ["bos_token", "eos_token", "pad_token", "mask_token", "sep_token", "cls_token"]
+)
+def test_a_special_token_may_have_id_0(folder, tmp_path, role):
+    name = "[MASK]" if role == "mask_token" else "<first>"
+    described = json.loads((folder / "tokenizer.json").read_text())
+    vocabulary = described["model"]["vocab"]
+    (before,) = (text for text, token in vocabulary.items() if token == 0)
+    vocabulary[name] = vocabulary.pop(before)
+    described["added_tokens"] = [each for each in described["added_tokens"] if each["id"] != 0]
+    described["added_tokens"].insert(0, {"id": 0, "content": name, "special": True, **PLAIN})
+    described["post_processor"] = None
+    (tmp_path / "tokenizer.json").write_text(json.dumps(described))
+    settings = {} if role == "mask_token" else {role: name}
+    found = LibraryTokenizer(tmp_path / "tokenizer.json", settings)
+    assert found.encode(f"a{name}b").ids.count(0) == 1
+    if role == "mask_token":
+        assert found.mask_id == 0  # by its usual name
+    else:
+        assert found.special_id(role) == 0

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from mizarr.stages.forward.text.world import WorldTokenizer
-from mizarr.store.errors import TokenizerError
+from mizarr.store.errors import PromptError, TokenizerError
 
 from ..random_models import save_world_vocabulary, world_lines
 
@@ -241,7 +241,7 @@ def test_a_long_match_that_fails_leaves_the_longest_before_it(tokenizer):
 
 
 def test_a_text_that_is_none_is_refused(tokenizer):
-    with pytest.raises(TokenizerError, match=r"half a surrogate pair at character 1; read the file as UTF-8"):
+    with pytest.raises(PromptError, match=r"half of a surrogate pair .* at character 1; mend it"):
         tokenizer.encode("a\ud83d")
 
 

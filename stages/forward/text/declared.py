@@ -1,0 +1,272 @@
+"""Tokens that files beside tokenizer.json declare, put together as transformers puts them together.
+
+tokenizer_config.json names tokens by their role (`bos_token`, also `image_token` and the like), lists more of
+them (`extra_special_tokens`, once `additional_special_tokens`: a list, or a dict by role) and all that were
+added (`added_tokens_decoder`). Where it lists none, special_tokens_map.json and added_tokens.json of older
+versions count, too. A token that tokenizer.json does not hold is added behind its last id, whatever id these
+files give it, in the order of those ids; otherwise its text would be cut into pieces.
+
+The rules are those of transformers 5 (`PreTrainedTokenizerBase._from_pretrained`, `TokenizersBackend`), also
+where declarations contradict each other; tests/stages/forward/text/test_declared.py compares them.
+
+Border: JSON values in, tokens out; knows no tokenizer and not the `tokenizers` library (library.py).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ....store.errors import TokenizerError
+
+ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+"""Roles that every tokenizer may have, in the order in which their tokens are added."""
+CONFIG, SPECIAL, ADDED, TEMPLATE = (
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+)
+FILES = (CONFIG, SPECIAL, ADDED, TEMPLATE)
+"""Files beside tokenizer.json that say more of its tokens, and how a conversation becomes a text."""
+_DECODER, _EXTRA, _ADDITIONAL, _BY_ROLE = (
+    "added_tokens_decoder",
+    "extra_special_tokens",
+    "additional_special_tokens",
+    "model_specific_special_tokens",
+)
+_OLD_ADDED = "added_tokens"
+"""Where `read_settings` puts what added_tokens.json says."""
+_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
+
+
+@dataclass(frozen=True)
+class AddedToken:
+    """A token that is found in a text before the text is cut into pieces."""
+
+    content: str
+    """Its text."""
+    single_word: bool = False
+    """Whether it is found only where no letter or digit touches it."""
+    lstrip: bool = False
+    """Whether it takes white space before it along."""
+    rstrip: bool = False
+    """Whether it takes white space behind it along."""
+    normalized: bool = True
+    """Whether it is looked for in the normalised text, else in the text as it stands."""
+    special: bool = False
+    """Whether it is left out of decoded texts on request."""
+
+    def __str__(self) -> str:
+        return self.content
+
+
+Declaration = str | AddedToken
+"""A token by its text alone, or with its flags."""
+
+
+@dataclass(frozen=True)
+class DeclaredTokens:
+    """What the settings of a tokenizer say of its tokens."""
+
+    named: Mapping[str, Declaration]
+    """Role -> token: `ROLES`, then roles of this model alone."""
+    extra: Sequence[Declaration]
+    """Special tokens without a role."""
+    listed: Sequence[AddedToken]
+    """Tokens that were added once, by ascending id."""
+    splits_special: bool
+    """Whether special tokens in a text are cut into pieces like other text."""
+
+    @classmethod
+    def of(
+        cls, settings: Mapping[str, Any], own: Mapping[int, AddedToken], pad: str | None = None
+    ) -> DeclaredTokens:
+        """Declarations in settings as `read_settings` gives them.
+
+        Arguments:
+            settings: keys of tokenizer_config.json, and what `read_settings` adds.
+            own: id -> token of those that tokenizer.json adds.
+            pad: token that tokenizer.json pads with; the `pad_token` where settings have no such key.
+
+        Raises:
+            TokenizerError: a declaration that is none.
+        """
+        values = {key: _typed(value, key) for key, value in settings.items()}
+        if values.get(_DECODER) is not None:
+            by_id = _by_id(values[_DECODER])
+        else:
+            by_id = {**values.get(_OLD_ADDED, {}), **own}
+        by_text = {token.content: token for token in by_id.values()}
+        if pad is not None:
+            values.setdefault("pad_token", pad)
+        # A role that a later key fills keeps its place, which decides the order in which tokens are added.
+        named: dict[str, Declaration | None] = dict.fromkeys(ROLES)
+        for role in ROLES:
+            if values.get(role) is not None:
+                token = _declaration(values[role], role)
+                named[role] = by_text.get(str(token), token)
+        named |= {key: value for key, value in values.items() if _is_role(key) and _is_declaration(value)}
+        by_role = values.get(_BY_ROLE) or {}
+        if not isinstance(by_role, Mapping):
+            raise TokenizerError(f"expected {_BY_ROLE} as tokens by role, found {by_role!r}")
+        named |= {str(role): _declaration(value, str(role)) for role, value in by_role.items()}
+        extra = values[_EXTRA] if _EXTRA in values else values.get(_ADDITIONAL)
+        if not isinstance(extra or (), list | tuple):
+            raise TokenizerError(f"expected {_EXTRA} as a list of tokens, or tokens by role, found {extra!r}")
+        return cls(
+            {role: token for role, token in named.items() if token is not None},
+            tuple(_declaration(value, _EXTRA) for value in extra or ()),
+            tuple(by_id[token] for token in sorted(by_id)),
+            bool(values.get("split_special_tokens")),
+        )
+
+    @property
+    def texts(self) -> dict[str, str]:
+        """Role -> text of its token."""
+        return {role: str(token) for role, token in self.named.items()}
+
+    def to_add(self, own: Collection[AddedToken]) -> list[AddedToken]:
+        """Tokens to add behind those of tokenizer.json, in this order; one that is there already gets its
+        flags anew. own: what tokenizer.json adds."""
+        tokens: list[Declaration] = list(self.listed)
+        present = {str(token) for token in (*own, *tokens)}
+        for token in (*self.named.values(), *self.extra):
+            if str(token) not in present and token not in tokens:
+                tokens.append(token)
+        roles = {text for text in self.texts.values() if text}
+        return [_added(token, is_named=str(token) in roles) for token in tokens]
+
+
+def read_settings(folder: Path) -> dict[str, Any]:
+    """What tokenizer_config.json says, with the older files that count beside it, and the chat template of
+    chat_template.jinja. Raises TokenizerError for a file that is no JSON object."""
+    settings = _by_version_5(_json(folder / CONFIG))
+    if settings.get(_DECODER) is None:
+        _add_older(settings, _json(folder / SPECIAL), _json(folder / ADDED))
+    template = folder / TEMPLATE
+    if template.is_file():
+        settings["chat_template"] = template.read_text(encoding="utf-8")
+    return settings
+
+
+def _by_version_5(config: Mapping[str, Any]) -> dict[str, Any]:
+    """tokenizer_config.json in the keys of transformers 5, tokens of this model's own roles in one place."""
+    settings = dict(config)
+    if _ADDITIONAL in settings and not settings.get(_EXTRA):
+        settings[_EXTRA] = settings.pop(_ADDITIONAL)
+    by_role = {key: settings.pop(key) for key in list(settings) if _is_role(key) and _is_text(settings[key])}
+    if isinstance(settings.get(_EXTRA), dict):
+        by_role |= settings.pop(_EXTRA)
+    if by_role:
+        settings[_BY_ROLE] = by_role
+    return settings
+
+
+def _add_older(settings: dict[str, Any], special: Mapping[str, Any], added: Mapping[str, Any]) -> None:
+    """special: of special_tokens_map.json, which goes before tokenizer_config.json. added: text -> id, of
+    added_tokens.json."""
+    for key, value in special.items():
+        if isinstance(value, dict) and key != _EXTRA:
+            settings[key] = replace(_from_fields(value, key), special=True)
+        elif key == _EXTRA and isinstance(value, list):
+            listed = list(settings.get(_EXTRA) or ())
+            for each in value:
+                token = replace(_from_fields(each, key), special=True) if isinstance(each, dict) else each
+                if token not in listed:
+                    listed.append(token)
+            settings[_EXTRA] = listed
+        else:
+            settings[key] = value
+    if isinstance(settings.get(_EXTRA), dict):
+        settings[_BY_ROLE] = {**(settings.get(_BY_ROLE) or {}), **settings.pop(_EXTRA)}
+    names = {str(settings[role]) for role in ROLES if settings.get(role)}
+    names |= {str(token) for token in settings.get(_EXTRA) or ()}
+    tokens = {}
+    for text, number in added.items():
+        if not isinstance(number, int) or isinstance(number, bool):
+            raise TokenizerError(f"expected {ADDED} to give the id of {text!r}, found {number!r}")
+        tokens[number] = AddedToken(text, normalized=text not in names, special=text in names)
+    settings[_OLD_ADDED] = tokens
+
+
+def _typed(value: Any, key: str) -> Any:
+    """A value in which objects marked as tokens are tokens, however deep they lie."""
+    if isinstance(value, dict):
+        if value.get("__type") == "AddedToken":
+            return _from_fields(value, key)
+        return {name: _typed(inner, key) for name, inner in value.items()}
+    return [_typed(inner, key) for inner in value] if isinstance(value, list) else value
+
+
+def _from_fields(fields: Mapping[str, Any], key: str) -> AddedToken:
+    flags = {name: fields[name] for name in _FLAGS if fields.get(name) is not None}
+    unknown = [name for name in fields if name not in (*_FLAGS, "content", "__type", "id")]
+    content = fields.get("content")
+    if unknown or not isinstance(content, str) or not all(isinstance(flag, bool) for flag in flags.values()):
+        raise TokenizerError(
+            f"expected {key} as a text, or as an object with content and {', '.join(_FLAGS)} (true or "
+            f"false), found {dict(fields)!r}"
+        )
+    flags.setdefault("normalized", not flags.get("special", False))
+    return AddedToken(content, **flags)
+
+
+def _by_id(decoder: Any) -> dict[int, AddedToken]:
+    if not isinstance(decoder, Mapping) or not all(str(token).isdecimal() for token in decoder):
+        raise TokenizerError(f"expected {_DECODER} as tokens by their id, found {str(decoder)[:60]}")
+    tokens = {}
+    for number, value in decoder.items():
+        if not isinstance(value, Mapping | AddedToken):
+            raise TokenizerError(
+                f"expected {_DECODER} as objects with a content, found {value!r} as {number}"
+            )
+        token = value if isinstance(value, AddedToken) else _from_fields(value, _DECODER)
+        tokens[int(number)] = token
+    return tokens
+
+
+def _declaration(value: Any, key: str) -> Declaration:
+    """transformers refuses objects without a mark where only texts are usual; version 4 wrote them."""
+    if isinstance(value, Mapping):
+        return _from_fields({"special": True, **value}, key)
+    if not _is_declaration(value):
+        raise TokenizerError(f"expected {key} as the text of a token, found {value!r}; mend {CONFIG}")
+    declaration: Declaration = value
+    return declaration
+
+
+def _added(token: Declaration, *, is_named: bool) -> AddedToken:
+    if isinstance(token, str):
+        return AddedToken(token, normalized=False, special=True)
+    return replace(token, special=token.special or is_named)
+
+
+def _is_role(key: str) -> bool:
+    return key.endswith("_token") and key not in ROLES
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _is_declaration(value: Any) -> bool:
+    return isinstance(value, str | AddedToken)
+
+
+def _json(path: Path) -> dict[str, Any]:
+    """A file's JSON object; empty where there is no file."""
+    if not path.is_file():
+        return {}
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise TokenizerError(f"expected JSON in {path}, found {error}; fetch it again") from error
+    if not isinstance(value, dict):
+        raise TokenizerError(
+            f"expected a JSON object in {path}, found {type(value).__name__}; fetch it again"
+        )
+    return value
