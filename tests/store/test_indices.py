@@ -69,7 +69,6 @@ MANY: dict[str, Callable[[Any], Any]] = {
     "layers of experiments": lambda many: layers_of(many, 8),
     "a grid": lambda many: in_range("grid", "head", many, 8),
     "heads of layers": lambda many: head_pairs({0: many}),
-    "baseline": lambda many: HookSpec().gradient_of(LogitDifference(1, 2), baseline=[many]),
     "indices": lambda many: as_indices(many, "something"),
 }
 """Doors that take several."""
