@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..store.errors import ReadOnlyStore
+from .ambient import plain_torch
 from .context import Context
 from .nodes import Node, one_look, status_of
 from .plan import as_bytes, in_order, plan
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from ..store import Store
 
 
+@plain_torch()
 def run(
     nodes: Node | Iterable[Node],
     store: Store,

@@ -1,4 +1,4 @@
-"""Memory of this process: before, after, and at most during some work.
+"""Memory of this process: before, after, and at most during some work; and for provenance its seconds, too.
 
     with mizarr.memory() as used:
         model.forward(prompt)
@@ -20,14 +20,18 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Memory", "MemoryUsed", "megabytes", "memory", "most_held", "resident"]
+__all__ = ["Memory", "MemoryUsed", "Took", "measured", "megabytes", "memory", "most_held", "resident"]
+
+Took = Callable[[], dict[str, Any]]
+"""Says what some work has taken so far: {"seconds": …, "memory": …}, plain values for provenance."""
 
 EVERY = 0.02
 _STATUS = Path("/proc/self/status")
@@ -134,6 +138,14 @@ def memory() -> Iterator[MemoryUsed]:
     finally:
         _unwatch(used)
         used.look(is_end=True)
+
+
+@contextmanager
+def measured() -> Iterator[Took]:
+    """Within: seconds since the beginning, and the memory of this process before, now and at most."""
+    started = time.monotonic()
+    with memory() as used:
+        yield lambda: {"seconds": round(time.monotonic() - started, 6), "memory": used.to_json()}
 
 
 def most_held(notes: Iterable[Mapping[str, Any]]) -> dict[str, int]:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from ..store.errors import StageError
 from ..store.keys import ResultKey
 from .context import Selection
+from .memory import measured
 from .nodes import (
     Estimate,
     Node,
@@ -26,7 +27,6 @@ from .nodes import (
     status_of,
 )
 from .reasons import last_timed, why_not
-from .took import measured
 
 if TYPE_CHECKING:
     import xarray as xr

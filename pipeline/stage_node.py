@@ -21,6 +21,7 @@ from ..store.errors import ShapeError, SourceChanged, StageError
 from ..store.keys import ResultKey
 from .context import Cell, Selection
 from .function import AXES, StageFunction, plain_params
+from .memory import Took, measured
 from .nodes import (
     Estimate,
     Node,
@@ -36,7 +37,6 @@ from .nodes import (
 from .reasons import missing_cells, notes, why_not
 from .resource import Resource
 from .sources import ConstantNode
-from .took import Took, measured
 
 if TYPE_CHECKING:
     import xarray as xr

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ...pipeline import Output, stage
+from ...pipeline.ambient import plain_torch
 from ...store.arrays import Array
 from ...store.errors import ConfigError
 from .files import write_tensors
@@ -108,6 +109,7 @@ class ZooTraining:
         return self.sequences // self.batch
 
 
+@plain_torch()
 def train(
     settings: ZooTraining,
     advance: Callable[[int], None] = lambda steps: None,

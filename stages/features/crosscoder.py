@@ -23,6 +23,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
+from ...pipeline.ambient import plain_torch
 from ...store.errors import ConfigError, DictionaryError
 from ..forward.architectures.points import HookPoint
 from .layers.layout import CrosscoderPlace, models_of
@@ -77,6 +78,7 @@ class Crosscoder:
         """Features, of all places together."""
         return len(self.b_enc)
 
+    @plain_torch()
     def encode(self, rows: Tensor) -> Tensor:
         """Activations [row, feature] of states [row, place, width]; DictionaryError for another shape."""
         if rows.shape[1:] != (len(self.places), self.W_enc.shape[2]):
@@ -109,6 +111,7 @@ class Crosscoder:
             device=device,
         )
 
+    @plain_torch()
     def decode(self, activations: Tensor) -> Tensor:
         """States [row, place, width] of activations [row, feature]."""
         import torch

@@ -24,6 +24,7 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ...pipeline.ambient import plain_torch
 from ...store import html
 from ...store.errors import DictionaryError, ModelNotFound, SourceChanged, WeightsError
 from ..forward.architectures.points import BY_NAME, HookPoint
@@ -64,6 +65,7 @@ class Dictionary:
         self.device: torch.device | str = "cpu"
 
     @classmethod
+    @plain_torch()
     def from_pretrained(
         cls,
         name: str | Path,
@@ -294,6 +296,7 @@ class Dictionary:
 
     # -- weights
 
+    @plain_torch()
     def layer(self, layer: int) -> LayerFeatures:
         """The features that read a layer, with mapped weights."""
         if self._own(layer) not in self._opened:
@@ -327,6 +330,7 @@ class Dictionary:
 
     # -- arithmetic
 
+    @plain_torch()
     def encode(self, states: Mapping[int, Tensor], *, zero_positions: int = 0) -> Active:
         """Everything active in the states of one prompt.
 
@@ -344,6 +348,7 @@ class Dictionary:
             parts.append((where, position[kept], feature[kept], value[kept]))
         return Active(*(torch.cat(column) for column in zip(*parts, strict=True)))
 
+    @plain_torch()
     def reconstruct(self, active: Active, states: Mapping[int, Tensor]) -> dict[int, Tensor]:
         """What features, biases and skips give at every written layer that was read: layer -> [position,
         d_out].

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from ....pipeline.ambient import plain_torch
 from ....store.errors import DictionaryError
 from .scaling import AsIs, Scaling
 
@@ -85,6 +86,7 @@ class LayerFeatures:
 
     # -- encoding
 
+    @plain_torch()
     def preactivations(self, x: Tensor, features: slice | Tensor = slice(None)) -> Tensor:
         """Pre-activations [..., feature] of inputs [..., d_in], of all features or some.
 
@@ -104,12 +106,14 @@ class LayerFeatures:
             out *= self.unit[features].to(out)
         return out
 
+    @plain_torch()
     def encode(self, x: Tensor) -> Tensor:
         """Activations [..., feature] of inputs [..., d_in], dense. See `active` for many rows and
         features.
         """
         return self.activation(self.preactivations(x))
 
+    @plain_torch()
     def active(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(row, feature, activation) of everything active in inputs [row, d_in], sorted by row, then feature.
 
@@ -144,6 +148,7 @@ class LayerFeatures:
 
     # -- decoding
 
+    @plain_torch()
     def decode(self, activations: Tensor, target: int | None = None) -> Tensor:
         """What dense activations [..., feature] write to a layer, without bias: [..., d_out].
 
@@ -155,6 +160,7 @@ class LayerFeatures:
         written = activations @ decoder.to(activations)
         return written if self.gain == 1 else written / self.gain
 
+    @plain_torch()
     def finish(self, y: Tensor, x: Tensor) -> Tensor:
         """The layer's output from what features wrote to it, y [..., d_out]: bias, scale and skip added.
 
@@ -164,6 +170,7 @@ class LayerFeatures:
         _, undo = self.scaling(x)
         return undo(y if self.b_dec is None else y + self.b_dec.to(y) / self.gain) + self.skip(x)
 
+    @plain_torch()
     def reconstruct(self, activations: Tensor, x: Tensor) -> Tensor:
         """What a per-layer dictionary gives for inputs x [..., d_in]: [..., d_out].
 
@@ -171,6 +178,7 @@ class LayerFeatures:
         """
         return self.finish(self.decode(activations), x)
 
+    @plain_torch()
     def skip(self, x: Tensor) -> Tensor | float:
         """The linear part of the output for inputs x [..., d_in]; 0 where there is none."""
         x = self._arithmetic(x)
@@ -178,6 +186,7 @@ class LayerFeatures:
 
     # -- rows of some features
 
+    @plain_torch()
     def encoder_rows(self, features: Any) -> Tensor:
         """Encoder rows [n, d_in] of some features, float32, in the units of their pre-activations."""
         import torch
@@ -186,6 +195,7 @@ class LayerFeatures:
         rows = rows if self.gain == 1 else rows * self.gain
         return rows if self.unit is None else rows * self.unit[features].to(rows)[:, None]
 
+    @plain_torch()
     def decoder_rows(self, features: Any, target: int | None = None) -> Tensor:
         """Decoder rows [n, d_out] of some features into a layer, float32; only they are read.
 

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from ....pipeline.ambient import plain_torch
 from ....store.errors import ConfigError
 from ...forward.architectures.points import HookPoint
 from ...training_data.batches import Batches, every
@@ -142,6 +143,7 @@ class Training:
 
     # -- the loop
 
+    @plain_torch()
     def run(
         self, *, advance: Callable[[int], None] = lambda _: None, stop: Callable[[], bool] = lambda: False
     ) -> bool:

@@ -29,6 +29,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ....pipeline.ambient import each_in_plain_torch
 from ....store.errors import ConfigError, ModelNotFound, PromptError
 from ..hooks.interventions import Held
 from ..hooks.recurrent import RecurrentPass
@@ -222,7 +223,7 @@ class TokenStream:
         ]
         self._check()
         self._reading = self._how_to_read()
-        self._tokens = self._generated()
+        self._tokens = each_in_plain_torch(self._generated())
 
     def __iter__(self) -> Iterator[NewToken]:
         return self._tokens

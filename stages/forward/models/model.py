@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ....pipeline.ambient import each_in_plain_torch, plain_torch
 from ....pipeline.plan import as_bytes
 from ....store import html
 from ....store.errors import ConfigError, InterventionError, PromptError
@@ -84,6 +85,7 @@ class Model:
         self._tokenizer = tokenizer
 
     @classmethod
+    @plain_torch()
     def from_pretrained(
         cls,
         name: str | Path,
@@ -253,6 +255,7 @@ class Model:
         text = self.tokenizer.chat(messages, add_generation_prompt=add_generation_prompt, **variables)
         return self.tokenize(self.tokenizer.encode_raw(text).ids)[0]
 
+    @plain_torch()
     def forward(
         self,
         prompts: Prompts,
@@ -337,6 +340,7 @@ class Model:
             sink(capture, value)
         return logits
 
+    @plain_torch()
     @torch.no_grad()
     def tapped(
         self, ids: Tensor, taps: PassTaps, want: Logits | None, order: Sequence[int] | None = None
@@ -345,6 +349,7 @@ class Model:
         see `through_layers`."""
         return self._passes.forward(ids, taps, want, order)
 
+    @plain_torch()
     @torch.no_grad()
     def stream_layers(
         self,
@@ -365,6 +370,7 @@ class Model:
             self.check(spec, None, batch=first.shape[0], length=first.shape[1])
         return forward_part(self.network, first, layers, RunTaps(spec, sink, stop_early=ends), ends=ends)
 
+    @plain_torch()
     def backward(
         self,
         rows: Sequence[Sequence[int]],
@@ -422,18 +428,22 @@ class Model:
             found[row] = logits[0, 0]
         return [None if row is None else found[row] for row in rows]
 
+    @plain_torch()
     @torch.no_grad()
     def read_on(self, rows: Sequence[Sequence[int]], cache: Cache, taps: PassTaps) -> Tensor:
         """Logits [batch, vocab] behind sequences of one length, of which only what the cache does not hold is
         read; see passes/kept.py."""
         return self._passes.read_on(rows, cache, taps)
 
-    @torch.no_grad()
     def sweep(self, block: Block, wanted: Sequence[Wanted], room: int) -> Iterator[Result]:
         """What the runs that end in a block of a plan give; see planner.py.
 
         room: bytes that may be taken beside the row of tokens.
         """
+        yield from each_in_plain_torch(self._swept(block, wanted, room))
+
+    @torch.no_grad()
+    def _swept(self, block: Block, wanted: Sequence[Wanted], room: int) -> Iterator[Result]:
         yield from self._passes.sweep(block, wanted, room)
 
     def check(self, spec: BoundSpec, want: Logits | None, *, batch: int, length: int) -> None:
@@ -446,6 +456,7 @@ class Model:
         if want is not None:
             want.check(length, self.config.vocab_size)
 
+    @plain_torch()
     def project_to_vocab(
         self, resid: Tensor, *, softcap: bool = True, tokens: Sequence[int] | None = None
     ) -> Tensor:
@@ -462,6 +473,7 @@ class Model:
                 self.network.final_norm(resid.to(self.device, self.dtype)), want, softcap=softcap
             )
 
+    @plain_torch()
     @torch.no_grad()
     def embed(self, ids: Tensor) -> Tensor:
         """Token ids [batch, position] -> what enters the first layer, [batch, position, hidden]."""

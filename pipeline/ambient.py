@@ -1,0 +1,206 @@
+"""Settings of torch that a program makes around a call, and that would change what is computed inside.
+
+No key names them: a store would hold two different results under one key. So `plain_torch` surrounds every
+call that computes: each setting is put back to what torch begins with, and restored afterwards, or the call
+is refused. pipeline/DESIGN.md lists all settings that torch has, those that are left alone included.
+
+Border: the process's settings; knows no model. Never imports torch: what nobody imported has no settings.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, TypeVar
+
+from ..store.errors import ConfigError
+
+__all__ = ["OF_PROCESS", "OF_THREAD", "each_in_plain_torch", "plain_torch"]
+
+_AUTOCAST = ("cpu", "cuda", "mps", "xpu")
+"""Device types whose automatic casts are switched off."""
+_PRECISE = "ieee"
+"""Products and convolutions in the dtype of their operands, as torch calls it."""
+_OBSERVERS = ("torch.utils.flop_counter",)
+"""Modules of dispatch modes that count and change nothing."""
+_ABOVE_ALL = 1e-40
+"""A float32 below the smallest normal one, 1.2e-38."""
+_Item = TypeVar("_Item")
+
+
+class _Process:
+    """Settings of the whole process, put back for as long as any thread computes."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._threads = 0
+        self._stack = ExitStack()
+
+    @contextmanager
+    def plain(self, torch: Any) -> Iterator[None]:
+        with self._lock:
+            for setting in OF_PROCESS.values():
+                setting(torch, self._stack)
+            self._threads += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._threads -= 1
+                if not self._threads:
+                    self._stack.close()
+
+
+_inside = threading.local()
+_process = _Process()
+
+
+@contextmanager
+def plain_torch() -> Iterator[None]:
+    """Compute as torch does where nobody changed a setting; also a decorator of functions.
+
+    Costs some 30 microseconds; a call inside another one costs one.
+    Raises ConfigError for a setting that can only be refused: modes, transforms and hooks of the caller.
+    """
+    torch: Any = sys.modules.get("torch")
+    if torch is None or not hasattr(torch, "backends") or getattr(_inside, "is_plain", False):
+        yield
+        return
+    with ExitStack() as stack:
+        for setting in OF_THREAD.values():
+            setting(torch, stack)
+        stack.enter_context(_process.plain(torch))
+        _inside.is_plain = True
+        stack.callback(setattr, _inside, "is_plain", False)
+        yield
+
+
+def each_in_plain_torch(items: Iterator[_Item]) -> Iterator[_Item]:
+    """The items of an iterator that computes them, each in `plain_torch`; whoever takes one is outside."""
+    while True:
+        with plain_torch():
+            try:
+                item = next(items)
+            except StopIteration:
+                return
+        yield item
+
+
+def _autocast(torch: Any, stack: ExitStack) -> None:
+    for device in _AUTOCAST:
+        if torch.is_autocast_enabled(device):
+            stack.enter_context(torch.autocast(device, enabled=False))
+
+
+def _default_dtype(torch: Any, stack: ExitStack) -> None:
+    if (dtype := torch.get_default_dtype()) is not torch.float32:
+        torch.set_default_dtype(torch.float32)
+        stack.callback(torch.set_default_dtype, dtype)
+
+
+def _default_device(torch: Any, stack: ExitStack) -> None:
+    if torch.get_default_device().type != "cpu":
+        stack.enter_context(torch.device("cpu"))
+
+
+def _inference_mode(torch: Any, stack: ExitStack) -> None:
+    if torch.is_inference_mode_enabled():
+        stack.enter_context(torch.inference_mode(False))
+
+
+def _fp32_precision(torch: Any, stack: ExitStack) -> None:
+    cuda, cudnn, mkldnn = torch.backends.cuda, torch.backends.cudnn, torch.backends.mkldnn
+    for above, operations in (
+        (torch.backends, (cuda.matmul,)),
+        (cudnn, (cudnn.conv, cudnn.rnn)),
+        (mkldnn, (mkldnn.matmul, mkldnn.conv, mkldnn.rnn)),
+    ):
+        for operation in operations:
+            precision = operation.fp32_precision
+            if precision not in (_PRECISE, "none"):
+                # "none" takes that of the whole library, or of all of them.
+                inherited = precision in (above.fp32_precision, torch.backends.fp32_precision)
+                operation.fp32_precision = _PRECISE
+                stack.callback(setattr, operation, "fp32_precision", "none" if inherited else precision)
+
+
+_REDUCED = {
+    "allow_fp16_reduced_precision_reduction": True,
+    "allow_bf16_reduced_precision_reduction": True,
+    "allow_fp16_accumulation": False,
+}
+"""Switches of products on a GPU, and what torch begins with."""
+
+
+def _reduced_precision(torch: Any, stack: ExitStack) -> None:
+    products = torch.backends.cuda.matmul
+    for name, default in _REDUCED.items():
+        if (value := getattr(products, name)) != default:
+            setattr(products, name, default)
+            stack.callback(setattr, products, name, value)
+
+
+def _flush_denormal(torch: Any, stack: ExitStack) -> None:
+    if not (torch.full((), _ABOVE_ALL, device="cpu") * 1.0).item():
+        torch.set_flush_denormal(False)
+        stack.callback(torch.set_flush_denormal, True)
+
+
+def _function_modes(torch: Any, stack: ExitStack) -> None:
+    # `torch.device(…)` as a context is one, and neutralised above.
+    modes = torch.overrides._get_current_function_mode_stack()
+    own = [type(mode) for mode in modes if type(mode).__module__ != "torch.utils._device"]
+    _refuse(own and f"the function mode {own[-1].__name__}", "leave its `with` block")
+
+
+def _dispatch_modes(torch: Any, stack: ExitStack) -> None:
+    modes = torch.utils._python_dispatch._get_current_dispatch_mode_stack()
+    own = [type(mode) for mode in modes if type(mode).__module__ not in _OBSERVERS]
+    _refuse(own and f"the dispatch mode {own[-1].__name__}", "leave its `with` block")
+
+
+def _transforms(torch: Any, stack: ExitStack) -> None:
+    is_transformed = torch._C._functorch.peek_interpreter_stack() is not None
+    _refuse(is_transformed and "a transform of torch.func (vmap, grad, …)", "call it outside")
+
+
+def _saved_tensors(torch: Any, stack: ExitStack) -> None:
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    _refuse(hooks and "hooks on saved tensors", "leave their `with` block")
+
+
+def _module_hooks(torch: Any, stack: ExitStack) -> None:
+    has_hooks = torch.nn.modules.module._has_any_global_hook()
+    _refuse(has_hooks and "hooks on all torch modules", "remove them")
+
+
+def _refuse(what: Any, remedy: str) -> None:
+    if what:
+        raise ConfigError(
+            f"expected torch without {what}, which may change what is computed; {remedy} before mizarr "
+            "computes"
+        )
+
+
+Setting = Callable[[Any, ExitStack], None]
+"""Puts a setting of torch back to what torch begins with for as long as the stack lasts, or refuses it."""
+OF_THREAD: dict[str, Setting] = {
+    "autocast": _autocast,
+    "default device": _default_device,
+    "inference mode": _inference_mode,
+    "flush denormal": _flush_denormal,
+    "function modes": _function_modes,
+    "dispatch modes": _dispatch_modes,
+    "function transforms": _transforms,
+    "saved-tensor hooks": _saved_tensors,
+}
+"""Settings of the calling thread, by name."""
+OF_PROCESS: dict[str, Setting] = {
+    "default dtype": _default_dtype,
+    "float32 precision": _fp32_precision,
+    "reduced precision": _reduced_precision,
+    "module hooks": _module_hooks,
+}
+"""Settings of all threads, by name."""
