@@ -28,6 +28,7 @@ from ...pipeline.ambient import plain_torch
 from ...store import html
 from ...store.errors import DictionaryError, ModelNotFound, SourceChanged, WeightsError
 from ..forward.architectures.points import BY_NAME, HookPoint
+from ..forward.models.fingerprint import fingerprint
 from .formats.table import open_files
 from .layers.active import Active
 from .layers.files import DictionaryFiles, resolve
@@ -61,7 +62,6 @@ class Dictionary:
         self.files, self.layout = files, layout
         self._open_layer, self._content = open_layer, content
         self._opened: dict[int, LayerFeatures] = {}
-        self._versions: dict[int, list[int]] = {}
         self.device: torch.device | str = "cpu"
 
     @classmethod
@@ -167,38 +167,46 @@ class Dictionary:
         return digest("features", files, it.read, it.write, {**it.settings, **content})
 
     def confirm(self, identity: str) -> None:
-        """Raise SourceChanged unless the name still leads to files of this identity, or the weights in memory
-        still are it: weights of files are mapped, so what was read since may be of others."""
-        for layer, version in self._versions.items():
-            if _versions(self._opened[layer]) != version:
-                raise SourceChanged(
-                    f"expected the weights of {self.name} as they are in its files, found layer {layer} "
-                    "edited in memory; write an edited dictionary to a folder of its own, and open that"
-                )
-        it = self.layout
-        try:
-            anew = Dictionary.from_pretrained
-            found = (self if self._content else anew(self.name, read=it.read, write=it.write)).identity
-        except (DictionaryError, ModelNotFound, WeightsError, OSError) as error:
-            raise SourceChanged(f"the files of {self.name} changed since it was opened: {error}") from error
-        if found != identity:
+        """Raise SourceChanged unless the name still leads to files of this identity, and the layers that were
+        opened are as in these files; or unless the weights in memory still are it. Reads the weights of
+        opened layers twice, 8 ms per 100 MB each time."""
+        anew = self if self._content else self._anew()
+        if anew.identity != identity:
             raise SourceChanged(
                 f"expected the dictionary {self.name} as it was ({identity[:12]}), found another "
-                f"({found[:12]}): it was replaced or edited meanwhile; open it anew"
+                f"({anew.identity[:12]}): it was replaced or edited meanwhile; open it anew"
             )
+        for layer, features in self._opened.items() if anew is not self else ():
+            edited = fingerprint(features).first_difference(fingerprint(anew.layer(layer)))
+            if edited is not None:
+                raise SourceChanged(
+                    f"expected the weights of {self.name} as they are in its files, found {edited} of layer "
+                    f"{layer} edited in memory; write an edited dictionary to a folder of its own, and open "
+                    "that"
+                )
+
+    def _anew(self) -> Dictionary:
+        """The dictionary under this name as its files are now."""
+        it = self.layout
+        try:
+            anew = Dictionary.from_pretrained(self.name, read=it.read, write=it.write, device=self.device)
+            anew.identity  # noqa: B018 - reads the files
+        except (DictionaryError, ModelNotFound, WeightsError, OSError) as error:
+            raise SourceChanged(f"the files of {self.name} changed since it was opened: {error}") from error
+        return anew
 
     def as_resource(self, device: str | None = None) -> StoredDictionary:
-        """What stages take: its name and identity, and where to compute."""
+        """What stages take: its name and identity, and where to compute. Raises SourceChanged for weights
+        that were edited in memory, as stages read those of the files."""
+        if self._opened:
+            self.confirm(self.identity)
         return StoredDictionary(self.name, self.identity, self.layout.read, self.layout.write, device)
 
     def private(self, identity: str) -> Dictionary:
         """The dictionary of this identity with tensors nobody else holds, and so nobody edits: its files
         opened anew; itself where it is in memory. Raises SourceChanged as `confirm`."""
         self.confirm(identity)
-        if self._content is not None:
-            return self
-        it = self.layout
-        return Dictionary.from_pretrained(self.name, read=it.read, write=it.write, device=self.device)
+        return self if self._content is not None else self._anew()
 
     @property
     def places(self) -> tuple[CrosscoderPlace, ...]:
@@ -301,8 +309,6 @@ class Dictionary:
         """The features that read a layer, with mapped weights."""
         if self._own(layer) not in self._opened:
             self._opened[layer] = self._open_layer(layer)
-            if self._content is None:
-                self._versions[layer] = _versions(self._opened[layer])
         return self._opened[layer]
 
     def feature(self, feature: FeatureId | tuple[int, int] | str) -> FeatureId:
@@ -421,12 +427,6 @@ class StoredDictionary:
 def _kept_open(name: str, features: str, read: str, write: str, device: str) -> Dictionary:
     """Open files, for the next segment of a corpus; whether they are what is meant, who opens them asks."""
     return Dictionary.from_pretrained(name, read=read, write=write, device=device)
-
-
-def _versions(features: LayerFeatures) -> list[int]:
-    """How often each tensor was written to."""
-    parts = [*vars(features).values(), *features.W_dec.values()]
-    return [part._version for part in parts if hasattr(part, "_version")]
 
 
 def _point(kind: str, layer: int) -> HookPoint:

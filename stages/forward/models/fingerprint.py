@@ -15,7 +15,7 @@ import enum
 import functools
 import types
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -136,7 +136,7 @@ def _parts(found: Any) -> dict[str, Any] | None:
         name for kind in kinds for name, it in vars(kind).items() if isinstance(it, cached_property)
     }
     parts |= {name: part for name, part in getattr(found, "__dict__", {}).items() if name not in worked_out}
-    return parts or None
+    return parts if parts or is_dataclass(found) else None  # a dataclass without fields is all its type says
 
 
 def _slots(kind: type) -> tuple[str, ...]:

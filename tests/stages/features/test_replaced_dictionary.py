@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 import xarray as xr
 
 import mizarr
@@ -17,6 +18,7 @@ from mizarr.stages.features.dictionary import Dictionary
 from mizarr.stages.features.effects.activity import FeatureActivity
 from mizarr.stages.features.effects.alignment import DecoderSearch
 from mizarr.stages.features.effects.sweeps import Dose, InjectionSweep
+from mizarr.stages.features.layers.activations import TopK
 from mizarr.stages.features.training.settings import TrainingSettings
 from mizarr.stages.features.training.trained import as_dictionary
 from mizarr.stages.forward.capture.capture import CaptureNode
@@ -141,18 +143,45 @@ def test_files_replaced_while_features_are_encoded_give_no_result(model, folder,
     assert len(list(store.records())) == kept
 
 
-def test_edited_features_of_a_dictionary_in_hand_are_not_stored_as_those_of_its_files(model, folder, store):
-    """A graph reads the files themselves; what was edited in memory is nobody else's."""
-    edited, intact = Dictionary.from_pretrained(folder), Dictionary.from_pretrained(folder)
-    for layer in edited.layers:
-        edited.layer(layer).W_enc.data.mul_(3.0)
-    kept = attribution_graph(model, edited, PROMPTS[0], store=store)
-    np.testing.assert_array_equal(kept.adjacency, attribution_graph(model, intact, PROMPTS[0]).adjacency)
-    edited.layer(0).b_enc.add_(1.0)
-    with pytest.raises(
-        SourceChanged, match=r"expected the weights of .* as they are in its files, found layer 0"
-    ):
-        attribution_graph(model, edited, PROMPTS[0], store=store)
+EDITS = {
+    "in place": lambda features: features.W_enc.mul_(0),
+    "an item": lambda features: features.W_enc.__setitem__(0, 5.0),
+    "data": lambda features: features.W_enc.data.mul_(3.0),
+    "a numpy view": lambda features: features.W_enc.numpy().__imul__(2.0),
+    "a decoder": lambda features: next(iter(features.W_dec.values())).mul_(2),
+    "a bias": lambda features: features.b_enc.add_(1.0),
+    "a field": lambda features: object.__setattr__(features, "W_enc", torch.zeros_like(features.W_enc)),
+    "the activation": lambda features: object.__setattr__(features, "activation", TopK(1)),
+    "a gain": lambda features: object.__setattr__(features, "gain", 2.0),
+}
+"""What users do to a dictionary in hand, by torch, by numpy, and to its fields."""
+
+
+@pytest.mark.parametrize("edit", EDITS.values(), ids=list(EDITS))
+def test_an_edited_dictionary_is_refused_at_every_door(edit, model, folder, store):
+    """Stages read the files, and their keys name the files: neither is what was edited."""
+    edited = Dictionary.from_pretrained(folder)
+    edit(edited.layer(1))
+    point = str(edited.read_hook(1))
+    doors = {
+        "graph": lambda: attribution_graph(model, edited, PROMPTS[0], store=store),
+        "corpus": lambda: encode_corpus(edited, model, PROMPTS, store=store, progress=False),
+        "reduction": lambda: mizarr.HookSpec().capture(point, reduce=edited),
+        "resource": edited.as_resource,
+    }
+    for door in doors.values():
+        with pytest.raises(SourceChanged, match=r"as they are in its files, found \S+ of layer 1 edited"):
+            door()
+
+
+def test_a_dictionary_that_was_only_looked_at_is_as_its_files(model, folder, store):
+    opened = Dictionary.from_pretrained(folder)
+    for layer in opened.layers:
+        opened.layer(layer).encode(torch.ones(2, opened.d_in))
+    intact = attribution_graph(model, Dictionary.from_pretrained(folder), PROMPTS[0])
+    np.testing.assert_array_equal(
+        attribution_graph(model, opened, PROMPTS[0], store=store).adjacency, intact.adjacency
+    )
 
 
 def test_a_dictionary_in_memory_is_identified_by_its_weights_as_they_are(original):
