@@ -178,6 +178,11 @@ class Model:
             attention=self.config.attention_in(dtype),
         )
 
+    def first_edit(self) -> str | None:
+        """Path of the first tensor or setting that is not as it was loaded; None where all are. Looks at
+        every weight, as `identity` does."""
+        return None if self._loaded is None else self._loaded.first_difference(fingerprint(self.network))
+
     @property
     def config(self) -> Architecture:
         """What the model is without its weights: layers, sizes, hook points."""

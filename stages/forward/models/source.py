@@ -110,14 +110,23 @@ class ModelSource:
         """The model of `identity`, with the tokenizer of `tokenizer_digest`, loaded once.
 
         max_memory: see `Model.from_pretrained`. beside: bytes to be left of what memory there is, if that is
-        to decide. Raises SourceChanged when it is no longer there.
+        to decide. Raises SourceChanged when it is no longer there, and when somebody edited the model that
+        was loaded: a model that is given is looked at as it is, one that is named is that of its files.
         """
-        if self._model is None:
-            place = _Place(self.name, self.revision, self.dtype, self.device)
-            about = (place, self.identity, self.tokenizer_digest)
-            self._model = _loaded(about, max_memory, partial(self._allowed, max_memory, beside))
-        elif self.files is None:
+        if self._model is not None and self.files is None:
             self.confirm()
+            return self._model
+        place = _Place(self.name, self.revision, self.dtype, self.device)
+        about = (place, self.identity, self.tokenizer_digest)
+        if self._model is None:
+            self._model = _loaded(about, max_memory, partial(self._allowed, max_memory, beside))
+        if (edited := self._model.first_edit()) is not None:
+            self._model = None
+            _forget(about)
+            raise SourceChanged(
+                f"expected the weights of {self.name} as in its files, found {edited} edited in memory; give "
+                "the edited model itself instead of its name, or ask again for the model of the files"
+            )
         return self._model
 
     def _allowed(self, max_memory: int | None, beside: int) -> int | None:
@@ -202,6 +211,13 @@ def _loaded(about: _About, max_memory: int | None, allowed: Callable[[], int | N
             _kept.clear()  # before another one is read: two may be more than there is room for
             _kept.append(_Kept(about, max_memory, _load(*about, allowed())))
         return _kept[0].model
+
+
+def _forget(about: _About) -> None:
+    """Load the model anew when it is wanted next."""
+    with _LOADING:
+        if _kept and _kept[0].about == about:
+            _kept.clear()
 
 
 def _load(place: _Place, identity: ModelIdentity, tokenizer: str | None, max_memory: int | None) -> Model:

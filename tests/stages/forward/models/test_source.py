@@ -19,11 +19,14 @@ import xarray as xr
 import mizarr
 from mizarr import HookSpec
 from mizarr.pipeline import run
+from mizarr.stages.causal.grids.ablation import Ablation
+from mizarr.stages.causal.grids.patching_metrics import LogitDifference
 from mizarr.stages.forward.capture.capture import CaptureNode
 from mizarr.stages.forward.models.files import ModelFiles, resolve
 from mizarr.stages.forward.models.fingerprint import fingerprint
 from mizarr.stages.forward.models.model import Model
 from mizarr.stages.forward.models.source import ModelSource
+from mizarr.stages.forward.runs.experiment import ExperimentNode
 from mizarr.stages.logits.component_weights import component_weights_node
 from mizarr.stages.logits.readout import readout_node
 from mizarr.store import index
@@ -316,6 +319,36 @@ def test_a_model_altered_beyond_its_tensors_cannot_be_stored(folder, store, alte
     with pytest.raises(ConfigError):
         mizarr.run(model, [mizarr.Run([1, 2])], store=store)
     assert not list(store.records())
+
+
+def _alter_configuration(model):
+    model.network.config = dataclasses.replace(model.config, norm_eps=0.5)
+
+
+@pytest.mark.parametrize("edit", [*EDITS, _alter_configuration], ids=lambda edit: edit.__name__[1:])
+@pytest.mark.parametrize("door", ["same node", "later node", "experiment"])
+def test_a_model_that_was_loaded_by_name_and_edited_is_not_served_for_its_files(folder, store, edit, door):
+    """Loaded models are kept for the next question, so one edit would reach everybody who asks by name."""
+    expected = captured(str(folder), store)
+    node = CaptureNode(str(folder), [[9, 8, 7]], RESID)
+    edit(node.source.load())
+    doors = {
+        "same node": lambda: run(node, store),
+        "later node": lambda: run(CaptureNode(str(folder), [[4, 4]], RESID), store),
+        "experiment": lambda: run(ablation_node(folder), store),
+    }
+    kept = len(list(store.records()))
+    with pytest.raises(SourceChanged, match=r"as in its files, found \S+ edited in memory; give the edited"):
+        doors[door]()
+    assert len(list(store.records())) == kept
+    doors[door]()
+    fresh = mizarr.open_store(store.address + "-fresh", durability="process")
+    assert np.array_equal(captured(str(folder), fresh), expected)
+
+
+def ablation_node(folder):
+    ablation = Ablation(tokens=(1, 2, 3), kinds=("mlp_out",), metrics=(LogitDifference(1, 2),))
+    return ExperimentNode(ablation, ModelSource(str(folder)))
 
 
 def test_runs_of_edited_weights_are_kept_apart(folder, store):
