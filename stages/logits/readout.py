@@ -119,7 +119,7 @@ def readout_from_files(
         unembed,
         norm_weight,
         norm=config.norm_type,
-        eps=config.norm_eps,
+        eps=config.final_norm_eps,
         soft_cap=config.final_logit_softcapping,
         norm_bias=take("final_norm.bias"),
         unembed_bias=take("head.bias"),
@@ -155,7 +155,7 @@ def _transformed(
     data["token"] = ("vocab", np.array(words, dtype=object))
     attrs = {
         "norm": norm if "norm_weight" in data else "none",
-        "eps": float(config.norm_eps),
+        "eps": float(config.final_norm_eps),
         "soft_cap": float(config.final_logit_softcapping or 0.0),
         "logit_scale": 1.0,
         "transform_activation": transform.activation,

@@ -373,6 +373,7 @@ class Architecture(ABC):
     """Of the final norm, and of all others. rms: x w / rms(x). gemma_rms: x (1 + w) / rms(x). layer: mean
     removed, weight and bias."""
     norm_eps: float
+    """Added to the mean square, or the variance, by every norm; by the final one: `final_norm_eps`."""
     final_logit_softcapping: float | None
     """Of the logits; None for none."""
     tie_word_embeddings: bool
@@ -445,6 +446,11 @@ class Architecture(ABC):
     @abstractmethod
     def keeps_keys(self, before: int, length: int) -> bool:
         """Whether what was kept of a sequence of `before` positions is true of it when it has `length`."""
+
+    @property
+    def final_norm_eps(self) -> float:
+        """What the final norm adds to the mean square, or the variance."""
+        return self.norm_eps
 
     @abstractmethod
     def bytes_per_token(self, itemsize: int) -> int:

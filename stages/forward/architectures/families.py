@@ -458,7 +458,8 @@ def kv_heads_of(reader: ConfigReader, family: Family, heads: int) -> int:
 def listed_windows(
     reader: ConfigReader, types: list[str], size: int | None, layers: int
 ) -> tuple[int | None, ...]:
-    """Windows of layers whose types a config lists; `size` where a type has one."""
+    """Windows of layers whose types a config lists; `size` where a type has one. Raises ConfigError for types
+    that are unknown, too many or too few, and for a type with a window where no size is given."""
     strange = next((kind for kind in types if kind not in LAYER_TYPES), None)
     if strange is not None:
         raise ConfigError(
@@ -469,6 +470,12 @@ def listed_windows(
         raise ConfigError(
             f"{reader.source}: expected one layer_types entry per layer ({layers}), found {len(types)}; "
             "correct the file, or fetch it again"
+        )
+    if size is None and "sliding_attention" in types:
+        raise ConfigError(
+            f"{reader.source}: expected a window for layers of the type 'sliding_attention', found "
+            f"sliding_window {reader.raw.get('sliding_window')!r} and use_sliding_window "
+            f"{reader.raw.get('use_sliding_window')!r}; the keys contradict each other"
         )
     return tuple(size if kind == "sliding_attention" else None for kind in types)
 

@@ -27,22 +27,127 @@ from .rwkv_families import RWKV, read_rwkv
 from .transformer import ConfigReader
 from .zamba_families import ZAMBA
 
-__all__ = ["KNOWN", "KnownFamily"]
+__all__ = ["KNOWN", "SECOND_NAMES", "KnownFamily"]
 
 TensorShapes = Mapping[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
 class KnownFamily:
-    """A family known by name.
+    """A family known by name."""
 
-    read: its architecture, from a config.json and the shapes of its tensors by name. described: it in words,
-    a column each. reads_tensors: whether config.json alone does not say enough.
-    """
-
-    read: Callable[[ConfigReader, TensorShapes], Architecture]
+    reader: Callable[[ConfigReader, TensorShapes], Architecture]
+    """Its architecture, from a config.json and the shapes of its tensors by name."""
     described: Mapping[str, str]
+    """It in words, by column."""
     reads_tensors: bool = False
+    """Whether config.json alone does not say enough."""
+
+    def read(self, config: ConfigReader, shapes: TensorShapes) -> Architecture:
+        """The architecture that a config.json describes.
+
+        config: its keys, under their own names or those of `SECOND_NAMES`. shapes: of tensors, by name.
+        Raises ConfigError for a key that is missing, of the wrong type, contradicts another, or asks for what
+        is not followed.
+        """
+        return self.reader(by_own_names(config), shapes)
+
+
+_TYPES = {"layer_types": "layers_block_type"}
+_NAMES: tuple[tuple[dict[str, str], tuple[str, ...]], ...] = (
+    (
+        {
+            "hidden_size": "n_embd",
+            "max_position_embeddings": "n_positions",
+            "num_attention_heads": "n_head",
+            "num_hidden_layers": "n_layer",
+        },
+        ("gpt2", "openai-gpt", "codegen", "gpt_bigcode", "gptj", "gpt-sw3"),
+    ),
+    (
+        {
+            "head_dim": "d_kv",
+            "hidden_size": "d_model",
+            "num_attention_heads": "num_heads",
+            "num_hidden_layers": "num_layers",
+        },
+        ("t5", "mt5", "umt5"),
+    ),
+    (
+        {
+            "hidden_size": "d_model",
+            "num_attention_heads": "encoder_attention_heads",
+            "num_hidden_layers": "encoder_layers",
+        },
+        ("bart", "mbart", "plbart", "mvp", "marian", "pegasus", "m2m_100", "blenderbot", "blenderbot-small"),
+    ),
+    (
+        {
+            "max_position_embeddings": "model_max_length",
+            "n_group": "num_expert_group",
+            "n_shared_experts": "num_shared_experts",
+            "norm_topk_prob": "moe_renormalize",
+            "num_experts_per_tok": "num_experts_per_token",
+            "num_local_experts": "num_experts",
+        },
+        ("kimi_linear",),
+    ),
+    (
+        {
+            "hidden_size": "d_model",
+            "num_attention_heads": "attention_heads",
+            "num_hidden_layers": "num_layers",
+        },
+        ("xglm",),
+    ),
+    (
+        {"hidden_size": "dim", "num_attention_heads": "n_heads", "num_hidden_layers": "n_layers"},
+        ("distilbert",),
+    ),
+    ({"hidden_size": "d_model", "num_attention_heads": "n_heads", "num_hidden_layers": "n_layers"}, ("mpt",)),
+    ({"num_attention_heads": "n_head", "num_hidden_layers": "n_layer"}, ("bloom",)),
+    ({"num_attention_heads": "num_heads", "num_hidden_layers": "num_layers"}, ("gpt_neo",)),
+    ({"num_local_experts": "n_routed_experts"}, ("glm4_moe", "deepseek_v3", "dots1", "solar_open")),
+    ({"num_experts": "n_routed_experts"}, ("deepseek_v2",)),
+    (
+        {"num_experts": "num_local_experts"},
+        ("mixtral", "qwen3_moe", "gpt_oss", "kolibri1", "mellum", "minimax", "minimax_m2"),
+    ),
+    ({"num_local_experts": "num_experts"}, ("olmoe", "flex_olmo", "hy_v3", "jamba")),
+    ({"num_experts": "moe_num_experts", "num_experts_per_tok": "moe_k"}, ("ernie4_5_moe",)),
+    ({"num_experts_per_tok": "moe_topk", "num_local_experts": "num_experts"}, ("hunyuan_v1_moe",)),
+    ({"head_dim": "qk_rope_head_dim", "num_local_experts": "n_routed_experts"}, ("glm4_moe_lite",)),
+    ({"head_dim": "kv_channels"}, ("jetmoe",)),
+    ({"bias": "mlp_bias", "qkv_bias": "attention_bias"}, ("internlm3",)),
+    ({"max_position_embeddings": "context_length"}, ("rwkv",)),
+    ({"layers_block_type": "layer_types"}, ("granitemoehybrid",)),
+    (_TYPES, ("bamba", "falcon_h1")),
+    ({"num_local_experts": "n_routed_experts", **_TYPES}, ("nemotron_h",)),
+    ({"sliding_window": "attention_window_size", **_TYPES}, ("recurrent_gemma",)),
+    ({"head_dim": "attention_head_dim", **_TYPES}, ("zamba", "zamba2")),
+)
+"""Second names of keys, and the families that have them."""
+SECOND_NAMES = {family: names for names, families in _NAMES for family in families}
+"""model_type -> second name -> a key's own name: `attribute_map` of its configuration in transformers, of
+keys that decide what is computed."""
+
+
+def by_own_names(config: ConfigReader) -> ConfigReader:
+    """A config with every key under its own name.
+
+    Raises ConfigError for a key that stands there by both names with two values: which of them the reference
+    takes depends on their order.
+    """
+    keys = dict(config.raw)
+    for second, own in SECOND_NAMES.get(str(keys.get("model_type")), {}).items():
+        if second in keys:
+            value = keys.pop(second)
+            if keys.setdefault(own, value) != value:
+                raise ConfigError(
+                    f"{config.source}: expected one value of {own} and {second}, two names of one key, found "
+                    f"{keys[own]!r} and {value!r}; leave one out"
+                )
+    return ConfigReader(keys, config.source)
 
 
 def _transformer(model_type: str) -> KnownFamily:

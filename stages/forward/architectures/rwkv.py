@@ -96,6 +96,12 @@ class RwkvConfig(Architecture):
         return UNLIMITED
 
     @property
+    def final_norm_eps(self) -> float:
+        """See `Architecture`; up to RWKV-6 the reference's final norm has PyTorch's default, whatever the
+        config says of the others."""
+        return self.norm_eps if self.generation == 7 else 1e-5
+
+    @property
     def axis_sizes(self) -> dict[str, int]:
         """See `Architecture`."""
         return {

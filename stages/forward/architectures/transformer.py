@@ -311,8 +311,10 @@ class ConfigReader:
         return None if self._get(key, default) is None else self.number(key, default)
 
     def flag(self, key: str, default: bool) -> bool:
-        """True or false, the default where the key is absent or null."""
+        """True or false, the default where the key is absent; a null is false, as to the reference."""
         value = self._get(key, default)
+        if key in self.raw and self.raw[key] is None:
+            return False
         if not isinstance(value, bool):
             raise ConfigError(
                 f"{self.source}: expected {key} to be true or false, found {value!r}; correct the file, or "

@@ -72,7 +72,7 @@ class Ends(Generic[Config, Layer]):
         if want is not None and not taps.touches(None, *BEFORE_HEAD):
             return self.final_norm(want.at_positions(x))
         if final is not None:
-            normed = normalise(x, final, c.norm_type, c.norm_eps, taps, "ln_final", None)
+            normed = normalise(x, final, c.norm_type, c.final_norm_eps, taps, "ln_final", None)
             x = taps("final_norm", None, normed)
         if c.transform is not None:
             x = transformed(x, self.weights, c.transform, c.norm_type, taps)
@@ -84,7 +84,7 @@ class Ends(Generic[Config, Layer]):
         """What the LM head reads of residual states [..., D]: their final norm, transformed where it is."""
         c, final, x = self.config, self.weights.final_norm, self._narrow(x)
         if final is not None:
-            x = apply_norm(x, final, c.norm_type, c.norm_eps)
+            x = apply_norm(x, final, c.norm_type, c.final_norm_eps)
         return x if c.transform is None else transformed(x, self.weights, c.transform, c.norm_type)
 
     def unembed(self, x: Tensor, want: Logits, *, softcap: bool = True) -> Tensor:

@@ -318,8 +318,7 @@ ATTENDING: dict[str, Attends] = {
     "opt": Attends(
         examples="OPT, but for 350M",
         norm="layer",
-        eps_key="layer_norm_eps",
-        eps=1e-5,
+        fixed_eps=1e-5,
         activation="relu",
         mlp="plain",
         qkv_bias=("enable_bias", True),

@@ -225,10 +225,20 @@ def _growth(reader: ConfigReader, family: Attends) -> tuple[float, int]:
 
 
 def _renamed(reader: ConfigReader, family: Attends) -> ConfigReader:
-    """The config under the usual names of its keys; what the reference knows by one name has no other."""
+    """The config under the usual names of its keys; what the reference knows by one name has no other.
+
+    Raises ConfigError for a key that stands there by both names with two values: which of them the reference
+    takes depends on their order.
+    """
     usual = {name: reader.raw[own] for name, own in family.aliases.items() if own in reader.raw}
     one_name = {"hidden_act", "intermediate_size"} & set(family.aliases)
     kept = {key: value for key, value in reader.raw.items() if key not in one_name}
+    for name, value in usual.items():
+        if name in kept and kept[name] != value:
+            raise ConfigError(
+                f"{reader.source}: expected one value of {family.aliases[name]} and {name}, two names of one "
+                f"key, found {value!r} and {kept[name]!r}; leave one out"
+            )
     return ConfigReader(kept | usual, reader.source)
 
 
@@ -283,8 +293,10 @@ def _logit_factor(reader: ConfigReader, family: Attends) -> float:
 def _windows(reader: ConfigReader, *, family: Attends, layers: int) -> Windows:
     """How many keys back a query sees, by layer."""
     if family.has_window_flag and not reader.flag("use_sliding_window", False):
-        reader.read |= {"sliding_window", "layer_types", "max_window_layers"}
-        return (None,) * layers
+        reader.read |= {"sliding_window", "max_window_layers"}
+        return listed_windows(
+            reader, reader.strings("layer_types") or ["full_attention"] * layers, None, layers
+        )
     if family.types is None:
         return read_windows(reader, family, layers)
     size = reader.optional_integer("sliding_window", family.window)

@@ -1,0 +1,105 @@
+"""A changed config is computed as the reference computes it, or refused: never silently something else."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mizarr.stages.forward.architectures.known import KNOWN, SECOND_NAMES
+
+from ..config_mutations import TABLED, Saved, mutated, outcome, saved
+
+DRAWS = int(os.environ.get("MIZARR_CONFIG_DRAWS", "20000"))
+"""Changed configs of all families together, in the slow test."""
+SEED = int(os.environ.get("MIZARR_CONFIG_SEED", "0"))
+"""Another one draws other configs."""
+NOT_COMPUTED = {"image_token_id", "boi_token_id", "eoi_token_id", "video_token_id", "initializer_range"}
+NOT_COMPUTED |= {"vision_feature_layers", "num_mtp_layers"}
+"""Keys with two names that change no logits of a text model."""
+
+CHANGES: list[tuple[str, dict[str, Any], str]] = [
+    ("rwkv", {"layer_norm_epsilon": 1e-2}, "equal"),
+    ("opt", {"layer_norm_eps": 1e-2}, "equal"),
+    ("granite", {"attention_multiplier": 0}, "equal"),
+    ("granite", {"residual_multiplier": 0.0}, "equal"),
+    ("granitemoehybrid", {"attention_multiplier": 0}, "equal"),
+    ("bamba", {"mamba_conv_bias": None}, "not equal"),
+    ("smollm3", {"use_sliding_window": False, "layer_types": "sliding_attention"}, "refused"),
+    ("qwen2_moe", {"use_sliding_window": False, "layer_types": "sliding_attention"}, "refused"),
+    ("qwen2", {"use_sliding_window": False, "layer_types": "sliding_attention"}, "refused"),
+    ("mistral", {"sliding_window": None, "layer_types": "sliding_attention"}, "refused"),
+    ("recurrent_gemma", {"sliding_window": 2}, "refused"),
+]
+"""Family, what is changed, and what becomes of it; a type of layers is that of all of them."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("models")
+
+
+@pytest.mark.parametrize(("family", "changes", "expected"), CHANGES, ids=[f"{f} {c}" for f, c, _ in CHANGES])
+def test_a_change_is_followed_or_refused(family, changes, expected, tmp_path):
+    model = saved(family, 1, tmp_path / "model")
+    config = {**model.config, **changes}
+    if "layer_types" in changes:
+        config["layer_types"] = [changes["layer_types"]] * config["num_hidden_layers"]
+    found = outcome(model, config, ())
+    if expected == "not equal":
+        assert found.kind in ("equal", "refused", "not computed"), found
+    else:
+        assert found.kind == expected, found
+
+
+def under_two_names(model: Saved) -> list[tuple[str, str]]:
+    second = SECOND_NAMES.get(str(model.config["model_type"]), {})
+    return [(name, own) for name, own in second.items() if isinstance(model.config.get(own), int)]
+
+
+@pytest.mark.parametrize(
+    "family", sorted({"gpt2", "gptj", "gpt_neo", "mpt", "bloom", "xglm", "distilbert", "mixtral"})
+)
+def test_two_names_of_one_key_with_two_values_are_refused_in_any_order(family, tmp_path):
+    model = saved(family, 1, tmp_path / "model")
+    assert under_two_names(model)
+    for name, own in under_two_names(model):
+        other = model.config[own] * 2
+        for config in ({name: other, **model.config}, {**model.config, name: other}):
+            found = outcome(model, config, (name,))
+            assert found.kind == "refused" and name in found.detail and own in found.detail, found
+        renamed = {name if key == own else key: value for key, value in model.config.items()}
+        assert outcome(model, renamed, (name,)).kind == "equal"
+        assert outcome(model, {**model.config, name: model.config[own]}, (name,)).kind == "equal"
+
+
+def test_second_names_are_those_of_the_reference():
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    maps = {family: CONFIG_MAPPING[family].attribute_map for family in KNOWN if family in CONFIG_MAPPING}
+    expected = {
+        family: {name: own for name, own in names.items() if name not in NOT_COMPUTED}
+        for family, names in maps.items()
+    }
+    assert {family: names for family, names in expected.items() if names} == SECOND_NAMES
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", TABLED)
+def test_changed_configs_are_equal_or_refused(family, tmp_path):
+    rng = random.Random(f"{family} {SEED}")
+    model = saved(family, SEED, tmp_path / "model")
+    assert outcome(model, model.config, ()).kind == "equal"
+    counts: Counter[str] = Counter()
+    wrong = []
+    for _ in range(DRAWS // len(TABLED)):
+        found = outcome(model, *mutated(model.config, model.names, rng))
+        counts[found.kind] += 1
+        if found.kind in ("different", "crashed"):
+            wrong.append(found)
+    print(family, dict(counts))
+    assert not wrong
