@@ -13,7 +13,10 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from .stages.forward.networks.kernels.tuning import fix_order_of_sums as _fix_order_of_sums
 from .store.version import __version__ as __version__
+
+_fix_order_of_sums()  # here, because it comes too late after the first matrix product of the process
 
 # Public name -> the module that defines it.
 _HOME = {

@@ -269,7 +269,7 @@ FORWARD = "mizarr.stages.forward."
 SPOKEN_TO = {
     "architectures": ("architecture", "known", "points"),
     "checkpoints": ("checkpoint",),
-    "networks": ("history", "kernels.products"),
+    "networks": ("history", "kernels.products", "kernels.tuning"),
     "passes": ("backward", "kept"),
 }
 """Of those rooms of forward that know how a model is made, what others may ask: a new file is closed."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
 from typing import Protocol
 
 import torch
@@ -528,7 +528,22 @@ def is_by_hand(q: Tensor, how: AttentionMixer) -> bool:
     to them by distance or has a place for sinks, and none takes the softmax in float32 where all else is
     float64, as the reference does."""
     is_plain = how.sinks is None and how.relative is None and how.part is None
+    if q.dtype == torch.bfloat16 and q.device.type == "cpu" and not _has_fused_bfloat16():
+        return True
     return how.is_capped or not is_plain or q.dtype == torch.float64
+
+
+@cache
+def _has_fused_bfloat16() -> bool:
+    """Whether torch's fused kernel runs in bfloat16 on this CPU: it fails where `ATEN_CPU_CAPABILITY` holds
+    torch below what the processor has, because it packs keys by what the processor has (torch 2.13)."""
+    x = torch.zeros(1, 4, 64, 16, dtype=torch.bfloat16)
+    try:
+        with torch.no_grad():
+            F.scaled_dot_product_attention(x, x, x, is_causal=True)
+    except RuntimeError:
+        return False
+    return True
 
 
 def output(z: Tensor, projection: Linear, layer: int, taps: Taps) -> Tensor:

@@ -243,8 +243,11 @@ def test_recall_is_what_is_said_behind_each_prompt(tmp_path):
     found = asked(FactualRecall(ids, tuple(answers)), model, tmp_path)
     assert found["answer"].values.tolist() == sorted(set(answers))
     for i, prompt in enumerate(ids):
-        values = model.forward([list(prompt)]).logits[0, -1].double().log_softmax(-1)
-        np.testing.assert_allclose(found["logprob"][i], values[sorted(set(answers))], atol=1e-5)
+        logits = model.forward([list(prompt)]).logits[0, -1].double()
+        values = logits.log_softmax(-1)
+        # Float32 passes round logits to about a millionth of the largest, on no two instruction sets alike.
+        atol = 2e-6 * float(logits.abs().max())
+        np.testing.assert_allclose(found["logprob"][i], values[sorted(set(answers))], rtol=0, atol=atol)
         assert found["rank"].values[i] == int((values > values[answers[i]]).sum())
         assert found["said"].values[i] == int(values.argmax())
 

@@ -54,10 +54,13 @@ def recurrent(spec: dict[str, Any] | None, vector: Any, *, sustained: bool = Fal
 def test_logits_are_those_of_the_reference(reference):
     model, manifest, held = reference
     assert len(manifest["specs"]) >= 8
+    # Rotary tables are float32, as in transformers, and a sine's last bit (6e-8) differs between instruction
+    # sets; every layer rotates again. All else is float64.
+    atol = 1e-6 * float(np.abs(held["baseline"]).max())
     for name, spec in manifest["specs"].items():
         for vector in (held["feedback_vector"], torch.tensor(held["feedback_vector"])):
             found = model.forward(manifest["prompt"], recurrent=recurrent(spec, vector)).logits[0].numpy()
-            assert np.abs(found - held[name]).max() <= 1e-9, name
+            assert np.abs(found - held[name]).max() <= atol, name
 
 
 def test_generations_are_those_of_the_reference(reference):

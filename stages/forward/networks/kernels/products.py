@@ -11,11 +11,12 @@ temporaries come from: hundreds of different numbers of rows left a process 100 
 asked for powers of two alone, which full batches of full windows have, and single tokens in generation.
 
 Either library sums a row in one order whatever stands in the others, where it is given whole blocks of rows
-and of columns. Pieces of a block, of the whole or of the share of a thread, go through kernels of their own:
-so sizes are filled up to whole blocks, for any number of threads alike. A single row stays one: its kernel
-takes a third of the time of that of four, and it is all there is of a token that is generated. The two
-libraries differ: so the length of prompts decides which is asked, and a harvest batches prompts so that it is
-their own length that decides, `FEW_ROWS` at least.
+and of columns; MKL on Intel's processors in its strict mode alone (tuning.py). Pieces of a block, of the
+whole or of the share of a thread, go through kernels of their own: so sizes are filled up to whole blocks,
+for any number of threads alike. A single row stays one: its kernel takes a third of the time of that of four,
+and it is all there is of a token that is generated. The two libraries differ: so the length of prompts
+decides which is asked, and a harvest batches prompts so that it is their own length that decides, `FEW_ROWS`
+at least.
 
 MIZARR_TUNING=off leaves every product to torch; tests/benchmarks/bench_tuning.py measures the choice.
 """
@@ -23,7 +24,6 @@ MIZARR_TUNING=off leaves every product to torch; tests/benchmarks/bench_tuning.p
 from __future__ import annotations
 
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,7 +31,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .company import is_beside_others
-from .tuning import is_tuned
+from .tuning import is_tuned, processor_maker
 
 _LARGE = 1 << 26
 """Multiplications of one prompt from which asking oneDNN is worth its preparation."""
@@ -124,16 +124,7 @@ def _wants_onednn(x: Tensor, weight: Tensor) -> bool:
 def _onednn() -> Any:
     """oneDNN's product, where torch would ask MKL and MKL is not at home; else None."""
     both = torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()
-    at_home = _processor_maker() in (None, "GenuineIntel")
+    at_home = processor_maker() in (None, "GenuineIntel")
     if not is_tuned() or at_home or not both:
         return None
     return getattr(torch.ops.mkldnn, "_linear_pointwise", None)
-
-
-def _processor_maker(told: Path = Path("/proc/cpuinfo")) -> str | None:
-    """ "AuthenticAMD", "GenuineIntel", …, as Linux tells it; None where nobody does."""
-    try:
-        lines = told.read_text().splitlines()
-    except OSError:
-        return None
-    return next((line.split(":")[1].strip() for line in lines if line.startswith("vendor_id")), None)

@@ -135,7 +135,11 @@ def test_the_text_model_of_one_that_reads_images_gives_its_logits(family, seed, 
     assert model.config.model_type == f"{family}_text"
     with torch.no_grad():
         expected = reference(input_ids=ids, use_cache=False).logits
-    assert float((model.forward(ids).logits - expected).abs().max()) <= 1e-5 * max(1, expected.abs().max())
+        exact = reference.double()(input_ids=ids, use_cache=False).logits
+    # The reference's own rounding, which differs between instruction sets: norms of small sums amplify it.
+    rounding = float((expected - exact).abs().max())
+    difference = float((model.forward(ids).logits - expected).abs().max())
+    assert difference <= max(3 * rounding, 1e-5 * max(1, float(expected.abs().max())))
     files = resolve(tmp_path)
     found = report(files.config, read_shapes(files.weight_files))
     assert found.is_compatible and all("model.visual." in warning for warning in found.warnings)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -118,21 +116,6 @@ def test_a_row_is_summed_in_one_order_whatever_stands_beside_it(threads: int, wi
                 assert torch.equal(apart.flatten(0, 1), alike[: 2 * (rows // 2)]), rows
     finally:
         torch.set_num_threads(before)
-
-
-@pytest.mark.parametrize(
-    ("text", "maker"),
-    [
-        ("processor\t: 0\nvendor_id\t: AuthenticAMD\nmodel name\t: EPYC\n", "AuthenticAMD"),
-        ("vendor_id : GenuineIntel\n", "GenuineIntel"),
-        ("processor\t: 0\nBogoMIPS\t: 50.00\n", None),
-    ],
-)
-def test_processor_maker_is_what_linux_tells(tmp_path: Path, text: str, maker: str | None) -> None:
-    told = tmp_path / "cpuinfo"
-    told.write_text(text)
-    assert products._processor_maker(told) == maker
-    assert products._processor_maker(tmp_path / "absent") is None
 
 
 @pytest.mark.parametrize("threads", [2, 3, 8, 48])
