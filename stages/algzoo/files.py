@@ -20,6 +20,8 @@ import numpy as np
 
 from ...store.arrays import Array
 from ...store.errors import ModelNotFound, WeightsError
+from ...store.exchange.tensors import read_safetensors
+from ..torch_files import load_pickled
 from .tasks import TASKS
 
 __all__ = ["FORMATS", "Said", "read_tensors", "said_by_name", "write_tensors"]
@@ -111,33 +113,15 @@ def write_tensors(
 
 
 def _safetensors(path: Path) -> tuple[dict[str, Array], dict[str, str]]:
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(path, "np") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
-    except (SafetensorError, TypeError) as error:
-        raise WeightsError(f"expected float tensors in {path}, found {error}; fetch it again") from error
+    tensors, metadata = read_safetensors(path)
+    # A copy: the tensors are a mapping of a file, and may be written by whoever saves there again.
+    return {name: np.array(tensor) for name, tensor in tensors.items()}, metadata
 
 
 def _pickled(path: Path) -> dict[str, Array]:
-    import pickle
-    import warnings
-
     import torch
 
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter(
-                "ignore"
-            )  # of pickles torch did not write; they are refused, or read all the same
-            state = torch.load(path, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError, AttributeError) as error:
-        reason = str(error).partition("\n")[0]
-        raise WeightsError(
-            f"expected a state dict of tensors in {path}, found what torch does not read as one: it holds "
-            f"code, or is damaged ({reason:.120}); save model.state_dict(), or a .safetensors"
-        ) from error
+    state = load_pickled(path, WeightsError, mmap=False)
     if not isinstance(state, Mapping) or not all(isinstance(held, torch.Tensor) for held in state.values()):
         found = type(state).__name__ if not isinstance(state, Mapping) else "other values among its tensors"
         raise WeightsError(

@@ -9,7 +9,6 @@ Border: paths, parsed configurations, mapped tensors; what the tensors mean is a
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -19,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from ....store.digest import digest
 from ....store.errors import DictionaryError, ModelNotFound, nearest
 from ....store.exchange.tensors import FLOATS, read_header
+from ....store.outside import MOST_BYTES, bounded_depth, json_object, read_outside
 from ...forward.models.files import SPECIMEN, hub_cache, weight_digest
 
 if TYPE_CHECKING:
@@ -60,9 +60,14 @@ class DictionaryFiles:
             return {}
         import yaml
 
+        data = read_outside(self.path(CONFIG_YAML), DictionaryError, most=MOST_BYTES)
         try:
-            found = yaml.safe_load(self.path(CONFIG_YAML).read_text(encoding="utf-8"))
-        except (yaml.YAMLError, UnicodeDecodeError) as error:
+            found = bounded_depth(yaml.safe_load(data.decode()), len(data))
+        except RecursionError:
+            raise DictionaryError(
+                f"expected YAML in {self.directory / CONFIG_YAML}, found values nested too deeply"
+            ) from None
+        except (yaml.YAMLError, ValueError) as error:
             reason = " ".join(str(error).split())
             raise DictionaryError(
                 f"expected YAML in {self.directory / CONFIG_YAML}, found {reason}"
@@ -71,11 +76,7 @@ class DictionaryFiles:
 
     def json(self, name: str) -> dict[str, Any]:
         """A JSON file, parsed. DictionaryError if it is no object."""
-        try:
-            found = json.loads(self.path(name).read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise DictionaryError(f"expected JSON in {self.path(name)}, found {error}") from error
-        return self._mapping(found, name)
+        return json_object(self.path(name), DictionaryError)
 
     def _mapping(self, found: Any, name: str) -> dict[str, Any]:
         if not isinstance(found, dict):

@@ -294,12 +294,12 @@ class ConfigReader:
         return None if self._get(key, default) is None else self.integer(key, default)
 
     def number(self, key: str, default: float | None = None) -> float:
-        """A number, whole or not."""
+        """A finite number, whole or not."""
         value = self._get(key, default)
-        if isinstance(value, bool) or not isinstance(value, int | float):
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
             raise ConfigError(
-                f"{self.source}: expected {key} to be a number, found {self._shown(key, value)}; correct the "
-                "file, or fetch it again"
+                f"{self.source}: expected {key} to be a finite number, found {self._shown(key, value)}; "
+                "correct the file, or fetch it again"
             )
         return float(value)
 

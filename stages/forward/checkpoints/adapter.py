@@ -11,7 +11,6 @@ Border: adapter_config.json and the names of tensors; never imports torch until 
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Collection, Iterator, Mapping
@@ -24,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 from ....store.arrays import Array
 from ....store.digest import digest
 from ....store.errors import ConfigError, ModelNotFound, WeightsError
+from ....store.outside import json_object
 from .formats import stored_in
 from .source import Take, TensorEntry, TensorSource
 
@@ -101,12 +101,7 @@ class Adapter:
                 f"expected an adapter in {self.directory}, found no {CONFIG}; give the folder PEFT "
                 "saved it to"
             )
-        try:
-            found = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise ConfigError(f"expected JSON in {path}, found {error}; copy it again") from error
-        if not isinstance(found, dict):
-            raise ConfigError(f"expected a JSON object in {path}, found {type(found).__name__}")
+        found = json_object(path, ConfigError, "copy it again")
         _require_plain_lora(found, path)
         return found
 

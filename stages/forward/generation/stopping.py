@@ -9,12 +9,12 @@ stop string is cut off, together with what its last token holds beyond it.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from ....store.errors import ConfigError
+from ....store.outside import json_object
 
 if TYPE_CHECKING:
     from ..models.files import ModelFiles
@@ -121,10 +121,7 @@ def end_ids(files: ModelFiles, tokenizer: Tokenizer | None) -> tuple[int, ...]:
     found = _ids(files.config)
     path = files.directory / "generation_config.json"
     if path.is_file():
-        try:
-            found |= _ids(json.loads(path.read_text(encoding="utf-8")))
-        except ValueError as error:
-            raise ConfigError(f"expected JSON in {path}, found {error}; fetch it again") from error
+        found |= _ids(json_object(path, ConfigError))
     if tokenizer is not None and tokenizer.eos_id is not None:
         found.add(tokenizer.eos_id)
     return tuple(sorted(found))

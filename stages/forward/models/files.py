@@ -10,7 +10,6 @@ weights.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Callable
@@ -31,6 +30,7 @@ from ....store.errors import (
 )
 from ....store.index import FileDigests, file_digests
 from ....store.keys import ModelIdentity
+from ....store.outside import json_object, named_digest
 from ..checkpoints.adapter import Adapter
 from ..checkpoints.checkpoint import Checkpoint
 from ..checkpoints.gguf import source as gguf
@@ -74,7 +74,6 @@ PICKLED, PICKLED_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 """What torch.save wrote; read where there are no safetensors."""
 HELP = "trained_with_help.txt"
 """A sentence beside the weights, part of no identity: what training asked of the inside of the model."""
-_SHA256 = re.compile(r"[0-9a-f]{64}")
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
@@ -103,17 +102,7 @@ class ModelFiles:
         object."""
         if self.gguf is not None:
             return gguf.config_of(self.weight_files)
-        path = self.directory / CONFIG
-        try:
-            found = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise ConfigError(f"expected JSON in {path}, found {error}; fetch it again") from error
-        if not isinstance(found, dict):
-            raise ConfigError(
-                f"expected a JSON object in {path}, found {type(found).__name__}; is it a model's "
-                "config.json?"
-            )
-        return found
+        return json_object(self.directory / CONFIG, ConfigError)
 
     @cached_property
     def weight_files(self) -> tuple[Path, ...]:
@@ -250,19 +239,17 @@ class ModelFiles:
         kind = LibraryTokenizer if file.name == TOKENIZER else WorldTokenizer
         return kind(file, name=self.name)
 
-    def identity(
-        self, dtype: str = "float32", attention: str | None = None, *, verify: bool = False
-    ) -> ModelIdentity:
+    def identity(self, dtype: str = "float32", attention: str | None = None) -> ModelIdentity:
         """What results of this model are keyed by: the content of its weight files, its configuration, how it
         is computed. attention: None for what the architecture says of the dtype.
 
-        The hub's own sha256 of a cached file is taken as it is, unless `verify` asks to read the file; other
-        files are digested once and remembered until they change.
+        Files are digested once and remembered until they change. Raises WeightsError for one in the hub's
+        cache that differs from the sha256 in its name.
         """
         architecture = self.architecture()
         forward = architecture.version + (", layout trusted" if self.trust_layout else "")
         return ModelIdentity(
-            self.weights_digest(verify=verify),
+            self.weights_digest(),
             architecture.digest,
             forward,
             dtype,
@@ -275,7 +262,13 @@ class ModelFiles:
         other. Raises SourceChanged for files that change meanwhile."""
         before = self._states()
         if before is None:
-            return self.identity(dtype), load()
+            identity, loaded = self.identity(dtype), load()
+            if self.weights_digest() != identity.weights:
+                raise SourceChanged(
+                    f"the weight files of {self.name} were replaced meanwhile, while they were read; start "
+                    "again with the model as it is now"
+                )
+            return identity, loaded
         with ThreadPoolExecutor(1, "mizarr-digest") as aside:
             asked = aside.submit(self.identity, dtype)
             loaded = load()
@@ -296,18 +289,17 @@ class ModelFiles:
         known = tuple(state for state in found if state is not None)
         return known if len(known) == len(found) else None
 
-    def weights_digest(self, *, verify: bool = False) -> str:
-        """`sha256:…` of the content of the weight files, whatever they are called, and of the adapter's;
-        verify: see `identity`."""
-        stored = self._stored_digest(verify=verify)
+    def weights_digest(self) -> str:
+        """`sha256:…` of the content of the weight files, whatever they are called, and of the adapter's."""
+        stored = self._stored_digest()
         if self.adapter is None:
             return stored
         adapter = Adapter(self.adapter)
-        added = adapter.digest(weight_digest(adapter.file, verify=verify))
+        added = adapter.digest(weight_digest(adapter.file))
         return f"sha256:{digest('adapted', stored, added)}"
 
-    def _stored_digest(self, *, verify: bool = False) -> str:
-        contents = sorted(weight_digest(path, verify=verify) for path in self.weight_files)
+    def _stored_digest(self) -> str:
+        contents = sorted(weight_digest(path) for path in self.weight_files)
         if self.gguf is not None:
             return f"sha256:{digest('gguf-weights', contents, gguf.VERSION)}"
         scheme = None if self.is_bridged else scheme_of(self.config)
@@ -477,23 +469,27 @@ def _from_hub_cache(name: str, revision: str | None) -> ModelFiles:
 
 def _weight_map(index: Path) -> dict[str, str]:
     """Tensor name -> shard, as a checkpoint's index lists them."""
-    try:
-        found = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise WeightsError(f"expected a weight_map in {index}, found {error!r}; fetch it again") from error
-    names = found.values() if isinstance(found, dict) else [found]
-    strange = next((name for name in names if not isinstance(name, str) or Path(name).name != name), None)
-    if strange is not None or not found:
+    shards: Any = json_object(index, WeightsError).get("weight_map")
+    names = list(shards.values()) if isinstance(shards, dict) else [shards]
+    strange = [name for name in names if not isinstance(name, str) or Path(name).name != name or "\0" in name]
+    if strange or not names:
         raise WeightsError(
-            f"expected {index} to map tensors to files beside it, found {strange if found else 'none'!r}; "
-            "fetch it again"
+            f"expected {index} to map tensors to files beside it, found "
+            f"{strange[0] if strange else 'none'!r:.80}; fetch it again"
         )
-    return dict(found)
+    return dict(shards)
 
 
-def weight_digest(path: Path, *, verify: bool = False) -> str:
-    """`sha256:…` of a file; the hub names large files in its cache by exactly that."""
-    blob = path.resolve()
-    if not verify and path.is_symlink() and blob.parent.name == "blobs" and _SHA256.fullmatch(blob.name):
-        return f"sha256:{blob.name}"
-    return file_digests().digest(path)
+def weight_digest(path: Path) -> str:
+    """`sha256:…` of a file, read once for each stamp it has.
+
+    Raises WeightsError for a file in the hub's cache whose bytes are not those its name says.
+    """
+    content = file_digests().digest(path)
+    name = named_digest(path)
+    if name is not None and content != f"sha256:{name}":
+        raise WeightsError(
+            f"expected the bytes of {path.resolve()} to have the sha256 in its name, found {content}: it is "
+            "damaged; remove it, and fetch it again"
+        )
+    return content

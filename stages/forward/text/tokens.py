@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from ....store.errors import TokenizerError
+from ....store.outside import json_object, read_outside
 from ....store.reading.characters import CharacterSpans
 
 Span = tuple[int, int] | range
@@ -416,13 +417,7 @@ def byte_to_char(text: str, byte: int) -> int:
 
 def read_tokenizer(file: Path) -> bytes:
     """The bytes of a tokenizer's file. Raises TokenizerError where there is none."""
-    try:
-        return file.read_bytes()
-    except OSError as error:
-        raise TokenizerError(
-            f"expected a tokenizer at {file}, found {error.strerror}; add the file, or pass token ids "
-            "instead of text"
-        ) from error
+    return read_outside(file, TokenizerError, "add the file, or pass token ids instead of text")
 
 
 def read_settings(folder: Path) -> dict[str, Any]:
@@ -431,10 +426,7 @@ def read_settings(folder: Path) -> dict[str, Any]:
     for file in ("special_tokens_map.json", "tokenizer_config.json"):
         path = folder / file
         if path.is_file():
-            try:
-                found = json.loads(path.read_text(encoding="utf-8"))
-            except ValueError as error:
-                raise TokenizerError(f"expected JSON in {path}, found {error}; fetch it again") from error
+            found = json_object(path, TokenizerError, large_integers=True)
             settings |= {key: value for key, value in found.items() if value is not None}
     template = folder / "chat_template.jinja"
     if template.is_file():

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from .....store.errors import WeightsError
+from .....store.errors import ConfigError, WeightsError
 from ..source import Take, TensorEntry
 from .families import GgufFamily, family_of
 from .header import Header, header_of
@@ -40,7 +40,17 @@ def config_of(files: tuple[Path, ...]) -> dict[str, Any]:
     """The config.json of the checkpoint that files were made of. Raises ConfigError for a kind of model that
     is not read."""
     header = header_of(files)
-    return family_of(header).config(header)
+    family = family_of(header)
+    try:
+        return family.config(header)
+    # Metadata of other types than the format says, and tensors that are not there.
+    except (TypeError, KeyError, ValueError, IndexError, ZeroDivisionError, OverflowError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(
+            f"{header.path}: expected the metadata and tensors of {header.architecture!r}, found others "
+            f"({type(error).__name__}: {error!s:.80}); fetch the file again"
+        ) from error
 
 
 @dataclass(frozen=True)
