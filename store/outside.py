@@ -29,6 +29,7 @@ __all__ = [
     "MOST_DEPTH",
     "DigestedFile",
     "bounded_depth",
+    "json_file",
     "json_object",
     "json_value",
     "named_digest",
@@ -60,13 +61,30 @@ def json_object(
     name.
     """
     data = read_outside(path, error, advice, most=MOST_BYTES)
-    try:
-        value = json_value(data, large_integers=large_integers)
-    except ValueError as reason:
-        raise error(f"expected JSON in {path}, found {reason}; {advice}") from reason
+    value = _value_in(path, data, error, advice, large_integers=large_integers)
     if not isinstance(value, dict):
         raise error(f"expected a JSON object in {path}, found {type(value).__name__}; {advice}")
     return value
+
+
+def json_file(path: Path, error: type[MizarrError], advice: str = "correct it, or name another file") -> Any:
+    """The value in a JSON file of any length that a user names.
+
+    path: of the file.
+    error: class of what is raised.
+    advice: what to do about a file that is damaged.
+    Raises `error` for a file that cannot be read or holds something else.
+    """
+    return _value_in(path, read_outside(path, error, advice), error, advice)
+
+
+def _value_in(
+    path: Path, data: bytes, error: type[MizarrError], advice: str, *, large_integers: bool = False
+) -> Any:
+    try:
+        return json_value(data, large_integers=large_integers)
+    except ValueError as reason:
+        raise error(f"expected JSON in {path}, found {reason}; {advice}") from reason
 
 
 def read_outside(

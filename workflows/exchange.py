@@ -191,7 +191,7 @@ def _is_label(name: str) -> bool:
 def _hook_of(name: str, names: Mapping[str, str]) -> tuple[str, str]:
     """The hook point of an array, and the pattern that says so ("" where it is its own name)."""
     for pattern, target in names.items():
-        expression = re.escape(pattern).replace(re.escape("{layer}"), r"(\d+)")
+        expression = re.escape(pattern).replace(re.escape("{layer}"), r"(\d{1,18})")
         if found := re.fullmatch(expression, name):
             return target.replace("{layer}", str(int(found[1]))) if found.groups() else target, pattern
     return name, ""

@@ -27,8 +27,10 @@ from .tasks import TASKS
 __all__ = ["FORMATS", "Said", "read_tensors", "said_by_name", "write_tensors"]
 
 FORMATS = (".safetensors", ".pth")
-_ZOO = re.compile(r"_(?P<hidden>\d+)_(?P<sequence>\d+)(?:_(?P<trained>\d+)_(?P<seed>\d+))?$")
-_SIZES = re.compile(r"_h(?P<hidden>\d+)_n(?P<sequence>\d+)$")
+_ZOO = re.compile(
+    r"_(?P<hidden>\d{1,18})_(?P<sequence>\d{1,18})(?:_(?P<trained>\d{1,18})_(?P<seed>\d{1,18}))?$"
+)
+_SIZES = re.compile(r"_h(?P<hidden>\d{1,18})_n(?P<sequence>\d{1,18})$")
 
 
 @dataclass(frozen=True)
@@ -82,10 +84,16 @@ def read_tensors(path: Path) -> tuple[dict[str, Array], Said]:
     return tensors, Said(
         task=told.get("task", named.task),
         hidden=named.hidden,
-        sequence=int(told["sequence"]) if told.get("sequence", "").isdigit() else named.sequence,
-        trained=int(told["trained"]) if told.get("trained", "").isdigit() else named.trained,
-        seed=int(told["seed"]) if told.get("seed", "").isdigit() else named.seed,
+        sequence=_whole(told, "sequence", named.sequence),
+        trained=_whole(told, "trained", named.trained),
+        seed=_whole(told, "seed", named.seed),
     )
+
+
+def _whole(notes: Mapping[str, str], name: str, otherwise: int | None) -> int | None:
+    """A whole number among the notes of a file; `otherwise` where there is none."""
+    text = notes.get(name, "")
+    return int(text) if re.fullmatch(r"\d{1,18}", text) else otherwise
 
 
 def write_tensors(

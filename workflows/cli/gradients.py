@@ -9,7 +9,6 @@ Border: names and words in, metrics out; knows no hook point.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
@@ -114,6 +113,8 @@ def _packed(prompt: str, source: ModelSource) -> PackedTokens:
 
 def _plain(text: str) -> Any:
     """What is JSON as JSON, else the text."""
-    with suppress(json.JSONDecodeError):
-        return json.loads(text)
+    from ...store.sealed import read_json
+
+    with suppress(ValueError):
+        return read_json(text)
     return text

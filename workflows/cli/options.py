@@ -112,6 +112,8 @@ def duration(ctx: click.Context, param: click.Parameter, text: str) -> float:
 
 def settings(ctx: click.Context, param: click.Parameter, pairs: Sequence[str]) -> dict[str, Any]:
     """`name=value` pairs as a dict; a value is read as JSON where it is JSON, else as text."""
+    from ...store.sealed import read_json
+
     found: dict[str, Any] = {}
     for pair in pairs:
         name, equals, text = pair.partition("=")
@@ -120,8 +122,8 @@ def settings(ctx: click.Context, param: click.Parameter, pairs: Sequence[str]) -
         if name in found:
             raise click.BadParameter(f"{name!r} is set twice", ctx, param)
         try:
-            found[name] = json.loads(text)
-        except json.JSONDecodeError:
+            found[name] = read_json(text)
+        except ValueError:
             found[name] = text
     return found
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = ["part", "read", "recognises"]
 
-_PLACE = re.compile(r"layer_(\d+)|(embedding)")
+_PLACE = re.compile(r"layer_(\d{1,9})|(embedding)")
 _REPOSITORY = re.compile(r"gemma-scope-(2b|9b|27b)-(pt|it)-(res|mlp|att|transcoders)")
 HOOKS = {
     "res": ("resid_post", "resid_post"),

@@ -554,8 +554,8 @@ NNTERP = {
     "attention_probabilities": "pattern",
 }
 """nnterp's name for every layer's -> kind."""
-_NNTERP_NAME = re.compile(rf"({'|'.join(NNTERP)})\[(\d+|\*)\]")
-_NUMBER = re.compile(r"\.(\d+)(?=\.|$)")
+_NNTERP_NAME = re.compile(rf"({'|'.join(NNTERP)})\[(\d{{1,18}}|\*)\]")
+_NUMBER = re.compile(r"\.(\d{1,18})(?=\.|$)")
 
 
 class _At:

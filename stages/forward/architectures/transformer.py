@@ -262,6 +262,11 @@ class TransformerConfig(Architecture):
         return self.mlp_layout != "plain"
 
 
+_MOST = {"layers": 10_000, "num_blocks": 10_000, "n_layer": 10_000, "head": 1_000_000, "expert": 1_000_000}
+"""Of what there may be, by a word in the key."""
+_LARGEST = 2**53
+
+
 class ConfigReader:
     """A parsed config.json, with errors that name the key; remembers which keys were read.
 
@@ -283,6 +288,13 @@ class ConfigReader:
             raise ConfigError(
                 f"{self.source}: expected {key} to be {kind}, found {self._shown(key, value)}; correct the "
                 "file, or fetch it again"
+            )
+        # What there is one of for each of them is listed before anything is compared with tensors.
+        most = next((count for word, count in _MOST.items() if word in key), _LARGEST)
+        if value > most:
+            raise ConfigError(
+                f"{self.source}: expected {key} to be at most {most}, found {self._shown(key, value)}; "
+                "correct the file, or fetch it again"
             )
         return value
 
@@ -315,8 +327,8 @@ class ConfigReader:
         value = self._get(key, default)
         if not isinstance(value, bool):
             raise ConfigError(
-                f"{self.source}: expected {key} to be true or false, found {value!r}; correct the file, or "
-                "fetch it again"
+                f"{self.source}: expected {key} to be true or false, found {value!r:.80}; correct "
+                "the file, or fetch it again"
             )
         return value
 
@@ -325,8 +337,8 @@ class ConfigReader:
         value = self._get(key, default)
         if not isinstance(value, str):
             raise ConfigError(
-                f"{self.source}: expected {key} to be a string, found {value!r}; correct the file, or fetch "
-                "it again"
+                f"{self.source}: expected {key} to be a string, found {value!r:.80}; correct "
+                "the file, or fetch it again"
             )
         return value
 
@@ -335,8 +347,8 @@ class ConfigReader:
         value = self._get(key, {})
         if not isinstance(value, dict):
             raise ConfigError(
-                f"{self.source}: expected {key} to be an object, found {value!r}; correct the file, or fetch "
-                "it again"
+                f"{self.source}: expected {key} to be an object, found {value!r:.80}; correct "
+                "the file, or fetch it again"
             )
         return value
 
@@ -347,8 +359,8 @@ class ConfigReader:
             isinstance(value, list) and all(isinstance(item, str) for item in value)
         ):
             raise ConfigError(
-                f"{self.source}: expected {key} to be a list of strings, found {value!r}; correct the file, "
-                "or fetch it again"
+                f"{self.source}: expected {key} to be a list of strings, found {value!r:.80}; "
+                "correct the file, or fetch it again"
             )
         return value
 
@@ -357,7 +369,7 @@ class ConfigReader:
         return self.raw.get(key) is not None
 
     def _shown(self, key: str, value: Any) -> str:
-        return "no such key" if key not in self.raw and value is None else repr(value)
+        return "no such key" if key not in self.raw and value is None else f"{value!r:.80}"
 
     def _get(self, key: str, default: Any) -> Any:
         self.read.add(key)

@@ -237,14 +237,14 @@ def _require_plain_lora(config: Mapping[str, Any], path: Path) -> None:
     advice = "merge the adapter into its base model with PEFT, and save that"
     if config.get("peft_type") != "LORA":
         raise ConfigError(
-            f"{path}: expected peft_type 'LORA', found {config.get('peft_type')!r}, which is not merged "
+            f"{path}: expected peft_type 'LORA', found {config.get('peft_type')!r:.80}, which is not merged "
             f"here; {advice}"
         )
     strange = [key for key, value in config.items() if value and key not in SILENT and key not in COUNTS]
     if strange:
         raise ConfigError(
-            f"{path}: expected {strange[0]} to be absent, null or false, found {config[strange[0]]!r}, which "
-            f"is not merged here; {advice}"
+            f"{path}: expected {strange[0]} to be absent, null or false, found {config[strange[0]]!r:.80}, "
+            f"which is not merged here; {advice}"
         )
     start = config.get("init_lora_weights")
     if start not in STARTS:
@@ -252,7 +252,19 @@ def _require_plain_lora(config: Mapping[str, Any], path: Path) -> None:
             f"{path}: expected init_lora_weights that leaves the base model as it is, found {start!r}; "
             f"{advice}"
         )
-    for key, usual in (("r", 8), ("lora_alpha", 8)):
-        value = config.get(key, usual)
-        if isinstance(value, bool) or not isinstance(value, int | float) or (key == "r" and value < 1):
-            raise ConfigError(f"{path}: expected {key} to be a positive number, found {value!r}")
+    for key, least, patterns in (("r", 1, "rank_pattern"), ("lora_alpha", -math.inf, "alpha_pattern")):
+        by_pattern = config.get(patterns) or {}
+        if not isinstance(by_pattern, dict):
+            raise ConfigError(f"{path}: expected {patterns} to be an object, found {by_pattern!r:.80}")
+        for pattern in by_pattern:
+            try:
+                re.compile(pattern)
+            except (re.error, OverflowError, RecursionError) as error:
+                raise ConfigError(
+                    f"{path}: expected patterns of names in {patterns}, found {pattern!r:.80} ({error})"
+                ) from error
+        for value in (config.get(key, 8), *by_pattern.values()):
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            if not is_number or not math.isfinite(value) or value < least:
+                kind = "finite" if least < 1 else "positive"
+                raise ConfigError(f"{path}: expected {key} to be a {kind} number, found {value!r:.80}")
