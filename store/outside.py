@@ -186,6 +186,8 @@ def require_content(path: Path, error: type[MizarrError], advice: str = "fetch i
             raise error(f"expected a file at {path}, found {kind}; give the file itself")
         with path.open("rb") as file:
             head = file.read(len(LFS_POINTER))
+    except MizarrError:
+        raise
     except (OSError, ValueError) as reason:  # ValueError: a NUL in the path
         raise error(f"expected a file at {path}, found {_reason(reason)}; {advice}") from reason
     if not head:

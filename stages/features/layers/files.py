@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from ....store.digest import digest
 from ....store.errors import DictionaryError, ModelNotFound, nearest
 from ....store.exchange.tensors import FLOATS, read_header
-from ....store.outside import MOST_BYTES, bounded_depth, json_object, read_outside
+from ....store.outside import MOST_BYTES, bounded_depth, json_object, read_outside, require_content
 from ...forward.models.files import SPECIMEN, hub_cache, weight_digest
 
 if TYPE_CHECKING:
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 __all__ = ["DictionaryFiles", "is_shipped", "parse_reference", "resolve"]
 
+_READ = (".safetensors", ".npz", ".pt", ".json", ".yaml")
+"""Endings of files that some format reads."""
 CONFIG_YAML, CFG_JSON = "config.yaml", "cfg.json"
 SPECIMEN_FOLDER = Path(__file__).parents[1] / SPECIMEN
 
@@ -50,8 +52,15 @@ class DictionaryFiles:
     @cached_property
     def listing(self) -> tuple[str, ...]:
         """Relative paths of all files, sorted."""
-        found = (path for path in self.directory.rglob("*") if path.is_file())
-        return tuple(sorted(path.relative_to(self.directory).as_posix() for path in found))
+        paths = [
+            path
+            for path in self.directory.rglob("*")
+            if path.is_file() or (path.is_symlink() and not path.exists())
+        ]
+        for path in paths:
+            if path.suffix in _READ and not path.is_file():  # of the others a link may lead nowhere
+                require_content(path, DictionaryError)
+        return tuple(sorted(path.relative_to(self.directory).as_posix() for path in paths))
 
     @cached_property
     def yaml(self) -> dict[str, Any]:

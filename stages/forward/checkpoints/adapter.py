@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from ....store.arrays import Array
 from ....store.digest import digest
 from ....store.errors import ConfigError, ModelNotFound, WeightsError
-from ....store.outside import json_object
+from ....store.outside import json_object, require_content
 from .formats import stored_in
 from .source import Take, TensorEntry, TensorSource
 
@@ -81,7 +81,7 @@ class Adapter:
     def file(self) -> Path:
         """Its weights. Raises WeightsError where they are missing."""
         for name in WEIGHTS:
-            if (path := self.directory / name).is_file():
+            if require_content(path := self.directory / name, WeightsError, "copy it again"):
                 return path
         raise WeightsError(
             f"expected {' or '.join(WEIGHTS)} in {self.directory}, found neither; copy the adapter again"
@@ -96,7 +96,7 @@ class Adapter:
     def config(self) -> dict[str, Any]:
         """adapter_config.json. Raises ModelNotFound without one, ConfigError for anything but plain LoRA."""
         path = self.directory / CONFIG
-        if not path.is_file():
+        if not require_content(path, ConfigError, "copy it again"):
             raise ModelNotFound(
                 f"expected an adapter in {self.directory}, found no {CONFIG}; give the folder PEFT "
                 "saved it to"

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from ....store.errors import ConfigError
-from ....store.outside import json_object
+from ....store.outside import json_object, require_content
 
 if TYPE_CHECKING:
     from ..models.files import ModelFiles
@@ -120,7 +120,7 @@ def end_ids(files: ModelFiles, tokenizer: Tokenizer | None) -> tuple[int, ...]:
     """Ids that end a sequence, as a model's config.json, generation_config.json and tokenizer name them."""
     found = _ids(files.config)
     path = files.directory / "generation_config.json"
-    if path.is_file():
+    if require_content(path, ConfigError):
         found |= _ids(json_object(path, ConfigError))
     if tokenizer is not None and tokenizer.eos_id is not None:
         found.add(tokenizer.eos_id)

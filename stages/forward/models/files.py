@@ -30,7 +30,7 @@ from ....store.errors import (
 )
 from ....store.index import FileDigests, file_digests
 from ....store.keys import ModelIdentity
-from ....store.outside import json_object, named_digest
+from ....store.outside import json_object, named_digest, require_content
 from ..checkpoints.adapter import Adapter
 from ..checkpoints.checkpoint import Checkpoint
 from ..checkpoints.gguf import source as gguf
@@ -112,9 +112,9 @@ class ModelFiles:
         if self.gguf is not None:
             return parts_of(self.gguf)
         for single, index in ((WEIGHTS, INDEX), (PICKLED, PICKLED_INDEX)):
-            if (path := self.directory / single).is_file():
+            if require_content(path := self.directory / single, WeightsError):
                 return (path,)
-            if (path := self.directory / index).is_file():
+            if require_content(path := self.directory / index, WeightsError):
                 return self._shards(path)
         others = sorted(
             path.name
@@ -128,7 +128,7 @@ class ModelFiles:
 
     def _shards(self, index: Path) -> tuple[Path, ...]:
         shards = tuple(self.directory / name for name in sorted(set(_weight_map(index).values())))
-        missing = [path.name for path in shards if not path.is_file()]
+        missing = [path.name for path in shards if not require_content(path, WeightsError)]
         if missing:
             rest = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
             raise WeightsError(
@@ -154,7 +154,7 @@ class ModelFiles:
         """What training asked of its inside, which every answer about it has to say; empty where the files
         tell nothing."""
         path = self.directory / HELP
-        return path.read_text(encoding="utf-8").strip() if path.is_file() else ""
+        return path.read_text(encoding="utf-8", errors="replace").strip() if path.is_file() else ""
 
     @property
     def tokenizer_file(self) -> Path | None:
@@ -162,7 +162,7 @@ class ModelFiles:
         for several vocabularies.
         """
         path = self.directory / TOKENIZER
-        if path.is_file():
+        if require_content(path, TokenizerError):
             return path
         vocabularies = sorted(self.directory.glob(WORLD))
         if len(vocabularies) > 1:
@@ -262,13 +262,7 @@ class ModelFiles:
         other. Raises SourceChanged for files that change meanwhile."""
         before = self._states()
         if before is None:
-            identity, loaded = self.identity(dtype), load()
-            if self.weights_digest() != identity.weights:
-                raise SourceChanged(
-                    f"the weight files of {self.name} were replaced meanwhile, while they were read; start "
-                    "again with the model as it is now"
-                )
-            return identity, loaded
+            return self.identity(dtype), load()
         with ThreadPoolExecutor(1, "mizarr-digest") as aside:
             asked = aside.submit(self.identity, dtype)
             loaded = load()
@@ -362,6 +356,11 @@ def resolve(
     Raises ModelNotFound saying how to get the model, ConfigError for a backend there is not.
     """
     text = str(name)
+    if not isinstance(name, str | Path) or not text:
+        raise ModelNotFound(
+            f"expected a model directory, a hub id such as org/name, or one of {', '.join(SHIPPED)}, found "
+            f"{name!r:.80}; name one"
+        )
     if backend not in (None, *BACKENDS):
         raise ConfigError(f"expected backend to be one of {', '.join(BACKENDS)}, found {backend!r}")
     bare, named = _parted(text)
@@ -395,12 +394,18 @@ def _resolve(text: str, revision: str | None) -> ModelFiles:
     if text in SHIPPED:
         folder = Path(__file__).parents[1] / SHIPPED[text]
     else:
-        folder = Path(text).expanduser()
-        if folder.is_file() and folder.suffix != SUFFIX:
+        try:
+            folder = Path(text).expanduser()
+            is_there = folder.is_dir() or require_content(folder, ModelNotFound)
+        except (OSError, RuntimeError) as error:  # a name that is too long; no home of that user
+            if isinstance(error, ModelNotFound):
+                raise
+            raise ModelNotFound(f"expected a model directory or a hub id, found {text!r:.200}") from error
+        if is_there and not folder.is_dir() and folder.suffix != SUFFIX:
             raise ModelNotFound(
                 f"expected a model's directory, found the file {text}; give the folder it lies in"
             )
-        if not folder.exists():
+        if not is_there:
             return _from_hub_cache(text, revision)
     if revision is not None:
         raise ModelNotFound(
@@ -408,7 +413,7 @@ def _resolve(text: str, revision: str | None) -> ModelFiles:
         )
     if folder.is_file():
         return ModelFiles(text, folder.parent, gguf=folder)
-    if not (folder / CONFIG).is_file():
+    if not require_content(folder / CONFIG, ConfigError):
         others = sorted(path.name for path in folder.glob(f"*{SUFFIX}"))
         if others:
             raise ModelNotFound(
@@ -440,13 +445,22 @@ def cached_models() -> list[str]:
     )
 
 
+def _repository(name: str) -> Path:
+    """Where the cache keeps a repository of the hub."""
+    return hub_cache() / f"models--{name.replace('/', '--')}"
+
+
 def _from_hub_cache(name: str, revision: str | None) -> ModelFiles:
+    if name.endswith(SUFFIX) and not _repository(name).is_dir():
+        beside = sorted(path.name for path in Path(name).expanduser().parent.glob(f"*{SUFFIX}"))
+        there = f"; there are {', '.join(beside[:5])}" if beside else "; check the path"
+        raise ModelNotFound(f"expected a GGUF file at {name}, found none{there}")
     if not _HUB_ID.fullmatch(name) or name.startswith("."):
         raise ModelNotFound(
             f"expected a model directory, a hub id such as org/name, or one of {', '.join(SHIPPED)}; "
-            f"found no directory {name}"
+            f"found no directory {name:.200}"
         )
-    repository = hub_cache() / f"models--{name.replace('/', '--')}"
+    repository = _repository(name)
     wanted = revision or "main"
     command = f"mizarr models fetch {name}" + (f" --revision {revision}" if revision else "")
     if not (repository / "snapshots").is_dir():

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from ....store.errors import TokenizerError
-from ....store.outside import json_object, read_outside
+from ....store.outside import json_object, read_outside, require_content
 from ....store.reading.characters import CharacterSpans
 
 Span = tuple[int, int] | range
@@ -425,12 +425,15 @@ def read_settings(folder: Path) -> dict[str, Any]:
     settings: dict[str, Any] = {}
     for file in ("special_tokens_map.json", "tokenizer_config.json"):
         path = folder / file
-        if path.is_file():
+        if require_content(path, TokenizerError):
             found = json_object(path, TokenizerError, large_integers=True)
             settings |= {key: value for key, value in found.items() if value is not None}
     template = folder / "chat_template.jinja"
-    if template.is_file():
-        settings["chat_template"] = template.read_text(encoding="utf-8")
+    if require_content(template, TokenizerError):
+        try:
+            settings["chat_template"] = read_outside(template, TokenizerError).decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise TokenizerError(f"expected UTF-8 in {template}, found {error}; fetch it again") from error
     return settings
 
 
