@@ -165,8 +165,14 @@ def resolve(name: str | Path) -> DictionaryFiles:
     """
     if is_shipped(name):
         return DictionaryFiles(str(name), _shipped_folder(str(name)))
-    folder = Path(name).expanduser()
-    if folder.is_dir():
+    try:
+        folder = Path(name).expanduser()
+        is_folder = folder.is_dir()
+    except (OSError, RuntimeError, TypeError, ValueError) as error:  # too long; no home of that user; no text
+        raise ModelNotFound(
+            f"expected a directory, or a hub reference such as org/repo, found {name!r:.200}"
+        ) from error
+    if is_folder:
         return DictionaryFiles(str(name), folder)
     repository, subfolder, revision = parse_reference(name)
     snapshot = _hub_snapshot(repository, revision or "main")

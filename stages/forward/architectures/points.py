@@ -787,7 +787,7 @@ def points_of(kinds: Iterable[str], num_layers: int) -> tuple[HookPoint, ...]:
 def _unknown(name: str, candidates: Iterable[str]) -> str:
     near = nearest(name, candidates)
     hint = f"; did you mean {near!r}?" if near else "; a model lists its own: `model.hook_points`"
-    return f"there is no hook point {name!r}{hint}"
+    return f"there is no hook point {name!r:.200}{hint}"
 
 
 def require_known(points: Sequence[HookPoint], available: Sequence[HookPoint], model: str) -> None:
