@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from .catalog import Catalog, Key, unique_name
-from .errors import CorruptEntry, EntryNotFound, PromptError, StoreFormatError
+from .errors import ConfigError, CorruptEntry, EntryNotFound, PromptError, StoreFormatError
 from .files import Folder, open_folder
 from .keys import ResultKey, RunKey
 from .provenance import get_provenance, put_provenance
@@ -63,12 +63,16 @@ def open_store(path: str | Path, mode: Mode = "a", durability: Durability = "dis
 
     mode: "a" reads, writes and creates; "r" only reads and leaves no trace in the folder.
     durability: "disk" survives a power cut; "process" skips fsync and survives any kill of the process.
-    Raises StoreFormatError when the folder holds something else, or a store of a newer format.
+    Raises ConfigError for another mode or durability, StoreError for a path that cannot be a folder's, and
+    StoreFormatError when the folder holds something else, or a store of a newer format.
     """
     if mode not in ("a", "r"):
-        raise ValueError(f"expected mode 'a' (read, write, create) or 'r' (read only), found {mode!r}")
+        raise ConfigError(
+            f"expected mode 'a' (read, write, create) or 'r' (read only), found {mode!r:.80}; nothing "
+            "that is stored is ever written over"
+        )
     if durability not in ("disk", "process"):
-        raise ValueError(f"expected durability 'disk' or 'process', found {durability!r}")
+        raise ConfigError(f"expected durability 'disk' or 'process', found {durability!r:.80}")
     files = open_folder(path, durability, mode == "r")
     _check_format(files)
     return Store(files)

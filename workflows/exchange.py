@@ -13,7 +13,6 @@ or, with "*" in place of the layer, one array whose first axis is all layers:
 from __future__ import annotations
 
 import fnmatch
-import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -23,11 +22,11 @@ import numpy as np
 
 from ..store import Store, open_store
 from ..store.arrays import Array
-from ..store.digest import file_digest
 from ..store.errors import ConfigError, HookPointNotFound, PromptError, ShapeError, nearest
 from ..store.exchange.exports import NOTE, TEXT_SUFFIX
 from ..store.exchange.imports import Imported, declared_arrays, declared_run, pack_imported, store_imported
 from ..store.exchange.tensors import as_bfloat16, read_npz, read_safetensors
+from ..store.outside import DigestedFile, json_value
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -67,13 +66,17 @@ def import_activations(
     Arrays are [token, …] (with an array row_size, tokens per prompt; else one prompt) or [prompt, position,
     …] (with row_size or attention_mask: without the padding, which is on the right); positions come before
     heads.
-    Raises HookPointNotFound for a name that is no hook point, ShapeError, PromptError for what does not fit.
+    Raises HookPointNotFound for a name that is no hook point, ShapeError, PromptError for what does not fit,
+    SourceChanged for a file that is written over meanwhile.
     """
     if not model:
         raise ConfigError(
             "expected the name of the model the arrays are of, found ''; name it as you know it"
         )
     paths = [Path(path).expanduser() for path in ([files] if isinstance(files, str | Path) else files)]
+    if strange := [path for path in paths if path.suffix not in (".safetensors", ".npz")]:
+        raise ConfigError(f"expected a .safetensors or .npz file, found {strange[0].name!r}; convert it")
+    sources = [DigestedFile.of(path, ConfigError) for path in paths]
     held, note = _read(paths, skip)
     arrays, labels = _sorted_out(held, names or {}, dtype)
     if not arrays:
@@ -87,7 +90,7 @@ def import_activations(
     packed, known = pack_imported(arrays, ids, _row_size(labels, arrays), known_texts, spans)
     _expect_whole(labels, packed.position_of(slice(None)))
     content: dict[str, Any] = {
-        "files": sorted(file_digest(path) for path in paths),
+        "files": sorted(source.digest for source in sources),
         "names": dict(names or {}),
         "skip": sorted(skip),
         "dtype": dtype,
@@ -100,7 +103,12 @@ def import_activations(
         about["token_ids"] = "unknown"
     # Opened last, as this creates a folder: input that is no good leaves nothing behind.
     opened = store if isinstance(store, Store) else open_store(store)
-    entry = store_imported(opened, run, packed, arrays, specs, about)
+
+    def require_unchanged() -> None:
+        for source in sources:
+            source.require_unchanged()
+
+    entry = store_imported(opened, run, packed, arrays, specs, about, require_unchanged)
     return entry.open()
 
 
@@ -111,17 +119,13 @@ def _read(paths: Sequence[Path], skip: Sequence[str]) -> tuple[dict[str, Array],
     found: dict[str, Array] = {}
     note: dict[str, Any] = {}
     for path in paths:
-        if not path.is_file():
-            raise ConfigError(f"expected a file at {str(path)!r}, found none; check the path")
         if path.suffix == ".safetensors":
             arrays, metadata = read_safetensors(path)
             note = note or _note(metadata.get(NOTE, "{}"), path)
-        elif path.suffix == ".npz":
+        else:
             arrays = read_npz(path)
             if (text := arrays.pop(f"{NOTE}{TEXT_SUFFIX}", None)) is not None:
                 note = note or _note(text.tobytes(), path)
-        else:
-            raise ConfigError(f"expected a .safetensors or .npz file, found {path.name!r}; convert it")
         if twice := sorted(set(arrays) & set(found)):
             raise ConfigError(
                 f"expected every array once, found {twice[0]!r} in several files; leave one out"
@@ -157,7 +161,7 @@ def _sorted_out(
         hook, pattern = _hook_of(name, names)
         unused.discard(pattern)
         if not pattern and _is_label(name.removesuffix(TEXT_SUFFIX)):
-            labels[name] = values
+            labels[name] = np.array(values)  # not a mapping, which changes with its file
             continue
         if values.dtype.kind == "V" and dtype is None and values.dtype.name != "bfloat16":
             raise ShapeError(
@@ -187,7 +191,7 @@ def _is_label(name: str) -> bool:
 def _hook_of(name: str, names: Mapping[str, str]) -> tuple[str, str]:
     """The hook point of an array, and the pattern that says so ("" where it is its own name)."""
     for pattern, target in names.items():
-        expression = re.escape(pattern).replace(re.escape("{layer}"), r"(\d+)")
+        expression = re.escape(pattern).replace(re.escape("{layer}"), r"(\d{1,18})")
         if found := re.fullmatch(expression, name):
             return target.replace("{layer}", str(int(found[1]))) if found.groups() else target, pattern
     return name, ""
@@ -265,11 +269,9 @@ def _note(text: str | bytes, path: Path) -> dict[str, Any]:
 def _parsed(text: str | bytes, where: object) -> Any:
     """What JSON says; ConfigError for what is none."""
     try:
-        return json.loads(text)
+        return json_value(text.encode() if isinstance(text, str) else text)
     except ValueError as error:
-        raise ConfigError(
-            f"expected JSON in {where}, found something else ({error}); export it again"
-        ) from error
+        raise ConfigError(f"expected JSON in {where}, found {error}; export it again") from error
 
 
 def _expect_whole(labels: Mapping[str, Array], positions: Array) -> None:

@@ -20,13 +20,17 @@ import numpy as np
 
 from ...store.arrays import Array
 from ...store.errors import ModelNotFound, WeightsError
+from ...store.exchange.tensors import read_safetensors
+from ..torch_files import load_pickled
 from .tasks import TASKS
 
 __all__ = ["FORMATS", "Said", "read_tensors", "said_by_name", "write_tensors"]
 
 FORMATS = (".safetensors", ".pth")
-_ZOO = re.compile(r"_(?P<hidden>\d+)_(?P<sequence>\d+)(?:_(?P<trained>\d+)_(?P<seed>\d+))?$")
-_SIZES = re.compile(r"_h(?P<hidden>\d+)_n(?P<sequence>\d+)$")
+_ZOO = re.compile(
+    r"_(?P<hidden>\d{1,18})_(?P<sequence>\d{1,18})(?:_(?P<trained>\d{1,18})_(?P<seed>\d{1,18}))?$"
+)
+_SIZES = re.compile(r"_h(?P<hidden>\d{1,18})_n(?P<sequence>\d{1,18})$")
 
 
 @dataclass(frozen=True)
@@ -80,10 +84,16 @@ def read_tensors(path: Path) -> tuple[dict[str, Array], Said]:
     return tensors, Said(
         task=told.get("task", named.task),
         hidden=named.hidden,
-        sequence=int(told["sequence"]) if told.get("sequence", "").isdigit() else named.sequence,
-        trained=int(told["trained"]) if told.get("trained", "").isdigit() else named.trained,
-        seed=int(told["seed"]) if told.get("seed", "").isdigit() else named.seed,
+        sequence=_whole(told, "sequence", named.sequence),
+        trained=_whole(told, "trained", named.trained),
+        seed=_whole(told, "seed", named.seed),
     )
+
+
+def _whole(notes: Mapping[str, str], name: str, otherwise: int | None) -> int | None:
+    """A whole number among the notes of a file; `otherwise` where there is none."""
+    text = notes.get(name, "")
+    return int(text) if re.fullmatch(r"\d{1,18}", text) else otherwise
 
 
 def write_tensors(
@@ -111,33 +121,15 @@ def write_tensors(
 
 
 def _safetensors(path: Path) -> tuple[dict[str, Array], dict[str, str]]:
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(path, "np") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
-    except (SafetensorError, TypeError) as error:
-        raise WeightsError(f"expected float tensors in {path}, found {error}; fetch it again") from error
+    tensors, metadata = read_safetensors(path)
+    # A copy: the tensors are a mapping of a file, and may be written by whoever saves there again.
+    return {name: np.array(tensor) for name, tensor in tensors.items()}, metadata
 
 
 def _pickled(path: Path) -> dict[str, Array]:
-    import pickle
-    import warnings
-
     import torch
 
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter(
-                "ignore"
-            )  # of pickles torch did not write; they are refused, or read all the same
-            state = torch.load(path, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError, AttributeError) as error:
-        reason = str(error).partition("\n")[0]
-        raise WeightsError(
-            f"expected a state dict of tensors in {path}, found what torch does not read as one: it holds "
-            f"code, or is damaged ({reason:.120}); save model.state_dict(), or a .safetensors"
-        ) from error
+    state = load_pickled(path, WeightsError, mmap=False)
     if not isinstance(state, Mapping) or not all(isinstance(held, torch.Tensor) for held in state.values()):
         found = type(state).__name__ if not isinstance(state, Mapping) else "other values among its tensors"
         raise WeightsError(

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from ...pipeline.ambient import plain_torch
 from ...store.errors import ConfigError, DictionaryError
+from ...store.outside import json_object, require_content
 from ..forward.architectures.points import HookPoint
 from .layers.layout import CrosscoderPlace, models_of
 
@@ -203,7 +204,8 @@ class Crosscoder:
 
         folder = Path(folder)
         try:
-            said = json.loads((folder / CONFIG).read_text("utf-8"))
+            said = json_object(folder / CONFIG, DictionaryError)
+            require_content(folder / WEIGHTS, DictionaryError)
             held = load_file(folder / WEIGHTS)
             places = tuple(CrosscoderPlace(**place) for place in said["places"])
             found = cls(
@@ -214,7 +216,7 @@ class Crosscoder:
                 held["decoder.bias"],
                 _activation(said, held),
             )
-        except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+        except (OSError, ValueError, KeyError, TypeError, IndexError, RuntimeError, SafetensorError) as error:
             raise DictionaryError(
                 f"expected a crosscoder in {folder} ({CONFIG} and {WEIGHTS}), found none ({error}); name the "
                 "folder that a training wrote"

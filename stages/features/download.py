@@ -22,7 +22,7 @@ __all__ = ["fetch", "wanted_files"]
 CONFIGS = (CONFIG_YAML, "cfg.json", "config.json", "hyperparams.json")
 WEIGHTS = (".safetensors", ".npz", "ae.pt")
 UNUSED = ("sparsity.safetensors",)
-_LAYER = re.compile(r"(?:layers?[._]|blocks\.|(?:^|-)L)(\d+)|(embedding)")
+_LAYER = re.compile(r"(?:layers?[._]|blocks\.|(?:^|-)L)(\d{1,9})|(embedding)")
 _SHOWN = 4
 
 

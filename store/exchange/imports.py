@@ -12,7 +12,7 @@ computed here, nor for an import of another file.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -20,8 +20,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ..arrays import Array
-from ..digest import digest
-from ..errors import PromptError, ShapeError
+from ..digest import content_digest, digest
+from ..errors import PromptError, ShapeError, SourceChanged
 from ..keys import RunKey
 from ..reading.labelled import LabelledEntry
 from ..runs.committed import VariableLayer
@@ -38,6 +38,7 @@ FLOATS = ("float32", "bfloat16", "float16", "float64")
 MOST_LAYERS = 10_000
 """Layers of a model at most: more is a layer's number misread."""
 _AT_ONCE = 128 << 20  # bytes of a segment's arrays in memory at once
+_BLOCK = 4 << 20  # bytes of a mapping that are read before its pages are let go of
 
 
 @dataclass(frozen=True)
@@ -85,13 +86,40 @@ class Imported:
             None if self.layer is None else layers, self.meaning, "1",
         )  # fmt: skip
 
-    def rows(self, tokens: PackedTokens, here: range) -> Array:
-        """The values of a range of packed tokens; of a batch, without its padding."""
-        at = slice(here.start, here.stop)
-        found = (
-            self.values[tokens.prompt_of(at), tokens.position_of(at)] if self.is_batch else self.values[at]
-        )
-        return np.ascontiguousarray(found, self.values.dtype.newbyteorder("="))
+    def blocks(self, tokens: PackedTokens, here: range) -> Iterator[Array]:
+        """The values of a range of packed tokens, some after the other, in memory of their own; of a batch,
+        without its padding.
+        """
+        step = max(1, _BLOCK // max(1, self.row_bytes))
+        for start in range(here.start, here.stop, step):
+            at = slice(start, min(start + step, here.stop))
+            index = (tokens.prompt_of(at), tokens.position_of(at)) if self.is_batch else at
+            yield np.array(self.values[index], self.values.dtype.newbyteorder("="), order="C", subok=False)
+            release(self.values)
+
+    def digest(self, tokens: PackedTokens, here: range) -> str:
+        """Digest of the values of a range of packed tokens."""
+        return content_digest(*(_bytes(block) for block in self.blocks(tokens, here)))
+
+    def rows(self, tokens: PackedTokens, here: range, digest: str) -> Array:
+        """The values of a range of packed tokens, in memory of their own. Raises SourceChanged unless they
+        have this digest.
+        """
+        rows = np.empty((len(here), *self.tail), self.values.dtype.newbyteorder("="))
+        start = 0
+        for block in self.blocks(tokens, here):
+            rows[start : start + len(block)] = block
+            start += len(block)
+        if content_digest(_bytes(rows)) != digest:
+            raise SourceChanged(
+                f"expected {self.name!r} as it was when its file was digested, found other numbers: the file "
+                "was written over meanwhile; import it again"
+            )
+        return rows
+
+
+def _bytes(rows: Array) -> memoryview:
+    return rows.reshape(-1).view(np.uint8).data
 
 
 def declared_identity(model: str, revision: str | None) -> str:
@@ -207,19 +235,29 @@ def store_imported(
     arrays: Sequence[Imported],
     specs: Sequence[ArraySpec],
     attrs: Mapping[str, Any],
+    require_unchanged: Callable[[], None],
 ) -> LabelledEntry:
     """Write the arrays as a run, some of a segment at a time; what stands already is not written again.
 
-    specs: as `declared_arrays` gives them.  attrs: of `Store.create_entry`.
+    The arrays are mappings of files that somebody may write over meanwhile, and the key digests these files.
+    So the numbers are digested while the files are still those of the key, and again as they are written.
+
+    specs: as `declared_arrays` gives them.
+    attrs: of `Store.create_entry`.
+    require_unchanged: raises SourceChanged where the files are not those of the key any more.
+    Raises SourceChanged, with nothing of it published, for a file that is written over meanwhile.
     """
     cells = {array.cell: array for array in arrays}
     entry = store.create_entry(run, tokens, specs, attrs=attrs)
-    for n, missing in entry.missing(cells).items():
+    missing = entry.missing(cells)
+    digests = {
+        (n, cell): cells[cell].digest(tokens, entry.segments[n]) for n in missing for cell in missing[n]
+    }
+    require_unchanged()
+    for n, absent in missing.items():
         here = entry.segments[n]
-        for some in _together(missing, [cells[cell].row_bytes * len(here) for cell in missing]):
-            entry.write_segment(n, {cell: cells[cell].rows(tokens, here) for cell in some})
-            for cell in some:
-                release(cells[cell].values)
+        for some in _together(absent, [cells[cell].row_bytes * len(here) for cell in absent]):
+            entry.write_segment(n, {cell: cells[cell].rows(tokens, here, digests[n, cell]) for cell in some})
     entry.publish(cells)
     return entry
 

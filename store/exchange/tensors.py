@@ -10,33 +10,36 @@ numpy has no bfloat16, so there an array of 2-byte values is taken for one only 
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import mmap
 import struct
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, BinaryIO, Literal
+from typing import Any, BinaryIO, Literal
 
 import ml_dtypes
 import numpy as np
 
 from ..arrays import Array
-from ..errors import ConfigError, ShapeError, WeightsError
+from ..errors import ConfigError, MizarrError, ShapeError, WeightsError
+from ..outside import json_value, require_content
 
 __all__ = [
     "FLOATS",
     "Tensor",
     "as_bfloat16",
     "mapped_tensor",
-    "npy_header",
+    "npz_array",
+    "npz_layouts",
     "read_header",
     "read_npz",
     "read_safetensors",
     "release",
-    "seek_member",
     "write_npz",
     "write_safetensors",
 ]
@@ -60,6 +63,25 @@ CODES: dict[str, np.dtype[Any]] = {
     "BOOL": np.dtype("bool"),
 }
 """Dtypes of safetensors by their codes."""
+_BITS = {code: 8 * dtype.itemsize for code, dtype in CODES.items()} | {
+    "F8_E4M3": 8,
+    "F8_E5M2": 8,
+    "F8_E8M0": 8,
+    "F8_E4M3FNUZ": 8,
+    "F8_E5M2FNUZ": 8,
+    "F4": 4,
+    "F6_E2M3": 6,
+    "F6_E3M2": 6,
+    "C64": 64,
+}
+"""Bits of one number of every dtype that the format has, those that numpy lacks among them."""
+_MOST_HEADER = 100_000_000
+"""Bytes of a header of safetensors; the format's own library reads no longer one."""
+_MOST_NPY_HEADER = 10_000
+"""Bytes of a header of npy; numpy reads no longer one."""
+_DEFLATE = 1032
+"""Bytes that deflate makes of one byte at most (zlib, technical details)."""
+_AT_ONCE = 1 << 20  # bytes of a member that are read at once
 
 
 @dataclass(frozen=True)
@@ -78,8 +100,10 @@ class Tensor:
 
 
 def read_header(path: Path) -> tuple[dict[str, Any], int]:
-    """Entries of a safetensors file by tensor name, and where its data begin; WeightsError unless the file
-    is whole.
+    """Entries of a safetensors file by tensor name, and where its data begin.
+
+    Every entry has a dtype, a shape and a range of bytes that is as long as these say; ranges follow each
+    other without overlap or gap, and end where the file does. Raises WeightsError for any other file.
     """
     header, start = _header(path)
     header.pop(METADATA, None)
@@ -133,23 +157,51 @@ def write_safetensors(path: Path, tensors: Sequence[Tensor], metadata: Mapping[s
                 file.write(block)
 
 
-def read_npz(path: Path) -> dict[str, Array]:
-    """The arrays of an npz file by name, memory-mapped where it is not compressed.
+@dataclass(frozen=True)
+class NpyLayout:
+    """Where the array of one member of an npz file lies, as its header says."""
 
-    Raises ConfigError for another file, and for arrays of Python objects.
+    dtype: np.dtype[Any]
+    """Of its numbers."""
+    shape: tuple[int, ...]
+    """Sizes of its axes."""
+    order: Literal["C", "F"]
+    """C for rows after each other, F for columns."""
+    start: int
+    """Bytes of the member before the numbers."""
+
+
+def read_npz(path: Path) -> dict[str, Array]:
+    """The arrays of an npz file by name, memory-mapped where it is not compressed, with their checksums
+    compared.
+
+    Raises ConfigError for another file, for one that is damaged, and for arrays of Python objects.
     """
-    try:
-        with zipfile.ZipFile(path) as archive, path.open("rb") as file:
-            return {
-                info.filename.removesuffix(".npy"): _npy(archive, info, file)
-                for info in archive.infolist()
-                if info.filename.endswith(".npy")
-            }
-    except (OSError, ValueError, EOFError, struct.error, zipfile.BadZipFile) as error:
-        raise ConfigError(
-            f"expected an npz file of named arrays at {path}, found one that cannot be read ({error}); write "
-            "it with np.savez, arrays by name"
-        ) from error
+    with _opened_npz(path, ConfigError, "write it with np.savez, arrays by name") as (archive, file):
+        return {name: _npy(archive, member, file, "r") for name, member in _members(archive, file).items()}
+
+
+def npz_layouts(path: Path, error: type[MizarrError]) -> dict[str, NpyLayout]:
+    """Arrays of an npz file by name, from their headers.
+
+    error: class of what is raised for a file that is damaged.
+    """
+    with _opened_npz(path, error, "fetch it again") as (archive, file):
+        layouts = {}
+        for name, member in _members(archive, file).items():
+            with archive.open(member) as stream:
+                layouts[name] = _layout(stream.read(_MOST_NPY_HEADER), member)
+        return layouts
+
+
+def npz_array(path: Path, name: str, error: type[MizarrError]) -> Array:
+    """One array of an npz file: mapped where it is not compressed, with its checksum compared. Writing to it
+    changes no file.
+
+    error: class of what is raised for a file that is damaged.
+    """
+    with _opened_npz(path, error, "fetch it again") as (archive, file):
+        return _npy(archive, _members(archive, file)[name], file, "c")
 
 
 def write_npz(path: Path, tensors: Sequence[Tensor]) -> None:
@@ -186,61 +238,173 @@ def release(array: Array) -> None:
         found.madvise(mmap.MADV_DONTNEED)
 
 
-def npy_header(file: IO[bytes]) -> tuple[np.dtype[Any], tuple[int, ...], bool]:
-    """(dtype, shape, in Fortran order) of the npy file that begins here; leaves the file where data begin."""
-    version = np.lib.format.read_magic(file)
+@contextmanager
+def _opened_npz(
+    path: Path, error: type[MizarrError], advice: str
+) -> Iterator[tuple[zipfile.ZipFile, BinaryIO]]:
+    """The archive in a file, and the file itself; `error` for whatever its members turn out not to be."""
+    require_content(path, error, advice)
+    try:
+        with zipfile.ZipFile(path) as archive, path.open("rb") as file:
+            yield archive, file
+    except MizarrError:
+        raise
+    # Whatever zlib, zipfile and numpy's reader of headers (a parser of Python) raise for bytes of any kind.
+    except Exception as reason:
+        raise error(
+            f"expected an npz file of named arrays at {path}, found one that cannot be read "
+            f"({str(reason) or type(reason).__name__:.200}); {advice}"
+        ) from reason
+
+
+def _members(archive: zipfile.ZipFile, file: BinaryIO) -> dict[str, zipfile.ZipInfo]:
+    """Members with an array by the array's name; ValueError for lengths that the file is too short for."""
+    size = file.seek(0, 2)
+    members: dict[str, zipfile.ZipInfo] = {}
+    for member in archive.infolist():
+        if not member.filename.endswith(".npy"):
+            continue
+        name = member.filename.removesuffix(".npy")
+        if name in members:
+            raise ValueError(f"two arrays {name!r:.80}")
+        if member.flag_bits & 1:
+            raise ValueError(f"{name!r:.80} is encrypted")
+        if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+            raise ValueError(f"{name!r:.80} is compressed in another way than np.savez_compressed does")
+        ratio = 1 if member.compress_type == zipfile.ZIP_STORED else _DEFLATE
+        if member.compress_size > size or member.file_size > member.compress_size * ratio:
+            raise ValueError(f"{name!r:.80} would have {member.file_size} bytes, more than the file can hold")
+        members[name] = member
+    return members
+
+
+def _layout(head: bytes, member: zipfile.ZipInfo) -> NpyLayout:
+    """What the header of an npy member says; ValueError where the member is not as long as that."""
+    stream = io.BytesIO(head)
+    version = np.lib.format.read_magic(stream)
     read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-    shape, is_fortran, dtype = read(file)
-    return dtype, shape, is_fortran
+    shape, is_fortran, dtype = read(stream)
+    if dtype.hasobject:
+        raise ValueError(f"{member.filename!r:.80} holds Python objects")
+    layout = NpyLayout(
+        dtype, tuple(int(length) for length in shape), "F" if is_fortran else "C", stream.tell()
+    )
+    _require_lengths(shape)
+    nbytes = math.prod(layout.shape) * dtype.itemsize
+    if layout.start + nbytes != member.file_size:
+        raise ValueError(
+            f"{member.filename!r:.80} has {member.file_size - layout.start} bytes of numbers, not the "
+            f"{nbytes} of {dtype} {list(layout.shape)!s:.80}"
+        )
+    return layout
 
 
-def seek_member(file: IO[bytes], member: zipfile.ZipInfo) -> None:
-    """Go to the bytes of a member of a zip file, whose own header may be longer than the list of members
-    says.
+def _npy(archive: zipfile.ZipFile, member: zipfile.ZipInfo, file: BinaryIO, mode: Literal["r", "c"]) -> Array:
+    """The array of one member of an npz file.
+
+    mode: "r" for an array that cannot be written to, "c" for one whose changes stay in memory.
+    """
+    is_stored = member.compress_type == zipfile.ZIP_STORED
+    parts = []
+    with archive.open(member) as stream:  # without a seek, after which zipfile compares no checksum
+        part = stream.read(_AT_ONCE)
+        layout = _layout(part, member)
+        while part:
+            if not is_stored:
+                parts.append(part)
+            part = stream.read(_AT_ONCE)
+    if math.prod(layout.shape) * layout.dtype.itemsize == 0:  # nothing can be mapped of an empty array
+        return np.empty(layout.shape, layout.dtype)
+    if is_stored:
+        offset = _data_offset(file, member) + layout.start
+        shape = layout.shape or (1,)  # numpy maps no scalar
+        mapped: Array = np.memmap(file, layout.dtype, mode, offset, shape, layout.order)
+        return mapped.reshape(layout.shape, order=layout.order)
+    whole = bytearray(b"".join(parts))
+    if len(whole) != member.file_size:
+        raise ValueError(f"{member.filename!r:.80} is cut short")
+    flat: Array = np.frombuffer(whole, layout.dtype, offset=layout.start)
+    return flat.reshape(layout.shape, order=layout.order)
+
+
+def _data_offset(file: BinaryIO, member: zipfile.ZipInfo) -> int:
+    """Where the bytes of a member of a zip file begin: its own header, which precedes them, may be longer
+    than the list of members says (APPNOTE 4.3.7).
     """
     file.seek(member.header_offset + 26)
     name, extra = struct.unpack("<HH", file.read(4))
-    file.seek(member.header_offset + 30 + name + extra)
+    return int(member.header_offset + 30 + name + extra)
 
 
-def _npy(archive: zipfile.ZipFile, member: zipfile.ZipInfo, file: BinaryIO) -> Array:
-    """The array of one member of an npz file."""
-    if member.compress_type != zipfile.ZIP_STORED:
-        with archive.open(member) as packed:
-            read: Array = np.lib.format.read_array(packed, allow_pickle=False)
-            return read
-    seek_member(file, member)
-    dtype, shape, is_fortran = npy_header(file)
-    if dtype.hasobject:
-        raise ValueError(f"{member.filename} holds Python objects")
-    if math.prod(shape) == 0:  # nothing can be mapped of an empty array
-        return np.empty(shape, dtype)
-    order: Literal["C", "F"] = "F" if is_fortran else "C"
-    return np.memmap(file, dtype, "r", offset=file.tell(), shape=shape, order=order)
+def _require_lengths(shape: Sequence[int]) -> None:
+    """ValueError unless these are sizes of axes that some array has; an axis of size 0 excuses no other."""
+    if any(length < 0 for length in shape) or math.prod(length or 1 for length in shape) >= 1 << 60:
+        raise ValueError(f"expected sizes of axes, found {list(shape)!s:.80}")
 
 
 def _header(path: Path) -> tuple[dict[str, Any], int]:
+    """Header of a safetensors file, metadata included, every entry checked; and where the data begin."""
+    require_content(path, WeightsError)
     size = path.stat().st_size
     with path.open("rb") as file:
         start = file.read(8)
         length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
-        if not 0 < length <= size - 8:
+        if not 0 < length <= min(size - 8, _MOST_HEADER):
             raise WeightsError(
                 f"{path} is no complete safetensors file: expected a header of {length} bytes, found "
                 f"{max(size - 8, 0)}; fetch it again"
             )
-        try:
-            header: dict[str, Any] = json.loads(file.read(length))
-        except ValueError as error:
-            raise WeightsError(f"{path} is no safetensors file: its header is not JSON ({error})") from error
-    ends = (entry["data_offsets"][1] for name, entry in header.items() if name != METADATA)
-    needed = 8 + length + max(ends, default=0)
+        text = file.read(length)
+    try:
+        header = json_value(text)
+        if not isinstance(header, dict):
+            raise ValueError(f"a header that is no object but {type(header).__name__}")
+        metadata = header.get(METADATA) or {}
+        if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+            raise ValueError(f"a {METADATA} that is not texts by name")
+        ends = _checked_ranges({name: entry for name, entry in header.items() if name != METADATA})
+    except ValueError as error:
+        raise WeightsError(f"{path} is no safetensors file: found {error}; fetch it again") from error
+    needed = 8 + length + ends
     if needed != size:
         raise WeightsError(
             f"{path} is {'truncated' if size < needed else 'damaged'}: expected {needed} bytes, found "
             f"{size}; fetch it again"
         )
     return header, 8 + length
+
+
+def _checked_ranges(entries: Mapping[str, Any]) -> int:
+    """Where the last range of some entries ends; ValueError for an entry that is none, for a range of another
+    length than dtype and shape say, and for ranges that overlap or leave a gap.
+    """
+    ranges = []
+    for name, entry in entries.items():
+        match entry:
+            case {"dtype": str(dtype), "shape": list(shape), "data_offsets": [first, end]} if all(
+                type(number) is int for number in (*shape, first, end)
+            ):
+                pass
+            case _:
+                raise ValueError(f"an entry {name!r:.80} without dtype, shape and data_offsets")
+        if dtype not in _BITS:
+            raise ValueError(f"{name!r:.80} of dtype {dtype!r:.40}, which the format does not have")
+        _require_lengths(shape)
+        bits = math.prod(shape) * _BITS[dtype]
+        if not 0 <= first <= end or bits != 8 * (end - first):
+            raise ValueError(
+                f"bytes {first} to {end} for {name!r:.80}, which as {dtype} of shape {shape!s:.80} has "
+                f"{-(-bits // 8)}"
+            )
+        ranges.append((first, end, name))
+    here = 0
+    for first, end, name in sorted(ranges):
+        if first != here:
+            raise ValueError(
+                f"{name!r:.80} at byte {first}, where {here} was expected: ranges overlap or leave gaps"
+            )
+        here = end
+    return here
 
 
 def _bytes(tensor: Tensor) -> Iterator[bytes | memoryview]:

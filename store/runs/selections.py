@@ -32,7 +32,7 @@ from .packed import PackedTokens
 Places = npt.NDArray[np.int64]
 AXIS = "token_"
 """What the names of selected axes begin with; the name of the selection follows."""
-_SLICE = re.compile(r"\s*(-?\d*)\s*:\s*(-?\d*)\s*(?::\s*(-?\d*)\s*)?")
+_SLICE = re.compile(r"\s*(-?\d{0,18})\s*:\s*(-?\d{0,18})\s*(?::\s*(-?\d{0,18})\s*)?")
 _MOST_NAMED = 4
 """Positions up to which a list is spelled out in its name; a longer one goes by its digest."""
 
@@ -282,7 +282,7 @@ def _from_text(text: str) -> Selection:
     if (found := _SLICE.fullmatch(text)) is not None:
         return _sliced(*(int(each) if each and each != "-" else None for each in found.groups()))
     parts = text.split(",")
-    if all(re.fullmatch(r"\s*-?\d+\s*", part) for part in parts):
+    if all(re.fullmatch(r"\s*-?\d{1,18}\s*", part) for part in parts):
         return as_selection([int(part) for part in parts])
     raise PromptError(
         f"expected positions as 'last', a slice such as '::16', or numbers such as '0,5,-1', found {text!r}"

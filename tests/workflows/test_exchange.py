@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -25,12 +26,15 @@ from mizarr.store.errors import (
     MizarrError,
     PromptError,
     ShapeError,
+    SourceChanged,
     StageError,
     WeightsError,
 )
+from mizarr.store.exchange import imports
 from mizarr.store.exchange.exports import export_key
 from mizarr.store.identity import require_same_model
 from mizarr.store.runs.entries import Entry
+from mizarr.workflows import exchange
 from tests.memory import PEAK, printed
 from tests.store.exchanged import PROMPTS, STATES, TEXTS, put_run, values
 from tests.torch_free import TORCH_BLOCKED
@@ -519,6 +523,43 @@ def test_notes_that_are_none_are_told(tmp_path):
     assert "named values" in message(tmp_path / "new", ConfigError, tmp_path / "b.safetensors")
     np.savez(tmp_path / "a.npz", **posts(), **{"text.json": np.zeros(3, "u1")})
     assert "JSON in text.json" in message(tmp_path / "new", ConfigError, tmp_path / "a.npz")
+
+
+@pytest.mark.parametrize("moment", ["labels", "key", "digests", "rows"])
+@pytest.mark.parametrize("is_old", [False, True], ids=["just written", "of yesterday"])
+def test_a_file_that_is_written_over_meanwhile_is_not_stored(
+    write, store, monkeypatch, tmp_path, moment, is_old
+):
+    """Whatever is stored under the key of a file are that file's numbers."""
+    path = write(**posts(), row_size=SIZES)
+    first = path.read_bytes()
+    other = write("other", **posts(numbers=NUMBERS + 1), row_size=SIZES).read_bytes()
+    if is_old:
+        os.utime(path, (1e9, 1e9))
+        monkeypatch.setattr("mizarr.store.files.stamps._SETTLED", -1.0)
+    monkeypatch.setattr("mizarr.store.store._SHARD", 48)  # segments of four tokens
+    place, name = {
+        "labels": (exchange, "_sorted_out"),
+        "key": (exchange, "declared_run"),
+        "digests": (imports.Imported, "digest"),
+        "rows": (Entry, "write_segment"),
+    }[moment]
+    real, calls = getattr(place, name), []
+
+    def written_over(*given, **named):
+        calls.append(0)
+        if len(calls) == 1:
+            path.write_bytes(other)
+        return real(*given, **named)
+
+    monkeypatch.setattr(place, name, written_over)
+    with pytest.raises(SourceChanged, match="written over meanwhile"):
+        mizarr.import_activations(path, model="gpt2", store=store)
+    assert not [*store.records()]
+    monkeypatch.undo()
+    path.write_bytes(first)
+    expect_numbers(mizarr.import_activations(path, model="gpt2", store=store))
+    assert not store.verify()
 
 
 # Size

@@ -21,9 +21,10 @@ from .pages.search import search_page
 from .pages.store import harvests, listing, reading, store_page
 from .pages.token import token_page
 
-__all__ = ["find_news", "find_page"]
+__all__ = ["NUMBER", "find_news", "find_page"]
 
-_NUMBER = r"(0|[1-9][0-9]{0,11})"
+NUMBER = r"(0|[1-9][0-9]{0,11})"
+"""Numbers in addresses, short enough for any array."""
 _RUN = r"run/([0-9a-f]{64})"
 
 
@@ -79,9 +80,9 @@ def _result(held: Snapshot, key: str) -> Page | None:
 _PAGES: tuple[tuple[str, Callable[..., Page | None]], ...] = (
     (r"(?:index\.html)?", store_page),
     (r"search\.html", lambda held: search_page(held, "")),
-    (rf"(runs|results|cells)/{_NUMBER}\.html", _list),
+    (rf"(runs|results|cells)/{NUMBER}\.html", _list),
     (r"result/([0-9a-f]{64})\.html", _result),
     (rf"{_RUN}/prompts/([1-9][0-9]{{0,11}})\.html", _of_run(run_page)),
-    (rf"{_RUN}/prompt/{_NUMBER}/([1-9][0-9]{{0,11}})\.html", _of_run(prompt_page)),
-    (rf"{_RUN}/token/{_NUMBER}\.html", _of_run(token_page)),
+    (rf"{_RUN}/prompt/{NUMBER}/([1-9][0-9]{{0,11}})\.html", _of_run(prompt_page)),
+    (rf"{_RUN}/token/{NUMBER}\.html", _of_run(token_page)),
 )

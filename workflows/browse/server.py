@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hmac
 import html
+import re
 import secrets
 import socket
 from collections.abc import Collection
@@ -23,7 +24,7 @@ from urllib.parse import quote
 from ...stages.extras import require
 from ...store import Store
 from ...store.errors import ConfigError, MizarrError
-from .finding import find_news, find_page
+from .finding import NUMBER, find_news, find_page
 from .holdings import Holdings, Snapshot
 from .page import Page
 from .pages.search import search_page
@@ -135,7 +136,8 @@ def application(store: Store, word: str, port: int) -> Starlette:
     def searched(held: Snapshot, request: Request) -> Page:
         asked = request.query_params
         start = tuple(
-            int(text) if (text := asked.get(name, "")).isdecimal() else 0 for name in ("run", "prompt")
+            int(text) if re.fullmatch(NUMBER, text := asked.get(name, "")) else 0
+            for name in ("run", "prompt")
         )
         return search_page(held, asked.get("q", "")[:LONGEST], (start[0], start[1]))
 

@@ -127,6 +127,7 @@ def duration(ctx: click.Context, param: click.Parameter, text: str) -> float:
 
 def settings(ctx: click.Context, param: click.Parameter, pairs: Sequence[str]) -> dict[str, Any]:
     """`name=value` pairs as a dict; a value is read as JSON where it is JSON, else as text."""
+
     found: dict[str, Any] = {}
     for pair in pairs:
         name, equals, text = pair.partition("=")

@@ -7,12 +7,12 @@ Border: reads and checks the file; what its texts mean, the workflow finds out.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from ...store.errors import ConfigError, nearest
+from ...store.outside import json_file
 
 __all__ = ["FIELDS", "read_batch"]
 
@@ -26,10 +26,7 @@ def read_batch(path: Path) -> list[dict[str, Any]]:
     Raises ConfigError for a file that is missing or not of this form, naming the experiment.
     """
     form = '{"description": …, "experiments": [{"group", "prompt", "contrastive", "target_token"}, …]}'
-    try:
-        document = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"expected a JSON file {form} at {str(path)!r}, found: {error}") from error
+    document = json_file(path, ConfigError, f"write it as {form}")
     entries = document.get("experiments") if isinstance(document, Mapping) else None
     if not isinstance(entries, list) or not entries:
         raise ConfigError(f"expected {form} in {str(path)!r}, found no list of experiments")

@@ -5,7 +5,6 @@ Border: texts and token ids; loads no model and never imports torch.
 
 from __future__ import annotations
 
-import json
 import sys
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -17,6 +16,7 @@ from ...stages.causal.counterfact import FactTokens, blocks_of, differing_span, 
 from ...stages.causal.draws import AtOnce
 from ...stages.causal.factual_routing import FactualRouting
 from ...store.errors import ConfigError
+from ...store.outside import json_file
 from ..settings import PairSettings, SubjectRule
 from ..subject import shipped_facts
 from ..workflow import ModelWorkflow
@@ -73,15 +73,7 @@ def fact_pairs(subject: Subject, data: str, limit: int, *, rule: SubjectRule = "
 
 def read_records(path: str) -> list[dict[str, str]]:
     """A JSON list of records; ConfigError for one without the four fields."""
-    found = Path(path).expanduser()
-    if not found.is_file():
-        raise ConfigError(f"expected a JSON file of CounterFact records at {path!r}, found none")
-    try:
-        records = json.loads(found.read_text("utf-8"))
-    except ValueError as error:
-        raise ConfigError(
-            f"expected a JSON list of records in {path!r}, found other text ({error})"
-        ) from error
+    records = json_file(Path(path).expanduser(), ConfigError, "name a JSON list of CounterFact records")
     for i, record in enumerate(records if isinstance(records, list) else [records]):
         missing = [name for name in FIELDS if not isinstance(record, dict) or name not in record]
         if missing:

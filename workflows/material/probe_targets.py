@@ -24,6 +24,7 @@ import numpy.typing as npt
 
 from ...stages.corpus.text import pack_lines, token_counts, wrap
 from ...store.errors import ConfigError, PromptError, TokenizerError
+from ...store.outside import json_value, read_outside
 
 if TYPE_CHECKING:
     from ...store import PackedTokens
@@ -148,11 +149,12 @@ def _target(name: str, labels: dict[int, Any], n_tokens: int, kind: str) -> Targ
 
 def _entries(path: str) -> list[dict[str, Any]]:
     """The entries of a file, checked for their form."""
+    data = read_outside(Path(path).expanduser(), ConfigError, "correct it, or name another file")
     try:
-        text = Path(path).expanduser().read_text("utf-8")
-        lines = [line for line in text.splitlines() if line.strip()]
-        found = json.loads(text) if text.lstrip().startswith("[") else [json.loads(line) for line in lines]
-    except (OSError, ValueError) as error:
+        lines = [line for line in data.decode("utf-8-sig").splitlines() if line.strip()]
+        is_list = bool(lines) and lines[0].lstrip().startswith("[")
+        found = json_value(data) if is_list else [json_value(line.encode()) for line in lines]
+    except ValueError as error:
         raise ConfigError(
             f"expected labelled texts as JSON, or JSON lines, at {path!r}, found {error}"
         ) from error

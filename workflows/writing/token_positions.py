@@ -176,7 +176,7 @@ def read_span(written: str) -> tuple[str, int, int]:
     >>> read_span("Paris=31-36")
     ('Paris', 31, 36)
     """
-    found = re.fullmatch(r"(?:(?P<name>.+)=)?(?P<start>\d+)-(?P<end>\d+)", written, re.DOTALL)
+    found = re.fullmatch(r"(?:(?P<name>.+)=)?(?P<start>\d{1,18})-(?P<end>\d{1,18})", written, re.DOTALL)
     if not found:
         raise ConfigError(f'expected spans as "name=start-end" in characters, found {written!r}')
     start, end = int(found["start"]), int(found["end"])

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["read", "recognises"]
 
-_ENCODER = r"W_enc_(\d+)\.safetensors"
+_ENCODER = r"W_enc_(\d{1,9})\.safetensors"
 
 
 def recognises(files: DictionaryFiles) -> bool:

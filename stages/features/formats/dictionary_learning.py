@@ -10,10 +10,10 @@ Border: one pickled state dict, of tensors only; nothing else in it is unpickled
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any
 
 from ....store.errors import DictionaryError, nearest
+from ...torch_files import load_pickled
 from ..layers.files import DictionaryFiles
 from .single import LayerByLayer, OneLayer, files_named, hooks_given
 
@@ -110,14 +110,12 @@ def _hooks_said(trainer: Mapping[str, Any]) -> tuple[str | None, str | None]:
 def _loaded(files: DictionaryFiles, name: str) -> dict[str, Tensor]:
     import torch
 
-    try:
-        found = torch.load(files.path(name), map_location="cpu", weights_only=True, mmap=True)
-    except (RuntimeError, EOFError, UnpicklingError) as error:
-        reason = next(iter(str(error).splitlines()), type(error).__name__)
+    state = load_pickled(files.path(name), DictionaryError)
+    if not isinstance(state, Mapping) or not all(isinstance(value, torch.Tensor) for value in state.values()):
         raise DictionaryError(
-            f"{files.path(name)} is no complete state dict ({reason}); fetch it again"
-        ) from error
-    return dict(found)
+            f"expected a state dict of tensors in {files.path(name)}, found other values; fetch it again"
+        )
+    return dict(state)
 
 
 def _matrices(

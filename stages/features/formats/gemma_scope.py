@@ -13,11 +13,12 @@ Border: paths and arrays; a list of such files in a config.yaml is listed.py's.
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ....store.errors import DictionaryError
+from ....store.exchange.tensors import npz_array, npz_layouts
 from ..layers.files import DictionaryFiles
-from .npz import npz_array, npz_shapes
 from .single import LayerByLayer, OneLayer, files_named, hooks_given
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = ["part", "read", "recognises"]
 
-_PLACE = re.compile(r"layer_(\d+)|(embedding)")
+_PLACE = re.compile(r"layer_(\d{1,9})|(embedding)")
 _REPOSITORY = re.compile(r"gemma-scope-(2b|9b|27b)-(pt|it)-(res|mlp|att|transcoders)")
 HOOKS = {
     "res": ("resid_post", "resid_post"),
@@ -59,7 +60,7 @@ def part(
         layer = 0 if is_embedding else int(found[-1][0])
     said = _hooks_said(path, is_embedding)
     kinds = hooks_given(files, said, read, write)
-    shapes = npz_shapes(place)
+    shapes = _shapes(place)
     size, d_in, d_out = _sizes(shapes, place)
     repository = _REPOSITORY.search(path)
 
@@ -70,7 +71,7 @@ def part(
         from ..layers.layer import LayerFeatures
 
         gain = d_in**-0.5 if is_embedding else 1.0
-        given = {key: torch.from_numpy(npz_array(place, key)) for key in shapes}
+        given = {key: torch.from_numpy(npz_array(place, key, DictionaryError)) for key in shapes}
         return LayerFeatures(
             layer=layer,
             W_enc=given["W_enc"].T,
@@ -108,6 +109,17 @@ def _hooks_said(path: str, is_embedding: bool) -> tuple[str | None, str | None]:
         return "embed", "embed"
     found = _REPOSITORY.search(path)
     return HOOKS[found[3]] if found else (None, None)
+
+
+def _shapes(place: Path) -> dict[str, tuple[int, ...]]:
+    """Shapes of the arrays of a file by name. DictionaryError for an array that is not float."""
+    layouts = npz_layouts(place, DictionaryError)
+    for name, layout in layouts.items():
+        if layout.dtype.name not in ("float32", "float64") and layout.shape:
+            raise DictionaryError(
+                f"expected {name!r} in {place} as one of float32, float64, found {layout.dtype.name}"
+            )
+    return {name: layout.shape for name, layout in layouts.items()}
 
 
 def _sizes(shapes: dict[str, tuple[int, ...]], place: object) -> tuple[int, int, int]:

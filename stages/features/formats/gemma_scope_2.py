@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 __all__ = ["is_cross_layer", "part", "read", "read_clt", "recognises"]
 
-_FILE = re.compile(r"(?:^|/)params(?:_layer_(\d+))?\.safetensors$")
-_LAYER = re.compile(r"layer_(\d+)")
+_FILE = re.compile(r"(?:^|/)params(?:_layer_(\d{1,9}))?\.safetensors$")
+_LAYER = re.compile(r"layer_(\d{1,9})")
 CONFIG = "config.json"
 # The model's modules that config.json names, and what stands in a folder's name instead of one.
 HF_POINTS = {

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 __all__ = ["Reference", "read", "recognises", "references"]
 
 LONGEST_LIST, LARGEST_FILE = 1024, 1 << 20
-_LAYER = re.compile(r"layer_(\d+)")
+_LAYER = re.compile(r"layer_(\d{1,9})")
 
 
 class Reference:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = ["part", "read", "recognises"]
 
-_LAYER = r"layer_(\d+)\.safetensors"
+_LAYER = r"layer_(\d{1,9})\.safetensors"
 _THRESHOLD = "activation_function.threshold"
 ACTIVATIONS = ("topk", "relu", "jumprelu")
 TOP_K = {"facebook/crv-8b-instruct-transcoders": 128}

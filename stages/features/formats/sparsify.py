@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["part", "read", "recognises"]
 
 WEIGHTS = "sae.safetensors"
-_MODULE = re.compile(r"(?:layers|h)[._](\d+)(?:\.(.+))?")
+_MODULE = re.compile(r"(?:layers|h)[._](\d{1,9})(?:\.(.+))?")
 # Module within a layer -> (its input, its output).
 MODULES = {
     "": ("resid_pre", "resid_post"),

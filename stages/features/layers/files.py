@@ -9,7 +9,6 @@ Border: paths, parsed configurations, mapped tensors; what the tensors mean is a
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -19,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from ....store.digest import digest
 from ....store.errors import DictionaryError, ModelNotFound, nearest
 from ....store.exchange.tensors import FLOATS, read_header
+from ....store.outside import MOST_BYTES, bounded_depth, json_object, read_outside, require_content
 from ...forward.models.files import SPECIMEN, hub_cache, weight_digest
 
 if TYPE_CHECKING:
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 __all__ = ["DictionaryFiles", "is_shipped", "parse_reference", "resolve"]
 
+_READ = (".safetensors", ".npz", ".pt", ".json", ".yaml")
+"""Endings of files that some format reads."""
 CONFIG_YAML, CFG_JSON = "config.yaml", "cfg.json"
 SPECIMEN_FOLDER = Path(__file__).parents[1] / SPECIMEN
 
@@ -50,8 +52,15 @@ class DictionaryFiles:
     @cached_property
     def listing(self) -> tuple[str, ...]:
         """Relative paths of all files, sorted."""
-        found = (path for path in self.directory.rglob("*") if path.is_file())
-        return tuple(sorted(path.relative_to(self.directory).as_posix() for path in found))
+        paths = [
+            path
+            for path in self.directory.rglob("*")
+            if path.is_file() or (path.is_symlink() and not path.exists())
+        ]
+        for path in paths:
+            if path.suffix in _READ and not path.is_file():  # of the others a link may lead nowhere
+                require_content(path, DictionaryError)
+        return tuple(sorted(path.relative_to(self.directory).as_posix() for path in paths))
 
     @cached_property
     def yaml(self) -> dict[str, Any]:
@@ -60,9 +69,14 @@ class DictionaryFiles:
             return {}
         import yaml
 
+        data = read_outside(self.path(CONFIG_YAML), DictionaryError, most=MOST_BYTES)
         try:
-            found = yaml.safe_load(self.path(CONFIG_YAML).read_text(encoding="utf-8"))
-        except (yaml.YAMLError, UnicodeDecodeError) as error:
+            found = bounded_depth(yaml.safe_load(data.decode()), len(data))
+        except RecursionError:
+            raise DictionaryError(
+                f"expected YAML in {self.directory / CONFIG_YAML}, found values nested too deeply"
+            ) from None
+        except (yaml.YAMLError, ValueError) as error:
             reason = " ".join(str(error).split())
             raise DictionaryError(
                 f"expected YAML in {self.directory / CONFIG_YAML}, found {reason}"
@@ -71,11 +85,7 @@ class DictionaryFiles:
 
     def json(self, name: str) -> dict[str, Any]:
         """A JSON file, parsed. DictionaryError if it is no object."""
-        try:
-            found = json.loads(self.path(name).read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise DictionaryError(f"expected JSON in {self.path(name)}, found {error}") from error
-        return self._mapping(found, name)
+        return json_object(self.path(name), DictionaryError)
 
     def _mapping(self, found: Any, name: str) -> dict[str, Any]:
         if not isinstance(found, dict):
@@ -155,8 +165,14 @@ def resolve(name: str | Path) -> DictionaryFiles:
     """
     if is_shipped(name):
         return DictionaryFiles(str(name), _shipped_folder(str(name)))
-    folder = Path(name).expanduser()
-    if folder.is_dir():
+    try:
+        folder = Path(name).expanduser()
+        is_folder = folder.is_dir()
+    except (OSError, RuntimeError, TypeError, ValueError) as error:  # too long; no home of that user; no text
+        raise ModelNotFound(
+            f"expected a directory, or a hub reference such as org/repo, found {name!r:.200}"
+        ) from error
+    if is_folder:
         return DictionaryFiles(str(name), folder)
     repository, subfolder, revision = parse_reference(name)
     snapshot = _hub_snapshot(repository, revision or "main")

@@ -18,7 +18,7 @@ __all__ = ["hook_kind", "hook_name", "parse_hook"]
 # resid_mid.
 _OWN = {"mlp.hook_in": "mlp_pre", "mlp.hook_out": "mlp_post", "hook_mlp_in": "resid_mid"}
 _OUTSIDE = ("blocks.", "hook_embed", "ln_final.")
-_BLOCK = re.compile(r"^blocks\.(\d+)\.(.+)$")
+_BLOCK = re.compile(r"^blocks\.(\d{1,9})\.(.+)$")
 
 
 def hook_kind(name: str) -> str:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ....store.errors import ConfigError
+from ...torch_files import load_pickled
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -39,21 +40,13 @@ def save(folder: Path, state: Mapping[str, Any]) -> None:
 
 def load(folder: Path) -> dict[str, Any] | None:
     """The checkpoint in a folder; None where there is none. ConfigError for a file that is none."""
-    from pickle import UnpicklingError
-
-    import torch
-
     path = folder / CHECKPOINT
     if not path.is_file():
         return None
-    try:
-        found: dict[str, Any] = torch.load(path, weights_only=True)
-    except (RuntimeError, EOFError, OSError, ValueError, UnpicklingError) as error:
-        raise ConfigError(
-            f"expected a checkpoint of a training in {path}, found something else; remove it, or name "
-            "another folder"
-        ) from error
-    return found
+    checkpoint: dict[str, Any] = load_pickled(
+        path, ConfigError, "remove it, or name another folder", mmap=False
+    )
+    return checkpoint
 
 
 def require_same(folder: Path, held: Mapping[str, Any], settings: Mapping[str, Any], data: str) -> None:

@@ -555,8 +555,8 @@ NNTERP = {
     "attention_probabilities": "pattern",
 }
 """nnterp's name for every layer's -> kind."""
-_NNTERP_NAME = re.compile(rf"({'|'.join(NNTERP)})\[(\d+|\*)\]")
-_NUMBER = re.compile(r"\.(\d+)(?=\.|$)")
+_NNTERP_NAME = re.compile(rf"({'|'.join(NNTERP)})\[(\d{{1,18}}|\*)\]")
+_NUMBER = re.compile(r"\.(\d{1,18})(?=\.|$)")
 
 
 class _At:
@@ -789,7 +789,7 @@ def points_of(kinds: Iterable[str], num_layers: int) -> tuple[HookPoint, ...]:
 def _unknown(name: str, candidates: Iterable[str]) -> str:
     near = nearest(name, candidates)
     hint = f"; did you mean {near!r}?" if near else "; a model lists its own: `model.hook_points`"
-    return f"there is no hook point {name!r}{hint}"
+    return f"there is no hook point {name!r:.200}{hint}"
 
 
 def require_known(points: Sequence[HookPoint], available: Sequence[HookPoint], model: str) -> None:

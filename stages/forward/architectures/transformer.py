@@ -262,6 +262,11 @@ class TransformerConfig(Architecture):
         return self.mlp_layout != "plain"
 
 
+_MOST = {"layers": 10_000, "num_blocks": 10_000, "n_layer": 10_000, "head": 1_000_000, "expert": 1_000_000}
+"""Of what there may be, by a word in the key."""
+_LARGEST = 2**53
+
+
 class ConfigReader:
     """A parsed config.json, with errors that name the key; remembers which keys were read.
 
@@ -284,6 +289,13 @@ class ConfigReader:
                 f"{self.source}: expected {key} to be {kind}, found {self._shown(key, value)}; correct the "
                 "file, or fetch it again"
             )
+        # What there is one of for each of them is listed before anything is compared with tensors.
+        most = next((count for word, count in _MOST.items() if word in key), _LARGEST)
+        if value > most:
+            raise ConfigError(
+                f"{self.source}: expected {key} to be at most {most}, found {self._shown(key, value)}; "
+                "correct the file, or fetch it again"
+            )
         return value
 
     def optional_integer(self, key: str, default: int | None = None) -> int | None:
@@ -294,12 +306,12 @@ class ConfigReader:
         return None if self._get(key, default) is None else self.integer(key, default)
 
     def number(self, key: str, default: float | None = None) -> float:
-        """A number, whole or not."""
+        """A finite number, whole or not."""
         value = self._get(key, default)
-        if isinstance(value, bool) or not isinstance(value, int | float):
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
             raise ConfigError(
-                f"{self.source}: expected {key} to be a number, found {self._shown(key, value)}; correct the "
-                "file, or fetch it again"
+                f"{self.source}: expected {key} to be a finite number, found {self._shown(key, value)}; "
+                "correct the file, or fetch it again"
             )
         return float(value)
 
@@ -317,8 +329,8 @@ class ConfigReader:
             return False
         if not isinstance(value, bool):
             raise ConfigError(
-                f"{self.source}: expected {key} to be true or false, found {value!r}; correct the file, or "
-                "fetch it again"
+                f"{self.source}: expected {key} to be true or false, found {value!r:.80}; correct "
+                "the file, or fetch it again"
             )
         return value
 
@@ -327,8 +339,8 @@ class ConfigReader:
         value = self._get(key, default)
         if not isinstance(value, str):
             raise ConfigError(
-                f"{self.source}: expected {key} to be a string, found {value!r}; correct the file, or fetch "
-                "it again"
+                f"{self.source}: expected {key} to be a string, found {value!r:.80}; correct "
+                "the file, or fetch it again"
             )
         return value
 
@@ -337,8 +349,8 @@ class ConfigReader:
         value = self._get(key, {})
         if not isinstance(value, dict):
             raise ConfigError(
-                f"{self.source}: expected {key} to be an object, found {value!r}; correct the file, or fetch "
-                "it again"
+                f"{self.source}: expected {key} to be an object, found {value!r:.80}; correct "
+                "the file, or fetch it again"
             )
         return value
 
@@ -349,8 +361,8 @@ class ConfigReader:
             isinstance(value, list) and all(isinstance(item, str) for item in value)
         ):
             raise ConfigError(
-                f"{self.source}: expected {key} to be a list of strings, found {value!r}; correct the file, "
-                "or fetch it again"
+                f"{self.source}: expected {key} to be a list of strings, found {value!r:.80}; "
+                "correct the file, or fetch it again"
             )
         return value
 
@@ -359,7 +371,7 @@ class ConfigReader:
         return self.raw.get(key) is not None
 
     def _shown(self, key: str, value: Any) -> str:
-        return "no such key" if key not in self.raw and value is None else repr(value)
+        return "no such key" if key not in self.raw and value is None else f"{value!r:.80}"
 
     def _get(self, key: str, default: Any) -> Any:
         self.read.add(key)

@@ -11,7 +11,6 @@ Border: adapter_config.json and the names of tensors; never imports torch until 
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Collection, Iterator, Mapping
@@ -24,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 from ....store.arrays import Array
 from ....store.digest import digest
 from ....store.errors import ConfigError, ModelNotFound, WeightsError
+from ....store.outside import json_object, require_content
 from .formats import stored_in
 from .source import Take, TensorEntry, TensorSource
 
@@ -81,7 +81,7 @@ class Adapter:
     def file(self) -> Path:
         """Its weights. Raises WeightsError where they are missing."""
         for name in WEIGHTS:
-            if (path := self.directory / name).is_file():
+            if require_content(path := self.directory / name, WeightsError, "copy it again"):
                 return path
         raise WeightsError(
             f"expected {' or '.join(WEIGHTS)} in {self.directory}, found neither; copy the adapter again"
@@ -96,17 +96,12 @@ class Adapter:
     def config(self) -> dict[str, Any]:
         """adapter_config.json. Raises ModelNotFound without one, ConfigError for anything but plain LoRA."""
         path = self.directory / CONFIG
-        if not path.is_file():
+        if not require_content(path, ConfigError, "copy it again"):
             raise ModelNotFound(
                 f"expected an adapter in {self.directory}, found no {CONFIG}; give the folder PEFT "
                 "saved it to"
             )
-        try:
-            found = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise ConfigError(f"expected JSON in {path}, found {error}; copy it again") from error
-        if not isinstance(found, dict):
-            raise ConfigError(f"expected a JSON object in {path}, found {type(found).__name__}")
+        found = json_object(path, ConfigError, "copy it again")
         _require_plain_lora(found, path)
         return found
 
@@ -242,14 +237,14 @@ def _require_plain_lora(config: Mapping[str, Any], path: Path) -> None:
     advice = "merge the adapter into its base model with PEFT, and save that"
     if config.get("peft_type") != "LORA":
         raise ConfigError(
-            f"{path}: expected peft_type 'LORA', found {config.get('peft_type')!r}, which is not merged "
+            f"{path}: expected peft_type 'LORA', found {config.get('peft_type')!r:.80}, which is not merged "
             f"here; {advice}"
         )
     strange = [key for key, value in config.items() if value and key not in SILENT and key not in COUNTS]
     if strange:
         raise ConfigError(
-            f"{path}: expected {strange[0]} to be absent, null or false, found {config[strange[0]]!r}, which "
-            f"is not merged here; {advice}"
+            f"{path}: expected {strange[0]} to be absent, null or false, found {config[strange[0]]!r:.80}, "
+            f"which is not merged here; {advice}"
         )
     start = config.get("init_lora_weights")
     if start not in STARTS:
@@ -257,7 +252,19 @@ def _require_plain_lora(config: Mapping[str, Any], path: Path) -> None:
             f"{path}: expected init_lora_weights that leaves the base model as it is, found {start!r}; "
             f"{advice}"
         )
-    for key, usual in (("r", 8), ("lora_alpha", 8)):
-        value = config.get(key, usual)
-        if isinstance(value, bool) or not isinstance(value, int | float) or (key == "r" and value < 1):
-            raise ConfigError(f"{path}: expected {key} to be a positive number, found {value!r}")
+    for key, least, patterns in (("r", 1, "rank_pattern"), ("lora_alpha", -math.inf, "alpha_pattern")):
+        by_pattern = config.get(patterns) or {}
+        if not isinstance(by_pattern, dict):
+            raise ConfigError(f"{path}: expected {patterns} to be an object, found {by_pattern!r:.80}")
+        for pattern in by_pattern:
+            try:
+                re.compile(pattern)
+            except (re.error, OverflowError, RecursionError) as error:
+                raise ConfigError(
+                    f"{path}: expected patterns of names in {patterns}, found {pattern!r:.80} ({error})"
+                ) from error
+        for value in (config.get(key, 8), *by_pattern.values()):
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            if not is_number or not math.isfinite(value) or value < least:
+                kind = "finite" if least < 1 else "positive"
+                raise ConfigError(f"{path}: expected {key} to be a {kind} number, found {value!r:.80}")

@@ -1,13 +1,10 @@
-"""Files that torch.save wrote (pytorch_model.bin) as a source of tensors, by torch's weights-only loader.
+"""Files that torch.save wrote (pytorch_model.bin) as a source of tensors.
 
-A pickle is a program. The loader runs none but what makes tensors, and whatever else stands in a file is an
-error here; nothing in a setting turns that off. What there is can only be told by torch.
+What there is can only be told by torch; how the files are read is torch_files.py.
 """
 
 from __future__ import annotations
 
-import pickle
-import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,14 +13,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ....store.errors import WeightsError
+from ...torch_files import ADVICE, load_pickled
 from .source import Take, TensorEntry
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 __all__ = ["PickledFiles"]
-
-ADVICE = "load it where you trust it, and save it as safetensors"
 
 
 @dataclass(frozen=True)
@@ -36,16 +32,16 @@ class PickledFiles:
     def entries(self) -> dict[str, TensorEntry]:
         """As `TensorSource.entries`; imports torch. Raises WeightsError for a file that holds more than
         tensors by name, and for a tensor that two files hold."""
-        found: dict[str, TensorEntry] = {}
+        entries: dict[str, TensorEntry] = {}
         for path in self.files:
             for name, tensor in _tensors(path).items():
-                if name in found:
+                if name in entries:
                     raise WeightsError(
                         f"expected {name!r} in one file, found it in {path.name} and another; remove the one "
                         "that is not of this checkpoint"
                     )
-                found[name] = TensorEntry(tuple(tensor.shape), _code(name, tensor))
-        return found
+                entries[name] = TensorEntry(tuple(tensor.shape), _code(name, tensor))
+        return entries
 
     def mapped(self, name: str) -> None:
         """As `TensorSource.mapped`: never."""
@@ -53,44 +49,36 @@ class PickledFiles:
     @contextmanager
     def opened(self) -> Iterator[Take]:
         """As `TensorSource.opened`."""
-        held: dict[str, Tensor] = {}
+        tensors: dict[str, Tensor] = {}
         for path in self.files:
-            held |= _tensors(path)
-        # A copy: what is held is a mapping of a file, and may be written by whoever saves there again.
-        yield lambda name: held[name].clone()
+            tensors |= _tensors(path)
+        # A copy: the tensors are a mapping of a file, and may be written by whoever saves there again.
+        yield lambda name: tensors[name].clone()
 
 
 def _tensors(path: Path) -> dict[str, Tensor]:
-    """Tensors by name, mapped where the file is a zip (torch 1.6 and later)."""
-    import torch
-
-    try:
-        found = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
-    except pickle.UnpicklingError as error:
-        raise WeightsError(
-            f"expected nothing but tensors in {path}, found a pickle that does more ({_reason(error)}); "
-            f"{ADVICE}"
-        ) from error
-    except (RuntimeError, EOFError, ValueError, KeyError, AttributeError, TypeError, IndexError) as error:
-        raise WeightsError(
-            f"expected a file that torch.save wrote at {path}, found one that cannot be read "
-            f"({_reason(error)}); fetch it again"
-        ) from error
-    strange = _strange(found)
+    """Tensors by name."""
+    loaded = load_pickled(path, WeightsError)
+    strange = _strange(loaded)
     if strange:
         raise WeightsError(f"expected tensors by name in {path}, found {strange}; {ADVICE}")
-    tensors: dict[str, Tensor] = dict(found)
+    tensors: dict[str, Tensor] = dict(loaded)
     return tensors
 
 
-def _strange(found: Any) -> str:
+def _strange(loaded: Any) -> str:
     """What is no tensor by a name; empty where there is nothing of the kind."""
     import torch
 
-    if not isinstance(found, dict):
-        return type(found).__name__
-    for name, value in found.items():
-        if not isinstance(name, str) or not isinstance(value, torch.Tensor) or value.layout != torch.strided:
+    if not isinstance(loaded, dict):
+        return type(loaded).__name__
+    for name, value in loaded.items():
+        if (
+            not isinstance(name, str)
+            or not isinstance(value, torch.Tensor)
+            or value.layout != torch.strided
+            or value.is_meta
+        ):
             return f"{type(value).__name__} under {name!r}"
     return ""
 
@@ -100,10 +88,3 @@ def _code(name: str, tensor: Tensor) -> str:
     codes = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"}
     dtype = str(tensor.dtype).removeprefix("torch.")
     return codes.get(dtype, dtype)
-
-
-def _reason(error: BaseException) -> str:
-    """The one sentence of torch's advice that says what was found."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    told = next((line for line in lines if "Unsupported" in line or "not an allowed" in line), "")
-    return (told or next(iter(lines), type(error).__name__)).split(". ")[0][:200]

@@ -9,7 +9,6 @@ stop string is cut off, together with what its last token holds beyond it.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from ....store.errors import ConfigError
+from ....store.outside import json_object, require_content
 
 if TYPE_CHECKING:
     from ..models.files import ModelFiles
@@ -127,11 +127,8 @@ def end_ids(files: ModelFiles, tokenizer: Tokenizer | None) -> tuple[int, ...]:
     """Ids that end a sequence, as a model's config.json, generation_config.json and tokenizer name them."""
     found = _ids(files.config)
     path = files.directory / "generation_config.json"
-    if path.is_file():
-        try:
-            found |= _ids(json.loads(path.read_text(encoding="utf-8")))
-        except ValueError as error:
-            raise ConfigError(f"expected JSON in {path}, found {error}; fetch it again") from error
+    if require_content(path, ConfigError):
+        found |= _ids(json_object(path, ConfigError))
     if tokenizer is not None and tokenizer.eos_id is not None:
         found.add(tokenizer.eos_id)
     return tuple(sorted(found))

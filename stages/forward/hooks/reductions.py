@@ -17,7 +17,7 @@ from ....store.errors import HookPointNotFound, nearest
 from ....store.runs.run_sums import PART, QUANTA
 from ..architectures.points import BY_NAME, LOGITS, HookKind, HookPoint
 
-_TOPK = re.compile(r"topk:(\d+)")
+_TOPK = re.compile(r"topk:(\d{1,9})")
 _LOGITS = BY_NAME[LOGITS].path
 _PARTS = (PART, len(QUANTA))
 

@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from ....store.errors import ConfigError, WeightsError
+from ....store.errors import ConfigError, MizarrError, WeightsError
 from ..architectures.architecture import Architecture
 from ..architectures.families import FAMILIES, Family, MlpLayout, Windows, model_type_of, read_family
 from ..architectures.known import KNOWN, KnownFamily
@@ -113,7 +114,22 @@ def architecture_of(raw: dict[str, Any], weight_files: Files, source: str = "con
     if family is None:
         return report(raw, read_shapes(weight_files), source).require()
     shapes = read_shapes(weight_files) if family.reads_tensors else {}
-    return family.read(ConfigReader(raw, source), shapes)
+    with _in_one_line(source):
+        return family.read(ConfigReader(raw, source), shapes)
+
+
+@contextmanager
+def _in_one_line(source: str) -> Iterator[None]:
+    """ConfigError for values of a config that no reader of a key refuses, and no arithmetic takes."""
+    try:
+        yield
+    except MizarrError:
+        raise
+    except (ArithmeticError, AttributeError, LookupError, MemoryError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"{source}: expected values that a model of this family has, found others "
+            f"({type(error).__name__}: {error!s:.80}); correct the file, or fetch it again"
+        ) from error
 
 
 def report(raw: dict[str, Any], shapes: TensorShapes, source: str = "config.json") -> CompatibilityReport:
@@ -121,9 +137,10 @@ def report(raw: dict[str, Any], shapes: TensorShapes, source: str = "config.json
     model_type.
     """
     model_type = model_type_of(raw, source)
-    if model_type in KNOWN and model_type not in FAMILIES:
-        return _examine_known(KNOWN[model_type], raw, shapes, source)
-    return examine(raw, shapes, FAMILIES.get(model_type), source)
+    with _in_one_line(source):
+        if model_type in KNOWN and model_type not in FAMILIES:
+            return _examine_known(KNOWN[model_type], raw, shapes, source)
+        return examine(raw, shapes, FAMILIES.get(model_type), source)
 
 
 def _examine_known(

@@ -10,7 +10,6 @@ weights.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Callable
@@ -31,6 +30,7 @@ from ....store.errors import (
 )
 from ....store.index import FileDigests, file_digests
 from ....store.keys import ModelIdentity
+from ....store.outside import json_object, named_digest, require_content
 from ..checkpoints.adapter import Adapter
 from ..checkpoints.checkpoint import Checkpoint
 from ..checkpoints.gguf import source as gguf
@@ -74,7 +74,6 @@ PICKLED, PICKLED_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 """What torch.save wrote; read where there are no safetensors."""
 HELP = "trained_with_help.txt"
 """A sentence beside the weights, part of no identity: what training asked of the inside of the model."""
-_SHA256 = re.compile(r"[0-9a-f]{64}")
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
@@ -103,17 +102,7 @@ class ModelFiles:
         object."""
         if self.gguf is not None:
             return gguf.config_of(self.weight_files)
-        path = self.directory / CONFIG
-        try:
-            found = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise ConfigError(f"expected JSON in {path}, found {error}; fetch it again") from error
-        if not isinstance(found, dict):
-            raise ConfigError(
-                f"expected a JSON object in {path}, found {type(found).__name__}; is it a model's "
-                "config.json?"
-            )
-        return found
+        return json_object(self.directory / CONFIG, ConfigError)
 
     @cached_property
     def weight_files(self) -> tuple[Path, ...]:
@@ -123,9 +112,9 @@ class ModelFiles:
         if self.gguf is not None:
             return parts_of(self.gguf)
         for single, index in ((WEIGHTS, INDEX), (PICKLED, PICKLED_INDEX)):
-            if (path := self.directory / single).is_file():
+            if require_content(path := self.directory / single, WeightsError):
                 return (path,)
-            if (path := self.directory / index).is_file():
+            if require_content(path := self.directory / index, WeightsError):
                 return self._shards(path)
         others = sorted(
             path.name
@@ -139,7 +128,7 @@ class ModelFiles:
 
     def _shards(self, index: Path) -> tuple[Path, ...]:
         shards = tuple(self.directory / name for name in sorted(set(_weight_map(index).values())))
-        missing = [path.name for path in shards if not path.is_file()]
+        missing = [path.name for path in shards if not require_content(path, WeightsError)]
         if missing:
             rest = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
             raise WeightsError(
@@ -165,7 +154,7 @@ class ModelFiles:
         """What training asked of its inside, which every answer about it has to say; empty where the files
         tell nothing."""
         path = self.directory / HELP
-        return path.read_text(encoding="utf-8").strip() if path.is_file() else ""
+        return path.read_text(encoding="utf-8", errors="replace").strip() if path.is_file() else ""
 
     @property
     def tokenizer_file(self) -> Path | None:
@@ -173,7 +162,7 @@ class ModelFiles:
         for several vocabularies.
         """
         path = self.directory / TOKENIZER
-        if path.is_file():
+        if require_content(path, TokenizerError):
             return path
         vocabularies = sorted(self.directory.glob(WORLD))
         if len(vocabularies) > 1:
@@ -250,19 +239,17 @@ class ModelFiles:
         kind = LibraryTokenizer if file.name == TOKENIZER else WorldTokenizer
         return kind(file, name=self.name)
 
-    def identity(
-        self, dtype: str = "float32", attention: str | None = None, *, verify: bool = False
-    ) -> ModelIdentity:
+    def identity(self, dtype: str = "float32", attention: str | None = None) -> ModelIdentity:
         """What results of this model are keyed by: the content of its weight files, its configuration, how it
         is computed. attention: None for what the architecture says of the dtype.
 
-        The hub's own sha256 of a cached file is taken as it is, unless `verify` asks to read the file; other
-        files are digested once and remembered until they change.
+        Files are digested once and remembered until they change. Raises WeightsError for one in the hub's
+        cache that differs from the sha256 in its name.
         """
         architecture = self.architecture()
         forward = architecture.version + (", layout trusted" if self.trust_layout else "")
         return ModelIdentity(
-            self.weights_digest(verify=verify),
+            self.weights_digest(),
             architecture.digest,
             forward,
             dtype,
@@ -296,18 +283,17 @@ class ModelFiles:
         known = tuple(state for state in found if state is not None)
         return known if len(known) == len(found) else None
 
-    def weights_digest(self, *, verify: bool = False) -> str:
-        """`sha256:…` of the content of the weight files, whatever they are called, and of the adapter's;
-        verify: see `identity`."""
-        stored = self._stored_digest(verify=verify)
+    def weights_digest(self) -> str:
+        """`sha256:…` of the content of the weight files, whatever they are called, and of the adapter's."""
+        stored = self._stored_digest()
         if self.adapter is None:
             return stored
         adapter = Adapter(self.adapter)
-        added = adapter.digest(weight_digest(adapter.file, verify=verify))
+        added = adapter.digest(weight_digest(adapter.file))
         return f"sha256:{digest('adapted', stored, added)}"
 
-    def _stored_digest(self, *, verify: bool = False) -> str:
-        contents = sorted(weight_digest(path, verify=verify) for path in self.weight_files)
+    def _stored_digest(self) -> str:
+        contents = sorted(weight_digest(path) for path in self.weight_files)
         if self.gguf is not None:
             return f"sha256:{digest('gguf-weights', contents, gguf.VERSION)}"
         scheme = None if self.is_bridged else scheme_of(self.config)
@@ -370,6 +356,11 @@ def resolve(
     Raises ModelNotFound saying how to get the model, ConfigError for a backend there is not.
     """
     text = str(name)
+    if not isinstance(name, str | Path) or not text:
+        raise ModelNotFound(
+            f"expected a model directory, a hub id such as org/name, or one of {', '.join(SHIPPED)}, found "
+            f"{name!r:.80}; name one"
+        )
     if backend not in (None, *BACKENDS):
         raise ConfigError(f"expected backend to be one of {', '.join(BACKENDS)}, found {backend!r}")
     bare, named = _parted(text)
@@ -403,12 +394,18 @@ def _resolve(text: str, revision: str | None) -> ModelFiles:
     if text in SHIPPED:
         folder = Path(__file__).parents[1] / SHIPPED[text]
     else:
-        folder = Path(text).expanduser()
-        if folder.is_file() and folder.suffix != SUFFIX:
+        try:
+            folder = Path(text).expanduser()
+            is_there = folder.is_dir() or require_content(folder, ModelNotFound)
+        except (OSError, RuntimeError) as error:  # a name that is too long; no home of that user
+            if isinstance(error, ModelNotFound):
+                raise
+            raise ModelNotFound(f"expected a model directory or a hub id, found {text!r:.200}") from error
+        if is_there and not folder.is_dir() and folder.suffix != SUFFIX:
             raise ModelNotFound(
                 f"expected a model's directory, found the file {text}; give the folder it lies in"
             )
-        if not folder.exists():
+        if not is_there:
             return _from_hub_cache(text, revision)
     if revision is not None:
         raise ModelNotFound(
@@ -416,7 +413,7 @@ def _resolve(text: str, revision: str | None) -> ModelFiles:
         )
     if folder.is_file():
         return ModelFiles(text, folder.parent, gguf=folder)
-    if not (folder / CONFIG).is_file():
+    if not require_content(folder / CONFIG, ConfigError):
         others = sorted(path.name for path in folder.glob(f"*{SUFFIX}"))
         if others:
             raise ModelNotFound(
@@ -448,13 +445,22 @@ def cached_models() -> list[str]:
     )
 
 
+def _repository(name: str) -> Path:
+    """Where the cache keeps a repository of the hub."""
+    return hub_cache() / f"models--{name.replace('/', '--')}"
+
+
 def _from_hub_cache(name: str, revision: str | None) -> ModelFiles:
+    if name.endswith(SUFFIX) and not _repository(name).is_dir():
+        beside = sorted(path.name for path in Path(name).expanduser().parent.glob(f"*{SUFFIX}"))
+        there = f"; there are {', '.join(beside[:5])}" if beside else "; check the path"
+        raise ModelNotFound(f"expected a GGUF file at {name}, found none{there}")
     if not _HUB_ID.fullmatch(name) or name.startswith("."):
         raise ModelNotFound(
             f"expected a model directory, a hub id such as org/name, or one of {', '.join(SHIPPED)}; "
-            f"found no directory {name}"
+            f"found no directory {name:.200}"
         )
-    repository = hub_cache() / f"models--{name.replace('/', '--')}"
+    repository = _repository(name)
     wanted = revision or "main"
     command = f"mizarr models fetch {name}" + (f" --revision {revision}" if revision else "")
     if not (repository / "snapshots").is_dir():
@@ -477,23 +483,27 @@ def _from_hub_cache(name: str, revision: str | None) -> ModelFiles:
 
 def _weight_map(index: Path) -> dict[str, str]:
     """Tensor name -> shard, as a checkpoint's index lists them."""
-    try:
-        found = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise WeightsError(f"expected a weight_map in {index}, found {error!r}; fetch it again") from error
-    names = found.values() if isinstance(found, dict) else [found]
-    strange = next((name for name in names if not isinstance(name, str) or Path(name).name != name), None)
-    if strange is not None or not found:
+    shards: Any = json_object(index, WeightsError).get("weight_map")
+    names = list(shards.values()) if isinstance(shards, dict) else [shards]
+    strange = [name for name in names if not isinstance(name, str) or Path(name).name != name or "\0" in name]
+    if strange or not names:
         raise WeightsError(
-            f"expected {index} to map tensors to files beside it, found {strange if found else 'none'!r}; "
-            "fetch it again"
+            f"expected {index} to map tensors to files beside it, found "
+            f"{strange[0] if strange else 'none'!r:.80}; fetch it again"
         )
-    return dict(found)
+    return dict(shards)
 
 
-def weight_digest(path: Path, *, verify: bool = False) -> str:
-    """`sha256:…` of a file; the hub names large files in its cache by exactly that."""
-    blob = path.resolve()
-    if not verify and path.is_symlink() and blob.parent.name == "blobs" and _SHA256.fullmatch(blob.name):
-        return f"sha256:{blob.name}"
-    return file_digests().digest(path)
+def weight_digest(path: Path) -> str:
+    """`sha256:…` of a file, read once for each stamp it has.
+
+    Raises WeightsError for a file in the hub's cache whose bytes are not those its name says.
+    """
+    content = file_digests().digest(path)
+    name = named_digest(path)
+    if name is not None and content != f"sha256:{name}":
+        raise WeightsError(
+            f"expected the bytes of {path.resolve()} to have the sha256 in its name, found {content}: it is "
+            "damaged; remove it, and fetch it again"
+        )
+    return content

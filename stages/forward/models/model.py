@@ -120,9 +120,7 @@ class Model:
         from . import files
 
         place, numbers = as_device(device), as_dtype(dtype)
-        found = files.resolve(
-            str(name), revision, trust_layout=trust_layout, backend=backend, adapter=adapter
-        )
+        found = files.resolve(name, revision, trust_layout=trust_layout, backend=backend, adapter=adapter)
         config, told_as = found.architecture(), dtype_name(numbers)
         room = room_for(config, numbers.itemsize, place, as_bytes(max_memory), found.name)
         streamed = None

@@ -46,9 +46,7 @@ class ModelSource:
         self.files: ModelFiles | None = None
         """None for a loaded model."""
         if isinstance(model, str | Path):
-            self.files = resolve(
-                str(model), revision, trust_layout=trust_layout, backend=backend, adapter=adapter
-            )
+            self.files = resolve(model, revision, trust_layout=trust_layout, backend=backend, adapter=adapter)
             # The name carries trust, backend and adapter to workers.
             self.name, self.revision = self.files.name, revision
             self.dtype, self.device = dtype or "float32", device

@@ -14,13 +14,13 @@ Border: JSON values in, tokens out; knows no tokenizer and not the `tokenizers` 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from ....store.errors import TokenizerError
+from ....store.outside import json_object, read_outside, require_content
 
 ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 """Roles that every tokenizer may have, in the order in which their tokens are added."""
@@ -148,8 +148,11 @@ def read_settings(folder: Path) -> dict[str, Any]:
     if settings.get(_DECODER) is None:
         _add_older(settings, _json(folder / SPECIAL), _json(folder / ADDED))
     template = folder / TEMPLATE
-    if template.is_file():
-        settings["chat_template"] = template.read_text(encoding="utf-8")
+    if require_content(template, TokenizerError):
+        try:
+            settings["chat_template"] = read_outside(template, TokenizerError).decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise TokenizerError(f"expected UTF-8 in {template}, found {error}; fetch it again") from error
     return settings
 
 
@@ -259,14 +262,6 @@ def _is_declaration(value: Any) -> bool:
 
 def _json(path: Path) -> dict[str, Any]:
     """A file's JSON object; empty where there is no file."""
-    if not path.is_file():
+    if not require_content(path, TokenizerError):
         return {}
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise TokenizerError(f"expected JSON in {path}, found {error}; fetch it again") from error
-    if not isinstance(value, dict):
-        raise TokenizerError(
-            f"expected a JSON object in {path}, found {type(value).__name__}; fetch it again"
-        )
-    return value
+    return json_object(path, TokenizerError, large_integers=True)

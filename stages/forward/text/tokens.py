@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from ....store.errors import PromptError, TokenizerError
+from ....store.outside import read_outside
 from ....store.reading.characters import CharacterSpans
 from .declared import AddedToken, DeclaredTokens, read_settings
 from .rows import as_ids, as_text
@@ -428,13 +429,7 @@ def byte_to_char(text: str, byte: int) -> int:
 
 def read_tokenizer(file: Path) -> bytes:
     """The bytes of a tokenizer's file. Raises TokenizerError where there is none."""
-    try:
-        return file.read_bytes()
-    except OSError as error:
-        raise TokenizerError(
-            f"expected a tokenizer at {file}, found {error.strerror}; add the file, or pass token ids "
-            "instead of text"
-        ) from error
+    return read_outside(file, TokenizerError, "add the file, or pass token ids instead of text")
 
 
 def _jinja() -> Any:

@@ -20,6 +20,7 @@ import numpy as np
 
 from ....store.errors import MizarrError, StageError
 from ...forward.models.files import SPECIMEN, resolve
+from ...torch_files import load_pickled
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -158,14 +159,8 @@ def read(path: Path) -> xr.Dataset:
     if not path.is_file():
         raise StageError(f"expected a graph saved by circuit-tracer at {path}, found no file")
     known: list[Any] = [(kind, name) for kind, name in _STAND_INS.items()]
-    try:
-        with torch.serialization.safe_globals(known):
-            found = torch.load(path, weights_only=True, map_location="cpu")
-    except (pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError, KeyError) as error:
-        raise StageError(
-            f"{path} is not read: it is damaged, or holds something other than the tensors and the two "
-            f"classes of a graph of circuit-tracer ({str(error).splitlines()[0]})"
-        ) from error
+    with torch.serialization.safe_globals(known):
+        found = load_pickled(path, StageError, mmap=False)
     try:
         return _dataset(found)
     except MizarrError:

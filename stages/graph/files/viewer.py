@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ....store.digest import digest
-from ....store.errors import StageError
+from ....store.errors import MizarrError, StageError
+from ....store.outside import json_file
 from ..rows.nodes import ERROR, FEATURE, LOGIT, TOKEN
 
 if TYPE_CHECKING:
@@ -186,7 +187,7 @@ def read(path: Path) -> tuple[xr.Dataset, xr.Dataset]:
     import xarray as xr
 
     try:
-        found = json.loads(path.read_text("utf-8"))
+        found = json_file(path, StageError)
         nodes, links = found["nodes"], found["links"]
         number = {node["node_id"]: k for k, node in enumerate(nodes)}
         columns = {name: [node[field] for node in nodes] for name, field in _READ.items()}
@@ -194,8 +195,10 @@ def read(path: Path) -> tuple[xr.Dataset, xr.Dataset]:
         features = [_feature(node) for node in nodes]
         ends = [(link["source"], link["target"], link["weight"]) for link in links]
         metadata = found["metadata"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise StageError(f"expected the JSON of a graph at {path}, found none ({error!r})") from error
+    except MizarrError:
+        raise
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise StageError(f"expected the JSON of a graph at {path}, found none ({error!r:.200})") from error
     stranger = next(
         (end for source, target, _ in ends for end in (source, target) if end not in number), None
     )

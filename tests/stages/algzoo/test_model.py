@@ -342,7 +342,9 @@ def test_a_pickle_with_code_in_it_is_refused_and_does_not_run(tmp_path, monkeypa
     ):
         path = tmp_path / f"argmax_{number}.pth"
         write(path)
-        with pytest.raises(WeightsError, match="it holds code, or is damaged") as caught:
+        with pytest.raises(
+            WeightsError, match=r"expected (nothing but tensors in|a file that torch.save wrote at)"
+        ) as caught:
             load_model(path)
         assert "\n" not in str(caught.value)
     assert not ran
@@ -359,8 +361,8 @@ def damaged(tmp_path: Path, name: str, data: bytes) -> Path:
         (lambda p: p / "argmax_2_2.pth", ModelNotFound, "found none at"),
         (lambda p: p, WeightsError, "found a folder"),
         (lambda p: damaged(p, "argmax.bin", b""), WeightsError, r"ends in \.bin"),
-        (lambda p: damaged(p, "argmax.safetensors", b"nothing"), WeightsError, "expected float tensors"),
-        (lambda p: damaged(p, "argmax.pth", b"nothing"), WeightsError, "damaged"),
+        (lambda p: damaged(p, "argmax.safetensors", b"nothing"), WeightsError, "no complete safetensors"),
+        (lambda p: damaged(p, "argmax.pth", b"nothing"), WeightsError, "cannot be read"),
         (
             lambda p: write_tensors(p / "network.pth", random_rnn(0, 3, 3)),
             ConfigError,

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import urlencode, urlsplit
 
 import numpy as np
 import pytest
@@ -90,6 +90,22 @@ def test_pages_are_served_with_headers_that_confine_them(before, served, made):
     assert "69 found in 73 prompts" in text or "69 found in 70 prompts" in text
     status, headers, text = served.asked(f"/{served.word}/live.json")
     assert (status, json.loads(text)) == (200, {"progress": []})
+
+
+@pytest.mark.parametrize("name", ["run", "prompt"])
+@pytest.mark.parametrize(
+    "number", ["9" * 5_000, "9" * 19, "-1", "1e9", "\u0663", "\u00b2", "NaN", "1_0", "+1", " 1", ""]
+)
+def test_numbers_of_an_address_that_are_none_are_answered(served, name, number):
+    status, _, text = served.asked(f"/{served.word}/search.html?{urlencode({'q': 'cats', name: number})}")
+    assert status == 200 and "Traceback" not in text
+
+
+@pytest.mark.parametrize("number", ["9" * 5_000, "9" * 19, "-1", "1e9", "00"])
+def test_pages_with_numbers_that_are_none_are_not_here(served, made, number):
+    path = addresses.token(made.run, 9).replace("/9.html", f"/{number}.html")
+    assert path != addresses.token(made.run, 9)
+    assert served.asked(f"/{served.word}/{path}")[0] == 404
 
 
 def test_nobody_without_the_word_is_answered(served):

@@ -4,6 +4,7 @@ torch.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -157,10 +158,10 @@ def _prompts(source: str | None) -> tuple[Any, Any]:
 
 def _layers(text: str) -> list[int]:
     """Layers of "0-5,11"; UsageError for what is not written so."""
-    found: list[int] = []
+    layers: list[int] = []
     for part in text.split(","):
-        first, dash, last = part.strip().partition("-")
-        if not first.isdecimal() or (dash and (not last.isdecimal() or int(last) < int(first))):
-            raise click.UsageError(f"expected --layers as 0-5,11, found {text!r}")
-        found.extend(range(int(first), int(last or first) + 1))
-    return found
+        match = re.fullmatch(r"\s*(\d{1,4})(?:-(\d{1,4}))?\s*", part)
+        if match is None or int(match[2] or match[1]) < int(match[1]):
+            raise click.UsageError(f"expected --layers as 0-5,11, found {text!r:.80}")
+        layers.extend(range(int(match[1]), int(match[2] or match[1]) + 1))
+    return layers

@@ -9,7 +9,6 @@ counted as Python counts them, or in bytes as Rust does.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ....store.errors import ConfigError, PromptError, nearest
+from ....store.outside import json_file
 
 if TYPE_CHECKING:
     from ....stages.forward.text.tokens import Encoding
@@ -72,10 +72,7 @@ def read_samples(path: str, conditions: Sequence[str], *, unit: str) -> tuple[st
     outside of its text, or a marker that does not stand where it should.
     """
     file = Path(path).expanduser()
-    try:
-        held = json.loads(file.read_text("utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"expected a corpus of samples as JSON at {path!r}, found {error}") from error
+    held = json_file(file, ConfigError, "name a corpus of samples as JSON")
     groups = (
         {name: group for name, group in held.items() if isinstance(group, list)}
         if isinstance(held, dict)

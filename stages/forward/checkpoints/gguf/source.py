@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from .....store.errors import WeightsError
+from .....store.errors import ConfigError, WeightsError
 from ..source import Take, TensorEntry
 from .families import GgufFamily, family_of
 from .header import Header, header_of
@@ -29,7 +29,7 @@ __all__ = ["VERSION", "GgufFiles", "config_of"]
 
 VERSION = 1
 """Declared, of what reading computes: moves when a weight does."""
-_IN_LAYER = re.compile(r"blk\.(\d+)\.(.+)")
+_IN_LAYER = re.compile(r"blk\.(\d{1,9})\.(.+)")
 _SETTINGS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 """Tensors that say how rotations are scaled; config.json has that."""
 Array = npt.NDArray[Any]
@@ -40,7 +40,17 @@ def config_of(files: tuple[Path, ...]) -> dict[str, Any]:
     """The config.json of the checkpoint that files were made of. Raises ConfigError for a kind of model that
     is not read."""
     header = header_of(files)
-    return family_of(header).config(header)
+    family = family_of(header)
+    try:
+        return family.config(header)
+    # Metadata of other types than the format says, and tensors that are not there.
+    except (TypeError, KeyError, ValueError, IndexError, ZeroDivisionError, OverflowError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(
+            f"{header.path}: expected the metadata and tensors of {header.architecture!r}, found others "
+            f"({type(error).__name__}: {error!s:.80}); fetch the file again"
+        ) from error
 
 
 @dataclass(frozen=True)
@@ -135,6 +145,12 @@ def _undo(name: str, family: GgufFamily, header: Header) -> _Undo:
         heads = header.require("attention.head_count")
         if stem.startswith("attn_k."):
             heads = header.get("attention.head_count_kv", heads)
+        rows = header.tensors[name].shape[0]
+        if type(heads) is not int or heads < 1 or rows % (2 * heads):
+            raise WeightsError(
+                f"{header.path}: expected a number of heads that {name!r} of {rows} rows has, found "
+                f"{heads!r:.80}; fetch the file again"
+            )
         return _Undo(lambda rows: _halves(rows, heads))
     if family.shifted and stem.endswith("norm.weight"):
         return _Undo(lambda gains: gains - 1)

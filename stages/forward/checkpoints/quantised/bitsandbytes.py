@@ -8,11 +8,11 @@ well, which is not done here.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from .....store.errors import ConfigError, WeightsError
+from .....store.outside import json_value
 from ..source import TensorSource
 from .scheme import Packed, Scheme, grouped
 from .settings import ADVICE, require
@@ -76,13 +76,13 @@ def _facts(source: TensorSource, name: str) -> dict[str, Any]:
         with source.opened() as take:
             held = take(name).numpy()
     try:
-        found = json.loads(bytes(held))
+        found = json_value(bytes(held))
         {
             key: int(found[key])
             for key in ("blocksize", *(("nested_blocksize",) if "nested_offset" in found else ()))
         }
         [int(size) for size in found["shape"]]
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, OverflowError) as error:
         raise WeightsError(
             f"expected a quantisation state as JSON in {name!r}, found {error!r}; fetch the checkpoint again"
         ) from error

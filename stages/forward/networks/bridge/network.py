@@ -17,7 +17,6 @@ Axes: B prompts, S positions, D the stream's width, V vocabulary.
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Callable
 from contextvars import ContextVar
 from functools import cached_property
@@ -28,6 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from .....store.errors import ConfigError, MizarrError
+from .....store.outside import json_object
 from ...architectures.bridge.config import BridgeConfig
 from ...hooks.spec import BoundSpec, Capture
 from ...hooks.taps import EverythingHeld, RunTaps, Taps
@@ -58,7 +58,7 @@ def build(config: BridgeConfig, directory: Path, *, dtype: torch.dtype, device: 
             f"expected transformers {config.transformers}, with which {config.class_name} was looked into, "
             f"found {version() or 'none'}; start again"
         )
-    raw = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    raw = json_object(directory / "config.json", ConfigError)
     module = load_reference(directory, raw, config.class_name, dtype=dtype, device=device)
     network = Bridged(config, module)
     network.settle()

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import gzip
 import io
-import json
 import tarfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -123,12 +122,14 @@ def _text(raw: IO[bytes], reading: Reading, told: str) -> Iterator[Document]:
 
 
 def _json_lines(raw: IO[bytes], reading: Reading, told: str) -> Iterator[Document]:
+    from .....store.sealed import read_json  # whoever only lists formats needs no numpy
+
     with _decoded(raw, told) as lines:
         for number, line in enumerate(_lines(lines, told), start=1):
             if not line.strip():
                 continue
             try:
-                row = json.loads(line)
+                row = read_json(line)
             except ValueError as error:  # also for a number of more digits than Python reads
                 found, why = line.strip()[:40], getattr(error, "msg", error)
                 raise PromptError(f"{told}:{number}: expected JSON, found {found!r} ({why})") from error
@@ -248,10 +249,12 @@ def _tar(raw: IO[bytes], reading: Reading, told: str) -> Iterator[Document]:
 
 
 def _of_sample(sample: Mapping[str, bytes], reading: Reading, where: str) -> Iterator[Document]:
+    from .....store.sealed import read_json  # whoever only lists formats needs no numpy
+
     row: Any = {}
     try:
         if "json" in sample:
-            row = json.loads(sample["json"])
+            row = read_json(sample["json"])
         plain = next((sample[name] for name in (reading.column or "txt", "txt") if name in sample), None)
         text = None if plain is None else plain.decode()
     except ValueError as error:

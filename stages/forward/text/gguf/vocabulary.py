@@ -68,6 +68,20 @@ def words_of(header: Header) -> Words | None:
             f"{header.path}: expected tokenizer.ggml.model to be {', '.join(_KINDS)}, found {kind!r}; "
             f"{_INSTEAD}"
         )
+    try:
+        return _words(header, kind)
+    # Metadata of other types than the format says.
+    except (AttributeError, LookupError, OverflowError, TypeError, ValueError) as error:
+        if isinstance(error, TokenizerError):
+            raise
+        raise TokenizerError(
+            f"{header.path}: expected the vocabulary of a model, found other metadata "
+            f"({type(error).__name__}: {error!s:.80}); {_INSTEAD}"
+        ) from error
+
+
+def _words(header: Header, kind: str) -> Words:
+    """As `words_of`, of a kind of vocabulary that is read."""
     vocabulary = _Vocabulary(header, _marked if kind == "bert" else None)
     rules = _KINDS[kind](vocabulary)
     described = {

@@ -14,9 +14,10 @@ import torch
 
 import mizarr
 from mizarr.stages.features.dictionary import Dictionary
-from mizarr.stages.features.formats.npz import npz_array
 from mizarr.stages.features.formats.table import FORMATS
 from mizarr.stages.features.layers.activations import AbsTopK, GroupMax, TopK
+from mizarr.store.errors import DictionaryError
+from mizarr.store.exchange.tensors import npz_array
 
 from ....random_dictionaries import (
     D,
@@ -268,7 +269,7 @@ def test_gemma_scope_files_are_read_stored_or_deflated(deflated: bool, tmp_path:
     ]
     assert dictionary.model_name == "google/gemma-2-2b"
     check(dictionary, 3, *gemma(draw(), states().numpy()))
-    assert isinstance(npz_array(place, "W_enc"), np.memmap) is not deflated
+    assert isinstance(npz_array(place, "W_enc", DictionaryError), np.memmap) is not deflated
 
 
 @pytest.mark.parametrize(
@@ -568,7 +569,7 @@ def broken(tmp_path: Path, what: str) -> Path:
     ("what", "told"),
     [
         ("nothing known", r"no known layout .* found weights.bin; expected one of .*params.npz"),
-        ("truncated npz", r"is no complete .npz file"),
+        ("truncated npz", r"expected an npz file of named arrays"),
         ("truncated safetensors", r"is truncated: expected \d+ bytes, found \d+"),
         ("missing layer", r"found none for layer 1"),
         ("another size", r"expected 'W_enc' of shape \[13, 40\] .* found \[12, 40\]"),

@@ -153,16 +153,20 @@ def test_a_cached_hub_model_is_found_offline_by_the_revision_asked_for(model, ow
     assert resolve("org/name", "a" * 40).directory == old
 
 
-def test_the_hubs_own_sha256_is_taken_for_large_files_unless_asked_to_verify(model, own_caches):
-    """…and equals what hashing gives, so that a copy out of the cache is the same model."""
+@pytest.mark.parametrize("prefix", ["", "sha256-"])
+def test_a_blob_whose_bytes_are_not_those_its_name_says_is_refused(model, own_caches, prefix):
+    """…and one that is whole is the same model as a copy out of the cache."""
     snapshot = cache_snapshot(own_caches, model)
     assert resolve("org/name").identity() == resolve(model).identity()
     blob = (snapshot / "model.safetensors").resolve()
     content = bytearray(blob.read_bytes())
     content[-1] ^= 1
     blob.write_bytes(content)
-    assert resolve("org/name").identity() == resolve(model).identity()
-    assert resolve("org/name").identity(verify=True) != resolve(model).identity()
+    named = blob.rename(blob.with_name(prefix + blob.name))
+    (snapshot / "model.safetensors").unlink()
+    (snapshot / "model.safetensors").symlink_to(named)
+    with pytest.raises(WeightsError, match=r"expected the bytes of .* to have the sha256 in its name"):
+        resolve("org/name").identity()
 
 
 def test_a_blob_not_named_by_sha256_is_hashed(model, own_caches):
