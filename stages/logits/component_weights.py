@@ -84,7 +84,7 @@ def component_weights(
     for variable, field in FIELDS[part].items():
         if field in names:
             dims = _MATRIX_DIMS.get(variable, ("layer", "hidden"))
-            read = _reader(checkpoint_of(weight_files), field, variable, config, dtype)
+            read = _reader(checkpoint_of(weight_files).standing_in(config), field, variable, config, dtype)
             found[variable] = (dims, _by_layer(read, config.num_layers))
     coords = {"layer": np.arange(config.num_layers)}
     norm = "layer" if config.norm_type == "layer" else "rms"

@@ -106,7 +106,7 @@ def readout_from_files(
         stored = config.tensors.outside.get(weight)
         return None if stored is None else read_weight(checkpoint, stored.name, stored, dtype)
 
-    checkpoint = checkpoint_of(weight_files)
+    checkpoint = checkpoint_of(weight_files).standing_in(config)
     for copy, original in config.tensors.copied(checkpoint.entries):
         one, other = (checkpoint.array(name) for name in (copy, original))
         require_tied(copy, original, np.array_equal(one, other))

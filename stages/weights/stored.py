@@ -56,7 +56,8 @@ class StoredMatrices:
     def open(self) -> Iterator[Matrices]:
         """The matrices; nothing is read before it is asked for."""
         files = self._files
-        plain = PlainMatrices(files.checkpoint, files.architecture(), self.model.dtype)
+        config = files.architecture()
+        plain = PlainMatrices(files.checkpoint.standing_in(config), config, self.model.dtype)
         yield FoldedMatrices(plain) if self.is_folded else plain
 
     @property

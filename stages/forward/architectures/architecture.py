@@ -310,6 +310,15 @@ class Tensors:
         """(copy, original) of the tensors of a checkpoint that must be equal."""
         return [(copy, original) for copy, original in self.copies.items() if copy in names]
 
+    def stand_ins(self, names: Collection[str]) -> dict[str, str]:
+        """Original -> copy, of the tensors that a checkpoint holds under the name of a copy alone: which name
+        of a shared tensor a file keeps is its writer's choice."""
+        return {
+            original: copy
+            for copy, original in self.copies.items()
+            if copy in names and original not in names
+        }
+
     def placed(self, name: str) -> tuple[int | None, str]:
         """(layer, name within it) of any tensor of a checkpoint; (None, name) outside of layers."""
         before, after = self.prefix.split("{}")

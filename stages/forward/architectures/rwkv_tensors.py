@@ -84,7 +84,16 @@ def rwkv_tensors(config: RwkvShapes) -> Tensors:
     outside["head"] = outside["embed"] if c.tie_word_embeddings else own
     copies = {own.name: outside["embed"].name} if c.tie_word_embeddings else {}
     layers = [dict(_layer(c, style, layer)) for layer in range(c.num_layers)]
-    return Tensors(outside, layers, LAYER[style], copies)
+    return Tensors(outside, layers, LAYER[style], copies, _left_over(c, style))
+
+
+def _left_over(config: RwkvShapes, style: str) -> list[str]:
+    """Tensors that old files of version 7 hold and no layer reads: a map of the values of layer 0, which
+    mixes in none from before."""
+    if config.generation < 7:
+        return []
+    values = [stored.name for weight, stored in _time_mix_7(config, style, 1) if weight in ("v0", "v1", "v2")]
+    return [LAYER[style].format(0) + name for name in values]
 
 
 def _norm(weight: str, name: str, size: int, *, has_bias: bool) -> dict[str, Stored]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,7 +21,7 @@ from ..architectures.architecture import Architecture
 from .adapter import Adapted, Adapter
 from .formats import stored_in
 from .quantised.scheme import Dequantised, Scheme
-from .source import Take, TensorEntry, TensorSource
+from .source import Renamed, Take, TensorEntry, TensorSource
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -34,16 +34,18 @@ class Checkpoint:
     """Files and what is done to their tensors before anybody uses them.
 
     quantisation: how weights are packed, which are made plain in float32. adapter: merged into the tensors
-    it changes, in float32.
+    it changes, in float32. stand_ins: see `Renamed`.
     """
 
     files: tuple[Path, ...]
     quantisation: Scheme | None = None
     adapter: Adapter | None = None
+    stand_ins: tuple[tuple[str, str], ...] = ()
 
     @cached_property
     def _plain(self) -> TensorSource:
         stored = stored_in(self.files)
+        stored = Renamed(stored, dict(self.stand_ins)) if self.stand_ins else stored
         return stored if self.quantisation is None else Dequantised(stored, self.quantisation)
 
     @cached_property
@@ -63,6 +65,11 @@ class Checkpoint:
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Of every tensor, by name."""
         return {name: entry.shape for name, entry in self.entries.items()}
+
+    def standing_in(self, config: Architecture) -> Checkpoint:
+        """The same with shared tensors under the names by which an architecture reads them."""
+        missing = config.tensors.stand_ins(self.entries)
+        return replace(self, stand_ins=tuple(missing.items())) if missing else self
 
     def check(self, config: Architecture) -> None:
         """Raise WeightsError for an adapter that changes what the model does not read, or one of two weights

@@ -16,7 +16,7 @@ from ....store.arrays import Array
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["TensorEntry", "TensorSource", "Take"]
+__all__ = ["Renamed", "Take", "TensorEntry", "TensorSource"]
 
 Take = Callable[[str], "Tensor"]
 """Gives a tensor by its name, in memory of its own."""
@@ -46,3 +46,29 @@ class TensorSource(Protocol):
     def opened(self) -> Iterator[Take]:
         """Reads tensors for as long as it is open; KeyError for a name that is no entry."""
         ...
+
+
+@dataclass(frozen=True)
+class Renamed:
+    """A source of which some tensors have another name than the one they are read by."""
+
+    base: TensorSource
+    """The tensors under their own names."""
+    stand_ins: Mapping[str, str]
+    """Name by which a tensor is read -> its own name."""
+
+    @property
+    def entries(self) -> Mapping[str, TensorEntry]:
+        """See `TensorSource`."""
+        found = dict(self.base.entries)
+        return {**found, **{name: found.pop(own) for name, own in self.stand_ins.items()}}
+
+    def mapped(self, name: str) -> Array | None:
+        """See `TensorSource`."""
+        return self.base.mapped(self.stand_ins.get(name, name))
+
+    @contextmanager
+    def opened(self) -> Iterator[Take]:
+        """See `TensorSource`."""
+        with self.base.opened() as take:
+            yield lambda name: take(self.stand_ins.get(name, name))

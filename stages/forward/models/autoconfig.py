@@ -255,6 +255,7 @@ def tensor_issues(shapes: TensorShapes, config: Architecture) -> list[str]:
     """What every layer needs and the checkpoint lacks or holds in another shape; a kind of tensor is one
     issue.
     """
+    shapes = {**shapes, **{name: shapes[copy] for name, copy in config.tensors.stand_ins(shapes).items()}}
     expected = expected_tensors(config)
     missing = [name for name in expected if name not in shapes]
     issues = [f"expected a tensor {name}, found {_instead(name, shapes)}" for name in one_per_kind(missing)]

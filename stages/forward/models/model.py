@@ -117,6 +117,7 @@ class Model:
         that are written meanwhile.
         """
         from ..networks.table import build, of_weights
+        from ..networks.weights import unread_line
         from . import files
 
         place, numbers = as_device(device), as_dtype(dtype)
@@ -139,6 +140,8 @@ class Model:
             network = of_weights(config, streamed)
             if max_memory is None and progress is not False:
                 sys.stderr.write(f"{found.name}: {told(streamed.nbytes, room)}\n")
+        if progress is not False and (unread := unread_line(found.checkpoint, config)):
+            sys.stderr.write(f"{found.name}: {unread}\n")
         found.confirm(identity)
         return cls(
             network,

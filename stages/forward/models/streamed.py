@@ -293,6 +293,5 @@ def stream(
 ) -> StreamedWeights:
     """The weights of an architecture from its checkpoint, within `room` bytes. Raises WeightsError as loading
     all of them does, for what can be told before they are read, and of each when it is read."""
-    files = WeightFiles(checkpoint, config, dtype, device)
-    fitting(checkpoint, config)
+    files = WeightFiles(fitting(checkpoint, config), config, dtype, device)
     return StreamedWeights(files, room, name)

@@ -34,6 +34,7 @@ _CHECKED = 1 << 17
 BENIGN = (
     *("rotary_emb.inv_freq", "rotary_embeddings.inv_freq", "attn.masked_bias", "attn.bias"),
     *("attention.masked_bias", "attention.bias"),
+    *("self_attn.k_scale", "self_attn.v_scale"),  # of a quantised cache of keys and values
     *("attn.slope_rate", "attn.query_decay", "attn.key_decay", "attn.diagonal_decay"),
 )
 
@@ -209,12 +210,14 @@ def as_computed(tensors: Take, dtype: torch.dtype, device: torch.device) -> Take
 
 def fitting(files: Files, config: Architecture) -> Checkpoint:
     """A checkpoint whose tensors are those an architecture needs, as far as can be told without making any of
-    them a weight. Raises WeightsError naming the tensor or file, ConfigError for a copy that differs."""
-    checkpoint = checkpoint_of(files)
+    them a weight. Raises WeightsError naming the tensor or file, also for one inside a layer that nothing
+    would read; ConfigError for a copy that differs."""
+    checkpoint = checkpoint_of(files).standing_in(config)
     shapes = checkpoint.shapes
     check_shapes(shapes, config)
     check_dtypes(checkpoint, config)
     checkpoint.check(config)
+    _refuse_unused(shapes, config)
     for name, original in config.tensors.copied(shapes):
         require_tied(name, original, _are_equal(checkpoint.numbers(name), checkpoint.numbers(original)))
     return checkpoint
@@ -375,6 +378,31 @@ def check_shapes(found: Mapping[str, tuple[int, ...]], config: Architecture) -> 
                 f"expected {name!r} of shape {list(shape)} as config.json says, found {list(found[name])}; "
                 "is config.json of another model?"
             )
+
+
+def _refuse_unused(shapes: Mapping[str, Any], config: Architecture) -> None:
+    """Raise WeightsError for a tensor in one of the layers that nothing reads: a bias, a norm or a part of an
+    adapter changes what the layer computes. Layers behind the last one, which predict further tokens, are not
+    those of this model."""
+    layers = {name: config.tensors.placed(name)[0] for name in unused_tensors(shapes, config)}
+    inside = [name for name, layer in layers.items() if layer is not None and layer < config.num_layers]
+    if inside:
+        more = f" (and {len(inside) - 1} more)" if inside[1:] else ""
+        raise WeightsError(
+            f"expected only tensors that a {config.model_type} reads in its layers, found {inside[0]!r}"
+            f"{more}, which would change nothing here; merge an adapter into its base model, or look at the "
+            "checkpoint with `mizarr models inspect`"
+        )
+
+
+def unread_line(files: Files, config: Architecture) -> str:
+    """Which tensors outside of the layers nothing reads, by the beginning of their names; "" for none."""
+    counts: dict[str, int] = {}
+    for name in unused_tensors(checkpoint_of(files).standing_in(config).entries, config):
+        beginning = ".".join(name.split(".")[:2])
+        counts[beginning] = counts.get(beginning, 0) + 1
+    listed = ", ".join(f"{beginning} ({count})" for beginning, count in counts.items())
+    return f"tensors that are not read: {listed}" if counts else ""
 
 
 def unused_tensors(found: Mapping[str, Any], config: Architecture) -> list[str]:
