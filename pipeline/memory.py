@@ -20,14 +20,15 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Memory", "MemoryUsed", "megabytes", "memory", "most_held", "resident"]
+__all__ = ["Memory", "MemoryUsed", "Took", "measured", "megabytes", "memory", "most_held", "resident"]
 
 EVERY = 0.02
 _STATUS = Path("/proc/self/status")
@@ -215,3 +216,15 @@ def _look_on(ended: threading.Event) -> None:
         with _LOCK:
             for used in _WATCHED:
                 used.look()
+
+
+Took = Callable[[], dict[str, Any]]
+"""Says what the work has taken so far: {"seconds": …, "memory": …}, plain values."""
+
+
+@contextmanager
+def measured() -> Iterator[Took]:
+    """Within: seconds since the beginning, and the memory of this process before, now and at most."""
+    started = time.monotonic()
+    with memory() as used:
+        yield lambda: {"seconds": round(time.monotonic() - started, 6), "memory": used.to_json()}

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from ..store.errors import StageError
 from ..store.keys import ResultKey
 from .context import Selection
+from .memory import measured
 from .nodes import (
     Estimate,
     Node,
@@ -25,8 +26,8 @@ from .nodes import (
     indices_along,
     status_of,
 )
+from .parameters import parameter_records
 from .reasons import last_timed, why_not
-from .took import measured
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -54,7 +55,7 @@ class SourceNode(ResultNode):
         estimate: Estimate = NOTHING,
         confirm: Callable[[], None] = lambda: None,
     ) -> None:
-        self.name, self.version, self.params = name, version, dict(params)
+        self.name, self.version, self.params = name, version, parameter_records(params)
         self._make, self._estimate, self._confirm = make, estimate, confirm
 
     def __repr__(self) -> str:

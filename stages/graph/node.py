@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ...pipeline.context import Cell
+from ...pipeline.memory import measured
 from ...pipeline.nodes import Estimate, Node, ResultNode, Status, status_of
 from ...pipeline.plan import as_bytes
 from ...pipeline.reasons import last_timed, why_not
-from ...pipeline.took import measured
 from ...store.arrays import Ints
 from ...store.errors import PlanError, PromptError, StageError
 from ...store.keys import ResultKey

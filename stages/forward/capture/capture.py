@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ....pipeline.context import Selection
+from ....pipeline.memory import measured
 from ....pipeline.nodes import Estimate, Part, Ports, Status, remembered
 from ....pipeline.plan import as_bytes
 from ....pipeline.reasons import last_timed
-from ....pipeline.took import measured
 from ....store.digest import digest
 from ....store.errors import (
     ConfigError,

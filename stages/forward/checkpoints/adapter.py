@@ -37,6 +37,8 @@ VERSION = 1
 """Declared version of what merging computes; in the identity of every adapted model."""
 COUNTS = ("r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "fan_in_fan_out")
 """What of an adapter's configuration decides a number; the tensors say the rest."""
+PATTERNS = ("rank_pattern", "alpha_pattern")
+"""Those of COUNTS that map regular expressions to numbers, in the order in which they are tried."""
 SILENT = {
     *(
         "peft_type",
@@ -112,7 +114,9 @@ class Adapter:
 
     def digest(self, weights: str) -> str:
         """`sha256:…` of the adapter. weights: digest of its weight file."""
-        counted = {key: self.config.get(key) for key in COUNTS}
+        counted = {key: self.config.get(key) for key in COUNTS if key not in PATTERNS}
+        # Pairs in their order: of two patterns that fit a module the first one counts.
+        counted |= {key: [list(pair) for pair in (self.config.get(key) or {}).items()] for key in PATTERNS}
         return f"sha256:{digest('adapter', VERSION, weights, counted)}"
 
     def changes(self, names: Collection[str]) -> dict[str, TensorChange]:
@@ -237,6 +241,15 @@ def _by_pattern(patterns: Any, module: str, default: Any) -> Any:
     return default
 
 
+def _is_pattern(pattern: str, value: Any) -> bool:
+    """Whether this is a regular expression with a positive number."""
+    try:
+        re.compile(pattern)
+    except re.error:
+        return False
+    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
+
+
 def _require_plain_lora(config: Mapping[str, Any], path: Path) -> None:
     """Raise ConfigError for what is no LoRA, or one that a merged weight does not hold."""
     advice = "merge the adapter into its base model with PEFT, and save that"
@@ -257,6 +270,13 @@ def _require_plain_lora(config: Mapping[str, Any], path: Path) -> None:
             f"{path}: expected init_lora_weights that leaves the base model as it is, found {start!r}; "
             f"{advice}"
         )
+    for key in PATTERNS:
+        patterns = config.get(key) or {}
+        if not isinstance(patterns, dict) or not all(map(_is_pattern, patterns, patterns.values())):
+            raise ConfigError(
+                f"{path}: expected {key} to map regular expressions to positive numbers, found "
+                f"{patterns!r:.80}"
+            )
     for key, usual in (("r", 8), ("lora_alpha", 8)):
         value = config.get(key, usual)
         if isinstance(value, bool) or not isinstance(value, int | float) or (key == "r" and value < 1):

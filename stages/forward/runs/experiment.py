@@ -23,10 +23,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from ....pipeline.context import Group
 from ....pipeline.declaration import REQUIRED, Declaration, Output, require_declared
+from ....pipeline.memory import Took, measured
 from ....pipeline.nodes import Estimate, Node, ResultNode, Status, one_look, remembered, status_of
 from ....pipeline.plan import as_bytes
 from ....pipeline.reasons import last_timed, missing_cells, why_not
-from ....pipeline.took import Took, measured
 from ....store.errors import SourceChanged
 from ....store.keys import ResultKey
 from ....store.runs.shards import DTYPES

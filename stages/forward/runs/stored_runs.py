@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ....pipeline.took import Took, measured
+from ....pipeline.memory import Took, measured
 from ....store.keys import ResultKey, RunKey
 from ....store.runs.packed import PackedTokens
 from ..hooks.cache import HookCache
