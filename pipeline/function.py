@@ -6,12 +6,10 @@ and a stage a node, is told in stage.py.
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ..store.digest import canonical_json
 from ..store.errors import ShapeError, StageError
 from ..store.identity import require_same_model
 from .code import code_version
@@ -150,25 +148,6 @@ class StageFunction:
     def describe(self) -> str:
         """The declaration in a few lines."""
         return self.declaration().describe()
-
-
-def plain_params(params: Mapping[str, Any]) -> dict[str, Any]:
-    """Parameters as the JSON values that keys and provenance record."""
-    return {name: _plain(value) for name, value in params.items()}
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, enum.Enum):
-        return value.name
-    if isinstance(value, Mapping):
-        return plain_params(value)
-    if isinstance(value, set | frozenset):
-        return sorted((_plain(item) for item in value), key=canonical_json)
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    return value.item() if hasattr(value, "item") else getattr(value, "name", value)  # numpy scalars, dtypes
 
 
 def _as_declared(array: Any, dims: Dims, what: str) -> Any:

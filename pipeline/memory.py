@@ -30,9 +30,6 @@ from typing import Any
 
 __all__ = ["Memory", "MemoryUsed", "Took", "measured", "megabytes", "memory", "most_held", "resident"]
 
-Took = Callable[[], dict[str, Any]]
-"""Says what some work has taken so far: {"seconds": …, "memory": …}, plain values for provenance."""
-
 EVERY = 0.02
 _STATUS = Path("/proc/self/status")
 _PAGES = Path("/proc/self/statm")
@@ -140,14 +137,6 @@ def memory() -> Iterator[MemoryUsed]:
         used.look(is_end=True)
 
 
-@contextmanager
-def measured() -> Iterator[Took]:
-    """Within: seconds since the beginning, and the memory of this process before, now and at most."""
-    started = time.monotonic()
-    with memory() as used:
-        yield lambda: {"seconds": round(time.monotonic() - started, 6), "memory": used.to_json()}
-
-
 def most_held(notes: Iterable[Mapping[str, Any]]) -> dict[str, int]:
     """The most that any of some notes of provenance tells, in bytes: "resident", and by device."""
     found: dict[str, int] = {}
@@ -227,3 +216,15 @@ def _look_on(ended: threading.Event) -> None:
         with _LOCK:
             for used in _WATCHED:
                 used.look()
+
+
+Took = Callable[[], dict[str, Any]]
+"""Says what the work has taken so far: {"seconds": …, "memory": …}, plain values."""
+
+
+@contextmanager
+def measured() -> Iterator[Took]:
+    """Within: seconds since the beginning, and the memory of this process before, now and at most."""
+    started = time.monotonic()
+    with memory() as used:
+        yield lambda: {"seconds": round(time.monotonic() - started, 6), "memory": used.to_json()}

@@ -26,6 +26,7 @@ from .nodes import (
     indices_along,
     status_of,
 )
+from .parameters import parameter_records
 from .reasons import last_timed, why_not
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ class SourceNode(ResultNode):
         estimate: Estimate = NOTHING,
         confirm: Callable[[], None] = lambda: None,
     ) -> None:
-        self.name, self.version, self.params = name, version, dict(params)
+        self.name, self.version, self.params = name, version, parameter_records(params)
         self._make, self._estimate, self._confirm = make, estimate, confirm
 
     def __repr__(self) -> str:

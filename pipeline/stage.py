@@ -21,7 +21,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from ..store.digest import canonical_json
 from ..store.errors import StageError, nearest
 from .declaration import REQUIRED, Dims, Output
 from .function import AXES, StageFunction
@@ -58,10 +57,6 @@ class Stage(StageFunction):
         if missing:
             raise StageError(f"stage {self.name!r} also needs {', '.join(missing)}; give it by name")
         self.key_version  # noqa: B018 - raises here, where the user is
-        try:
-            canonical_json(params)
-        except (TypeError, ValueError) as error:
-            raise StageError(f"stage {self.name!r}: parameters enter the key: {error}") from error
         held = {name: given[name] for name in self.resources}
         for name, resource in held.items():
             if not isinstance(resource, Resource):

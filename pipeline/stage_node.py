@@ -14,13 +14,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping
 from contextlib import ExitStack
-from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 
+from ..store.content import as_digested
 from ..store.errors import ShapeError, SourceChanged, StageError
 from ..store.keys import ResultKey
 from .context import Cell, Selection
-from .function import AXES, StageFunction, plain_params
+from .function import AXES, StageFunction
 from .memory import Took, measured
 from .nodes import (
     Estimate,
@@ -34,6 +34,7 @@ from .nodes import (
     remembered,
     status_of,
 )
+from .parameters import parameter_copy, parameter_records
 from .reasons import missing_cells, notes, why_not
 from .resource import Resource
 from .sources import ConstantNode
@@ -57,13 +58,13 @@ class StageNode(ResultNode):
     ) -> None:
         self.stage = stage
         self.ports = dict(ports)
-        self.params = deepcopy(dict(params))  # computed with what is keyed, whatever becomes of a list
+        self._key_params = self._records(params)
+        self._params = {name: parameter_copy(value) for name, value in params.items()}
         self.resources = dict(resources or {})
         self.name = stage.name
         self.inputs = tuple(dict.fromkeys(port.node for port in ports.values()))
-        self._key_params = plain_params(params)
         for name, resource in self.resources.items():
-            identity = plain_params(resource.identity())
+            identity = self._records(resource.identity())
             if both := sorted(identity.keys() & self._key_params.keys()):
                 raise StageError(
                     f"{self.name}: expected a parameter of another name than what identifies {name}, found "
@@ -71,8 +72,22 @@ class StageNode(ResultNode):
                 )
             self._key_params |= identity
 
+    def _records(self, params: Mapping[str, Any]) -> dict[str, Any]:
+        try:
+            return parameter_records(params)
+        except (TypeError, ValueError) as error:
+            raise StageError(f"stage {self.stage.name!r}: parameters enter the key: {error}") from error
+
     def __repr__(self) -> str:
         return f"StageNode({self.name}, {self.params})"
+
+    @property
+    def params(self) -> dict[str, Any]:
+        """The parameters, defaults included: a copy for every caller.
+
+        The function may change what it gets; the next cell must not see that, nor a node that is planned.
+        """
+        return {name: parameter_copy(value) for name, value in self._params.items()}
 
     # -- identity
 
@@ -239,7 +254,8 @@ class StageNode(ResultNode):
         with measured() as took, ExitStack() as stack:
             self._require_unchanged(cell.key)
             parts = self._parts(store, cell.selection)
-            arrays = {name: self._given(name, part.load()) for name, part in parts.items()}
+            # What the key says of an input and no more, in copies that the function may write to.
+            arrays = {name: self._given(name, as_digested(part.load())) for name, part in parts.items()}
             opened = {name: stack.enter_context(each.open()) for name, each in self.resources.items()}
             given = self.stage.compute(arrays, self.params | opened)
             self._put(store, cell.key, given, parts, took)

@@ -16,6 +16,7 @@ import enum
 import hashlib
 import json
 import math
+import re
 from collections.abc import Mapping
 from io import BufferedIOBase, RawIOBase
 from pathlib import Path
@@ -25,6 +26,8 @@ import numpy as np
 import numpy.typing as npt
 
 _LARGEST = 2**53
+_HEX_FLOAT = re.compile(r"-?0x")
+"""Start of the text that canonical JSON writes for a float."""
 Buffer = bytes | bytearray | memoryview
 
 
@@ -39,6 +42,24 @@ def canonical_json(value: Any) -> str:
     return json.dumps(
         _plain(value), sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False
     )
+
+
+def exact(value: float | str) -> Any:
+    """A float or a text as canonical JSON tells it from every other, floats from texts included.
+
+    Canonical JSON by itself folds -0.0 into 0.0, writes 1.5 as a text that is a text, too, and refuses NaN
+    and infinity. Those few become a mapping of one entry; all others are themselves.
+
+    Args:
+        value: a built-in float or str.
+
+    >>> exact(-0.0), exact(0.5), exact("0x1p+0")
+    ({'float': '-0.0'}, 0.5, {'str': '0x1p+0'})
+    """
+    if isinstance(value, str):
+        return {"str": value} if _HEX_FLOAT.match(value) else value
+    is_folded = not math.isfinite(value) or (value == 0 and math.copysign(1, value) < 0)
+    return {"float": repr(value)} if is_folded else value
 
 
 def digest(kind: str, *parts: Any) -> str:

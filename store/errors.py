@@ -87,6 +87,10 @@ class ShapeError(MizarrError, ValueError):
     """Labelled arrays have dims or sizes that do not fit together."""
 
 
+class NotFinite(MizarrError, ArithmeticError):
+    """A pass, or what is to be stored of it, gave NaN or infinity."""
+
+
 class StageError(MizarrError, ValueError):
     """A stage is declared or called in a way it cannot run."""
 

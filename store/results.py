@@ -26,13 +26,11 @@ import secrets
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import numpy.typing as npt
-
 from . import records
-from .content import content_of, plain, storable_dtype
+from .attributes import shielded, unshielded
+from .content import as_text, content_of, storable_dtype
 from .digest import content_digest, digest
-from .errors import REPAIR, CorruptEntry, ShapeError
+from .errors import REPAIR, CorruptEntry
 from .files import Folder, open_folder
 from .provenance import put_provenance
 from .records import Record
@@ -51,7 +49,6 @@ DATASET = "dataset"
 _DESCRIPTION = "/zarr.json"
 MANIFEST = ("content", "files")
 """Fields of a result's manifest."""
-_TEXT = np.dtypes.StringDType()
 _WHOLE = 64 << 20  # bytes up to which an in-memory array is one chunk, and a result opens without dask
 _CHUNK = 16 << 20  # bytes of a chunk of larger in-memory arrays
 
@@ -61,16 +58,13 @@ def prepare(dataset: xr.Dataset) -> tuple[xr.Dataset, dict[str, dict[str, Any]]]
 
     Nothing is computed. ShapeError for dtypes that cannot be stored.
     """
-    dataset = dataset.drop_encoding()
+    dataset = shielded(dataset.drop_encoding())
     texts = {}
     for name, variable in dataset.variables.items():
         if storable_dtype(str(name), variable.dtype) == "string":
-            texts[name] = (variable.dims, _as_text(str(name), variable), plain(variable.attrs))
+            texts[name] = (variable.dims, as_text(str(name), variable), variable.attrs)
     coords = {name: value for name, value in texts.items() if name in dataset.coords}
     dataset = dataset.assign_coords(coords).assign({n: v for n, v in texts.items() if n not in coords})
-    dataset.attrs = plain(dataset.attrs)
-    for variable in dataset.variables.values():
-        variable.attrs = plain(variable.attrs)
     from zarr.codecs import Crc32cCodec
 
     encoding = {
@@ -78,22 +72,6 @@ def prepare(dataset: xr.Dataset) -> tuple[xr.Dataset, dict[str, dict[str, Any]]]
         for name, variable in dataset.variables.items()
     }
     return dataset, encoding
-
-
-def _as_text(name: str, variable: xr.Variable) -> Any:
-    if variable.chunks is not None:
-        return variable.data.map_blocks(_text_block, variable=name, dtype=_TEXT, meta=np.empty(0, _TEXT))
-    return _text_block(np.asarray(variable.values), name)
-
-
-def _text_block(values: npt.NDArray[Any], variable: str) -> npt.NDArray[Any]:
-    is_object = values.dtype.kind == "O"  # numpy would quietly write 1 as "1"
-    if wrong := [value for value in values.ravel() if is_object and not isinstance(value, str)]:
-        kind = type(wrong[0]).__name__
-        raise ShapeError(
-            f"variable {variable!r} holds {wrong[0]!r} ({kind}) among its text; expected str only"
-        )
-    return values.astype(_TEXT)
 
 
 def _chunks(variable: xr.Variable) -> tuple[int, ...]:
@@ -208,8 +186,8 @@ def _decoded(raw: xr.Dataset) -> xr.Dataset:
     """Arrays as they are stored -> variables as they were given."""
     import xarray as xr
 
-    found: xr.Dataset = xr.decode_cf(raw, mask_and_scale=False, decode_times=False)
-    return found
+    decoded: xr.Dataset = xr.decode_cf(raw, mask_and_scale=False, decode_times=False)
+    return unshielded(decoded)
 
 
 def read_result(files: Folder, record: Record) -> xr.Dataset:

@@ -91,7 +91,8 @@ def import_activations(
     _expect_whole(labels, packed.position_of(slice(None)))
     content: dict[str, Any] = {
         "files": sorted(source.digest for source in sources),
-        "names": dict(names or {}),
+        # Pairs in their order: of two patterns that fit an array the first one counts.
+        "names": [list(pair) for pair in (names or {}).items()],
         "skip": sorted(skip),
         "dtype": dtype,
         "n_layers": n_layers,

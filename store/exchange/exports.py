@@ -28,7 +28,8 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from ..content import plain, slabs
+from ..attributes import plain
+from ..content import slabs
 from ..errors import ConfigError, EntryNotFound, ShapeError, StoreFull, nearest
 from ..records import RESULT
 from .dataset_folders import FOLDERS, write_dataset_folder
@@ -133,7 +134,7 @@ def export(
             elif kind == "netcdf":
                 from .netcdf import write_netcdf
 
-                write_netcdf(ready.assign_attrs({NOTE: json.dumps(told, sort_keys=True)}), to)
+                write_netcdf(ready, to, {NOTE: json.dumps(told, sort_keys=True)})
             elif kind in FOLDERS:
                 write_dataset_folder(unchunked(ready), to, kind, told, context)
             elif kind == "parquet":
@@ -298,7 +299,8 @@ def _write_zarr(dataset: xr.Dataset, path: Path, note: Mapping[str, Any]) -> Non
 
     from ..results import prepare
 
-    ready, encoding = prepare(dataset.assign_attrs({NOTE: json.dumps(note, sort_keys=True)}))
+    ready, encoding = prepare(dataset)
+    ready = ready.assign_attrs({NOTE: json.dumps(note, sort_keys=True)})
     with warnings.catch_warnings():
         # Version 3 does not specify consolidated metadata yet, but without it plain `xr.open_zarr` warns.
         warnings.simplefilter("ignore", ZarrUserWarning)

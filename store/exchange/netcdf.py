@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from ..content import plain
+from ..attributes import shielded
 from ..errors import MissingExtra, ShapeError
 
 if TYPE_CHECKING:
@@ -30,19 +30,28 @@ ESCAPED = "\\0 stands for NUL, \\\\ for \\"
 """How to read texts of a variable that holds a NUL."""
 
 
-def write_netcdf(dataset: xr.Dataset, path: Path) -> None:
+def write_netcdf(dataset: xr.Dataset, path: Path, note: Mapping[str, str]) -> None:
     """Write a new NetCDF file; float16, which NetCDF has not, becomes float32.
 
     A text ends at its first NUL in HDF5. A variable with such texts (token strings of bytes, say) is escaped
     as a whole, and says so in its attribute `escaped`.
-    Raises ShapeError for complex numbers, MissingExtra without h5netcdf or h5py, OSError as the system says.
+
+    Args:
+        dataset: labelled, in any encoding.
+        path: of a file that is not there yet.
+        note: attributes of the file beside those of the dataset.
+
+    Raises:
+        ShapeError: for complex numbers.
+        MissingExtra: without h5netcdf or h5py.
+        OSError: as the system says.
     """
     try:
         import h5netcdf  # noqa: F401 - xarray's engine
         import h5py  # noqa: F401 - what that writes with, and does not require
     except ImportError as error:
         raise MissingExtra("NetCDF needs h5netcdf and h5py: pip install 'mizarr[netcdf]'") from error
-    ready = dataset.drop_encoding()
+    ready = shielded(dataset.drop_encoding())
     changed = {}
     for name, variable in ready.variables.items():
         variable.attrs = _attributes(variable.attrs)
@@ -57,7 +66,7 @@ def write_netcdf(dataset: xr.Dataset, path: Path) -> None:
             raise ShapeError(f"{name!r} is complex, which NetCDF has not; export to zarr or npz")
     labels = {name: value for name, value in changed.items() if name in ready.coords}
     ready = ready.assign_coords(labels).assign({n: v for n, v in changed.items() if n not in labels})
-    ready.attrs = _attributes(ready.attrs)
+    ready.attrs = {**_attributes(ready.attrs), **note}
     encoding = {name: {"_FillValue": None} for name, v in ready.variables.items() if v.dtype.kind == "f"}
     with _PatientFile(path) as file:
         ready.to_netcdf(file, engine="h5netcdf", encoding=encoding)
@@ -67,8 +76,8 @@ def write_netcdf(dataset: xr.Dataset, path: Path) -> None:
 
 def _attributes(attrs: Mapping[Any, Any]) -> dict[str, Any]:
     """Attributes as NetCDF has them, numbers and texts; others as JSON, and none for None."""
-    told = {name: value for name, value in plain(attrs).items() if value is not None}
-    return {name: value if _is_attribute(value) else json.dumps(value) for name, value in told.items()}
+    values = {name: value for name, value in attrs.items() if value is not None}
+    return {name: value if _is_attribute(value) else json.dumps(value) for name, value in values.items()}
 
 
 def _is_attribute(value: Any) -> bool:

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from ..content import plain
+from ..attributes import plain
 from ..errors import MissingExtra, ShapeError
 
 if TYPE_CHECKING:

@@ -10,7 +10,6 @@ import stages_for_tests as lib
 import xarray as xr
 
 from mizarr.pipeline import Output, stage
-from mizarr.pipeline.function import plain_params
 from mizarr.store.errors import ShapeError, StageError
 
 STATES = xr.DataArray([[[3.0, 4.0]]], dims=lib.TLH)
@@ -118,8 +117,3 @@ def test_describe_names_inputs_parameters_and_outputs():
         "  set power = 2.0",
         "  out norm [layer, token] 1  length of the state",
     ]
-
-
-def test_parameters_are_recorded_as_plain_json_values():
-    given = {"a": np.int64(3), "b": (1, 2), "c": {2, 1}, "d": np.dtype("float32"), "e": np.float64(0.5)}
-    assert plain_params(given) == {"a": 3, "b": [1, 2], "c": [1, 2], "d": "float32", "e": 0.5}

@@ -124,6 +124,20 @@ def test_arrays_of_other_names_are_mapped_by_pattern(write, store):
     expect_numbers(mizarr.import_activations(path, model="gpt2", store=store, names=names))
 
 
+def test_names_in_another_order_are_another_run(write, store):
+    """The first pattern that fits an array counts, so the order decides what it is stored as."""
+    arrays = {"x0_0": NUMBERS[0], "x0_1": NUMBERS[1], "x1_0": NUMBERS[2]}
+    path = write(**arrays, row_size=SIZES)
+    names = [("x{layer}_0", "blocks.{layer}.hook_resid_pre"), ("x0_{layer}", POST.format("{layer}"))]
+    pre, post, again = (
+        mizarr.import_activations(path, model="gpt2", store=store, names=dict(pairs))
+        for pairs in (names, names[::-1], names)
+    )
+    np.testing.assert_array_equal(pre.resid_pre.sel(layer=0).values, NUMBERS[0])
+    np.testing.assert_array_equal(post.resid_post.sel(layer=0).values, NUMBERS[0])
+    assert pre.encoding["run"] == again.encoding["run"] != post.encoding["run"]
+
+
 def test_a_star_is_an_axis_of_layers(write, store):
     names = {"hidden_states": "blocks.*.hook_resid_post"}
     packed = write(hidden_states=NUMBERS, row_size=SIZES)

@@ -18,6 +18,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from ....pipeline.code import code_version
+from ....pipeline.parameters import parameter_record
 from ....store.arrays import Floats
 from ....store.errors import PromptError, StageError
 from .. import metrics
@@ -60,13 +61,16 @@ class Metric(ABC):
 
     def canonical(self) -> dict[str, Any]:
         """Plain values that identify the metric, its code as it is now among them."""
-        told = {"metric": type(self).__name__, **vars(self)}
+        kind = type(self).__name__
         if type(self).__module__ == __name__:
-            return told
+            return {"metric": kind, **vars(self)}
         version = getattr(self, "version", None)
         if version is None:
             version = code_version(f"metric {self.name!r}", type(self))
-        return {**told, "version": version}
+        # As stage parameters: code may tell a tuple from a list. What has no record is refused by the digest,
+        # unless a subclass puts something else in its place.
+        fields = {field: parameter_record(value, lambda other: other) for field, value in vars(self).items()}
+        return {"metric": kind, **fields, "version": version}
 
     @abstractmethod
     def value(self, logits: Floats, clean: Floats) -> float:

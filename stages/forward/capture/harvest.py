@@ -25,7 +25,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ....store.errors import ShapeError
 from ....store.files import THREADS
 from ....store.runs.claims import Claim
 from ....store.runs.committed import VariableLayer
@@ -36,6 +35,7 @@ from ..architectures.points import LOGITS
 from ..hooks.reductions import MEAN, NORM
 from ..hooks.spec import BoundSpec, Capture, KeptCapture
 from ..hooks.taps import Sink
+from ..models.finite import is_fit, not_finite
 from ..models.model import Model
 from ..networks.kernels import FEW_ROWS
 from .backoff import BatchSize, fits
@@ -88,7 +88,8 @@ def harvest(
     only = None if segments is None else set(segments)
     total = 0
     while missing := {n: todo for n, todo in entry.missing(cells).items() if only is None or n in only}:
-        done = _round(model, entry, spec, missing, batch, advance, stands)
+        with explained(model, entry, spec):
+            done = _round(model, entry, spec, missing, batch, advance, stands)
         total += done
         if not done:
             time.sleep(_WAIT)
@@ -114,6 +115,7 @@ def _round(
         try:
             stands()
             buffer.wait()
+            refuse_unfit(buffer, only(spec, job.cells), entry, job.segment)
             arrays = {
                 cell: as_numpy(buffer.view(cell, entry.rows(cell[0], job.segment))) for cell in job.cells
             }
@@ -175,7 +177,6 @@ def fill(model: Model, entry: Entry, n: int, spec: BoundSpec, buffer: SegmentBuf
     with keeping(model, entry, n, spec, buffer) as keep:
         _pass_by(model, entry, n, spec, size, keep)
     buffer.filled()
-    refuse_overflow(buffer, spec, entry, n)
 
 
 def _pass_by(model: Model, entry: Entry, n: int, spec: BoundSpec, size: BatchSize, keep: Keeper) -> None:
@@ -285,6 +286,10 @@ def keeping(model: Model, entry: Entry, n: int, spec: BoundSpec, buffer: Segment
     @contextmanager
     def of_batch(batch: PieceBatch) -> Iterator[Sink]:
         def sink(capture: Capture, value: Tensor) -> None:
+            # What is reduced may hide it: a NaN is no largest number, and no active feature.
+            reduced = next((kept for kept in wanted[capture] if kept.keep.reduction is not None), None)
+            if reduced is not None and not _are_tokens_fit(capture, value, batch):
+                raise UnfitRows(reduced, n)
             if capture.point.kind != LOGITS:
                 for kept in wanted[capture]:
                     keep(batch, kept, value)
@@ -398,19 +403,53 @@ def _pairs_before(tokens: PackedTokens, segment_start: int, piece: Piece, axis: 
     return int(rows_before(axis, between, between).sum()) + before - left_out
 
 
-def refuse_overflow(buffer: SegmentBuffer, spec: BoundSpec, entry: Entry, n: int) -> None:
-    """Raise ShapeError for infinities in a store of float16, which ends at 65504: massive activations of some
-    models lie beyond."""
+def _are_tokens_fit(capture: Capture, value: Tensor, batch: PieceBatch) -> bool:
+    """As `is_fit`, whatever stands at the padding of [batch, …]."""
+    if is_fit(capture, value):
+        return True
+    dims = capture.point.dims
+    axis = dims.index("position") if "position" in dims else 1
+    rows = enumerate(batch.pieces)
+    return all(is_fit(capture, value[row].narrow(axis - 1, 0, piece.stop)) for row, piece in rows)
+
+
+class UnfitRows(Exception):
+    """Rows of a segment that hold NaN or infinity; `explained` makes an error for people of it.
+
+    Raised where segments are written, beside passes that go on, in which no pass can be made to look.
+    """
+
+    def __init__(self, kept: KeptCapture, segment: int) -> None:
+        super().__init__(f"{kept.variable} of segment {segment} is not finite")
+        self.kept, self.segment = kept, segment
+
+
+def refuse_unfit(buffer: SegmentBuffer, spec: BoundSpec, entry: Entry, n: int) -> None:
+    """Raise UnfitRows for NaN and infinity in what a segment's buffers hold; masked scores are -inf."""
     for kept in spec.kept:
-        if entry.spec(kept.variable).dtype != "float16":
-            continue
-        buffer.wait()
-        cell, point = kept.cell, kept.capture.point
-        if bool(buffer.view(cell, entry.rows(cell[0], n)).isinf().any()) and point.kind != "attn_scores":
-            raise ShapeError(
-                f"'{point}' exceeds float16's largest number (65504) in segment {n}; store it as "
-                "bfloat16 or float32 (dtype=…)"
-            )
+        rows, reduction = buffer.view(kept.cell, entry.rows(kept.variable, n)), kept.keep.reduction
+        if reduction is not None and reduction.combine == "max":  # -inf where a feature is never active
+            rows = rows.masked_fill(rows == -torch.inf, 0.0)
+        if not is_fit(kept.capture, rows):
+            raise UnfitRows(kept, n)
+
+
+@contextmanager
+def explained(model: Model, entry: Entry, spec: BoundSpec) -> Iterator[None]:
+    """Within: NotFinite in place of UnfitRows, naming where numbers began to be too large, and what helps."""
+    try:
+        yield
+    except UnfitRows as unfit:
+        kept, n = unfit.kept, unfit.segment
+        prompts = dict.fromkeys(piece.prompt for piece in pieces_in(model, entry, n, spec))
+        batches = ([entry.tokens.prompt(prompt).tolist()] for prompt in prompts)
+        raise not_finite(
+            model,
+            batches,
+            spec,
+            f"'{kept.capture.name}' ({kept.variable}) in segment {n}",
+            stored=entry.spec(kept.variable).dtype,
+        ) from None
 
 
 def as_numpy(rows: Tensor) -> Any:

@@ -46,13 +46,14 @@ from .harvest import (
     Keeper,
     as_numpy,
     batches_of,
+    explained,
     held_as,
     ids_of,
     keeping,
     needs_every_core,
     only,
     pieces_in,
-    refuse_overflow,
+    refuse_unfit,
     stored_bytes,
 )
 from .overlap import OverlappedWriter, SegmentBuffer
@@ -130,7 +131,8 @@ def harvest_by_layers(
         try:
             spool = Spool(entry.folder, f"{entry.path}/seg")
             way = _Way(model, entry, spec, batch_tokens, batch, spool, advance)
-            total += _through(way, entry.missing(cells))
+            with explained(model, entry, spec):
+                total += _through(way, entry.missing(cells))
         finally:
             claim.release()
     return total
@@ -278,6 +280,7 @@ class _Way:
             n = job.course.n
             try:
                 buffer.wait()
+                refuse_unfit(buffer, only(self.spec, job.cells), entry, n)
                 arrays = {cell: as_numpy(buffer.view(cell, entry.rows(cell[0], n))) for cell in job.cells}
                 if arrays:
                     entry.write_segment(n, arrays, threads=threads, handed_over=job.handed_over.set)
@@ -298,7 +301,6 @@ class _Way:
                 wanted = only(self.spec, course.met(layers))
                 self._fill(course, layers, wanted, buffer)
                 buffer.filled()
-                refuse_overflow(buffer, wanted, entry, course.n)
                 given = tuple(kept.cell for kept in wanted.kept)
                 job = LayerJob(course, given, entered, course.enter(layers[-1] + 1))
                 writer.submit(buffer, job)

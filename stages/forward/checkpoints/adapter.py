@@ -37,6 +37,8 @@ VERSION = 1
 """Declared version of what merging computes; in the identity of every adapted model."""
 COUNTS = ("r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "fan_in_fan_out")
 """What of an adapter's configuration decides a number; the tensors say the rest."""
+PATTERNS = ("rank_pattern", "alpha_pattern")
+"""Those of COUNTS that map regular expressions to numbers, in the order in which they are tried."""
 SILENT = {
     *(
         "peft_type",
@@ -107,7 +109,9 @@ class Adapter:
 
     def digest(self, weights: str) -> str:
         """`sha256:…` of the adapter. weights: digest of its weight file."""
-        counted = {key: self.config.get(key) for key in COUNTS}
+        counted = {key: self.config.get(key) for key in COUNTS if key not in PATTERNS}
+        # Pairs in their order: of two patterns that fit a module the first one counts.
+        counted |= {key: [list(pair) for pair in (self.config.get(key) or {}).items()] for key in PATTERNS}
         return f"sha256:{digest('adapter', VERSION, weights, counted)}"
 
     def changes(self, names: Collection[str]) -> dict[str, TensorChange]:

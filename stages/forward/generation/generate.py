@@ -37,6 +37,7 @@ from ..hooks.spec import BoundSpec, Capture, HookSpec, refuse_gradients
 from ..hooks.taps import RunTaps, Sink
 from ..hooks.wants import LAST_LOGITS
 from ..models.files import resolve
+from ..models.finite import is_fit, not_finite
 from ..models.model import Model, Prompts
 from ..passes.kept import Cache
 from ..text.rows import as_rows
@@ -327,6 +328,10 @@ class TokenStream:
         newest_only = self.settings.capture_positions == "new"
 
         def keep(capture: Capture, value: Tensor) -> None:
+            if not is_fit(capture, value):
+                rows = [each.ids for each in members]
+                spec = spec_so_far(self._specs[len(rows[0]) - len(members[0].logprobs)], len(rows[0]))
+                raise not_finite(self._model, [rows], spec, f"'{capture.name}'")
             if newest_only:
                 dims = capture.point.dims
                 axis = dims.index("position" if "position" in dims else "query_position")

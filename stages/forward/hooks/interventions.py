@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 import numpy as np
 import numpy.typing as npt
 
+from ....pipeline.parameters import parameter_records
 from ....store.digest import canonical_json
 from ....store.errors import InterventionError
 from ....store.indices import as_index, as_indices
@@ -35,6 +36,7 @@ from .payloads import (
     copied,
     finite,
     owned,
+    payload_record,
     picked,
     plain_value,
 )
@@ -105,10 +107,21 @@ class Intervention:
 
     def canonical(self) -> dict[str, Any]:
         """Plain JSON values that identify the intervention; payloads enter by dtype, shape and sha256 of
-        their bytes. InterventionError for a class of somebody's own that declares no version of itself: its
-        fields do not say what it does."""
-        fields = {name: plain_value(value) for name, value in vars(self).items() if value is not None}
-        return {"intervention": name_of(type(self), InterventionError), **fields}
+        their bytes. Fields of a class that a user wrote are recorded as stage parameters are, as that class
+        may tell a tuple from a list, or try a mapping in its order.
+
+        Raises:
+            InterventionError: for a user's class that declares no version of itself, as its fields do not say
+                what it does, and for a field of it that has no record.
+        """
+        name = name_of(type(self), InterventionError)
+        fields = {field: value for field, value in vars(self).items() if value is not None}
+        if isinstance(name, str):
+            return {"intervention": name, **{field: plain_value(value) for field, value in fields.items()}}
+        try:
+            return {"intervention": name, **parameter_records(fields, payload_record)}
+        except (TypeError, ValueError) as error:
+            raise InterventionError(f"{type(self).__name__}: its fields enter the key: {error}") from error
 
     def check(self, point: HookPoint, sizes: Mapping[str, int]) -> None:
         """Raise InterventionError unless this can be applied at `point`, whose axes have these sizes."""

@@ -131,7 +131,24 @@ def finite(name: str, value: float) -> float:
     """The number, if it is one."""
     if not np.isfinite(value):
         raise InterventionError(f"{name}: expected a finite number, found {value}")
-    return float(value)
+    return float(value) + 0.0  # 0.0 for -0.0: a key holds them for one number
+
+
+def payload_record(value: Any) -> Any:
+    """The identity of a tensor or array among the fields of a user's intervention.
+
+    Args:
+        value: a field that is no plain value.
+
+    Raises:
+        TypeError: for what is no array either.
+    """
+    if not hasattr(value, "shape"):
+        raise TypeError(
+            "expected plain values (numbers, text, lists, tuples, dicts with names as keys) or tensors, "
+            f"found {type(value).__name__} {value!r:.80}"
+        )
+    return {"payload": payload_identity(value)}
 
 
 def plain_value(value: Any) -> Any:

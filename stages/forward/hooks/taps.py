@@ -108,6 +108,7 @@ class RunTaps:
         self._after: dict[Place, Capture] = {}
         self._changes: dict[Place, list[Intervention]] = defaultdict(list)
         self._sink, self._held = sink, held
+        self.spec = spec
         refuse_gradients(spec, "this pass")
         for capture in spec.captures:
             wanted = self._after if capture.when == "after" else self._before

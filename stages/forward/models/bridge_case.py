@@ -55,7 +55,7 @@ class BridgeCase:
     @property
     def digest(self) -> str:
         """Of everything that decides what is found, but for the version of transformers."""
-        return digest("bridge", METHOD, self.weights, json.dumps(dict(self.raw), sort_keys=True))
+        return digest("bridge", METHOD, self.weights, json.dumps(dict(self.raw)))
 
     def remembered(self) -> BridgeFinding | None:
         """What was found before with the transformers installed now; where none is, by the newest that could

@@ -98,7 +98,7 @@ class LayoutCase:
     @property
     def digest(self) -> str:
         """Of everything the two passes read, but for the version of transformers."""
-        raw = json.dumps(dict(self.raw), sort_keys=True)  # as text: a config may hold an Infinity
+        raw = json.dumps(dict(self.raw))  # as text: a config may hold an Infinity
         return digest("layout", METHOD, self.forward, self.weights, raw, self.config.digest)
 
     def remembered(self) -> Verdict | None:

@@ -32,6 +32,7 @@ from ..hooks.wants import ALL_LOGITS, Logits
 from ..networks.history import STREAM, Carried
 from ..networks.loop import Network
 from ..networks.transfer import to_device
+from ..networks.weights import is_finite
 from ..passes.backward import Cotangent, Gradients, backward
 from ..passes.drivers import passes_over
 from ..passes.kept import Cache
@@ -40,6 +41,7 @@ from ..passes.planner import MEMORY
 from ..passes.sweep import Result
 from ..text.prompts import no_tokenizer, pair_ids, tokenize
 from .fingerprint import fingerprint, tensor_bytes, weights_digest
+from .finite import not_finite, require_finite
 from .memory import keep_freed_memory
 from .residency import room_for, told
 from .streamed import StreamedWeights, stream
@@ -329,6 +331,7 @@ class Model:
         """Prompts of one length through the model: (logits wanted, captured activations)."""
         captured: dict[Capture, Tensor] = {}
         logits = self.stream_batch(rows, spec, want, captured.__setitem__)
+        require_finite(self, rows, spec, captured)
         return logits, captured
 
     def stream_batch(
@@ -352,7 +355,17 @@ class Model:
         self, ids: Tensor, taps: PassTaps, want: Logits | None, order: Sequence[int] | None = None
     ) -> Tensor | None:
         """One pass over token ids [batch, position] with taps that are no spec's: the logits wanted. order:
-        see `through_layers`."""
+        see `through_layers`. Raises NotFinite for logits that are not finite."""
+        logits = self.pass_over(ids, taps, want, order)
+        if logits is not None and not is_finite(logits):
+            raise not_finite(self, [ids.tolist()], _spec_of(taps), "the logits")
+        return logits
+
+    @torch.no_grad()
+    def pass_over(
+        self, ids: Tensor, taps: PassTaps, want: Logits | None, order: Sequence[int] | None = None
+    ) -> Tensor | None:
+        """As `tapped`, whatever the numbers are."""
         return self._passes.forward(ids, taps, want, order)
 
     @plain_torch()
@@ -400,7 +413,11 @@ class Model:
         self.require_all_weights("gradients")
         ids = to_device(torch.tensor(rows, dtype=torch.long), self.device)
         self.check(spec, want, batch=ids.shape[0], length=ids.shape[1])
-        return backward(self.network, ids, spec, want, cotangent, memory, dropped)
+        logits, found = backward(self.network, ids, spec, want, cotangent, memory, dropped)
+        if not is_finite(logits):
+            raise not_finite(self, [rows], replace(spec, captures=()), "the logits")
+        require_finite(self, rows, replace(spec, captures=()), found)
+        return logits, found
 
     def differentiate(
         self,
@@ -439,7 +456,10 @@ class Model:
     def read_on(self, rows: Sequence[Sequence[int]], cache: Cache, taps: PassTaps) -> Tensor:
         """Logits [batch, vocab] behind sequences of one length, of which only what the cache does not hold is
         read; see passes/kept.py."""
-        return self._passes.read_on(rows, cache, taps)
+        logits = self._passes.read_on(rows, cache, taps)
+        if not is_finite(logits):
+            raise not_finite(self, [rows], _spec_of(taps), "the logits")
+        return logits
 
     def sweep(self, block: Block, wanted: Sequence[Wanted], room: int) -> Iterator[Result]:
         """What the runs that end in a block of a plan give; see planner.py.
@@ -450,7 +470,12 @@ class Model:
 
     @torch.no_grad()
     def _swept(self, block: Block, wanted: Sequence[Wanted], room: int) -> Iterator[Result]:
-        yield from self._passes.sweep(block, wanted, room)
+        for index, logits, captured in self._passes.sweep(block, wanted, room):
+            rows, spec = [wanted[index].tokens], wanted[index].spec
+            if logits is not None and not is_finite(logits):
+                raise not_finite(self, [rows], spec, "the logits")
+            require_finite(self, rows, spec, captured)
+            yield index, logits, captured
 
     def check(self, spec: BoundSpec, want: Logits | None, *, batch: int, length: int) -> None:
         """Raise InterventionError or PromptError unless these fit a batch of prompts of one length."""
@@ -542,6 +567,11 @@ class Model:
         held = html.table(["hook point", "dims", "value"], points)
         body = html.table(["", ""], facts) + html.details(f"{len(self.hook_points)} hook points", held)
         return html.shown(f"Model {self.name}", body)
+
+
+def _spec_of(taps: PassTaps) -> BoundSpec:
+    """The spec that taps apply, as far as they say so."""
+    return getattr(taps, "spec", BoundSpec())
 
 
 def as_dtype(dtype: str | torch.dtype) -> torch.dtype:

@@ -28,9 +28,9 @@ STAMPS = ("transformers_version", "_name_or_path", "_commit_hash", "name_or_path
 
 
 def declared_digest(raw: Mapping[str, Any]) -> str:
-    """Digest of all a config.json says but for version stamps."""
+    """Digest of a config.json without its version stamps, in its order: a reader may try key by key."""
     told = {key: value for key, value in raw.items() if key not in STAMPS}
-    return digest("declared", json.dumps(told, sort_keys=True))  # as text: it may hold an Infinity
+    return digest("declared", json.dumps(told))  # as text: it may hold an Infinity
 
 
 @dataclass(frozen=True)

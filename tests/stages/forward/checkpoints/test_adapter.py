@@ -109,6 +109,31 @@ def test_an_adapted_model_is_the_merged_checkpoint(base, tmp_path, case):
     assert float((logits(plain) - logits(other)).abs().max()) > 1e-3 * size
 
 
+@pytest.mark.parametrize("key", ["alpha_pattern", "rank_pattern"])
+def test_patterns_in_another_order_are_another_adapter(base, tmp_path, key):
+    """The first pattern that fits a module counts, so the order decides numbers."""
+    low, high = ("q_proj", 4), ("self_attn.*", 64 if key == "alpha_pattern" else 4)
+    save_adapter(tmp_path / "adapter", base, PLAIN)
+    config, found = tmp_path / "adapter" / "adapter_config.json", []
+    for patterns in ([low, high], [high, low], [low, high]):
+        # Both orders load: the rank of the factors is the same under either.
+        config.write_text(json.dumps(PLAIN | {key: dict(patterns)}))
+        model = Model.from_pretrained(base, device="cpu", adapter=tmp_path / "adapter")
+        found.append((model.require_identity().digest, logits(model)))
+    assert found[0][0] == found[2][0] != found[1][0]
+    assert torch.equal(found[0][1], found[2][1])
+    assert torch.equal(found[0][1], found[1][1]) == (key == "rank_pattern")
+
+
+@pytest.mark.parametrize("key", ["alpha_pattern", "rank_pattern"])
+@pytest.mark.parametrize("patterns", [["q_proj"], "q_proj", {"q_proj": "4"}, {"q_proj": 0}, {"(": 4}])
+def test_patterns_of_another_kind_are_refused(base, tmp_path, key, patterns):
+    save_adapter(tmp_path / "adapter", base, PLAIN)
+    (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(PLAIN | {key: patterns}))
+    with pytest.raises(ConfigError, match=f"expected {key} to map regular expressions"):
+        Model.from_pretrained(base, device="cpu", adapter=tmp_path / "adapter")
+
+
 def test_bfloat16_is_rounded_once_after_merging(base, tmp_path):
     products, _ = save_adapter(tmp_path / "adapter", base, PLAIN)
     model = Model.from_pretrained(base, device="cpu", dtype="bfloat16", adapter=tmp_path / "adapter")
