@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from ..store.errors import MizarrError
+from ..store.exchange.outside import require_content
 from ..store.files import stamp
-from ..store.outside import require_content
 
 __all__ = ["ADVICE", "load_pickled"]
 

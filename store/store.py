@@ -174,7 +174,7 @@ class Store(Catalog):
                 f"expected the tokens the run is keyed by ({run.prompt}), found tokens {tokens.digest}"
             )
         path = entry_path(entry_digest(run, dtype_of(arrays))) if arrays else ""
-        is_new = self.files.get(f"{path}/zarr.json") is None
+        is_new = not arrays or self.files.get(f"{path}/zarr.json") is None
         length = segment_tokens or default_segment_tokens(tokens, arrays)
         if is_new and arrays:
             layers = next((spec.layers for spec in arrays if spec.layers is not None), None)

@@ -25,8 +25,8 @@ from ..store.arrays import Array
 from ..store.errors import ConfigError, HookPointNotFound, PromptError, ShapeError, nearest
 from ..store.exchange.exports import NOTE, TEXT_SUFFIX
 from ..store.exchange.imports import Imported, declared_arrays, declared_run, pack_imported, store_imported
+from ..store.exchange.outside import DigestedFile, json_value
 from ..store.exchange.tensors import as_bfloat16, read_npz, read_safetensors
-from ..store.outside import DigestedFile, json_value
 
 if TYPE_CHECKING:
     import xarray as xr

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from ...pipeline.ambient import plain_torch
 from ...store.errors import ConfigError, DictionaryError
-from ...store.outside import json_object, require_content
+from ...store.exchange.outside import json_object, require_content
 from ..forward.architectures.points import HookPoint
 from .layers.layout import CrosscoderPlace, models_of
 

@@ -28,7 +28,6 @@ from ...pipeline.ambient import plain_torch
 from ...store import html
 from ...store.errors import DictionaryError, ModelNotFound, SourceChanged, WeightsError
 from ..forward.architectures.points import BY_NAME, HookPoint
-from ..forward.models.fingerprint import fingerprint
 from .formats.table import open_files
 from .layers.active import Active
 from .layers.files import DictionaryFiles, resolve
@@ -170,6 +169,8 @@ class Dictionary:
         """Raise SourceChanged unless the name still leads to files of this identity, and the layers that were
         opened are as in these files; or unless the weights in memory still are it. Reads the weights of
         opened layers twice, 8 ms per 100 MB each time."""
+        from ..forward.models.fingerprint import fingerprint
+
         anew = self if self._content else self._anew()
         if anew.identity != identity:
             raise SourceChanged(

@@ -27,7 +27,7 @@ import numpy as np
 
 from ..arrays import Array
 from ..errors import ConfigError, MizarrError, ShapeError, WeightsError
-from ..outside import json_value, require_content
+from .outside import json_value, require_content
 
 __all__ = [
     "FLOATS",

@@ -10,6 +10,7 @@ place to them.
 
 from __future__ import annotations
 
+import re
 import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -18,16 +19,33 @@ from pathlib import Path
 from typing import Any
 
 from ..digest import Buffer
+from ..errors import REPAIR, CorruptEntry
 from .mapped import Mapped
 from .stamps import Stat
 
-__all__ = ["THREADS", "Folder", "Measured", "room_at"]
+__all__ = ["THREADS", "Folder", "Measured", "checked", "room_at"]
 
 THREADS = 4
 """That digest at once: sha256 releases the GIL, two are twice as fast; beyond four the disk is the limit."""
 
 Measured = dict[str, list[int | str]]
 """Manifest part: path relative to the folder -> [size in bytes, "sha256:…"]."""
+
+
+_UNSAFE = re.compile(r"(^|/)\.{0,2}(/|$)|[\x00-\x1f\x7f\\]")
+"""A step of a name that is empty, "." or "..", and characters that no name of a store has."""
+
+
+def checked(name: str) -> str:
+    """A name, which may have been read from somebody's file, before it becomes a place: below the root of its
+    store, and nowhere else. The one way from names to places, on disks and in buckets.
+
+    name: steps parted by "/"; "" for the root itself.
+    Raises CorruptEntry for a name that leads elsewhere, or has characters that names of a store do not have.
+    """
+    if name and _UNSAFE.search(name):
+        raise CorruptEntry(f"expected a name below the folder of a store, found {name!r:.80}; {REPAIR}")
+    return name
 
 
 def room_at(place: Path) -> int:

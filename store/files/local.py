@@ -29,7 +29,7 @@ from pathlib import Path
 
 from ..digest import Buffer, file_digest, open_file_digest
 from ..errors import REPAIR, CorruptEntry, ReadOnlyStore, StoreError, StoreFull
-from .folder import THREADS, Folder, Measured, room_at
+from .folder import THREADS, Folder, Measured, checked, room_at
 from .mapped import Mapped
 from .stamps import Stat
 
@@ -41,18 +41,20 @@ _AT_ONCE = 64  # parts per call; every system takes that many
 _OPEN = 128  # files open at once
 _UNNAMED = 1 << 28  # bytes of files that wait for their names together
 _NO_WAIT = getattr(os, "O_NONBLOCK", 0)  # a pipe without a writer would else keep who opens it
+_NO_LINK = getattr(os, "O_NOFOLLOW", 0)
+_LINK = "a link, which is not followed"
 _ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
 """What the system says of what is not there; of links in a circle as well."""
 _NO_FILE = (errno.ENXIO, errno.EIO)
 """What it says of a socket, and of what cannot be read."""
 _KINDS = {
     stat.S_IFDIR: "a folder",
+    stat.S_IFLNK: _LINK,
     stat.S_IFIFO: "a pipe",
     stat.S_IFSOCK: "a socket",
     stat.S_IFCHR: "a device",
     stat.S_IFBLK: "a device",
 }
-_NOWHERE = "a link that leads nowhere"
 _NAMED_AS_FILES = (".json", ".claim")
 
 
@@ -63,6 +65,8 @@ class LocalFolder(Folder):
     root: Path
     durability: str = "disk"
     read_only: bool = False
+    # Folders that were seen to be no links; only saves time.
+    _folders: set[str] = field(default_factory=set, init=False, compare=False, repr=False)
     # Folders whose own names are known to last, with their inodes; only saves time.
     _settled: dict[str, int] = field(default_factory=dict, init=False, compare=False, repr=False)
 
@@ -76,8 +80,28 @@ class LocalFolder(Folder):
         return f"{self.root}/{name}" if name else str(self.root)
 
     def path(self, name: str) -> Path:
-        """Where a name lies on disk."""
-        return self.root / name
+        """Where a name lies on disk. Raises CorruptEntry as `checked`, and for a name behind a link."""
+        return Path(self._place(name))
+
+    def _place(self, name: str) -> str:
+        """The path of a name. Folders of a store are folders: a link in the place of one would lead to files
+        that are none of it, so none is followed; the root may be behind one."""
+        folder = checked(name).rpartition("/")[0]
+        if folder and folder not in self._folders:
+            self._require_folders(folder)
+        return f"{self.root}/{name}" if name else str(self.root)
+
+    def _require_folders(self, folder: str) -> None:
+        """Raise CorruptEntry where one of the folders above a name is a link."""
+        above = ""
+        for step in folder.split("/"):
+            above = f"{above}/{step}" if above else step
+            if os.path.islink(f"{self.root}/{above}"):  # noqa: PTH114 - of every folder that is read
+                raise self._not_a_file(above, _LINK)
+        if len(self._folders) > _REMEMBERED:
+            self._folders.clear()
+        if os.path.isdir(f"{self.root}/{folder}"):  # noqa: PTH112 - one that comes later may be a link
+            self._folders.add(folder)
 
     @property
     def index_path(self) -> Path:
@@ -120,7 +144,7 @@ class LocalFolder(Folder):
     def stat(self, name: str) -> Stat | None:
         """What the system says of a file, or of a folder; None when there is none."""
         try:
-            return Stat.of(os.stat(f"{self.root}/{name}"))  # noqa: PTH116 - asked for at every read
+            return Stat.of(os.stat(self._place(name), follow_symlinks=False))  # noqa: PTH116 - asked for at every read
         except OSError as error:
             if error.errno in _ABSENT:
                 return None
@@ -133,7 +157,7 @@ class LocalFolder(Folder):
     def size(self, name: str) -> int | None:
         """Bytes of a file; None when there is none."""
         try:
-            found = os.stat(f"{self.root}/{name}")  # noqa: PTH116 - of every file of a result
+            found = os.stat(self._place(name), follow_symlinks=False)  # noqa: PTH116 - of every file of a result
         except OSError as error:
             if error.errno in _ABSENT:
                 return None
@@ -160,7 +184,7 @@ class LocalFolder(Folder):
         """A file, open; FileNotFoundError, and CorruptEntry for what is none, without waiting for it."""
         try:
             # Not through Path: half of the time in which a harvest reads ten thousand records.
-            with open(f"{self.root}/{name}", "rb", buffering=0, opener=_unwaiting) as file:
+            with open(self._place(name), "rb", buffering=0, opener=_unwaiting) as file:
                 found = os.fstat(file.fileno())
                 if not stat.S_ISREG(found.st_mode):
                     raise self._no_file(name, found)
@@ -181,7 +205,7 @@ class LocalFolder(Folder):
     def _refused(self, name: str, error: OSError) -> OSError:
         """The store's word for what the system said while `name` was read; other errors as they are."""
         if error.errno == errno.ELOOP:
-            return FileNotFoundError(errno.ENOENT, error.strerror, self.where(name))
+            return self._not_a_file(name, _LINK)
         if isinstance(error, IsADirectoryError):
             return self._not_a_file(name, "a folder")
         if error.errno in _NO_FILE:
@@ -277,7 +301,11 @@ class LocalFolder(Folder):
     def subfolders(self, folder: str) -> Iterator[str]:
         """Names of the folders directly in a folder, without the folder's; temporary ones left out."""
         with suppress(FileNotFoundError, NotADirectoryError), self._scanned(folder) as found:
-            yield from (item.name for item in found if item.is_dir() and not item.name.startswith("."))
+            yield from (
+                item.name
+                for item in found
+                if item.is_dir(follow_symlinks=False) and not item.name.startswith(".")
+            )
 
     def list(self, folder: str) -> Iterator[str]:
         """Names of all files below a folder, relative to the root; temporary ones (leading dot) left out."""
@@ -315,7 +343,7 @@ class LocalFolder(Folder):
             try:
                 handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
             except FileExistsError:
-                if _leads_nowhere(path):  # or whoever waits for it waits for ever
+                if path.is_symlink():  # or whoever waits for it waits for ever
                     path.unlink(missing_ok=True)
                 return False
             try:
@@ -378,6 +406,7 @@ class LocalFolder(Folder):
         if self.read_only:
             return
         self._settled.clear()
+        self._folders.clear()
         path = self.path(folder)
         dying = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
         # Out of its place at once, so that a writer that comes back meanwhile begins a folder of its own.
@@ -402,7 +431,7 @@ class LocalFolder(Folder):
     def _stat_of(self, name: str, item: os.DirEntry[str]) -> Stat | None:
         """What the system says of a file that was listed; None of one that went, and of a link to nothing."""
         try:
-            return Stat.of(item.stat())
+            return Stat.of(item.stat(follow_symlinks=False))
         except OSError as error:
             if error.errno in _ABSENT:
                 return None
@@ -485,7 +514,7 @@ def as_store_error(error: OSError, root: Path, name: str) -> OSError:
 
 
 def _unwaiting(path: str, flags: int) -> int:
-    return os.open(path, flags | _NO_WAIT)
+    return os.open(path, flags | _NO_WAIT | _NO_LINK)
 
 
 def _written(path: Path, parts: Sequence[Buffer]) -> int:
@@ -510,25 +539,20 @@ def _linked(temporary: Path, target: Path) -> bool:
     try:
         os.link(temporary, target)
     except FileExistsError:
-        if _leads_nowhere(target):
+        if target.is_symlink():
             raise CorruptEntry(
-                f"{target}: expected a file, found {_NOWHERE}; move that away, or {REPAIR}"
+                f"{target}: expected a file, found {_LINK}; move that away, or {REPAIR}"
             ) from None
         return False
     return True
 
 
-def _leads_nowhere(path: Path) -> bool:
-    """Whether a link lies there and nothing behind it."""
-    return path.is_symlink() and not path.exists()
-
-
 def _kind(item: os.DirEntry[str]) -> str | None:
     """What something is that is neither file nor folder, or a folder named as a file; None for others."""
     try:
-        found = item.stat().st_mode
+        found = item.stat(follow_symlinks=False).st_mode
     except OSError:
-        return _NOWHERE
+        return "what went meanwhile"
     if stat.S_ISREG(found) or (stat.S_ISDIR(found) and not item.name.endswith(_NAMED_AS_FILES)):
         return None
     return _KINDS.get(stat.S_IFMT(found), "something else")

@@ -28,7 +28,7 @@ from ..errors import ReadOnlyStore, StoreError
 from .cache import ReadCache, cache_folder
 from .cloud import as_store_error, connected, is_worth_a_retry, normalised
 from .fetched import Fetched
-from .folder import THREADS, Folder, Measured
+from .folder import THREADS, Folder, Measured, checked
 from .mapped import Mapped
 from .stamps import Stat
 
@@ -421,6 +421,7 @@ class ObjectFolder(Folder):
 
     def _ask(self, name: str, request: Callable[[], T]) -> T:
         """The answer to a request, asked again while that may help; FileNotFoundError, StoreUnreachable."""
+        checked(name)
         for attempt in range(_ATTEMPTS):
             try:
                 with self._told(name):

@@ -14,6 +14,7 @@ import os
 import platform
 import secrets
 import threading
+import weakref
 from contextlib import suppress
 from pathlib import Path
 
@@ -47,35 +48,61 @@ class Claim:
             # One from the future is touched by nobody: a clock was set back.
             if abs(self._folder.now() - there.modified) > patience or _is_orphan(holder):
                 self._folder.delete(self._name)
-        if not self._folder.mark(self._name, self._token.encode()):
-            return False
-        self._stop.clear()
-        self._beat = threading.Thread(target=self._keep_alive, name="mizarr-claim", daemon=True)
-        self._beat.start()
-        _held.add(self._token)  # last: interrupted before, it is nobody's
-        return True
+        try:
+            _held.add(self._token)
+            if not self._folder.mark(self._name, self._token.encode()):
+                _held.discard(self._token)
+                return False
+            self._stop = threading.Event()
+            self._beat = threading.Thread(
+                target=_keep_alive,
+                args=(weakref.ref(self), self._stop, self._folder, self._name, self._ttl / 3),
+                name="mizarr-claim",
+                daemon=True,
+            )
+            self._beat.start()
+            return True
+        except BaseException:
+            self.release()  # interrupted: whoever asked will never know that it is theirs
+            raise
 
     def release(self) -> None:
-        """Let others have it; harmless when it is not, or no longer, ours."""
-        if self._beat is None:
-            return
+        """Let others have it; harmless when it is not, or no longer, ours, and when it is asked once more."""
         self._stop.set()
-        self._beat.join()
-        self._beat = None
-        _held.discard(self._token)
+        if self._token not in _held:
+            return
+        if self._beat is not None and self._beat.ident is not None:
+            self._beat.join()
         if self._folder.get(self._name) == self._token.encode():
             self._folder.delete(self._name)
+        self._beat = None
+        _held.discard(self._token)  # last: interrupted before, it is released once more
 
     def __enter__(self) -> bool:
-        return self.acquire()
+        try:
+            return self.acquire()
+        except BaseException:
+            self.release()
+            raise
 
     def __exit__(self, *_: object) -> None:
-        self.release()
+        try:
+            self.release()
+        except BaseException:
+            self.release()
+            raise
 
-    def _keep_alive(self) -> None:
-        while not self._stop.wait(self._ttl / 3):
-            with suppress(OSError):  # taken over after a long pause of this process: harmless
-                self._folder.touch(self._name)
+
+def _keep_alive(
+    owner: weakref.ref[Claim], stop: threading.Event, folder: Folder, name: str, seconds: float
+) -> None:
+    """Touch a claim until it is released, or nobody has it any more: a thread must not keep alive what an
+    interrupt took from its owner."""
+    while not stop.wait(seconds):
+        if owner() is None:
+            return
+        with suppress(OSError):  # taken over after a long pause of this process: harmless
+            folder.touch(name)
 
 
 def _is_orphan(token: str) -> bool:

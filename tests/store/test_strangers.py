@@ -44,7 +44,7 @@ FILES = {
     "a vocabulary": "vocabularies/words.json",
     "the digest of a vocabulary": "vocabularies/words.check.json",
 }  # fmt: skip
-FOUND = {"folder": "a folder", "pipe": "a pipe", "link": "a link that leads nowhere"}
+FOUND = {"folder": "a folder", "pipe": "a pipe", "link": "a link, which is not followed"}
 
 
 def make(store):
@@ -162,10 +162,6 @@ def test_a_claim_that_is_none_makes_nobody_wait(root, kind):
     (entry,) = open_store(root).entries()
     put(kind, root / entry.path / "seg/0.claim")
     claim = Claim(entry.folder, f"{entry.path}/seg/0.claim")
-    if kind == "link":
-        assert claim.acquire() or claim.acquire()
-        claim.release()
-        return
     with pytest.raises(CorruptEntry, match="verify --quarantine"):
         claim.acquire()
     store = open_store(root)
@@ -187,7 +183,7 @@ def test_in_the_way_of_a_shard_it_ends_a_harvest_in_a_line(sound, tmp_path, what
         record.unlink()
     path.unlink(missing_ok=True)
     put("link", path)
-    with pytest.raises(CorruptEntry, match="a link that leads nowhere; move that away"):
+    with pytest.raises(CorruptEntry, match="a link, which is not followed; move that away"):
         make(open_store(root, durability="process"))
     store = open_store(root, durability="process")
     (damage,) = store.verify()
@@ -225,15 +221,10 @@ def test_what_this_user_may_not_read_is_told_and_is_no_damage(root):
 
 
 @pytest.mark.skipif(not Path("/proc/self/mem").exists(), reason="needs /proc")
-def test_a_file_that_the_system_cannot_read_is_damage(root):
+def test_a_file_that_the_system_cannot_read_is_damage():
     """As of a disk with bad blocks: the memory of a process cannot be read at its start."""
-    path = place(root, "a manifest")
-    path.unlink()
-    path.symlink_to("/proc/self/mem")
-    (damage, *_) = open_store(root).verify()
-    assert damage.file == "manifest/resid_post.2.json"
     with pytest.raises(CorruptEntry, match="cannot be read"):
-        LocalFolder(path.parent).get(path.name)
+        LocalFolder(Path("/proc/self")).get("mem")
 
 
 @pytest.mark.parametrize("when", [0.0, 2.0**33, -(2.0**30)], ids=["1970", "2242", "1935"])

@@ -157,6 +157,8 @@ def json_or_text(text: str) -> Any:
             f"expected JSON, as {text.lstrip()[0]} begins it, found {text!r} ({error.msg} at character "
             f"{error.pos}); mend it, or quote a text as JSON: {json.dumps(text, ensure_ascii=False)}"
         ) from error
+    except ValueError as error:
+        raise ValueError("expected numbers of a few digits, found one of thousands") from error
     except RecursionError as error:
         raise ValueError("expected JSON, found lists that nest without end") from error
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ...store.errors import ConfigError, nearest
-from ...store.outside import json_file
+from ...store.exchange.outside import json_file
 
 __all__ = ["FIELDS", "read_batch"]
 

@@ -16,7 +16,7 @@ from ...stages.causal.counterfact import FactTokens, blocks_of, differing_span, 
 from ...stages.causal.draws import AtOnce
 from ...stages.causal.factual_routing import FactualRouting
 from ...store.errors import ConfigError
-from ...store.outside import json_file
+from ...store.exchange.outside import json_file
 from ..settings import PairSettings, SubjectRule
 from ..subject import shipped_facts
 from ..workflow import ModelWorkflow

@@ -24,7 +24,7 @@ import numpy.typing as npt
 
 from ...stages.corpus.text import pack_lines, token_counts, wrap
 from ...store.errors import ConfigError, PromptError, TokenizerError
-from ...store.outside import json_value, read_outside
+from ...store.exchange.outside import json_value, read_outside
 
 if TYPE_CHECKING:
     from ...store import PackedTokens

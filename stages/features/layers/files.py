@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 from ....store.digest import digest
 from ....store.errors import DictionaryError, ModelNotFound, nearest
+from ....store.exchange.outside import MOST_BYTES, bounded_depth, json_object, read_outside, require_content
 from ....store.exchange.tensors import FLOATS, read_header
-from ....store.outside import MOST_BYTES, bounded_depth, json_object, read_outside, require_content
 from ...forward.models.files import SPECIMEN, hub_cache, weight_digest
 
 if TYPE_CHECKING:

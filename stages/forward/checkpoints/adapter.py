@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from ....store.arrays import Array
 from ....store.digest import digest
 from ....store.errors import ConfigError, ModelNotFound, WeightsError
-from ....store.outside import json_object, require_content
+from ....store.exchange.outside import json_object, require_content
 from .formats import stored_in
 from .source import Take, TensorEntry, TensorSource
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from ....store.errors import ConfigError
-from ....store.outside import json_object, require_content
+from ....store.exchange.outside import json_object, require_content
 
 if TYPE_CHECKING:
     from ..models.files import ModelFiles

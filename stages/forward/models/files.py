@@ -28,9 +28,9 @@ from ....store.errors import (
     WeightsError,
     nearest,
 )
+from ....store.exchange.outside import json_object, named_digest, require_content
 from ....store.index import FileDigests, file_digests
 from ....store.keys import ModelIdentity
-from ....store.outside import json_object, named_digest, require_content
 from ..checkpoints.adapter import Adapter
 from ..checkpoints.checkpoint import Checkpoint
 from ..checkpoints.gguf import source as gguf

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from ....store.errors import TokenizerError
-from ....store.outside import json_object, read_outside, require_content
+from ....store.exchange.outside import json_object, read_outside, require_content
 
 ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 """Roles that every tokenizer may have, in the order in which their tokens are added."""

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from ....store.errors import PromptError, TokenizerError
-from ....store.outside import read_outside
+from ....store.exchange.outside import read_outside
 from ....store.reading.characters import CharacterSpans
 from .declared import AddedToken, DeclaredTokens, read_settings
 from .rows import as_ids, as_text

@@ -21,7 +21,7 @@ import numpy as np
 
 from ....store.digest import digest
 from ....store.errors import MizarrError, StageError
-from ....store.outside import json_file
+from ....store.exchange.outside import json_file
 from ..rows.nodes import ERROR, FEATURE, LOGIT, TOKEN
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ....store.errors import ConfigError, PromptError, nearest
-from ....store.outside import json_file
+from ....store.exchange.outside import json_file
 
 if TYPE_CHECKING:
     from ....stages.forward.text.tokens import Encoding

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from .....store.errors import ConfigError, WeightsError
+from .....store.exchange.outside import require_content
 from .....store.files import stamp
-from .....store.outside import require_content
 from ....extras import require
 from .parsing import StoredTensor, read_gguf
 

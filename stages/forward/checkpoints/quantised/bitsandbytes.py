@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from .....store.errors import ConfigError, WeightsError
-from .....store.outside import json_value
+from .....store.exchange.outside import json_value
 from ..source import TensorSource
 from .scheme import Packed, Scheme, grouped
 from .settings import ADVICE, require

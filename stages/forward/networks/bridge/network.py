@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from .....store.errors import ConfigError, MizarrError
-from .....store.outside import json_object
+from .....store.exchange.outside import json_object
 from ...architectures.bridge.config import BridgeConfig
 from ...hooks.spec import BoundSpec, Capture
 from ...hooks.taps import EverythingHeld, RunTaps, Taps

@@ -14,7 +14,7 @@ import mizarr
 from mizarr import Model, open_store
 from mizarr.stages.features.dictionary import Dictionary
 from mizarr.store.errors import ConfigError, MizarrError, ModelNotFound, StoreError
-from mizarr.store.outside import LFS_POINTER
+from mizarr.store.exchange.outside import LFS_POINTER
 from mizarr.workflows.cli import run as mizarr_command
 
 SPECIMEN = Path(__file__).parents[4] / "stages" / "forward" / "specimen"

@@ -8,7 +8,7 @@ import os
 import pytest
 
 from mizarr.store.errors import ConfigError, SourceChanged
-from mizarr.store.outside import (
+from mizarr.store.exchange.outside import (
     LFS_POINTER,
     MOST_DEPTH,
     DigestedFile,

@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from .digest import file_digest
-from .errors import MizarrError, SourceChanged
-from .files import Stamp, Stat
+from ..digest import file_digest
+from ..errors import MizarrError, SourceChanged
+from ..files import Stamp, Stat
 
 __all__ = [
     "LFS_POINTER",
