@@ -91,20 +91,20 @@ def test_the_tokens_a_knockout_changes_most(model: str, file: str, tolerance: fl
         )
 
 
-# What the specimen's own tokens ask for in place of the published prompts.
+# What the specimen's own tokens ask for in place of the published prompts; None for its defaults.
 ON_SPECIMEN: dict[str, dict[str, Any]] = {
     "attention_knockout": {"target": " d"},
     "steering_dose_response": {},
     "activation_patching": {},
     "attention_patterns": {},
     "logit_lens": {"answers": (" d",)},
-    "steering_convergence": {"prompt": "", "target": ""},
+    "steering_convergence": {"prompt": None, "target": None},
     "recurrent_feedback": {"preset": "specimen", "limit": 2, "max_tokens": 4},
     "planning_in_poems": {"preset": "specimen", "controls": 1},
     "attention_routing": {"preset": "specimen", "controls": 1},
     "clt_vs_plt": {"preset": "specimen", "controls": 1},
-    "sae_features": {"prompt": "", "dictionary": ""},
-    "rwkv_inference": {"prompt": "", "target": "", "facts": 2, "controls": 1},
+    "sae_features": {"prompt": None, "dictionary": None},
+    "rwkv_inference": {"prompt": None, "target": None, "facts": 2, "controls": 1},
 }
 ON_MODEL = {"rwkv_inference": "specimen-rwkv"}
 
@@ -113,6 +113,7 @@ ON_MODEL = {"rwkv_inference": "specimen-rwkv"}
 def test_a_claim_can_be_read_from_a_document(name: str, claim: PrintedNumber, document):
     asked = REPLICATIONS[name]
     settings = {**asked.settings, **ON_SPECIMEN[asked.workflow]}
+    settings = {key: value for key, value in settings.items() if value is not None}
     on = ON_MODEL.get(asked.workflow, "specimen")
     found = at(document(on, asked.workflow, settings), claim.path, clip=True)
     kinds = (str,) if isinstance(claim.value, str) else (int, float)
