@@ -41,10 +41,11 @@ class _Process:
     @contextmanager
     def plain(self, torch: Any) -> Iterator[None]:
         with self._lock:
-            for setting in OF_PROCESS.values():
-                setting(torch, self._stack)
             self._threads += 1
         try:
+            with self._lock:
+                for setting in OF_PROCESS.values():
+                    setting(torch, self._stack)
             yield
         finally:
             with self._lock:
@@ -142,6 +143,22 @@ def _reduced_precision(torch: Any, stack: ExitStack) -> None:
             stack.callback(setattr, products, name, value)
 
 
+_KERNELS = ("flash", "mem_efficient", "math", "cudnn")
+"""Kernels of attention, each with a switch that torch begins with on."""
+
+
+def _attention_kernels(torch: Any, stack: ExitStack) -> None:
+    switches = torch.backends.cuda
+    for kernel in _KERNELS:
+        if not getattr(switches, f"{kernel}_sdp_enabled")():
+            enable = getattr(switches, f"enable_{kernel}_sdp")
+            enable(True)
+            stack.callback(enable, False)
+    if switches.fp16_bf16_reduction_math_sdp_allowed():
+        switches.allow_fp16_bf16_reduction_math_sdp(False)
+        stack.callback(switches.allow_fp16_bf16_reduction_math_sdp, True)
+
+
 def _flush_denormal(torch: Any, stack: ExitStack) -> None:
     if not (torch.full((), _ABOVE_ALL, device="cpu") * 1.0).item():
         torch.set_flush_denormal(False)
@@ -201,6 +218,7 @@ OF_PROCESS: dict[str, Setting] = {
     "default dtype": _default_dtype,
     "float32 precision": _fp32_precision,
     "reduced precision": _reduced_precision,
+    "attention kernels": _attention_kernels,
     "module hooks": _module_hooks,
 }
 """Settings of all threads, by name."""

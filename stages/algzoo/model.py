@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ...pipeline import SourceNode
+from ...pipeline.ambient import plain_torch
 from ...store.arrays import Array
 from ...store.errors import ConfigError, ModelNotFound, ShapeError, SourceChanged, WeightsError, nearest
 from ...store.keys import ModelIdentity
@@ -114,6 +115,7 @@ class AlgZooModel:
 
         return (hooks or HookSpec()).bind(self.shape.hook_points(sequence), self.title)
 
+    @plain_torch()
     def outputs(self, x: Any, dtype: str = "float64") -> Array:
         """What it says [sample, output] for inputs [sample, time]."""
         import torch
@@ -125,6 +127,7 @@ class AlgZooModel:
         )
         return found
 
+    @plain_torch()
     def forward(self, x: Any, hooks: HookSpec | None = None, dtype: str = "float64") -> HookCache:
         """One pass over inputs [sample, time], with captures and interventions at its hook points.
 

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -100,6 +101,11 @@ PUT_BACK: dict[tuple[str, str], Callable[[], AbstractContextManager[Any]]] = {
     ("reduced precision", "no float16 reductions"): lambda: attribute(
         B.cuda.matmul, "allow_fp16_reduced_precision_reduction", False
     ),
+    ("attention kernels", "math alone"): lambda: sdpa_kernel(SDPBackend.MATH),
+    ("attention kernels", "without flash"): lambda: called(B.cuda.enable_flash_sdp, False, True),
+    ("attention kernels", "reduced math"): lambda: called(
+        B.cuda.allow_fp16_bf16_reduction_math_sdp, True, False
+    ),
 }
 """(Setting, variant) -> a context in which a program has made it."""
 REFUSED: dict[tuple[str, str], Callable[[], AbstractContextManager[Any]]] = {
@@ -117,7 +123,6 @@ LEFT_ALONE: dict[tuple[str, str], Callable[[], AbstractContextManager[Any]]] = {
     ("deterministic algorithms", "on"): lambda: called(torch.use_deterministic_algorithms, True, False),
     ("anomaly detection", "on"): torch.autograd.detect_anomaly,
     ("oneDNN", "off"): lambda: B.mkldnn.flags(enabled=False),
-    ("attention kernels", "without flash"): lambda: called(B.cuda.enable_flash_sdp, False, True),
     ("linear algebra library", "chosen"): lambda: called(
         B.cuda.preferred_linalg_library, "default", "default"
     ),
@@ -145,6 +150,11 @@ def settings_now() -> list[Any]:
         matmul.allow_fp16_accumulation,
         matmul.allow_bf16_reduced_precision_reduction,
         matmul.allow_fp16_reduced_precision_reduction,
+        *(
+            getattr(B.cuda, f"{kernel}_sdp_enabled")()
+            for kernel in ("flash", "mem_efficient", "math", "cudnn")
+        ),
+        B.cuda.fp16_bf16_reduction_math_sdp_allowed(),
         float(torch.full((), 1e-40, device="cpu", dtype=torch.float32) * 1),
     ]
 
@@ -222,6 +232,18 @@ def test_what_may_change_anything_is_refused_in_a_line(setting, around, door, mo
         doors[door]()
     assert not list(store.records())
     doors[door]()
+
+
+@named(REFUSED)
+@pytest.mark.parametrize("made", PUT_BACK.values(), ids=[" ".join(case) for case in PUT_BACK])
+def test_a_call_that_is_refused_leaves_every_setting_as_it_was(setting, around, made, model):
+    plain = settings_now()
+    with made():
+        before = settings_now()
+        with pytest.raises(ConfigError, match="expected torch without"), around():
+            model.forward(IDS)
+        assert settings_now() == before
+    assert settings_now() == plain
 
 
 @pytest.mark.filterwarnings("ignore:Anomaly Detection", "ignore:TF32 acceleration")
