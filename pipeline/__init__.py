@@ -7,12 +7,11 @@ costs numpy at most: xarray comes with the first result that is opened, Dask wit
 from __future__ import annotations
 
 from .context import Context
-from .declaration import Declaration, Output
+from .declaration import Declaration, Output, Resource
 from .execute import run
 from .nodes import Estimate, Node, Part, Port, Status
 from .plan import Plan, Step, plan
 from .progress import Progress
-from .resource import Resource
 from .sources import ConstantNode, SourceNode
 from .stage import Stage, stage
 from .stage_node import StageNode

@@ -22,9 +22,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ..store.errors import StageError, nearest
-from .declaration import REQUIRED, Dims, Output
+from .declaration import REQUIRED, Dims, Output, Resource
 from .function import AXES, StageFunction
-from .resource import Resource
 from .sources import as_port
 from .stage_node import StageNode
 

@@ -20,6 +20,7 @@ from ..store.content import as_digested
 from ..store.errors import ShapeError, SourceChanged, StageError
 from ..store.keys import ResultKey
 from .context import Cell, Selection
+from .declaration import Resource
 from .function import AXES, StageFunction
 from .memory import Took, measured
 from .nodes import (
@@ -36,7 +37,6 @@ from .nodes import (
 )
 from .parameters import parameter_copy, parameter_records
 from .reasons import missing_cells, notes, why_not
-from .resource import Resource
 from .sources import ConstantNode
 
 if TYPE_CHECKING:

@@ -19,8 +19,8 @@ import numpy as np
 
 from ..stages.attention.head_detection import CAPTURE
 from ..stages.attention.rows import by_layer
+from ..store.arrays import as_indices
 from ..store.errors import ConfigError, EntryNotFound
-from ..store.indices import as_indices
 
 if TYPE_CHECKING:
     import xarray as xr

@@ -30,9 +30,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ...pipeline import Output, stage
-from ...store.arrays import Array
+from ...store.arrays import Array, as_index, as_indices
 from ...store.errors import ConfigError, EntryNotFound, ShapeError, nearest
-from ...store.indices import as_index, as_indices
 from .rows import HEAD, PatternRows, RowBlock, by_layer, head_coords
 
 if TYPE_CHECKING:

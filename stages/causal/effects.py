@@ -26,9 +26,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ...pipeline import Output
-from ...store.arrays import Floats
+from ...store.arrays import Floats, as_indices
 from ...store.errors import InterventionError, PromptError
-from ...store.indices import as_indices
 from ..forward.architectures.points import HookPoint
 from ..forward.hooks.spec import HookSpec
 from ..forward.hooks.wants import Logits

@@ -169,15 +169,26 @@ class Dictionary:
         """Raise SourceChanged unless the name still leads to files of this identity, and the layers that were
         opened are as in these files; or unless the weights in memory still are it. Reads the weights of
         opened layers twice, 8 ms per 100 MB each time."""
-        from ..forward.models.fingerprint import fingerprint
+        anew = self.confirm_files(identity)
+        if anew is not self and self._opened:
+            self._require_unedited(anew)
 
+    def confirm_files(self, identity: str) -> Dictionary:
+        """The dictionary as its files, or its weights in memory, are now. Raises SourceChanged unless that is
+        the one of this identity."""
         anew = self if self._content else self._anew()
         if anew.identity != identity:
             raise SourceChanged(
                 f"expected the dictionary {self.name} as it was ({identity[:12]}), found another "
                 f"({anew.identity[:12]}): it was replaced or edited meanwhile; open it anew"
             )
-        for layer, features in self._opened.items() if anew is not self else ():
+        return anew
+
+    def _require_unedited(self, anew: Dictionary) -> None:
+        """Raise SourceChanged where an opened layer is not as in the files."""
+        from ..forward.models.fingerprint import fingerprint
+
+        for layer, features in list(self._opened.items()):
             edited = fingerprint(features).first_difference(fingerprint(anew.layer(layer)))
             if edited is not None:
                 raise SourceChanged(
@@ -413,9 +424,9 @@ class StoredDictionary:
     def open(self) -> Iterator[Dictionary]:
         """The dictionary itself. Raises SourceChanged as `confirm`, before and after."""
         found = self._opened()
-        found.confirm(self.features)
+        found.confirm_files(self.features)
         yield found
-        found.confirm(self.features)
+        found.confirm_files(self.features)
 
     def _opened(self) -> Dictionary:
         import torch

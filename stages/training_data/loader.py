@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 import numpy as np
 import numpy.typing as npt
 
+from ...store.arrays import as_indices
 from ...store.digest import digest
 from ...store.errors import ConfigError
-from ...store.indices import as_indices
 from .batches import Batch, Batches
 from .conversion import as_float32
 from .normalisation import Normalisation

@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from ...store.arrays import as_indices
 from ...store.digest import digest
 from ...store.errors import ConfigError, EntryNotFound, PromptError, ShapeError
-from ...store.indices import as_indices
 from ...store.runs.entries import group_attributes
 from ...store.runs.quantised import QUANTISED
 from .conversion import is_finite

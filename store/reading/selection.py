@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from ..arrays import as_indices
 from ..errors import EntryNotFound, HookPointNotFound, PromptError, TokenizerError, nearest
 from ..identity import model_name
-from ..indices import as_indices
 from .characters import CharacterSpans, find_span
 
 if TYPE_CHECKING:

@@ -24,9 +24,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ..arrays import as_indices
 from ..digest import content_digest
 from ..errors import PromptError
-from ..indices import as_indices
 from .packed import PackedTokens
 
 Places = npt.NDArray[np.int64]

@@ -21,8 +21,8 @@ from mizarr.stages.forward.hooks.edges import KnockoutSpec, SteeringSpec
 from mizarr.stages.forward.hooks.recurrent import RecurrentPass
 from mizarr.stages.forward.hooks.wants import Logits
 from mizarr.stages.forward.hooks.writes import StateKnockoutSpec, StateSteeringSpec
+from mizarr.store.arrays import as_index, as_indices
 from mizarr.store.errors import MizarrError
-from mizarr.store.indices import as_index, as_indices
 from mizarr.store.reading.selection import in_prompt
 from mizarr.store.runs.selections import as_selection
 

@@ -23,9 +23,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from ....pipeline import Output
-from ....store.arrays import Floats
+from ....store.arrays import Floats, as_indices
 from ....store.errors import InterventionError, StageError, nearest
-from ....store.indices import as_indices
 from ...forward.architectures.points import BY_NAME, HookPoint, require_known
 from ...forward.hooks.spec import HookSpec
 from ...forward.hooks.wants import Logits

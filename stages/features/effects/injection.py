@@ -22,8 +22,8 @@ from collections.abc import Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ....store.arrays import as_indices
 from ....store.errors import DictionaryError, InterventionError
-from ....store.indices import as_indices
 from ...forward.hooks.interventions import Add, AddAtPositions
 from ...forward.hooks.spec import HookSpec
 from ..dictionary import Dictionary

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ....store.arrays import as_index
 from ....store.errors import DictionaryError
-from ....store.indices import as_index
 
 if TYPE_CHECKING:
     from .files import DictionaryFiles

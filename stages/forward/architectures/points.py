@@ -48,8 +48,8 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from ....store.arrays import as_index
 from ....store.errors import HookPointNotFound, nearest
-from ....store.indices import as_index
 
 HIDDEN = ("batch", "position", "hidden")
 SCALE = ("batch", "position", "one")

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
+from ....store.arrays import as_index, as_indices
 from ....store.errors import InterventionError
-from ....store.indices import as_index, as_indices
 from ..architectures.points import HookPoint
 from .interventions import Held, Intervention, Scale, Zero, check_indices
 from .payloads import Owned, Payload, finite, own_array, owned

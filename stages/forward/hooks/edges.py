@@ -18,8 +18,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, Literal, Self
 
+from ....store.arrays import as_index, as_indices
 from ....store.errors import InterventionError
-from ....store.indices import as_index, as_indices
 from .edge_interventions import Edge, Knockout, SetValue, Steer
 from .places import PlacedSpec
 from .spec import HookSpec

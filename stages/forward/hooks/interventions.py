@@ -22,9 +22,9 @@ import numpy as np
 import numpy.typing as npt
 
 from ....pipeline.parameters import parameter_records
+from ....store.arrays import as_index, as_indices
 from ....store.digest import canonical_json
 from ....store.errors import InterventionError
-from ....store.indices import as_index, as_indices
 from ...declared import name_of
 from ..architectures.points import HookPoint
 from .payloads import (

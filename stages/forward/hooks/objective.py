@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from ....store.arrays import Floats
+from ....store.arrays import Floats, as_index
 from ....store.errors import PromptError, StageError
-from ....store.indices import as_index
 from ..text.rows import as_rows, is_nothing
 from .wants import Logits
 

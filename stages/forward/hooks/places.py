@@ -9,8 +9,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Self
 
+from ....store.arrays import as_index, as_indices
 from ....store.errors import InterventionError
-from ....store.indices import as_index, as_indices
 from ..architectures.points import HookPoint
 from .interventions import Intervention
 from .spec import HookSpec

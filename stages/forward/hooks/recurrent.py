@@ -30,9 +30,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ....store.arrays import as_index
 from ....store.digest import canonical_json
 from ....store.errors import ConfigError, InterventionError
-from ....store.indices import as_index
 from ..architectures.points import HookPoint
 from .interventions import Add, Intervention, check_indices
 from .payloads import Owned, Payload, checked_payload, finite, own_array, owned, plain_value

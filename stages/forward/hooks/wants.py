@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ....store.arrays import as_indices
 from ....store.errors import PromptError
-from ....store.indices import as_indices
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -19,8 +19,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, Self
 
+from ....store.arrays import as_indices
 from ....store.errors import InterventionError
-from ....store.indices import as_indices
 from ..architectures.points import STATE_ROOMS, HookPoint
 from .interventions import Intervention, Scale, Zero
 from .places import PlacedSpec

@@ -142,7 +142,8 @@ class Model:
             network = of_weights(config, streamed)
             if max_memory is None and progress is not False:
                 sys.stderr.write(f"{found.name}: {told(streamed.nbytes, room)}\n")
-        if progress is not False and (unread := unread_line(found.checkpoint, config)):
+        is_ours = config.kind != "bridge"
+        if is_ours and progress is not False and (unread := unread_line(found.checkpoint, config)):
             sys.stderr.write(f"{found.name}: {unread}\n")
         found.confirm(identity)
         return cls(

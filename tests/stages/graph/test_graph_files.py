@@ -160,7 +160,7 @@ def test_a_viewers_file_that_makes_no_sense_is_refused(tmp_path: Path):
     with pytest.raises(StageError, match="nobody"):
         read(path)
     path.write_text(path.read_text()[:400])
-    with pytest.raises(StageError, match="expected the JSON of a graph"):
+    with pytest.raises(StageError, match="expected JSON in"):
         read(path)
 
 

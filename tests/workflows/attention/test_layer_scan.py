@@ -215,7 +215,7 @@ def test_table_and_figure_show_every_layer_and_name_the_result(done, tmp_path, c
     ("given", "error", "message"),
     [
         ({"condition_a": "python_test"}, ConfigError, "did you mean 'python_doctest'"),
-        ({"corpus": "nowhere.json"}, ConfigError, "samples as JSON at 'nowhere.json'"),
+        ({"corpus": "nowhere.json"}, ConfigError, r"at nowhere\.json, found .* samples as JSON"),
         ({"corpus": None, "condition_a": "x"}, ConfigError, "set corpus=FILE"),
         ({"unit": "byte"}, ConfigError, "'characters' or 'bytes', found 'byte'"),
         ({"start_layer": 3}, ConfigError, r"layers in 0\.\.2, .*found 3 to 2"),

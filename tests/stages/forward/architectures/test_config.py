@@ -166,7 +166,7 @@ def test_a_missing_or_mistyped_required_key_is_named(key):
             r"num_attention_heads \(4\) to be a multiple of num_key_value_heads, found 3",
         ),
         ({"rope_scaling": {"rope_type": "proportional", "factor": 4.0}}, "found rope_type 'proportional'"),
-        ({"rope_scaling": {"rope_type": "linear"}}, "rope_scaling: expected factor to be a number"),
+        ({"rope_scaling": {"rope_type": "linear"}}, "rope_scaling: expected factor to be a finite number"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "for 'full_attention' layers"),
         ({"hidden_act": "swiglu"}, "found 'swiglu'"),
         ({"head_dim": 15}, "even number of rotary dimensions up to head_dim=15"),

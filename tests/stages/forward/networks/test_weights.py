@@ -201,7 +201,9 @@ def test_a_file_cut_short_is_named_with_both_sizes(file):
 @pytest.mark.parametrize("content", [b"", b"abc", b"\xff" * 64, (20).to_bytes(8, "little") + b"x" * 20])
 def test_a_file_that_is_no_safetensors_file_is_named(tmp_path, content):
     (tmp_path / "model.safetensors").write_bytes(content)
-    with pytest.raises(WeightsError, match=r"model.safetensors is no (complete )?safetensors file"):
+    with pytest.raises(
+        WeightsError, match=r"model.safetensors(, found an empty| is no (complete )?safetensors) file"
+    ):
         weights.read_shapes([tmp_path / "model.safetensors"])
 
 

@@ -15,7 +15,7 @@ from mizarr.stages.forward.hooks.wants import Logits
 from mizarr.stages.forward.networks.decoder import Decoder
 from mizarr.stages.forward.runs.run import plan, resolve, stream
 from mizarr.stages.forward.runs.stored_runs import GROUP, stored
-from mizarr.store.errors import InterventionError, PlanError
+from mizarr.store.errors import InterventionError, NotFinite, PlanError
 from tests.memory import PEAK, printed
 from tests.stages.forward.random_attending import AXES
 from tests.stages.forward.random_carrying import CARRYING
@@ -111,7 +111,18 @@ def test_planned_runs_of_states_in_float32(models, family):
     """The same to 1e-5, of runs that are drawn once for all."""
     rng, model = random.Random(5), models(family, 1)
     for _ in range(2):
-        check(model, draw_runs(rng, model, 14))
+        runs = [run for run in draw_runs(rng, model, 14) if is_finite(model, run)]
+        assert len(runs) >= 10
+        check(model, runs)
+
+
+def is_finite(model: Model, run: Run) -> bool:
+    """Whether a drawn run can be computed: some set what a norm divides by to 0."""
+    try:
+        model.forward(run.prompt, run.hooks, want=run.want)
+    except NotFinite:
+        return False
+    return True
 
 
 # What it costs
