@@ -426,7 +426,7 @@ def test_a_batch_file_that_is_not_there_is_an_error(tiny_model, tmp_path):
     with pytest.raises(ConfigError, match=r"expected a file at .*none\.json"):
         build("steering_convergence", model=str(tiny_model), batch_file=str(tmp_path / "none.json"))
     (tmp_path / "text.json").write_text("no JSON")
-    with pytest.raises(ConfigError, match="expected a JSON file"):
+    with pytest.raises(ConfigError, match="expected JSON in"):
         build("steering_convergence", model=str(tiny_model), batch_file=str(tmp_path / "text.json"))
 
 
