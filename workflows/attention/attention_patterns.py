@@ -127,7 +127,7 @@ class AttentionPatterns(ModelWorkflow):
             value_name="weight",
             low=0.0,
             framed=((row, self.key) * 2,),
-        )
+        ).without_first_token()
         everybody = Heatmap.of(
             mean.sel(layer=peak),
             f"Everybody, in layer {peak}",
@@ -138,8 +138,7 @@ class AttentionPatterns(ModelWorkflow):
             column_name="key (is read)",
             value_name="weight",
             low=0.0,
-            high=1.0,
-        )
+        ).without_first_token()
         by_head = Heatmap.of(
             edge, "The same edge by head", f"{reads} reads {is_read}", value_name="weight", low=0.0
         )

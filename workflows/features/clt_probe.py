@@ -189,7 +189,7 @@ class CltProbe(ModelWorkflow):
             low=0.0,
             framed=((0, self.position, len(layers) - 1, self.position),),
             frame_name="the token probed",
-        )
+        ).without_first_token()
         title = f"How many features of {self.dictionary.name} are active in {self.subject.name}"
         yield from together("clt_probe", title, counts, caption=counts.caption)
 

@@ -211,7 +211,7 @@ class CltVsPlt(Workflow):
             yield Heatmap.of(
                 grid.rename(rank="feature", position="token"),
                 f"{arm}: the word's best features along the prompt",
-            )
+            ).without_first_token()
 
     def _findings(self) -> Iterator[Finding]:
         """What the preset's features do, and what the best ranked ones of each kind do."""

@@ -153,11 +153,12 @@ class SaeFeatures(ModelWorkflow):
             json={"positions": told},
         )
         grid = Heatmap.of(
-            self._grid({one["index"] for here in told for one in here["top"][:3]}),
+            self._grid({one["index"] for here in told[1:] or told for one in here["top"][:3]}),
             "The strongest features, by token",
-            "All that are among the three strongest of some token, ordered by where they peak.",
+            "All that are among the three strongest of some token but the first, an attention sink; ordered "
+            "by where they peak.",
             low=0.0,
-        )
+        ).without_first_token()
         title = f"Features active at {self.hook} of {self.subject.name}"
         yield from together("sae_features", title, grid, caption=grid.caption)
 

@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Heatmap"]
 
+SATURATES = "The colour scale leaves out the first token, an attention sink, whose cells exceed it."
+"""What a caption says where the cells of the first token have no colour of their own."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Heatmap(View):
@@ -66,6 +69,32 @@ class Heatmap(View):
             "upward": down == "layer",
         }
         return cls(title=title, caption=caption, **{**own, "values": array.values, **told})
+
+    def without_first_token(self) -> Heatmap:
+        """With colours between the ends of all columns but the first, which is the first token of a prompt.
+
+        Models use that token as an attention sink: its norms and weights are a hundred times those of the
+        others, which then all have one colour. Its own cells saturate; where they do, the caption says so.
+        With queries down and keys across, the first row is left out, too: the first token reads itself alone.
+        """
+        first_row = int(self.values.shape[0] == self.values.shape[1] and self.rows == self.columns)
+        others = np.asarray(self.values, np.float64)[first_row:, 1:]
+        finite = others[np.isfinite(others)]
+        if not finite.size:
+            return self
+        scaled = replace(
+            self,
+            low=float(finite.min()) if self.low is None else self.low,
+            high=float(finite.max()) if self.diverging or self.high is None else self.high,
+        )
+        if self.diverging:
+            scaled = replace(scaled, low=-float(np.abs(finite).max()), high=float(np.abs(finite).max()))
+        low, high = scaled._ends()
+        sink = np.asarray(self.values, np.float64)[:, 0]
+        if not ((sink < low) | (sink > high)).any():
+            return scaled
+        caption = f"{self.caption.rstrip('.')}. {SATURATES}".removeprefix(". ")
+        return replace(scaled, caption=caption)
 
     def inches(self) -> tuple[float, float]:
         """Room for labels and cells; wider ones where there is text in them."""

@@ -545,3 +545,40 @@ def test_a_curve_turns_to_the_view_that_shows_most_of_it():
 def a_curve(points: Any) -> Curve:
     values = np.arange(len(points))
     return Curve(points=points, values=values, value_name="count", names=("a", "b", "c"))
+
+
+def a_prompt(values: Any, **told: Any) -> Heatmap:
+    array = xr.DataArray(values, dims=("layer", "position"), attrs={"long_name": "norm"})
+    return Heatmap.of(array, **told)
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "int32"])
+def test_the_first_token_is_left_out_of_colour_scales(dtype: str) -> None:
+    heatmap = a_prompt(np.array([[25_000, 100, 90], [30_000, 120, 110]], dtype), low=0.0)
+    scaled = heatmap.without_first_token()
+    assert (scaled.low, scaled.high) == (0.0, 120.0)
+    assert "first token" in scaled.caption
+    assert np.array_equal(scaled.values, heatmap.values)  # the numbers stay
+
+
+def test_a_scale_that_the_first_token_fits_in_needs_no_words() -> None:
+    fits = a_prompt([[5.0, 1.0, 9.0]], caption="A.").without_first_token()
+    assert fits.caption == "A."
+
+
+@pytest.mark.parametrize("values", [[[7.0]], [[7.0, np.nan]]])
+def test_a_prompt_of_the_first_token_alone_keeps_its_scale(values: Any) -> None:
+    heatmap = a_prompt(values)
+    assert heatmap.without_first_token() is heatmap
+
+
+def test_signed_colours_leave_the_first_token_out_on_both_sides() -> None:
+    scaled = a_prompt([[-900.0, 2.0, -3.0]], diverging=True).without_first_token()
+    assert (scaled.low, scaled.high) == (-3.0, 3.0)
+
+
+def test_what_the_first_token_reads_of_itself_is_left_out_of_a_pattern() -> None:
+    pattern = np.array([[1.0, 0, 0], [0.95, 0.05, 0], [0.9, 0.06, 0.04]])
+    names = ("The", " cat", " sat")
+    whole = Heatmap(values=pattern, rows=names, columns=names, value_name="weight", low=0.0)
+    assert whole.without_first_token().high == 0.06

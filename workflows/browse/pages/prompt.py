@@ -87,7 +87,9 @@ def _norms(run: OpenedRun, start: int, stop: int, first: int) -> View:
         f"{start - first + i} {text.strip() or text}" for i, text in enumerate(run.texts(range(start, stop)))
     )
     options = tuple(
-        (name, _heatmap(run, name, held[name], start, stop, labels)) for name in names[:VARIABLES]
+        (name, heatmap.without_first_token() if start == first else heatmap)
+        for name in names[:VARIABLES]
+        for heatmap in [_heatmap(run, name, held[name], start, stop, labels)]
     )
     left_out = f" {', '.join(names[VARIABLES:])} not drawn." if len(names) > VARIABLES else ""
     caption = f"Length (L2) of what is stored of each token.{left_out}"

@@ -26,6 +26,8 @@ VARIABLES = 12
 """Variables of a result that are drawn."""
 POINTS, ROWS, COLUMNS, WORDS, SLICES = 2000, 128, 256, 40, 6
 """Of a curve, of a heatmap, of a list of text; matrices of an array of more dims."""
+PROMPT_DIMS = ("position", "token", "key_position")
+"""Dims along the tokens of a prompt, where position 0 is its first token."""
 PARAMETERS = 4000
 """Characters of a parameter that are written out."""
 
@@ -110,7 +112,9 @@ def _matrix(array: xr.DataArray, title: str) -> View:
     told = "" if part.shape == array.shape else f"The first {part.shape[0]} × {part.shape[1]} of {shape}."
     part = part.copy(data=np.asarray(part.values, np.float64))
     has_both_signs = bool((part.values < 0).any() and (part.values > 0).any())
-    return Heatmap.of(part, title=title, caption=_about(array, told), diverging=has_both_signs)
+    heatmap = Heatmap.of(part, title=title, caption=_about(array, told), diverging=has_both_signs)
+    starts_prompt = across in PROMPT_DIMS and part[across].values.tolist()[:1] in ([0], ["0"])
+    return heatmap.without_first_token() if starts_prompt else heatmap
 
 
 def _texts(array: xr.DataArray, title: str) -> View:

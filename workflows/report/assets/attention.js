@@ -22,7 +22,15 @@ DRAW.attention = (host, data) => {
   }
   const toldWeight = (value) => told(value, "", pairs.digits);
   const ofToken = (other) => (reads ? weight(query, other) : weight(other, query));
-  const colours = scale(0, 1), shade = Math.sqrt; // weights are mostly small: shaded by their root, told as they are
+  // Weights are mostly small: shaded by their root, told as they are. The scale ends at the largest weight of
+  // what is shown beyond the first token, an attention sink, which takes nearly all the weight of many heads.
+  const shade = Math.sqrt;
+  let colours = scale(0, 1);
+  function largestBeyondFirst() {
+    let largest = 0;
+    for (let from = 1; from < length; from++) for (let to = 1; to <= from; to++) largest = Math.max(largest, weight(from, to));
+    return largest || 1;
+  }
   const title = () => `layer ${data.layers[layer]}, ${head === null ? "mean of heads" : `head ${head}`}`;
   const named = (position) => [token(data.tokens[position]), ` (${position})`];
 
@@ -84,7 +92,8 @@ DRAW.attention = (host, data) => {
     moved(from, to) { query = reads ? from : to; shadeStrip(); },
     pick(from, to) { query = reads ? from : to; shadeStrip(); },
   });
-  matrix.append(make("div", { class: "legend" }, ramp(colours, "weight, shaded by its root", ""), "down: reads · across: is read"));
+  const legend = make("div", { class: "legend" });
+  matrix.append(legend);
 
   function shadeStrip() {
     buttons.forEach((button, position) => {
@@ -103,6 +112,10 @@ DRAW.attention = (host, data) => {
     layerMenu.querySelector("select").selectedIndex = layer;
     headMenu.querySelector("select").selectedIndex = head === null ? 0 : head + 1;
     mapTitle.textContent = `Weights in ${title()}`;
+    const largest = largestBeyondFirst();
+    colours = scale(0, shade(largest));
+    legend.replaceChildren(ramp(colours, "weight, shaded by its root", "", (root) => told(root ** 2)),
+      "down: reads · across: is read", ...(largest < 1 ? ["the scale leaves out the first token"] : []));
     picker.select(head === null ? null : layer, head);
     board.paint();
     shadeStrip();
