@@ -258,8 +258,14 @@ def _of_kimi(reader: ConfigReader) -> ExpertsShape:
 
 
 def either(reader: ConfigReader, key: str, other: str, usual: int) -> int:
-    """A size under either of two names."""
-    return reader.integer(key, reader.integer(other, usual))
+    """A size under either of two names; ConfigError where both are given and differ."""
+    size = reader.integer(key, reader.integer(other, usual))
+    if reader.has(other) and reader.integer(other) != size:
+        raise ConfigError(
+            f"{reader.source}: expected {key} and {other} to be equal, as they are two names of one size, "
+            f"found {size} and {reader.integer(other)}; correct the file, or fetch it again"
+        )
+    return size
 
 
 # -- short convolutions

@@ -199,6 +199,11 @@ class AttentionShape(MixerShape):
     norms_values: bool = later(False, everywhere=True)
 
     def __post_init__(self) -> None:
+        if self.turning is not None and self.turning.dim > self.head_dim:
+            raise ConfigError(
+                f"expected at most head_dim={self.head_dim} rotary dimensions, found {self.turning.dim}; "
+                "check head_dim, rotary_dim and partial_rotary_factor in config.json"
+            )
         if self.slopes and self.num_kv_heads != self.num_attention_heads:
             raise ConfigError(
                 f"expected a key head for each of {self.num_attention_heads} heads whose scores rise with "

@@ -64,6 +64,18 @@ class RopeConfig:
     frequencies: Any = field(default=None, compare=False, repr=False, metadata={LATER: EVERYWHERE})
     turning: int = later(0, everywhere=True)
 
+    def __post_init__(self) -> None:
+        if self.dim % 2 or self.dim <= 0:
+            raise ConfigError(
+                f"expected a positive, even number of rotary dimensions per head, found {self.dim}; check "
+                "head_dim, rotary_dim and partial_rotary_factor in config.json"
+            )
+        if self.theta <= 0:
+            raise ConfigError(
+                f"expected rope_theta to be positive, found {self.theta:g}; correct config.json, or fetch it "
+                "again"
+            )
+
     @property
     def depends_on_length(self) -> bool:
         """Whether two prompts of different length rotate the same position differently."""
@@ -156,10 +168,10 @@ class TransformerConfig(Architecture):
                 f"expected one attention window per layer ({self.num_layers}), found "
                 f"{len(self.layer_windows)}"
             )
-        if self.rope.dim % 2 or not 0 < self.rope.dim <= self.head_dim:
+        if self.rope.dim > self.head_dim:
             raise ConfigError(
-                f"expected an even number of rotary dimensions up to head_dim={self.head_dim}, found "
-                f"{self.rope.dim}; check head_dim and partial_rotary_factor in config.json"
+                f"expected at most head_dim={self.head_dim} rotary dimensions, found {self.rope.dim}; check "
+                "head_dim and partial_rotary_factor in config.json"
             )
 
     def under(self, root: str, head: str) -> TransformerConfig:

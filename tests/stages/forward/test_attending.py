@@ -91,9 +91,9 @@ def test_absent_keys_mean_what_they_mean_to_the_reference(family):
     """The config the reference makes of the required keys says all others."""
     from transformers import AutoConfig
 
-    usual = {"hidden_size": 128, "num_attention_heads": 32, "num_hidden_layers": 8, "intermediate_size": 96}
+    usual = {"hidden_size": 2048, "num_attention_heads": 32, "num_hidden_layers": 8, "intermediate_size": 96}
     required = {ROWS[family].aliases.get(key, key): value for key, value in usual.items()}
-    required |= {"vocab_size": 96} | ({"word_embed_proj_dim": 128} if family == "opt" else {})
+    required |= {"vocab_size": 96} | ({"word_embed_proj_dim": 2048} if family == "opt" else {})
     required |= REQUIRED.get(family, {})
     if family == "gpt_neo":
         required["attention_types"] = [[["global", "local"], 4]]

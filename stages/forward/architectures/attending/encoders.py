@@ -168,7 +168,9 @@ def _groups(reader: ConfigReader, layers: int) -> Sequence[int]:
 
 
 def _is_absolute(reader: ConfigReader) -> bool:
-    kind = reader.text("position_embedding_type", "absolute")
+    # An explicit null means no positions at all to the reference, not the default.
+    kind = reader.raw.get("position_embedding_type", "absolute")
+    reader.read.add("position_embedding_type")
     if kind not in ("absolute", "rotary"):
         raise ConfigError(
             f"{reader.source}: expected position_embedding_type to be 'absolute' or 'rotary', found "
@@ -190,8 +192,19 @@ def _masked_of_esm(reader: ConfigReader) -> int | None:
 
 
 def windows_of_modernbert(reader: ConfigReader, layers: int, *, itself: int = 1) -> Windows:
-    """A query sees so many keys on each side, and itself; in every third layer all of them."""
-    size = reader.integer("local_attention", 128) // 2 + itself
+    """A query sees `local_attention // 2` keys on each side, and itself; in every third layer all of them.
+
+    Raises:
+        ConfigError: `sliding_window`, which the reference derives from `local_attention`, contradicts it.
+    """
+    half = reader.integer("local_attention", 128) // 2
+    listed = reader.integer("sliding_window", half)
+    if listed != half and reader.has("local_attention"):
+        raise ConfigError(
+            f"{reader.source}: expected sliding_window to be half of local_attention ({half}), found "
+            f"{listed}; correct the file, or fetch it again"
+        )
+    size = listed + itself
     every = reader.integer("global_attn_every_n_layers", 3)
     types = reader.strings("layer_types") or [
         "sliding_attention" if layer % every else "full_attention" for layer in range(layers)

@@ -34,6 +34,17 @@ CHANGES: list[tuple[str, dict[str, Any], str]] = [
     ("qwen2", {"use_sliding_window": False, "layer_types": "sliding_attention"}, "refused"),
     ("mistral", {"sliding_window": None, "layer_types": "sliding_attention"}, "refused"),
     ("recurrent_gemma", {"sliding_window": 2}, "refused"),
+    ("recurrent_gemma", {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 1.5}}, "refused"),
+    ("recurrent_gemma", {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": -0.5}}, "refused"),
+    ("modernbert-decoder", {"sliding_window": 0}, "refused"),
+    ("modernbert-decoder", {"sliding_window": 2.5}, "refused"),
+    ("modernbert-decoder", {"sliding_window": 3}, "refused"),
+    ("modernbert", {"sliding_window": 1}, "refused"),
+    ("xlstm", {"num_hidden_layers": 1}, "refused"),
+    ("esm", {"position_embedding_type": None}, "refused"),
+    ("gptj", {"rotary_dim": 3}, "refused"),
+    ("codegen", {"rotary_dim": 64}, "refused"),
+    ("granite", {"logits_scaling": 0}, "refused"),
 ]
 """Family, what is changed, and what becomes of it; a type of layers is that of all of them."""
 
