@@ -28,7 +28,17 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Memory", "MemoryUsed", "Took", "measured", "megabytes", "memory", "most_held", "resident"]
+__all__ = [
+    "Memory",
+    "MemoryUsed",
+    "Took",
+    "measured",
+    "megabytes",
+    "memory",
+    "most_held",
+    "resident",
+    "setting_up",
+]
 
 EVERY = 0.02
 _STATUS = Path("/proc/self/status")
@@ -219,12 +229,48 @@ def _look_on(ended: threading.Event) -> None:
 
 
 Took = Callable[[], dict[str, Any]]
-"""Says what the work has taken so far: {"seconds": …, "memory": …}, plain values."""
+"""What the work has taken so far: {"seconds": …, "setup_seconds": …, "memory": …}, plain values. seconds:
+wall time, set-up included. setup_seconds: the part spent in `setting_up`."""
+
+
+class _Setup:
+    """Seconds of set-up within one measurement."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+
+_SETUPS: list[_Setup] = []
+"""One for each measurement in progress."""
 
 
 @contextmanager
 def measured() -> Iterator[Took]:
-    """Within: seconds since the beginning, and the memory of this process before, now and at most."""
-    started = time.monotonic()
+    """Measure the wall time and the memory of this process, before, now and at most."""
+    started, setup = time.monotonic(), _Setup()
+
+    def took() -> dict[str, Any]:
+        times = {"seconds": time.monotonic() - started, "setup_seconds": setup.seconds}
+        return {**{name: round(value, 6) for name, value in times.items()}, "memory": used.to_json()}
+
     with memory() as used:
-        yield lambda: {"seconds": round(time.monotonic() - started, 6), "memory": used.to_json()}
+        _SETUPS.append(setup)
+        try:
+            yield took
+        finally:
+            _SETUPS.remove(setup)
+
+
+@contextmanager
+def setting_up() -> Iterator[None]:
+    """Count the time within as set-up of every measurement in progress.
+
+    Set-up (reading the weights of a model) is the same for little and much work: estimates scale the rest.
+    """
+    started = time.monotonic()
+    try:
+        yield
+    finally:
+        elapsed = time.monotonic() - started
+        for setup in tuple(_SETUPS):
+            setup.seconds += elapsed

@@ -53,15 +53,18 @@ class Status:
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a run would cost. Bytes; peak of memory; seconds, in proportion to how long something like it
-    took, None where nothing is known; work: what will be computed, in words, where there is more to say than
-    that."""
+    """What a run would cost."""
 
     bytes_read: int = 0
     bytes_written: int = 0
     peak_bytes: int = 0
+    """Largest memory that is held at once."""
     seconds: float | None = None
+    """Wall time, `setup_seconds` included; None where nothing is known."""
     work: str = ""
+    """What will be computed, in words, where bytes do not say it."""
+    setup_seconds: float = 0.0
+    """Time to read the model, which the steps of a plan share."""
 
 
 class Part:

@@ -67,9 +67,15 @@ class Plan:
 
     @property
     def seconds(self) -> float | None:
-        """Of all steps one after another, after how long they took last time; None if one never ran."""
-        told = [step.estimate.seconds for step in self.steps if not step.status.is_cached]
-        return None if None in told else sum(second for second in told if second is not None)
+        """Expected wall time of all steps, one after another; the model they share is read once.
+
+        None where it is not known of one of them.
+        """
+        estimates = [step.estimate for step in self.steps if not step.status.is_cached]
+        if any(estimate.seconds is None for estimate in estimates):
+            return None
+        work = sum((estimate.seconds or 0.0) - estimate.setup_seconds for estimate in estimates)
+        return round(work + max((estimate.setup_seconds for estimate in estimates), default=0.0), 3)
 
     def check_memory(self, budget: int | None) -> None:
         """Raise PlanError naming the node whose smallest piece of work exceeds a budget in bytes."""

@@ -103,6 +103,12 @@ def last_timed(
     return None
 
 
+def scaled_seconds(note: Mapping[str, Any], share: float) -> float:
+    """Expected seconds of `share` times the work of an earlier run; its set-up is needed once, not scaled."""
+    setup = min(note.get("setup_seconds", 0.0), note["seconds"])
+    return float(setup + (note["seconds"] - setup) * share)
+
+
 def _newest(name: str, store: Store) -> list[Record]:
     of_it = _by_stage("", store).get(name, ())
     return sorted(of_it, key=lambda record: record.created, reverse=True)[:NEWEST]

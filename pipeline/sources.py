@@ -27,7 +27,7 @@ from .nodes import (
     status_of,
 )
 from .parameters import parameter_records
-from .reasons import last_timed, why_not
+from .reasons import last_timed, scaled_seconds, why_not
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -83,7 +83,7 @@ class SourceNode(ResultNode):
         if last is None:
             return self._estimate
         share = self._estimate.bytes_read / last["bytes_read"]
-        return replace(self._estimate, seconds=round(last["seconds"] * share, 3))
+        return replace(self._estimate, seconds=round(scaled_seconds(last, share), 3))
 
     def run(self, store: Store, context: Context) -> None:
         """Make and publish it, in the calling thread."""

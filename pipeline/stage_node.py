@@ -36,7 +36,7 @@ from .nodes import (
     status_of,
 )
 from .parameters import parameter_copy, parameter_records
-from .reasons import missing_cells, notes, why_not
+from .reasons import missing_cells, notes, scaled_seconds, why_not
 from .sources import ConstantNode
 
 if TYPE_CHECKING:
@@ -223,7 +223,7 @@ class StageNode(ResultNode):
         if last is None:
             return None, 0
         share = read / last["bytes_read"]
-        return round(last["seconds"] * share, 3), int(last["bytes_written"] * share)
+        return round(scaled_seconds(last, share), 3), int(last["bytes_written"] * share)
 
     # -- running
 

@@ -21,7 +21,7 @@ from ...pipeline.context import Cell
 from ...pipeline.memory import measured
 from ...pipeline.nodes import Estimate, Node, ResultNode, Status, status_of
 from ...pipeline.plan import as_bytes
-from ...pipeline.reasons import last_timed, why_not
+from ...pipeline.reasons import last_timed, scaled_seconds, why_not
 from ...store.arrays import Ints
 from ...store.errors import PlanError, PromptError, StageError
 from ...store.keys import ResultKey
@@ -139,7 +139,7 @@ class GraphNode(ResultNode):
         if last is None:
             return None
         share = len(self.tokens) / len(last["request"]["params"]["tokens"])
-        return round(float(last["seconds"]) * share, 3)
+        return round(scaled_seconds(last, share), 3)
 
     # -- running
 

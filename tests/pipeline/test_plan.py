@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import stages_for_tests as lib
 
 import mizarr
 from mizarr.pipeline import Stage, plan, run
-from mizarr.pipeline.nodes import Estimate
-from mizarr.pipeline.plan import as_bytes, human_bytes, in_order
-from mizarr.pipeline.reasons import differences, missing_cells, spans
+from mizarr.pipeline.memory import measured, setting_up
+from mizarr.pipeline.nodes import Estimate, Status
+from mizarr.pipeline.plan import Plan, Step, as_bytes, human_bytes, in_order
+from mizarr.pipeline.reasons import differences, missing_cells, scaled_seconds, spans
 from mizarr.pipeline.sources import SourceNode
 from mizarr.store.errors import PlanError
 
@@ -193,3 +196,26 @@ def test_a_long_parameter_that_differs_at_its_end_is_said_to_have_changed():
     assert differences(wanted, wanted) == ["its stored result was removed"]
     short = {"version": 1, "params": {"ids": [3]}, "inputs": {}}
     assert differences(short, {**short, "params": {}}) == ["parameter ids changed unset -> [3]"]
+
+
+def test_setup_is_counted_once_and_not_scaled():
+    with measured() as outer, measured() as took:
+        with setting_up():
+            time.sleep(0.05)
+        time.sleep(0.02)
+    note = took()
+    assert 0.05 <= note["setup_seconds"] <= note["seconds"] - 0.02
+    assert outer()["setup_seconds"] == note["setup_seconds"]  # of every measurement in progress
+    work = note["seconds"] - note["setup_seconds"]
+    assert scaled_seconds(note, 10) == pytest.approx(note["setup_seconds"] + 10 * work)
+    with measured() as later:
+        pass
+    assert later()["setup_seconds"] == 0
+
+    waiting = Status(is_cached=False)
+    steps = [
+        Step("a", waiting, Estimate(seconds=3, setup_seconds=2)),
+        Step("b", waiting, Estimate(seconds=5, setup_seconds=2)),
+    ]
+    assert Plan(tuple(steps)).seconds == 2 + 1 + 3
+    assert Plan((*steps, Step("c", waiting, Estimate()))).seconds is None

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from ...stages.forward.text.corpora.corpus import Corpus
 
 STREAMED = (".tar", ".tgz", ".gz", ".arrow")
+COUNTED = 4 << 20
+"""Bytes of files up to which a dry run reads all prompts; beyond, it estimates."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +79,23 @@ class PromptSources:
                 return file.name
 
             yield Corpus([spooled() if source == "-" else source for source in self.sources], **said)
+
+    def sampled(self) -> Corpus | None:
+        """The files as a corpus with a prompt per document, whose size is estimated from a sample.
+
+        Returns None where they are small enough to be counted, and for what is no file of single prompts:
+        prompts themselves, stdin, pairs of a source and a target.
+        """
+        from ...stages.forward.text.corpora.corpus import Corpus
+
+        paths = [Path(source) for source in self.sources]
+        if self.are_prompts or not all(path.is_file() for path in paths):
+            return None
+        if sum(path.stat().st_size for path in paths) < COUNTED:
+            return None
+        first = (next(iter(read_documents(path, Reading(pairs=True))), None) for path in paths)
+        has_pairs = any(document is not None and document.target is not None for document in first)
+        return None if has_pairs else Corpus(self.sources)
 
     def read(self, model: ModelSource | None = None) -> list[str] | list[list[int]]:
         """Prompts of sources that are no corpus. model: as for `read_prompts`."""

@@ -230,6 +230,9 @@ def demo(output: Path, as_json: bool, **chosen: Any) -> None:
 )
 @gradient_options
 @click.option("--dry-run", is_flag=True, help="Say what is cached and what the rest would take; do nothing.")
+@click.option(
+    "--exact", is_flag=True, help="Count all prompts in a dry run; default a sample of large files."
+)
 @json_option
 @quiet_option
 def capture(
@@ -247,6 +250,7 @@ def capture(
     at: int | None,
     baseline: str | None,
     dry_run: bool,
+    exact: bool,
     as_json: bool,
     quiet: bool,
     **options: Any,
@@ -271,6 +275,10 @@ def capture(
     from ...stages.forward.text.corpora.estimate import estimated_size
     from ...store import open_store
 
+    if exact and not dry_run:
+        raise click.UsageError(
+            "expected --exact with --dry-run, found it alone; prompts that run are counted"
+        )
     given = {name: value for name, value in options.items() if value is not None}
     source = ModelSource(model, **{name: given[name] for name in _OF_A_SOURCE if name in given})
     wanted = HookSpec().capture(*hooks, positions=positions, reduce=_reduction(reduce))
@@ -280,21 +288,25 @@ def capture(
     with contextlib.ExitStack() as held:
         # Everything that can be wrong with the request is found here, before a store is made.
         corpus = held.enter_context(prompts.corpus())
-        if corpus is None:
+        sampled = prompts.sampled() if dry_run and corpus is None and not exact else None
+        if corpus is None and sampled is None:
             node = asked(prompts=prompts.read(source))
-        else:
-            words = source.tokenizer
         if dry_run:
             store = held.enter_context(_store_to_look_into(store_path))
         else:
             store = open_store(store_path, durability=durability)
+        if dry_run and corpus is not None and not exact:
+            nodes = corpus.nodes(source.tokenizer)
+            sampled = None if all(each.status(store).is_cached for each in nodes) else corpus
+        if sampled is not None:
+            size = estimated_size(sampled, source.tokenizer)
+            plan(asked(prompts=size.sample), store, where)
+            _print_estimate(size, asked(prompts=size.sample), store, as_json)
+            return
         if corpus is not None:
-            if dry_run and not all(each.status(store).is_cached for each in corpus.nodes(words)):
-                size = estimated_size(corpus, words)
-                plan(asked(prompts=size.sample), store, where)
-                _print_estimate(size, asked(prompts=size.sample), store, as_json)
-                return
-            node = asked(prompts=corpus.tokens(words, store, quiet=quiet))
+            # A dry run leaves no trace: what it has to count is tokenised elsewhere.
+            counted = open_store(held.enter_context(tempfile.TemporaryDirectory())) if exact else store
+            node = asked(prompts=corpus.tokens(source.tokenizer, counted, quiet=quiet))
         if dry_run:
             _print_plan(plan(node, store, where), as_json)
             return
@@ -317,9 +329,9 @@ def _print_estimate(size: CorpusSize, node: CaptureNode, store: Store, as_json: 
     from ...pipeline.plan import human_bytes
     from ...pipeline.progress import clock, short
 
-    estimate, times = node.estimate(store), size.tokens / size.sample.n_tokens
-    written, free = round(estimate.bytes_written * times), store.files.free_bytes
-    seconds = None if estimate.seconds is None else round(estimate.seconds * times, 1)
+    times = size.tokens / size.sample.n_tokens
+    written, free = round(node.estimate(store).bytes_written * times), store.files.free_bytes
+    seconds = node.expected_seconds(store, times)
     if as_json:
         about = {"tokens": size.tokens, "prompts": size.prompts, "files": size.files, "bytes": size.bytes}
         needed = {"bytes_written": written, "free_bytes": free, "seconds": seconds}
@@ -327,7 +339,9 @@ def _print_estimate(size: CorpusSize, node: CaptureNode, store: Store, as_json: 
         return
     click.echo(
         f"about {short(size.tokens)} tokens in {short(size.prompts)} prompts, estimated from "
-        f"{human_bytes(size.looked_at)} of the {human_bytes(size.bytes)} in {size.files} files"
+        f"{human_bytes(size.looked_at)} of the {human_bytes(size.bytes)} in "
+        f"{size.files} {'file' if size.files == 1 else 'files'}; --exact counts them, and "
+        "finds what the store holds already"
     )
     time = "" if seconds is None else f"; about {clock(seconds)}"
     room = "" if free is None else f", {human_bytes(free)} are free"

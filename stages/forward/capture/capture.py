@@ -40,9 +40,11 @@ from ....store.runs.committed import VariableLayer
 from ....store.runs.entries import ArraySpec, with_scales
 from ....store.runs.selections import View
 from ....store.upkeep.recoding import PLAINLY, check_codec
+from ..architectures.points import LOGITS
 from ..hooks.reductions import Encoder, Reduction
 from ..hooks.spec import BoundSpec, HookSpec, as_spec, layers_by_variable
 from ..models.source import ModelSource
+from ..runs.duration import Duration, PassWork, expected_duration
 from ..text.corpora.corpus import Corpus
 from ..text.prompts import pack
 from .batches import BUFFERS
@@ -295,24 +297,37 @@ class CaptureNode(Ports):
         return Status(not missing, reason, cells, cells - len(missing))
 
     def estimate(self, store: Store) -> Estimate:
-        """Bytes that missing captures will take on disk, and in buffers while they are computed; seconds in
-        proportion to the tokens of the newest run of this model with such captures."""
+        """Bytes that missing captures will take on disk, and in buffers while they are computed; seconds."""
         found = self._find(store)
         missing = [cell for cell in self.cells if found is None or not found.is_published(cell)]
         segment = found.entry.segment_tokens if found is not None else self._segment_tokens()
         sizes, tokens = self._sizes, self.tokens.n_tokens
         written = sizes.written(missing, tokens, math.ceil(tokens / segment))
         peak = BUFFERS * sizes.buffer(missing, min(segment, tokens))
-        return Estimate(0, written, peak, self._seconds(store) if missing else None)
+        duration = self._duration(store, missing, 1.0) if missing else Duration(None)
+        return Estimate(0, written, peak, duration.seconds, setup_seconds=duration.setup_seconds)
 
-    def _seconds(self, store: Store) -> float | None:
+    def expected_seconds(self, store: Store, times: float = 1.0) -> float | None:
+        """Seconds that these captures would take of `times` as many prompts of the kind, if none were stored.
+
+        As long as the newest run of this model with such captures took, or as counted; None where neither is
+        known.
+        """
+        return self._duration(store, self.cells, times).seconds
+
+    def _duration(self, store: Store, missing: Sequence[VariableLayer], times: float) -> Duration:
         own = json.loads(json.dumps(self.source.identity.request()))
 
         def fits(note: Mapping[str, Any]) -> bool:
             return bool(note.get("identity") == own and note.get("tokens"))
 
+        tokens, layers = self.tokens.n_tokens * times, self.source.config.num_layers
+        deepest = max(layers if layer is None else layer + 1 for _, layer in missing)
+        with_logits = any(variable == LOGITS for variable, _ in missing)
+        written = self._sizes.stored(missing) * tokens
+        work = PassWork(tokens * min(deepest, layers), tokens if with_logits else 0, written)
         last = last_timed(self.cells[0][0], store, fits)
-        return None if last is None else round(last["seconds"] * self.tokens.n_tokens / last["tokens"], 3)
+        return expected_duration(self.source, work, last, tokens / last["tokens"] if last else 1.0)
 
     def labels(self, store: Store, axis: str) -> list[Any]:
         """Captured layers of the first variable that has them; (start, stop) of each segment."""
@@ -358,14 +373,14 @@ class CaptureNode(Ports):
         if (found := self._find(store)) is not None and found.views:
             self._without(found.views).run(store, context)
             return
-        model: Model | None = None
-        if not context.has_workers and self.status(store).cells_cached < len(self.cells):
-            model = self._load(context)  # one that cannot be loaded must leave the store untouched
-        begun = self._begun(store)
-        if begun is None:
-            self._expect_room(store)
         # Making an entry waits for the disk many times: a new one is computed for meanwhile.
         with measured() as took, ThreadPoolExecutor(1) as aside:
+            model: Model | None = None
+            if not context.has_workers and self.status(store).cells_cached < len(self.cells):
+                model = self._load(context)  # one that cannot be loaded must leave the store untouched
+            begun = self._begun(store)
+            if begun is None:
+                self._expect_room(store)
             made = aside.submit(self._made, store, begun)
             may_begin = not context.has_workers and begun is None and not goes_by_layers(self.order, model)
             planned = self._planned(store) if may_begin else None

@@ -13,6 +13,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ....pipeline.memory import setting_up
 from ....store.errors import PlanError, SourceChanged
 from ....store.keys import ModelIdentity
 from ..architectures.architecture import Architecture
@@ -219,12 +220,13 @@ def _forget(about: _About) -> None:
 
 
 def _load(place: _Place, identity: ModelIdentity, tokenizer: str | None, max_memory: int | None) -> Model:
-    from .model import Model
-
     name = place.name
-    model = Model.from_pretrained(
-        name, revision=place.revision, dtype=place.dtype, device=place.device, max_memory=max_memory
-    )
+    with setting_up():
+        from .model import Model
+
+        model = Model.from_pretrained(
+            name, revision=place.revision, dtype=place.dtype, device=place.device, max_memory=max_memory
+        )
     if (found := model.require_identity()) != identity:
         raise SourceChanged(
             f"expected {name} to be model {identity.short}, as when this was planned, found {found.short}: "

@@ -26,7 +26,7 @@ from ....pipeline.declaration import REQUIRED, Declaration, Output, require_decl
 from ....pipeline.memory import Took, measured
 from ....pipeline.nodes import Estimate, Node, ResultNode, Status, one_look, remembered, status_of
 from ....pipeline.plan import as_bytes
-from ....pipeline.reasons import last_timed, missing_cells, why_not
+from ....pipeline.reasons import last_timed, missing_cells, scaled_seconds, why_not
 from ....store.errors import SourceChanged
 from ....store.keys import ResultKey
 from ....store.runs.shards import DTYPES
@@ -35,6 +35,7 @@ from ..models.source import ModelSource
 from ..passes.branches import Wanted
 from ..passes.planner import MEMORY, SweepPlan, plan_runs
 from ..text.prompts import tokenize
+from .duration import Duration, PassWork, expected_duration
 from .run import Run, stream
 
 if TYPE_CHECKING:
@@ -231,20 +232,24 @@ class ExperimentNode(ResultNode):
         if planned is not None and len(self.missing(store)) < len(self.cells()):
             asked = sum(len(self.experiment.sketch(self.source.config, cell) or ()) for cell in self.cells())
             work = f"{asked} runs asked, {asked - planned.runs} of them stored; {work}"
-        seconds = self._seconds(store, None if planned is None else planned.runs)
-        return Estimate(peak_bytes=as_bytes(self.memory) or 0, seconds=seconds, work=work)
+        expected = self._duration(store, planned)
+        memory = as_bytes(self.memory) or 0
+        return Estimate(0, 0, memory, expected.seconds, work, expected.setup_seconds)
 
-    def _seconds(self, store: Store, runs: int | None) -> float | None:
+    def _duration(self, store: Store, planned: SweepPlan | None) -> Duration:
         own = json.loads(json.dumps(self.source.identity.request()))
 
         def fits(note: Mapping[str, Any]) -> bool:
             return bool(note.get("identity") == own and note.get("runs") and note.get("cells"))
 
         last = last_timed(self.name, store, fits)
+        if planned is not None:
+            work = PassWork(planned.positions, planned.branches)
+            return expected_duration(self.source, work, last, planned.runs / last["runs"] if last else 1.0)
         if last is None:
-            return None
-        share = len(self.missing(store)) / last["cells"] if runs is None else runs / last["runs"]
-        return float(round(last["seconds"] * share, 3))
+            return Duration(None)
+        seconds = scaled_seconds(last, len(self.missing(store)) / last["cells"])
+        return Duration(round(seconds, 3), last.get("setup_seconds", 0.0))
 
     def plan(self, store: Store) -> SweepPlan | None:
         """How the runs of the missing cells would be computed; None where that takes the model to say."""

@@ -8,6 +8,8 @@ import sys
 
 import pytest
 
+from mizarr.pipeline.reasons import scaled_seconds
+from mizarr.stages.forward.runs.duration import IMPORT_SECONDS
 from mizarr.store import open_store
 from mizarr.store.provenance import get_provenance
 from mizarr.workflows.cli import run
@@ -72,14 +74,16 @@ def test_explain_estimates_how_long_what_ran_before_will_take(checkpoint, capsys
 
     edge = ["target=w5", "key=0", "layer=0"]
     knockout = ["attention_knockout", "prompt=w1 w2 w3 w4", *edge]
-    assert steps(*knockout) == {"edge_knockout": None, "head_knockout": None}
+    counted = steps(*knockout)  # before anything ran
+    assert counted.keys() == {"edge_knockout", "head_knockout"}
+    assert all(seconds >= IMPORT_SECONDS for seconds in counted.values())
     chosen = [word for pair in knockout[1:] for word in ("--set", pair)]
     assert run(["compute", knockout[0], "--model", model, "--store", store, *chosen, "--quiet"]) == 0
     capsys.readouterr()
     found = steps("attention_knockout", "prompt=w1 w2 w3 w4 w6 w7", *edge)
     note = took("edge_knockout")
     more = 2 * 2  # layers, further positions that may be read
-    expected = note["seconds"] * (note["runs"] + more) / note["runs"]
+    expected = scaled_seconds(note, (note["runs"] + more) / note["runs"])
     assert found["edge_knockout"] == pytest.approx(expected, abs=2e-3)
     assert found["head_knockout"] == pytest.approx(took("head_knockout")["seconds"], abs=2e-3)
 
@@ -93,7 +97,7 @@ def test_explain_scales_captures_by_their_tokens(arguments, capsys, tmp_path):
     (entry,) = open_store(tmp_path / "store", mode="r").entries()
     (note,) = (note for note in get_provenance(entry.folder, entry.path) if "tokens" in note)
     assert note["tokens"] == 5
-    assert step["seconds"] == pytest.approx(2 * note["seconds"], abs=2e-3)
+    assert step["seconds"] == pytest.approx(scaled_seconds(note, 2), abs=2e-3)
     assert run(["explain", *longer]) == 0
     assert "about " in capsys.readouterr().out.splitlines()[1]
 

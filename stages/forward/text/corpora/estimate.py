@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from io import BytesIO
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING
 
 import numpy as np
 
@@ -24,6 +25,10 @@ FILES = 8
 """Files that are looked into, evenly among all."""
 LOOK = 1 << 18
 """Characters, or token ids, that are read of each."""
+PLACES = 8
+"""Places of a large file of lines that are looked at, as lines may get longer from one end to the other."""
+LINES = (".txt", ".jsonl", ".ndjson")
+"""Files whose lines can be read from any place on."""
 
 
 @dataclass(frozen=True)
@@ -50,14 +55,27 @@ def estimated_size(corpus: Corpus, tokenizer: Tokenizer | None) -> CorpusSize:
         path, size = paths[place], sizes[place]
         with path.open("rb") as raw:
             reading = Reading(corpus.column, tuple(corpus.labels), corpus.whole_files)
-            some = _some(documents_in(raw, ending(path), reading, str(path)))
+            is_lines = path.suffix in LINES and not corpus.whole_files
+            part: IO[bytes] = _some_lines(raw, size) if is_lines and size > 2 * LOOK else raw
+            some = _some(documents_in(part, ending(path), reading, str(path)))
             prompts += (ids for ids, _ in framed_prompts(encoded(iter(some), tokenizer, path), framing))
-            looked_at += size * _share_of_rows(path, len(some)) if path.suffix == ".parquet" else raw.tell()
+            looked_at += size * _share_of_rows(path, len(some)) if path.suffix == ".parquet" else part.tell()
     if not prompts:
         raise PromptError(f"expected at least one token at the beginning of {paths[0]}, found none")
     sample, times = PackedTokens.from_lists(prompts), sum(sizes) / max(looked_at, 1.0) * corpus.share
     tokens, count = round(sample.n_tokens * times), round(sample.n_prompts * times)
     return CorpusSize(tokens, count, len(paths), sum(sizes), round(looked_at), sample)
+
+
+def _some_lines(raw: IO[bytes], size: int) -> BytesIO:
+    """`LOOK` bytes of whole lines, from evenly spaced places of a file of `size` bytes."""
+    found = BytesIO()
+    for place in range(PLACES):
+        raw.seek(size * (2 * place + 1) // (2 * PLACES) - LOOK // PLACES // 2)
+        raw.readline(LOOK)  # the end of a line that began before
+        found.writelines(raw.readlines(LOOK // PLACES))
+    found.seek(0)
+    return found
 
 
 def _some(documents: Iterator[Document]) -> list[Document]:

@@ -20,7 +20,7 @@ from mizarr import Corpus, capture, open_store
 from mizarr.stages.forward.models.files import resolve
 from mizarr.stages.forward.text.corpora import contexts, corpus as corpora, formats
 from mizarr.stages.forward.text.corpora.contexts import Framing, framed_prompts
-from mizarr.stages.forward.text.corpora.estimate import estimated_size
+from mizarr.stages.forward.text.corpora.estimate import LOOK, estimated_size
 from mizarr.store.errors import MizarrError, PromptError, StoreFull, TokenizerError
 from mizarr.workflows.cli import run as mizarr_command
 
@@ -272,6 +272,45 @@ def test_the_command_streams_estimates_and_captures(tmp_path, capsys, monkeypatc
     assert "is_estimated" not in json.loads(capsys.readouterr().out)
     assert mizarr_command([*asked, "--dry-run", "--share", "0.5"]) == 0
     assert "estimated from" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("form", ["txt", "jsonl"])
+def test_a_dry_run_of_a_large_file_of_prompts_looks_at_a_sample(form, tmp_path, capsys, monkeypatch, words):
+    """Whose lines get longer from its beginning to its end."""
+    lines = [" ".join(TEXTS[(n + k) % len(TEXTS)] for k in range(1 + n // 4000)) for n in range(20_000)]
+    file, store = tmp_path / f"prompts.{form}", str(tmp_path / "store")
+    file.write_text("\n".join(json.dumps({"text": line}) if form == "jsonl" else line for line in lines))
+    assert file.stat().st_size > 2 * LOOK
+    monkeypatch.setattr("mizarr.workflows.cli.prompts.COUNTED", 1 << 18)
+    asked = ["capture", "specimen", str(file), "--hooks", HOOKS, "--store", store, "--dry-run"]
+    assert mizarr_command([*asked, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["is_estimated"] and told["looked_at_bytes"] <= 2 * LOOK
+    assert told["seconds"] > 0
+    tokens = sum(len(words.encode(line).ids) for line in lines)
+    assert told["tokens"] == pytest.approx(tokens, rel=0.1)
+    assert told["prompts"] == pytest.approx(len(lines), rel=0.1)
+    assert mizarr_command([*asked, "--json", "--exact"]) == 0
+    (step,) = json.loads(capsys.readouterr().out)["steps"]
+    assert step["bytes_written"] == pytest.approx(told["bytes_written"], rel=0.1)
+    assert not (tmp_path / "store").exists()
+    assert mizarr_command([*asked[:-1], "--exact"]) == 2
+    assert "--dry-run" in capsys.readouterr().err
+
+
+def test_what_cannot_be_sampled_is_counted(tmp_path, capsys, monkeypatch):
+    file = tmp_path / "prompts.txt"
+    file.write_text("the cat sat\n" * 10)
+    monkeypatch.setattr("mizarr.workflows.cli.prompts.COUNTED", 1 << 18)
+    asked = ["capture", "specimen", str(file), "--hooks", HOOKS, "--store", str(tmp_path / "store")]
+    assert mizarr_command([*asked, "--dry-run", "--json"]) == 0
+    assert "is_estimated" not in json.loads(capsys.readouterr().out)
+    corpus = [*asked, "--context", "8", "--pack", "--dry-run", "--json"]
+    assert mizarr_command(corpus) == 0
+    assert json.loads(capsys.readouterr().out)["is_estimated"]
+    assert mizarr_command([*corpus, "--exact"]) == 0
+    assert "is_estimated" not in json.loads(capsys.readouterr().out)
+    assert not (tmp_path / "store").exists()
 
 
 BAD = {

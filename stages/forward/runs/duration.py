@@ -1,0 +1,149 @@
+"""How long passes of a model will take, before any of them was timed.
+
+A pass is a product with every weight of a layer, and reads and writes of activations around these products.
+The rate of products is measured here, in a few milliseconds; the rest are constants of ordinary machines.
+Measured against captures and grids of the shipped models and of two pretrained ones (135 M and 270 M
+parameters), on two cores, the result is right within a factor of two (`tests/benchmarks/bench_estimates.py`).
+
+Border: never imports torch; estimates are made while planning, which loads no model.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+from threadpoolctl import threadpool_limits
+
+from ....pipeline.reasons import scaled_seconds
+from ..architectures.architecture import Architecture
+from ..architectures.hybrid import HybridConfig
+from ..architectures.mixers import ExpertsShape
+from ..models.source import ModelSource
+
+__all__ = ["Duration", "PassWork", "expected_duration", "load_seconds", "pass_seconds"]
+
+COMPARABLE = 4
+"""An earlier run of at least a fourth of the work tells how long the work takes; a smaller one is mostly
+overhead, so that it bounds the time from above."""
+
+ACTIVATION_PASSES = 40
+"""Vectors of the residual stream's width that norms, attention and activations move, per token and layer."""
+BANDWIDTH = 5e9
+"""Bytes per second at which they are moved: memory of an ordinary machine, two cores."""
+WRITE_RATE = 500e6
+"""Bytes per second of digesting, compressing and writing arrays."""
+IMPORT_SECONDS = 1.0
+"""Importing torch."""
+PLAIN, QUANTISED = 500e6, 60e6
+"""Parameters read per second from safetensors, and from a quantised GGUF file."""
+
+
+@dataclass(frozen=True)
+class PassWork:
+    """What forward passes compute and keep, over all passes."""
+
+    layer_positions: float
+    """Tokens times layers."""
+    logit_rows: float = 0.0
+    """Tokens whose logits are computed."""
+    written: float = 0.0
+    """Bytes stored."""
+
+
+@dataclass(frozen=True)
+class Duration:
+    """Expected wall time."""
+
+    seconds: float | None
+    """Set-up included; None where nothing is known."""
+    setup_seconds: float = 0.0
+    """Reading the weights."""
+
+
+def expected_duration(
+    source: ModelSource, work: PassWork, earlier: Mapping[str, Any] | None, share: float
+) -> Duration:
+    """Expected wall time of work with a model, from an earlier run of the kind or from a count of operations.
+
+    earlier: the note of that run, with `seconds` and `setup_seconds`; None where there was none. share: the
+    work now over the work then.
+    """
+    known = None if earlier is None else scaled_seconds(earlier, share)
+    setup = load_seconds(source) if earlier is None else earlier.get("setup_seconds", 0.0)
+    if known is not None and share <= COMPARABLE:
+        return Duration(round(known, 3), setup)
+    counted = pass_seconds(source, work)
+    found = [seconds for seconds in (known, counted and counted + setup) if seconds is not None]
+    return Duration(round(min(found), 3), setup) if found else Duration(None)
+
+
+def pass_seconds(source: ModelSource, work: PassWork) -> float | None:
+    """Expected seconds on the CPU for passes, without loading the model.
+
+    Returns None on a GPU, whose rate is not measured while planning.
+    """
+    if source.device is not None and source.device != "cpu":
+        return None
+    config = source.config
+    weights, head = _weights_per_token(config)
+    products = 2 * (work.layer_positions * weights / max(config.num_layers, 1) + work.logit_rows * head)
+    moved = 4 * ACTIVATION_PASSES * config.axis_sizes["hidden"] * work.layer_positions
+    return products / product_rate() + moved / BANDWIDTH + work.written / WRITE_RATE
+
+
+def load_seconds(source: ModelSource) -> float:
+    """Expected seconds to read the weights of a model; 0 where it is loaded already."""
+    if source.files is None:
+        return 0.0
+    is_quantised = source.name.endswith(".gguf")
+    parameters = sum(math.prod(shape) for shape in source.config.tensors.shapes.values())
+    return IMPORT_SECONDS + parameters / (QUANTISED if is_quantised else PLAIN)
+
+
+@cache
+def product_rate() -> float:
+    """Operations per second of float32 matrix products on all cores, measured once.
+
+    One thread is measured, by its own processor time, so that other work on the machine does not count.
+    """
+    left, right = np.ones((256, 768), np.float32), np.ones((768, 768), np.float32)
+    seconds = []
+    with threadpool_limits(1, user_api="blas"):
+        for _ in range(6):  # the first includes what BLAS sets up
+            begun = time.thread_time()
+            left @ right
+            seconds.append(time.thread_time() - begun)
+    return 2 * left.size * right.shape[1] / max(min(seconds), 1e-9) * (os.cpu_count() or 1)
+
+
+def _weights_per_token(config: Architecture) -> tuple[int, int]:
+    """(Weights that multiply each token in all layers together, weights of the LM head)."""
+    tensors = config.tensors
+    outside = {stored.name for stored in tensors.outside.values()}
+    in_layers = sum(
+        math.prod(shape) for name, shape in tensors.shapes.items() if name not in outside and len(shape) > 1
+    )
+    head = tensors.outside.get("head")
+    return in_layers - _idle_weights(config), 0 if head is None else math.prod(head.shape)
+
+
+def _idle_weights(config: Architecture) -> int:
+    """Weights of the experts that a token does not choose, in all layers together."""
+    if not isinstance(config, HybridConfig):
+        return 0
+    experts = [block.channel_mixer for block in config.blocks]
+    return sum(
+        (shape.count - shape.chosen)
+        * (3 if shape.is_gated else 2)
+        * (shape.latent_size or config.hidden_size)
+        * shape.intermediate_size
+        for shape in experts
+        if isinstance(shape, ExpertsShape)
+    )
