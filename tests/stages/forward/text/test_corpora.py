@@ -277,7 +277,7 @@ def test_the_command_streams_estimates_and_captures(tmp_path, capsys, monkeypatc
 @pytest.mark.parametrize("form", ["txt", "jsonl"])
 def test_a_dry_run_of_a_large_file_of_prompts_looks_at_a_sample(form, tmp_path, capsys, monkeypatch, words):
     """Whose lines get longer from its beginning to its end."""
-    lines = [" ".join(TEXTS[(n + k) % len(TEXTS)] for k in range(1 + n // 4000)) for n in range(20_000)]
+    lines = [" ".join(TEXTS[(n + k) % len(TEXTS)] for k in range(1 + n // 1000)) for n in range(9000)]
     file, store = tmp_path / f"prompts.{form}", str(tmp_path / "store")
     file.write_text("\n".join(json.dumps({"text": line}) if form == "jsonl" else line for line in lines))
     assert file.stat().st_size > 2 * LOOK
