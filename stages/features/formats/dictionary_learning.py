@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from ....store.errors import DictionaryError, nearest
 from ...torch_files import load_pickled
 from ..layers.files import DictionaryFiles
-from .single import LayerByLayer, OneLayer, files_named, hooks_given
+from .single import LayerByLayer, OneLayer, SaidHooks, files_named, hooks_given
 
 if TYPE_CHECKING:
     import torch
@@ -60,7 +60,7 @@ def part(
             + (f"; nearest is {near!r}" if near else "")
         )
     layer, d_in, size = (_whole(trainer, field, place) for field in ("layer", "activation_dim", "dict_size"))
-    kinds = hooks_given(files, _hooks_said(trainer), read, write)
+    hooks = hooks_given(files, _hooks_said(trainer, layer), read, write)
     activation, centred = CLASSES[label]
     k = _whole(trainer, "k", place) if activation == "topk" else 0
 
@@ -83,9 +83,7 @@ def part(
 
     return OneLayer(
         where=folder or name,
-        layer=layer,
-        read=kinds[0],
-        write=kinds[1],
+        hooks=hooks,
         n_features=size,
         d_in=d_in,
         d_out=d_in,
@@ -100,11 +98,10 @@ FORMAT = LayerByLayer("dictionary_learning", lambda files: files_named(files, WE
 recognises, read = FORMAT.recognises, FORMAT.read
 
 
-def _hooks_said(trainer: Mapping[str, Any]) -> tuple[str | None, str | None]:
+def _hooks_said(trainer: Mapping[str, Any], layer: int) -> SaidHooks:
     """Hook kinds of the submodule's name, "resid_post_layer_12"; the residual stream where none is given."""
     name = str(trainer.get("submodule_name") or "resid_post")
-    kind = next((kind for word, kind in SUBMODULES.items() if name.startswith(word)), None)
-    return kind, kind
+    return SaidHooks(layer, next((kind for word, kind in SUBMODULES.items() if name.startswith(word)), None))
 
 
 def _loaded(files: DictionaryFiles, name: str) -> dict[str, Tensor]:

@@ -15,7 +15,7 @@ from ....store.errors import DictionaryError
 from ..layers.files import DictionaryFiles
 from ..layers.layout import Opened
 from .layered import hooks_of, numbered, require_kind, require_shapes
-from .single import OneLayer, join
+from .single import LayerHooks, OneLayer, join
 
 if TYPE_CHECKING:
     import torch
@@ -86,9 +86,7 @@ def part(
 
     return OneLayer(
         where=file,
-        layer=layer,
-        read=read,
-        write=write,
+        hooks=LayerHooks(layer, read, write),
         n_features=size,
         d_in=d_in,
         d_out=d_out,

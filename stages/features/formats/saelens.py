@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 from ....store.errors import DictionaryError
 from ..layers.files import CFG_JSON, DictionaryFiles
-from ..layers.names import parse_hook
+from ..layers.names import layer_in
 from .layered import require_shapes
 from .saelens_config import SaeLensConfig
-from .single import LayerByLayer, OneLayer, files_beside, hooks_given
+from .single import LayerByLayer, OneLayer, SaidHooks, files_beside, hooks_given
 
 if TYPE_CHECKING:
     import torch
@@ -43,8 +43,8 @@ def part(
     folder, slash, _ = name.rpartition("/")
     cfg = f"{folder}{slash}{CFG_JSON}"
     config = SaeLensConfig.parse(files.json(cfg), files.path(cfg))
-    layer, said = _hooks_said(config, files.path(cfg), asked=read is not None)
-    kinds = hooks_given(files, said, read, write)
+    hooks = hooks_given(files, _hooks_said(config), read, write)
+    layer = hooks.layer
     found = require_shapes(files, name, _expected(config, files.shapes(name)))
     d_out = found["W_dec"][1]
     if "W_skip" in found:
@@ -70,9 +70,7 @@ def part(
 
     return OneLayer(
         where=folder or name,
-        layer=layer,
-        read=kinds[0],
-        write=kinds[1],
+        hooks=hooks,
         n_features=config.d_sae,
         d_in=config.d_in,
         d_out=d_out,
@@ -94,22 +92,10 @@ FORMAT = LayerByLayer("saelens", lambda files: files_beside(files, dict.fromkeys
 recognises, read = FORMAT.recognises, FORMAT.read
 
 
-def _hooks_said(
-    config: SaeLensConfig, place: Path, *, asked: bool
-) -> tuple[int, tuple[str | None, str | None]]:
-    """(layer, hook kinds as the configuration says). asked: the caller says which hook point it is."""
-    if config.hook_name is None:
-        if not asked:
-            raise DictionaryError(
-                f"expected metadata.hook_name in {place}, found none; pass read= the hook point, for example "
-                "read='blocks.12.hook_resid_post'"
-            )
-        return 0, (None, None)
-    kind, layer = parse_hook(config.hook_name)
-    written = parse_hook(config.hook_name_out)[0] if config.hook_name_out else None
-    if config.is_transcoder and written is None:
-        written = "mlp_out"
-    return layer or 0, (kind, written)
+def _hooks_said(config: SaeLensConfig) -> SaidHooks:
+    """Layer and hook points as the configuration says; transcoders of old files write the MLP's output."""
+    written = config.hook_name_out or ("mlp_out" if config.is_transcoder else None)
+    return SaidHooks(layer_in(config.hook_name), config.hook_name, written)
 
 
 def _expected(config: SaeLensConfig, found: dict[str, tuple[int, ...]]) -> dict[str, tuple[int | None, ...]]:

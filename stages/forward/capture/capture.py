@@ -227,16 +227,9 @@ class CaptureNode(Ports):
                 )
 
     def _require_dictionaries(self) -> None:
-        """Raise ConfigError for a dictionary whose features read another width than the model has."""
-        for kept in self.spec.keeps:
-            encoder = None if kept.keep.reduction is None else kept.keep.reduction.encoder
-            width = self.source.config.width(kept.capture.point.kind) if encoder is not None else 0
-            if encoder is not None and encoder.width != width:
-                raise ConfigError(
-                    f"expected a dictionary whose features read the {width} numbers of {self.source.name} at "
-                    f"'{kept.capture.point}', found {encoder.name} with {encoder.width}; it was made for "
-                    "another model"
-                )
+        """Raise DictionaryError for a dictionary that does not fit the model."""
+        for encoder in self._encoders:
+            encoder.resource.require_fit(self.source.config, self.source.name)
 
     # -- identity ------------------------------------------------------------------------------------------
 
