@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from ....store.errors import DictionaryError, nearest
 from ...torch_files import load_pickled
 from ..layers.files import DictionaryFiles
+from .fields import apply_fields
 from .single import LayerByLayer, OneLayer, SaidHooks, files_named, hooks_given
 
 if TYPE_CHECKING:
@@ -49,9 +50,14 @@ def part(
     config = f"{folder}{slash}{CONFIG}"
     if config not in files.listing:
         raise DictionaryError(f"expected {CONFIG} beside {files.path(name)}, found none; fetch it again")
-    place, trainer = files.path(config), files.json(config).get("trainer")
-    if not isinstance(trainer, dict):
-        raise DictionaryError(f"expected a trainer in {place}, found {trainer!r}")
+    place, said = files.path(config), files.json(config)
+    apply_fields("dictionary_learning", said, place)
+    trainer, buffer = said.get("trainer"), said.get("buffer") or {}
+    if not isinstance(trainer, dict) or not isinstance(buffer, dict):
+        raise DictionaryError(f"expected fields of trainer and buffer in {place}, found {trainer!r:.80}")
+    apply_fields("dictionary_learning trainer", trainer, place)
+    if read is None:  # a caller who says where it reads knows better
+        apply_fields("dictionary_learning buffer", buffer, place)
     label = trainer.get("dict_class", "AutoEncoder")
     if label not in CLASSES:
         near = nearest(str(label), CLASSES)

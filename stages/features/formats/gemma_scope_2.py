@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 from ....store.errors import DictionaryError
 from ..layers.files import DictionaryFiles
 from ..layers.layout import DictionaryLayout, Opened
+from .fields import apply_fields
 from .layered import require_shapes, scan_of
 from .single import OneLayer, SaidHooks, hooks_given, join
 
@@ -210,7 +211,11 @@ def _config(files: DictionaryFiles, name: str) -> dict[str, str]:
     """config.json beside a parameter file; empty without one."""
     folder = name.rpartition("/")[0]
     config = f"{folder}/{CONFIG}" if folder else CONFIG
-    return files.json(config) if config in files.listing else {}
+    if config not in files.listing:
+        return {}
+    said = files.json(config)
+    apply_fields("gemma_scope_2", said, files.path(config))
+    return said
 
 
 def _hooks_said(files: DictionaryFiles, name: str) -> tuple[str | None, str | None]:

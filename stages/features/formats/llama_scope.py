@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from ....store.errors import DictionaryError
 from ..layers.files import DictionaryFiles
 from ..layers.names import layer_in
+from .fields import apply_fields
 from .layered import require_shapes
 from .single import LayerByLayer, OneLayer, SaidHooks, files_beside, hooks_given, to_float
 
@@ -44,6 +45,7 @@ def part(
     folder, slash, file = name.rpartition("/")
     weights = f"{folder}{slash}{VARIANTS[file]}"
     config, place = files.json(name), files.path(name)
+    apply_fields("llama_scope", config, place)
     hooks = hooks_given(files, _hooks_said(config, place), read, write)
     layer = hooks.layer
     size, d_in = require_shapes(files, weights, {"encoder.weight": (None, None)})["encoder.weight"]

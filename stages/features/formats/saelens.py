@@ -17,10 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 from ....store.errors import DictionaryError
 from ..layers.files import CFG_JSON, DictionaryFiles
-from ..layers.names import layer_in
 from .layered import require_shapes
 from .saelens_config import SaeLensConfig
-from .single import LayerByLayer, OneLayer, SaidHooks, files_beside, hooks_given
+from .single import LayerByLayer, LayerHooks, OneLayer, SaidHooks, files_beside, hooks_given
 
 if TYPE_CHECKING:
     import torch
@@ -34,6 +33,8 @@ __all__ = ["part", "read", "recognises"]
 
 WEIGHTS = ("sae_weights.safetensors", "model.safetensors")
 _NORM_ROWS = 4096
+_FOLDED_NORMS = ("ln1_normalized", "ln2_normalized", "mlp_pre", "ln_final_normalized", "final_norm")
+_FOLDED_VALUES = ("v", "z", "result")
 
 
 def part(
@@ -45,6 +46,7 @@ def part(
     config = SaeLensConfig.parse(files.json(cfg), files.path(cfg))
     hooks = hooks_given(files, _hooks_said(config), read, write)
     layer = hooks.layer
+    _require_unprocessed(config, hooks, files.path(cfg))
     found = require_shapes(files, name, _expected(config, files.shapes(name)))
     d_out = found["W_dec"][1]
     if "W_skip" in found:
@@ -95,7 +97,19 @@ recognises, read = FORMAT.recognises, FORMAT.read
 def _hooks_said(config: SaeLensConfig) -> SaidHooks:
     """Layer and hook points as the configuration says; transcoders of old files write the MLP's output."""
     written = config.hook_name_out or ("mlp_out" if config.is_transcoder else None)
-    return SaidHooks(layer_in(config.hook_name), config.hook_name, written)
+    return SaidHooks(config.hook_layer, config.hook_name, written)
+
+
+def _require_unprocessed(config: SaeLensConfig, hooks: LayerHooks, place: Path) -> None:
+    """Raise DictionaryError where weights were folded before a hook point was read that this changes: the
+    output of norms, or values.
+    """
+    for name, kinds in (("fold_ln", _FOLDED_NORMS), ("fold_value_biases", _FOLDED_VALUES)):
+        if name in config.processing and hooks.read in kinds:
+            raise DictionaryError(
+                f"expected {name} to be False in {place}, as the features read {hooks.read}, which it "
+                "changes, found True; take another dictionary"
+            )
 
 
 def _expected(config: SaeLensConfig, found: dict[str, tuple[int, ...]]) -> dict[str, tuple[int | None, ...]]:

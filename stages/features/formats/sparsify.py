@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from ....store.errors import DictionaryError
 from ..layers.files import CFG_JSON, DictionaryFiles
 from ..layers.names import module_hook
+from .fields import apply_fields
 from .layered import require_shapes
 from .single import LayerByLayer, OneLayer, SaidHooks, files_named, hooks_given
 
@@ -39,6 +40,7 @@ def part(
     if cfg not in files.listing:
         raise DictionaryError(f"expected {CFG_JSON} beside {files.path(name)}, found none; fetch it again")
     config = files.json(cfg)
+    apply_fields("sparsify", config, files.path(cfg))
     module = folder.rpartition("/")[2] or files.directory.name
     is_transcoder = bool(config.get("transcode", False))
     hooks = hooks_given(files, _hooks_said(module, is_transcoder), read, write)
@@ -47,7 +49,9 @@ def part(
     size, d_in = require_shapes(files, name, {"encoder.weight": (None, None)})["encoder.weight"]
     d_out = require_shapes(files, name, {"W_dec": (size, None)})["W_dec"][1]
     expected = {"encoder.bias": (size,), "b_dec": (d_out,)}
-    found = require_shapes(files, name, expected, {"W_skip": (d_out, d_in)})
+    skip: dict[str, tuple[int, ...]] = {"W_skip": (d_out, d_in)}
+    has_skip = bool(config.get("skip_connection", False))
+    found = require_shapes(files, name, {**expected, **(skip if has_skip else {})}, skip)
     if activation == "groupmax" and size % k:
         raise DictionaryError(f"expected k to divide the {size} features of {files.path(cfg)}, found k {k}")
 
@@ -97,10 +101,6 @@ def _hooks_said(module: str, is_transcoder: bool) -> SaidHooks:
 def _sparsity(config: dict[str, Any], files: DictionaryFiles, cfg: str) -> tuple[int, str]:
     """(k, activation) of a configuration, with sparsify's defaults."""
     k, activation = config.get("k", 32), config.get("activation", "topk")
-    if activation not in ("topk", "groupmax"):
-        raise DictionaryError(
-            f"expected activation to be topk or groupmax in {files.path(cfg)}, found {activation!r}"
-        )
     if isinstance(k, bool) or not isinstance(k, int) or k < 1:
         raise DictionaryError(f"expected k to be a positive number in {files.path(cfg)}, found {k!r}")
     return k, activation
