@@ -279,7 +279,7 @@ def capture(
     where = Context(cluster=cluster, workers=workers)
     with contextlib.ExitStack() as held:
         # Everything that can be wrong with the request is found here, before a store is made.
-        corpus = held.enter_context(prompts.corpus())
+        corpus, about = held.enter_context(prompts.corpus()), None
         if corpus is None:
             node = asked(prompts=prompts.read(source))
         else:
@@ -294,11 +294,15 @@ def capture(
                 plan(asked(prompts=size.sample), store, where)
                 _print_estimate(size, asked(prompts=size.sample), store, as_json)
                 return
-            node = asked(prompts=corpus.tokens(words, store, quiet=quiet))
+            tokens, about = corpus.read(words, store, quiet=quiet)
+            node = asked(prompts=tokens)
+            node.require_other_names(about.coords)
         if dry_run:
             _print_plan(plan(node, store, where), as_json)
             return
         run(node, store, cluster=cluster, workers=workers, quiet=quiet, log=log)
+        if about is not None:
+            node.keep_labels(store, about)
         _print_captured(node, store, as_json)
 
 
