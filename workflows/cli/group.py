@@ -15,6 +15,7 @@ import os
 import sys
 import warnings
 from collections.abc import Sequence
+from typing import TextIO
 
 import click
 
@@ -100,7 +101,14 @@ def _run(args: Sequence[str] | None) -> int:
     return result if isinstance(result, int) else 0
 
 
-def _show_warning(message: Warning | str, *_: object) -> None:
+def _show_warning(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
+) -> None:
     """A warning in a line, without the place in the code where it was raised."""
     click.echo(f"mizarr: warning: {' '.join(str(message).split())}", err=True)
 

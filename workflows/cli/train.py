@@ -8,6 +8,7 @@ import signal
 import tomllib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -133,9 +134,9 @@ def train(
 
     chosen = _settings(config, given)
     _check_against(chosen, against)
-    asked = {"trust_layout": trust_layout, "backend": backend}
-    models = [resolve_runnable(model, adapter=adapter, **asked).name]
-    models += [] if against is None else [resolve_runnable(against, **asked).name]
+    asked = partial(resolve_runnable, trust_layout=trust_layout, backend=backend)
+    models = [asked(model, adapter=adapter).name]
+    models += [] if against is None else [asked(against).name]
     with prompts.corpus() as corpus:
         # Read once, also from stdin, before anything is captured.
         plain = prompts.read() if corpus is None else None

@@ -19,7 +19,7 @@ from ....store.errors import DictionaryError, nearest
 __all__ = ["FIELDS", "HONOURED", "UNUSED", "Only", "apply_fields"]
 
 HONOURED, UNUSED = "honoured", "unused"
-_OFF = (None, False, "", [], {}, "none")
+_OFF: tuple[Any, ...] = (None, False, "", [], {}, "none")
 
 
 @dataclass(frozen=True)

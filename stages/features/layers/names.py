@@ -132,7 +132,7 @@ def module_hook(name: str, end: str) -> NamedHook | None:
     if not found or found[1] not in _STACKS or name.startswith("blocks.") or (found[3] or "") not in MODULES:
         return None
     kind = MODULES[found[3] or ""][end == "output"]
-    return kind and NamedHook(kind, int(found[2]), name)
+    return None if kind is None else NamedHook(kind, int(found[2]), name)
 
 
 def layer_in(name: str | None) -> int | None:

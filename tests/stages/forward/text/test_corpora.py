@@ -472,7 +472,9 @@ def test_a_run_keeps_labels_and_texts_and_is_selected_by_them(tmp_path):
             film = ds.mi.sel(label="neg", chars="film")
             assert "".join(film["token_string"].values.tolist()) == " film"
         assert store.verify() == []
-        assert [note for note in store.provenance(entry.key("resid_post", 2).digest) if "columns" in note] == []
+        assert [
+            note for note in store.provenance(entry.key("resid_post", 2).digest) if "columns" in note
+        ] == []
     xr.testing.assert_identical(made["cli"].load(), made["python"].load())
     store = open_store(tmp_path / "python")
     file.write_text("".join(json.dumps({"text": t, "label": "x"}) + "\n" for t, _, _ in rows))
