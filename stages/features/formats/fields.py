@@ -151,6 +151,7 @@ FIELDS: Mapping[str, Mapping[str, str | Only]] = {
             "add_special_tokens max_activation_norm_multiple",
         ),
     },
+    "gemma_scope": _all(HONOURED, "W_enc W_dec b_enc b_dec threshold"),
     "gemma_scope_2": {
         **_all(HONOURED, "hf_hook_point_in hf_hook_point_out model_name"),
         "architecture": Only((None, "jump_relu", "jumprelu"), "another activation function"),
@@ -186,7 +187,7 @@ FIELDS: Mapping[str, Mapping[str, str | Only]] = {
         **_all(UNUSED, "activation_dim dict_size num_layers"),
     },
 }
-"""Format, or part of its configuration -> field -> what is made of it."""
+"""Format, or part of its configuration -> field -> what is made of it. Gemma Scope has none, but arrays."""
 
 
 def apply_fields(part: str, found: Mapping[str, Any], place: object) -> None:

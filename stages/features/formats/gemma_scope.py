@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 from ....store.errors import DictionaryError
 from ....store.exchange.tensors import npz_array, npz_layouts
 from ..layers.files import DictionaryFiles
+from .fields import apply_fields
 from .single import LayerByLayer, OneLayer, SaidHooks, files_named, hooks_given
 
 if TYPE_CHECKING:
@@ -116,7 +117,9 @@ def _shapes(place: Path) -> dict[str, tuple[int, ...]]:
             raise DictionaryError(
                 f"expected {name!r} in {place} as one of float32, float64, found {layout.dtype.name}"
             )
-    return {name: layout.shape for name, layout in layouts.items()}
+    shapes = {name: layout.shape for name, layout in layouts.items()}
+    apply_fields("gemma_scope", shapes, place)
+    return shapes
 
 
 def _sizes(shapes: dict[str, tuple[int, ...]], place: object) -> tuple[int, int, int]:

@@ -61,6 +61,8 @@ WRITTEN = {
     "plt": "model_name model_kind feature_input_hook feature_output_hook scan transcoders activation k",
     "clt": "model_name model_kind feature_input_hook feature_output_hook scan transcoders",
     "listed": "model_name model_kind feature_input_hook feature_output_hook scan transcoders",
+    # Gemma Scope, arrays of params.npz.
+    "gemma_scope": "W_enc W_dec b_enc b_dec threshold",
     # Gemma Scope 2, config.json beside each params.safetensors.
     "gemma_scope_2": """hf_hook_point_in hf_hook_point_out width model_name architecture l0
         affine_connection type""",
@@ -240,6 +242,14 @@ def test_fields_that_are_not_known_are_told_unless_they_are_off(tmp_path: Path):
         UserWarning, match=r"config.yaml has fields that are not known, .*: centre_inputs; numbers"
     ):
         Dictionary.from_pretrained(tmp_path)
+    place = tmp_path / "gemma-scope-2b-pt-res" / "layer_0" / "params.npz"
+    place.parent.mkdir(parents=True)
+    arrays = {name: draw()[name] for name in ("W_dec", "b_enc", "b_dec", "threshold")}
+    np.savez(place, W_enc=draw()["W_enc"].T, scaling_factor=np.ones(F, np.float32), **arrays)
+    with pytest.warns(
+        UserWarning, match=r"params.npz has fields that are not known, .*: scaling_factor; numbers"
+    ):
+        Dictionary.from_pretrained(place.parent)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         apply_fields("plt", {"twist": False, "notes": None}, tmp_path)
