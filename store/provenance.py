@@ -21,6 +21,8 @@ from .errors import REPAIR, CorruptEntry
 from .files import Folder
 from .sealed import is_sealed, read_json, sealed, unsealed
 
+LABELS = "labels-"
+"""Begins the names of files beside the notes that hold labels of prompts (runs/prompt_labels.py)."""
 _LIBRARIES = ("mizarr", "torch", "zarr", "xarray", "dask", "numpy")
 
 
@@ -34,12 +36,13 @@ def put_provenance(files: Folder, data: str, note: Mapping[str, Any]) -> None:
 
 def get_provenance(files: Folder, data: str) -> list[dict[str, Any]]:
     """All notes on the folder `data`, oldest first. Raises CorruptEntry for one that is not as written."""
-    texts = ((name, files.get(name)) for name in note_names(files, data))
+    names = [name for name in note_names(files, data) if not name.rpartition("/")[2].startswith(LABELS)]
+    texts = ((name, files.get(name)) for name in names)
     return [read_note(name, text) for name, text in texts if text is not None]
 
 
 def note_names(files: Folder, data: str) -> list[str]:
-    """The files of all notes on a folder, oldest first."""
+    """The files of all notes on a folder, oldest first, and of labels of prompts."""
     names = files.children(f"{data}/provenance")
     return sorted(f"{data}/provenance/{name}" for name in names if name != "zarr.json")
 

@@ -119,12 +119,13 @@ def _named(
     adapter: str | Path | None,
 ) -> str:
     """The name of a model that says how it runs, as settings hold it."""
-    from ..stages.forward.models.files import resolve
+    from ..stages.forward.models.files import resolve_runnable
 
     if model is None:
         what = "trust_layout" if trust_layout else "adapter" if backend is None else "backend"
         raise ConfigError(f"expected the model {what} is about, found none; name it with model=…")
-    return resolve(model, revision, trust_layout=trust_layout, backend=backend, adapter=adapter).name
+    found = resolve_runnable(model, revision, trust_layout=trust_layout, backend=backend, adapter=adapter)
+    return found.name
 
 
 def compute(

@@ -70,10 +70,10 @@ class Subject:
     ) -> None:
         """revision: of a hub id. device: where a model by name computes. dtype: what a model by name computes
         in."""
-        from ..stages.forward.models.files import resolve
+        from ..stages.forward.models.files import resolve_runnable
 
         self._model = None if isinstance(model, str) else model
-        self.files: ModelFiles = resolve(model if isinstance(model, str) else model.name, revision)
+        self.files: ModelFiles = resolve_runnable(model if isinstance(model, str) else model.name, revision)
         self.dtype, self.device = dtype, device
         if not isinstance(model, str):
             if device is not None:

@@ -30,8 +30,9 @@ from ...store.errors import DictionaryError, ModelNotFound, SourceChanged, Weigh
 from ..forward.architectures.points import BY_NAME, HookPoint
 from .formats.table import open_files
 from .layers.active import Active
-from .layers.files import DictionaryFiles, resolve
+from .layers.files import DictionaryFiles, DictionaryReference, resolve
 from .layers.layout import CrosscoderPlace, DictionaryLayout, FeatureId, models_of, told
+from .layers.names import require_module_output
 
 if TYPE_CHECKING:
     import torch
@@ -62,6 +63,7 @@ class Dictionary:
         self._open_layer, self._content = open_layer, content
         self._opened: dict[int, LayerFeatures] = {}
         self.device: torch.device | str = "cpu"
+        self.reference = files.name
 
     @classmethod
     @plain_torch()
@@ -75,14 +77,17 @@ class Dictionary:
     ) -> Dictionary:
         """A dictionary from a local directory or a cached hub repository, in any supported format.
 
-        name: "specimen/clt", directory, or "org/repo[/subfolder][@revision]". read, write: names of hook
-        points inside a block ("hook_resid_mid"), for files that do not say. device: where arithmetic is done;
-        weights stay mapped from disk.
+        name: "specimen/clt", directory, or "org/repo[/subfolder][@revision]", also with the next two behind
+        it, "NAME?read=HOOK&write=HOOK". read, write: names of hook points ("hook_resid_mid"; with their
+        layer, "blocks.3.hook_resid_mid", where files do not say that either) in place of those in the files.
+        device: where arithmetic is done; weights stay mapped from disk.
         Raises ModelNotFound, or DictionaryError for a layout nobody knows or files that contradict each
         other.
         """
-        found = cls(*open_files(resolve(name), read=read, write=write, device=device))
-        found.device = device
+        reference = DictionaryReference.parse(name, read, write)
+        files = resolve(reference.name)
+        found = cls(*open_files(files, read=reference.read, write=reference.write, device=device))
+        found.reference, found.device = str(reference), device
         return found
 
     def __repr__(self) -> str:
@@ -114,8 +119,8 @@ class Dictionary:
 
     @property
     def name(self) -> str:
-        """As it was asked for."""
-        return self.files.name
+        """As it was asked for, with the hook points the caller said: opens it again."""
+        return self.reference
 
     @property
     def kind(self) -> str:
@@ -199,9 +204,8 @@ class Dictionary:
 
     def _anew(self) -> Dictionary:
         """The dictionary under this name as its files are now."""
-        it = self.layout
         try:
-            anew = Dictionary.from_pretrained(self.name, read=it.read, write=it.write, device=self.device)
+            anew = Dictionary.from_pretrained(self.name, device=self.device)
             anew.identity  # noqa: B018 - reads the files
         except (DictionaryError, ModelNotFound, WeightsError, OSError) as error:
             raise SourceChanged(f"the files of {self.name} changed since it was opened: {error}") from error
@@ -298,6 +302,8 @@ class Dictionary:
     def require_fit(self, config: Architecture, model: str) -> None:
         """Raise DictionaryError unless layers and widths are those of a model."""
         last = max(self.write_layers)
+        for hook in self.layout.modules:
+            require_module_output(hook, config, model)
         if last >= config.num_layers:
             raise DictionaryError(
                 f"{self.name} has features of layer {last}, {model} has layers 0 to {config.num_layers - 1}; "
@@ -418,7 +424,11 @@ class StoredDictionary:
 
     def confirm(self) -> None:
         """Raise SourceChanged when the files under the name are another's."""
-        Dictionary.from_pretrained(self.name, read=self.read, write=self.write).confirm(self.features)
+        Dictionary.from_pretrained(self.name).confirm(self.features)
+
+    def require_fit(self, config: Architecture, model: str) -> None:
+        """As `Dictionary.require_fit`, of the files under the name."""
+        Dictionary.from_pretrained(self.name).require_fit(config, model)
 
     @contextmanager
     def open(self) -> Iterator[Dictionary]:
@@ -432,13 +442,13 @@ class StoredDictionary:
         import torch
 
         device = self.device or ("cuda" if torch.cuda.is_available() else "cpu")
-        return _kept_open(self.name, self.features, self.read, self.write, device)
+        return _kept_open(self.name, self.features, device)
 
 
 @lru_cache(maxsize=2)
-def _kept_open(name: str, features: str, read: str, write: str, device: str) -> Dictionary:
+def _kept_open(name: str, features: str, device: str) -> Dictionary:
     """Open files, for the next segment of a corpus; whether they are what is meant, who opens them asks."""
-    return Dictionary.from_pretrained(name, read=read, write=write, device=device)
+    return Dictionary.from_pretrained(name, device=device)
 
 
 def _point(kind: str, layer: int) -> HookPoint:

@@ -15,7 +15,14 @@ from pathlib import Path
 from ...store.errors import DownloadError
 from ..forward.models.download import fetch_files, hub_errors, listed_files
 from .formats.listed import Reference, recognises, references
-from .layers.files import CONFIG_YAML, DictionaryFiles, is_shipped, parse_reference, resolve
+from .layers.files import (
+    CONFIG_YAML,
+    DictionaryFiles,
+    DictionaryReference,
+    is_shipped,
+    parse_reference,
+    resolve,
+)
 
 __all__ = ["fetch", "wanted_files"]
 
@@ -33,6 +40,7 @@ def fetch(name: str | Path, *, progress: bool = True) -> DictionaryFiles:
     Raises ModelNotFound, or DownloadError when the hub cannot be reached, holds nothing to read there, or
     several dictionaries of one layer.
     """
+    name = DictionaryReference.parse(name).name
     if not (is_shipped(name) or Path(name).expanduser().is_dir()):
         repository, subfolder, revision = parse_reference(name)
         with hub_errors(repository, revision):

@@ -27,7 +27,7 @@ from ...store.exchange.tensors import Tensor as Stored, write_safetensors
 from .dictionary import Dictionary
 from .layers.files import CFG_JSON, CONFIG_YAML
 from .layers.layout import told
-from .layers.names import hook_name
+from .layers.names import MODULES, hook_name
 
 if TYPE_CHECKING:
     import torch
@@ -146,7 +146,7 @@ def _saelens_scaling(features: LayerFeatures) -> str:
 
 def _sparsify(dictionary: Dictionary, folder: Path, dtype: torch.dtype | None) -> None:
     """A folder per layer, named by the module that is read."""
-    from .formats.sparsify import MODULES, WEIGHTS
+    from .formats.sparsify import WEIGHTS
     from .layers.activations import GroupMax, TopK
 
     _require_own_layer(dictionary, "sparsify")

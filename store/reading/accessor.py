@@ -34,6 +34,7 @@ from .repacking import (
 from .selection import (
     Chars,
     Indices,
+    Label,
     LayerChoice,
     Position,
     Prompt,
@@ -43,6 +44,7 @@ from .selection import (
     capture_command,
     characters_to_positions,
     in_prompt,
+    labelled_rows,
     prompt_rows,
     select_layers,
     spans_of,
@@ -70,6 +72,7 @@ class PackedAccessor:
         chars: Chars | None = None,
         position: Position | None = None,
         layer: LayerChoice | None = None,
+        **labels: Label | Sequence[Label],
     ) -> xr.Dataset:
         """Those tokens and layers that meet all that is said; lazy, packed as before.
 
@@ -77,7 +80,8 @@ class PackedAccessor:
         vocabulary has them, with their leading space.  chars: (start, end), half-open, or a phrase that
         stands once in each text; tokens that overlap it.  position: numbers (negative from the end) or a
         slice, counted among the tokens held of each prompt.  layer: a number drops the axis; a range or list
-        keeps it; a slice includes both ends, as in `.sel`.
+        keeps it; a slice includes both ends, as in `.sel`.  labels: values of labels of prompts, such as
+        label="pos" or label=["pos", "neg"], which a capture kept (`--label`, or the columns of a `Corpus`).
         Prompts no token is left of are dropped; `prompt_id` and `position` keep the numbers of the others. A
         choice of tokens leaves out attention patterns, which have two tokens per number: see `attn`.
         Raises PromptError, TokenizerError, EntryNotFound for what is not there, naming what is nearest.
@@ -85,8 +89,10 @@ class PackedAccessor:
         ds = self._ds if layer is None else select_layers(self._ds, layer)
         every = range(len(self._sizes))
         rows: Indices = np.array(every, np.int64) if prompt is None else prompt_rows(ds, prompt, len(every))
+        if labels:
+            rows = rows[labelled_rows(ds, labels)[rows]]
         if token is None and chars is None and position is None:
-            return ds if prompt is None else ds.mi.prompts(rows)
+            return ds if prompt is None and not labels else ds.mi.prompts(rows)
         kept = [self._kept(int(row), token, chars, position) for row in rows]
         if not any(map(len, kept)):
             said = {"token": token, "chars": chars, "position": position}

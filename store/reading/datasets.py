@@ -38,6 +38,7 @@ from ..files import Folder, Stamp, folder_at
 from ..identity import DIGEST, SOURCE
 from ..runs.coordinates import ABOUT, pair_starts, read_tokens
 from ..runs.entries import PACKED_AXES, ArraySpec, Entry, group_attributes
+from ..runs.prompt_labels import read_prompt_labels
 from ..runs.quantised import QUANTISED, RestoredRows
 from ..runs.run_sums import PART, combined
 from ..runs.selections import Selection, View
@@ -106,6 +107,9 @@ def open_entry(
         data[name] = xr.Variable(dims, indexing.LazilyIndexedArray(array), told, {SOURCE: source})
     if about.get("token_ids") == "unknown":
         coords = {name: coord for name, coord in coords.items() if not name.startswith("token_id")}
+    for name, values in read_prompt_labels(entry.folder, entry.path).items():
+        if name not in coords and name not in data and len(values) == entry.tokens.n_prompts:
+            coords[name] = xr.Variable(("prompt_id",), values)
     tokenizer = {"tokenizer": about["tokenizer"]} if "tokenizer" in about else {}
     dataset = xr.Dataset(data, coords, tokenizer | whose)
     if chunks == "segment" or (chunks == "auto" and sum(v.nbytes for v in data.values()) > _LAZY):

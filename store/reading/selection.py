@@ -7,8 +7,8 @@ is an error that names what is nearest, or the command that captures it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -23,12 +23,15 @@ if TYPE_CHECKING:
 
 Prompt = int | str
 Token = int | str
+Label = str | float
+"""A value of a label of prompts."""
 Chars = tuple[int, int] | range | str
 """Characters: a half-open span, or a phrase that stands once in each text."""
 Position = int | slice | Sequence[int]
 LayerChoice = int | slice | range | Sequence[int]
 Indices = npt.NDArray[np.int64]
 
+_SHOWN = 6
 _CLOSE = (
     2  # letters by which an offered token may be longer or shorter: difflib is slow on a whole vocabulary
 )
@@ -53,6 +56,38 @@ def prompt_rows(dataset: xr.Dataset, wanted: Prompt | Sequence[Prompt], count: i
     return np.array(rows, np.int64)
 
 
+def labelled_rows(dataset: xr.Dataset, wanted: Mapping[str, Any]) -> npt.NDArray[np.bool_]:
+    """Which prompts [prompt_id] have one of the values asked for, of every label that is named.
+
+    Raises PromptError for a label that the run does not have, and for values that no prompt has, naming those
+    there are.
+    """
+    sizes = {"row_start", "row_size", "pair_start", "text", "prompt_id"}
+    held = {
+        str(name): c for name, c in dataset.coords.items() if c.dims == ("prompt_id",) and name not in sizes
+    }
+    kept = np.ones(dataset.sizes["prompt_id"], bool)
+    for name, values in wanted.items():
+        if name not in held:
+            known = ", ".join([*held, "prompt", "token", "chars", "position", "layer"])
+            raise PromptError(
+                f"expected something to select by among {known}, found {name!r}; labels of prompts are kept "
+                "by mizarr capture --label, and by capture of a Corpus with labels="
+            )
+        asked = [values] if isinstance(values, str) or not hasattr(values, "__iter__") else list(values)
+        there = held[name].values.tolist()
+        has = np.array([value in asked for value in there], bool)
+        if not has.any():
+            shown = [repr(value) for value in dict.fromkeys(there)]
+            more = f" and {len(shown) - _SHOWN} more" if len(shown) > _SHOWN else ""
+            raise PromptError(
+                f"expected a value of {name} that some prompt has, {', '.join(shown[:_SHOWN])}{more}, found "
+                f"{', '.join(map(repr, asked)) or 'none'}"
+            )
+        kept &= has
+    return kept
+
+
 def token_ids(wanted: Token | Sequence[Token], vocabulary: Sequence[str] | None) -> list[int]:
     """Ids of the tokens that read exactly so, spaces included; several ids may read alike.
 
@@ -73,8 +108,9 @@ def token_ids(wanted: Token | Sequence[Token], vocabulary: Sequence[str] | None)
             near = _nearest_token(one, vocabulary)
             hint = f"; did you mean {near!r}?" if near is not None else ""
             raise TokenizerError(
-                f"expected a token of the vocabulary, found {one!r}{hint}; strings are exact, and a "
-                "word inside a sentence mostly begins with its space"
+                f"expected a token of the vocabulary, found {one!r}{hint}; strings are exact, a word inside "
+                "a sentence mostly begins with its space, and one of several tokens is selected by "
+                f"chars={one.strip()!r}"
             )
         ids.extend(found)
     return ids
@@ -260,10 +296,12 @@ def _nearest_token(string: str, vocabulary: Sequence[str]) -> str | None:
     """
     variants = (
         f" {string}",
+        f"\u2581{string.strip()}",  # SentencePiece's space
         string.strip(),
         string.lower(),
         string.capitalize(),
         f" {string.strip().lower()}",
+        f" {string.strip().capitalize()}",
     )
     there = set(vocabulary)
     for variant in variants:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -82,3 +83,11 @@ def test_lines_more_and_less_are_told():
     assert difference("a", "a\nb") == "found 'b' beyond what is expected"
     assert difference("a\n…", "a\nb\nc") == ""
     assert is_close("1,000", "1000") and not is_close("1", "1.4")
+
+
+def test_counts_of_a_graph_are_what_code_prints():
+    """Words beside it go on saying what a graph had when its model was another one."""
+    counted = re.compile(r"\d[\d,]* (?:nodes|active features)\b")
+    for page in PAGES:
+        words = re.sub(r"(?ms)^```.*?^```", "", page.read_text())
+        assert counted.findall(words) == [], relative(page)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["features"]
 
 read_option = click.option(
-    "--read", help="Hook point features read, where the files do not say: hook_resid_mid."
+    "--read", help="Hook point features read, in place of what the files say: hook_resid_mid."
 )
 write_option = click.option("--write", help="Hook point features write to, if another one.")
 

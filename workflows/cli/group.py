@@ -13,7 +13,9 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import warnings
 from collections.abc import Sequence
+from typing import TextIO
 
 import click
 
@@ -67,7 +69,13 @@ def main(args: Sequence[str] | None = None) -> None:
 
 
 def run(args: Sequence[str] | None = None) -> int:
-    """Run the command line; its exit code. Errors raised on purpose become one line on stderr."""
+    """Run the command line; its exit code. Errors raised on purpose and warnings become a line on stderr."""
+    with warnings.catch_warnings():
+        warnings.showwarning = _show_warning
+        return _run(args)
+
+
+def _run(args: Sequence[str] | None) -> int:
     try:
         result = cli.main(args, prog_name="mizarr", standalone_mode=False)
         sys.stdout.flush()
@@ -91,6 +99,18 @@ def run(args: Sequence[str] | None = None) -> int:
             raise
         return _say(f"{error.strerror}: {os.fspath(error.filename)!r}")
     return result if isinstance(result, int) else 0
+
+
+def _show_warning(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
+) -> None:
+    """A warning in a line, without the place in the code where it was raised."""
+    click.echo(f"mizarr: warning: {' '.join(str(message).split())}", err=True)
 
 
 def _say(message: str) -> int:

@@ -145,6 +145,7 @@ def inspect(
     understood = files.understood()
     layout, issues, config = _layout(files, understood, remembered_only=shapes_only)
     choice = backend_of(files, layout, issues, remembered_only=shapes_only)
+    is_compatible = not issues or (choice.name == "transformers" and not understood.known_family)
     found = {
         "name": files.name,
         "revision": files.revision,
@@ -153,7 +154,7 @@ def inspect(
         "known_family": understood.known_family,
         "layout": layout,
         "backend": choice.to_json(),
-        "compatible": not issues,
+        "compatible": is_compatible,
         "issues": issues,
         "warnings": [] if files.is_bridged else understood.warnings,
         "config": config and config.fields,
@@ -167,7 +168,7 @@ def inspect(
         print_json(found)
     else:
         _print(found)
-    return CANNOT_RUN if issues else 0
+    return 0 if is_compatible else CANNOT_RUN
 
 
 def print_fetched(files: ModelFiles | DictionaryFiles, as_json: bool) -> None:
@@ -236,7 +237,7 @@ def _print(found: dict[str, Any]) -> None:
     for name, value in (found["config"] or {}).items():
         click.echo(f"  {name}: {value}")
     for issue in found["issues"]:
-        click.echo(f"cannot run: {issue}")
+        click.echo(f"{'not computed here' if found['compatible'] else 'cannot run'}: {issue}")
     for warning in found["warnings"]:
         click.echo(f"warning: {warning}")
     click.echo()

@@ -287,7 +287,7 @@ def capture(
     where = Context(cluster=cluster, workers=workers)
     with contextlib.ExitStack() as held:
         # Everything that can be wrong with the request is found here, before a store is made.
-        corpus = held.enter_context(prompts.corpus())
+        corpus, about = held.enter_context(prompts.corpus()), None
         sampled = prompts.sampled() if dry_run and corpus is None and not exact else None
         if corpus is None and sampled is None:
             node = asked(prompts=prompts.read(source))
@@ -306,11 +306,15 @@ def capture(
         if corpus is not None:
             # A dry run leaves no trace: what it has to count is tokenised elsewhere.
             counted = open_store(held.enter_context(tempfile.TemporaryDirectory())) if exact else store
-            node = asked(prompts=corpus.tokens(source.tokenizer, counted, quiet=quiet))
+            tokens, about = corpus.read(source.tokenizer, counted, quiet=quiet)
+            node = asked(prompts=tokens)
+            node.require_other_names(about.coords)
         if dry_run:
             _print_plan(plan(node, store, where), as_json)
             return
         run(node, store, cluster=cluster, workers=workers, quiet=quiet, log=log)
+        if about is not None:
+            node.keep_labels(store, about)
         _print_captured(node, store, as_json)
 
 

@@ -8,6 +8,7 @@ import signal
 import tomllib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -128,13 +129,14 @@ def train(
     PROMPTS are given as to mizarr capture, but for pairs: files of prompts, or folders, globs, archives and
     files with --context and its like as a corpus of documents, which are cut into contexts.
     """
-    from ...stages.forward.models.files import resolve
+    from ...stages.forward.models.files import resolve_runnable
     from ...stages.training_data.several import SideBySide
 
     chosen = _settings(config, given)
     _check_against(chosen, against)
-    models = [resolve(model, trust_layout=trust_layout, backend=backend, adapter=adapter).name]
-    models += [] if against is None else [resolve(against, trust_layout=trust_layout, backend=backend).name]
+    asked = partial(resolve_runnable, trust_layout=trust_layout, backend=backend)
+    models = [asked(model, adapter=adapter).name]
+    models += [] if against is None else [asked(against).name]
     with prompts.corpus() as corpus:
         # Read once, also from stdin, before anything is captured.
         plain = prompts.read() if corpus is None else None

@@ -11,9 +11,10 @@ import re
 from typing import TYPE_CHECKING
 
 from ....store.errors import DictionaryError
-from ..layers.files import DictionaryFiles
+from ..layers.files import CONFIG_YAML, DictionaryFiles
 from ..layers.layer import LayerFeatures
 from ..layers.layout import DictionaryLayout, Opened
+from .fields import apply_fields
 from .layered import hooks_of, numbered, require_kind, require_shapes, scan_of
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ def read(
     device: torch.device | str = "cpu",
 ) -> Opened:
     """The transcoders, with every header checked and no weight read."""
+    apply_fields("clt", files.yaml, files.path(CONFIG_YAML))
     require_kind(files, "cross_layer_transcoder")
     layers = numbered(files, _ENCODER)
     kinds = hooks_of(files, read, write)

@@ -18,6 +18,7 @@ from ..crosscoder import CONFIG, KIND, WEIGHTS, Crosscoder
 from ..layers.files import DictionaryFiles
 from ..layers.layout import CrosscoderPlace, DictionaryLayout, Opened, models_of
 from ..layers.names import hook_kind
+from .fields import apply_fields
 from .layered import require_shapes
 from .single import to_float
 
@@ -46,6 +47,7 @@ def read(
     read, write: the places' own hook kind, if any. Raises DictionaryError for another.
     """
     said = files.json(CONFIG)
+    apply_fields("crosscoder", said, files.path(CONFIG))
     places = _places(files, said.get("places"))
     points = [HookPoint.parse(place.hook) for place in places]
     kinds = {point.kind for point in points} | {hook_kind(name) for name in (read, write) if name}

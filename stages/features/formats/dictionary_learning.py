@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 from ....store.errors import DictionaryError, nearest
 from ...torch_files import load_pickled
 from ..layers.files import DictionaryFiles
-from .single import LayerByLayer, OneLayer, files_named, hooks_given
+from .fields import apply_fields
+from .single import LayerByLayer, OneLayer, SaidHooks, files_named, hooks_given
 
 if TYPE_CHECKING:
     import torch
@@ -49,9 +50,14 @@ def part(
     config = f"{folder}{slash}{CONFIG}"
     if config not in files.listing:
         raise DictionaryError(f"expected {CONFIG} beside {files.path(name)}, found none; fetch it again")
-    place, trainer = files.path(config), files.json(config).get("trainer")
-    if not isinstance(trainer, dict):
-        raise DictionaryError(f"expected a trainer in {place}, found {trainer!r}")
+    place, said = files.path(config), files.json(config)
+    apply_fields("dictionary_learning", said, place)
+    trainer, buffer = said.get("trainer"), said.get("buffer") or {}
+    if not isinstance(trainer, dict) or not isinstance(buffer, dict):
+        raise DictionaryError(f"expected fields of trainer and buffer in {place}, found {trainer!r:.80}")
+    apply_fields("dictionary_learning trainer", trainer, place)
+    if read is None:  # a caller who says where it reads knows better
+        apply_fields("dictionary_learning buffer", buffer, place)
     label = trainer.get("dict_class", "AutoEncoder")
     if label not in CLASSES:
         near = nearest(str(label), CLASSES)
@@ -60,7 +66,7 @@ def part(
             + (f"; nearest is {near!r}" if near else "")
         )
     layer, d_in, size = (_whole(trainer, field, place) for field in ("layer", "activation_dim", "dict_size"))
-    kinds = hooks_given(files, _hooks_said(trainer), read, write)
+    hooks = hooks_given(files, _hooks_said(trainer, layer), read, write)
     activation, centred = CLASSES[label]
     k = _whole(trainer, "k", place) if activation == "topk" else 0
 
@@ -83,9 +89,7 @@ def part(
 
     return OneLayer(
         where=folder or name,
-        layer=layer,
-        read=kinds[0],
-        write=kinds[1],
+        hooks=hooks,
         n_features=size,
         d_in=d_in,
         d_out=d_in,
@@ -100,11 +104,10 @@ FORMAT = LayerByLayer("dictionary_learning", lambda files: files_named(files, WE
 recognises, read = FORMAT.recognises, FORMAT.read
 
 
-def _hooks_said(trainer: Mapping[str, Any]) -> tuple[str | None, str | None]:
+def _hooks_said(trainer: Mapping[str, Any], layer: int) -> SaidHooks:
     """Hook kinds of the submodule's name, "resid_post_layer_12"; the residual stream where none is given."""
     name = str(trainer.get("submodule_name") or "resid_post")
-    kind = next((kind for word, kind in SUBMODULES.items() if name.startswith(word)), None)
-    return kind, kind
+    return SaidHooks(layer, next((kind for word, kind in SUBMODULES.items() if name.startswith(word)), None))
 
 
 def _loaded(files: DictionaryFiles, name: str) -> dict[str, Tensor]:

@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING
 from ....store.errors import DictionaryError
 from ....store.exchange.tensors import npz_array, npz_layouts
 from ..layers.files import DictionaryFiles
-from .single import LayerByLayer, OneLayer, files_named, hooks_given
+from .fields import apply_fields
+from .single import LayerByLayer, OneLayer, SaidHooks, files_named, hooks_given
 
 if TYPE_CHECKING:
     import torch
@@ -58,8 +59,7 @@ def part(
                 "keep the folders of the repository"
             )
         layer = 0 if is_embedding else int(found[-1][0])
-    said = _hooks_said(path, is_embedding)
-    kinds = hooks_given(files, said, read, write)
+    hooks = hooks_given(files, SaidHooks(layer, *_hooks_said(path, is_embedding)), read, write)
     shapes = _shapes(place)
     size, d_in, d_out = _sizes(shapes, place)
     repository = _REPOSITORY.search(path)
@@ -86,9 +86,7 @@ def part(
 
     return OneLayer(
         where=name.rpartition("/")[0] or name,
-        layer=layer,
-        read=kinds[0],
-        write=kinds[1],
+        hooks=hooks,
         n_features=size,
         d_in=d_in,
         d_out=d_out,
@@ -119,7 +117,9 @@ def _shapes(place: Path) -> dict[str, tuple[int, ...]]:
             raise DictionaryError(
                 f"expected {name!r} in {place} as one of float32, float64, found {layout.dtype.name}"
             )
-    return {name: layout.shape for name, layout in layouts.items()}
+    shapes = {name: layout.shape for name, layout in layouts.items()}
+    apply_fields("gemma_scope", shapes, place)
+    return shapes
 
 
 def _sizes(shapes: dict[str, tuple[int, ...]], place: object) -> tuple[int, int, int]:

@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING
 from ....store.errors import DictionaryError
 from ..layers.files import DictionaryFiles
 from ..layers.layout import DictionaryLayout, Opened
+from .fields import apply_fields
 from .layered import require_shapes, scan_of
-from .single import OneLayer, hooks_given, join
+from .single import OneLayer, SaidHooks, hooks_given, join
 
 if TYPE_CHECKING:
     import torch
@@ -32,13 +33,7 @@ __all__ = ["is_cross_layer", "part", "read", "read_clt", "recognises"]
 _FILE = re.compile(r"(?:^|/)params(?:_layer_(\d{1,9}))?\.safetensors$")
 _LAYER = re.compile(r"layer_(\d{1,9})")
 CONFIG = "config.json"
-# The model's modules that config.json names, and what stands in a folder's name instead of one.
-HF_POINTS = {
-    "output": "resid_post",
-    "self_attn.o_proj.input": "z",
-    "pre_feedforward_layernorm.output": "mlp_pre",
-    "post_feedforward_layernorm.output": "mlp_out",
-}
+# What stands in a folder's name -> where features read and write.
 FOLDERS = {
     "transcoder": ("mlp_pre", "mlp_out"),
     "clt": ("mlp_pre", "mlp_out"),
@@ -46,7 +41,6 @@ FOLDERS = {
     "attn_out": ("z", "z"),
     "mlp_out": ("mlp_out", "mlp_out"),
 }
-_HF_POINT = re.compile(r"model\.(?:language_model\.)?layers\.\d+\.(.+)")
 
 
 def recognises(files: DictionaryFiles) -> bool:
@@ -99,7 +93,7 @@ def part(
 ) -> OneLayer:
     """The dictionary in one file. layer: which one it is, where that is known; else its path says it."""
     found = _layer(files, name) if layer is None else layer
-    kinds = hooks_given(files, _hooks_said(files, name), read, write)
+    hooks = hooks_given(files, SaidHooks(found, *_hooks_said(files, name)), read, write)
     (d_in, size), shapes = _sizes(files, name)
     d_out = require_shapes(files, name, {"w_dec": (size, None)})["w_dec"][1]
     _require_biases(files, name, size, d_in, d_out)
@@ -122,9 +116,7 @@ def part(
 
     return OneLayer(
         where=name.rpartition("/")[0] or name,
-        layer=found,
-        read=kinds[0],
-        write=kinds[1],
+        hooks=hooks,
         n_features=size,
         d_in=d_in,
         d_out=d_out,
@@ -143,7 +135,7 @@ def read_clt(
     device: torch.device | str,
 ) -> Opened:
     """The cross-layer transcoder of these files, one per layer from 0 on."""
-    kinds = hooks_given(files, _hooks_said(files, names[0]), read, write)
+    hooks = hooks_given(files, SaidHooks(0, *_hooks_said(files, names[0])), read, write)
     (width, size), _ = _sizes(files, names[0])
     layers = tuple(range(len(names)))
     has_skip = False
@@ -154,8 +146,8 @@ def read_clt(
     layout = DictionaryLayout(
         format="gemma_scope_2",
         kind="clt",
-        read=kinds[0],
-        write=kinds[1],
+        read=hooks.read,
+        write=hooks.write,
         layers=layers,
         targets={layer: layers[layer:] for layer in layers},
         n_features=size,
@@ -219,13 +211,19 @@ def _config(files: DictionaryFiles, name: str) -> dict[str, str]:
     """config.json beside a parameter file; empty without one."""
     folder = name.rpartition("/")[0]
     config = f"{folder}/{CONFIG}" if folder else CONFIG
-    return files.json(config) if config in files.listing else {}
+    if config not in files.listing:
+        return {}
+    said = files.json(config)
+    apply_fields("gemma_scope_2", said, files.path(config))
+    return said
 
 
 def _hooks_said(files: DictionaryFiles, name: str) -> tuple[str | None, str | None]:
-    """Hook kinds as config.json says, else as the folder's name says."""
+    """Names of hook points as config.json says, "model.layers.4.self_attn.o_proj.input", else kinds as the
+    folder's name says.
+    """
     config = _config(files, name)
-    reads, writes = (_hf_point(config.get(f"hf_hook_point_{end}")) for end in ("in", "out"))
+    reads, writes = (config.get(f"hf_hook_point_{end}") for end in ("in", "out"))
     if reads is not None:
         return reads, writes
     folders = _path(files, name).split("/")[-4:-1]
@@ -233,15 +231,3 @@ def _hooks_said(files: DictionaryFiles, name: str) -> tuple[str | None, str | No
         if any(folder == word or folder.startswith(f"{word}_") for folder in folders):
             return kinds
     return None, None
-
-
-def _hf_point(name: str | None) -> str | None:
-    found = _HF_POINT.fullmatch(name or "")
-    if not found:
-        return None
-    if found[1] not in HF_POINTS:
-        raise DictionaryError(
-            f"config.json names {name!r}, where no hook point is known; known are {', '.join(HF_POINTS)}. "
-            "Pass read= and write= to say where these features read and write"
-        )
-    return HF_POINTS[found[1]]

@@ -11,7 +11,7 @@ from typing import Any
 
 from ....store.errors import DictionaryError, nearest
 from ..layers.files import CONFIG_YAML, DictionaryFiles, parse_reference
-from ..layers.names import hook_kind
+from ..layers.names import HOW_TO_SAY, hook_kind
 
 __all__ = ["hooks_of", "numbered", "require_kind", "require_shapes", "scan_of"]
 
@@ -38,13 +38,10 @@ def hooks_of(files: DictionaryFiles, read: str | None, write: str | None) -> tup
     """
     said = files.yaml
     names = (read or said.get("feature_input_hook"), write or said.get("feature_output_hook"))
-    for name, what, option in zip(
-        names, ("feature_input_hook", "feature_output_hook"), ("read", "write"), strict=True
-    ):
+    for name, what in zip(names, ("feature_input_hook", "feature_output_hook"), strict=True):
         if not isinstance(name, str):
             raise DictionaryError(
-                f"expected {what} in {files.directory / CONFIG_YAML}, found {name!r}; pass {option}= the "
-                "hook point, for example hook_resid_mid or hook_mlp_out"
+                f"expected {what} in {files.directory / CONFIG_YAML}, found {name!r}; {HOW_TO_SAY}"
             )
     return hook_kind(str(names[0])), hook_kind(str(names[1]))
 

@@ -23,6 +23,7 @@ from ....store.errors import DictionaryError, ModelNotFound
 from ..layers.files import CONFIG_YAML, DictionaryFiles, resolve
 from ..layers.layout import Opened
 from . import gemma_scope, gemma_scope_2, plt
+from .fields import apply_fields
 from .layered import hooks_of
 from .single import OneLayer, join
 
@@ -77,6 +78,7 @@ def read(
     device: torch.device | str = "cpu",
 ) -> Opened:
     """The transcoders of the list, with every header checked and no weight read."""
+    apply_fields("listed", files.yaml, files.path(CONFIG_YAML))
     found = references(files)
     kinds = hooks_of(files, read, write)
     names = [f"layer_{layer}{Path(entry.file).suffix}" for layer, entry in enumerate(found)]

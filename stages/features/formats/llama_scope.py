@@ -17,11 +17,14 @@ from typing import TYPE_CHECKING, Any
 
 from ....store.errors import DictionaryError
 from ..layers.files import DictionaryFiles
-from ..layers.names import parse_hook
+from ..layers.names import layer_in
+from .fields import apply_fields
 from .layered import require_shapes
-from .single import LayerByLayer, OneLayer, files_beside, hooks_given, to_float
+from .single import LayerByLayer, OneLayer, SaidHooks, files_beside, hooks_given, to_float
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import torch
 
     from ..layers.layer import LayerFeatures
@@ -42,8 +45,9 @@ def part(
     folder, slash, file = name.rpartition("/")
     weights = f"{folder}{slash}{VARIANTS[file]}"
     config, place = files.json(name), files.path(name)
-    layer, said = _hooks_said(config)
-    kinds = hooks_given(files, said, read, write)
+    apply_fields("llama_scope", config, place)
+    hooks = hooks_given(files, _hooks_said(config, place), read, write)
+    layer = hooks.layer
     size, d_in = require_shapes(files, weights, {"encoder.weight": (None, None)})["encoder.weight"]
     expected: dict[str, tuple[int | None, ...]] = {"encoder.bias": (size,), "decoder.weight": (None, size)}
     is_scalar = file == "hyperparams.json"
@@ -80,9 +84,7 @@ def part(
 
     return OneLayer(
         where=folder or name,
-        layer=layer,
-        read=kinds[0],
-        write=kinds[1],
+        hooks=hooks,
         n_features=size,
         d_in=d_in,
         d_out=d_out,
@@ -97,10 +99,9 @@ FORMAT = LayerByLayer("llama_scope", lambda files: files_beside(files, VARIANTS)
 recognises, read = FORMAT.recognises, FORMAT.read
 
 
-def _hooks_said(config: dict[str, Any]) -> tuple[int, tuple[str | None, str | None]]:
-    """(layer, hook kinds) as a configuration says."""
-    if not isinstance(config.get("hook_point_in"), str):
-        return 0, (None, None)
-    kind, layer = parse_hook(config["hook_point_in"])
-    written = config.get("hook_point_out")
-    return layer or 0, (kind, parse_hook(written)[0] if written else None)
+def _hooks_said(config: dict[str, Any], place: Path) -> SaidHooks:
+    """Layer and hook points as a configuration says."""
+    names = [config.get(f"hook_point_{end}") for end in ("in", "out")]
+    if not all(name is None or isinstance(name, str) for name in names):
+        raise DictionaryError(f"expected names of hook points in {place}, found {names}")
+    return SaidHooks(layer_in(names[0]), *names)

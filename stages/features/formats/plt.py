@@ -12,10 +12,11 @@ import re
 from typing import TYPE_CHECKING
 
 from ....store.errors import DictionaryError
-from ..layers.files import DictionaryFiles
+from ..layers.files import CONFIG_YAML, DictionaryFiles
 from ..layers.layout import Opened
+from .fields import apply_fields
 from .layered import hooks_of, numbered, require_kind, require_shapes
-from .single import OneLayer, join
+from .single import LayerHooks, OneLayer, join
 
 if TYPE_CHECKING:
     import torch
@@ -46,6 +47,7 @@ def read(
     device: torch.device | str = "cpu",
 ) -> Opened:
     """The transcoders, with every header checked and no weight read."""
+    apply_fields("plt", files.yaml, files.path(CONFIG_YAML))
     require_kind(files, "transcoder_set")
     kinds = hooks_of(files, read, write)
     parts = [
@@ -86,9 +88,7 @@ def part(
 
     return OneLayer(
         where=file,
-        layer=layer,
-        read=read,
-        write=write,
+        hooks=LayerHooks(layer, read, write),
         n_features=size,
         d_in=d_in,
         d_out=d_out,

@@ -17,10 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 from ....store.errors import DictionaryError
 from ..layers.files import CFG_JSON, DictionaryFiles
-from ..layers.names import parse_hook
 from .layered import require_shapes
 from .saelens_config import SaeLensConfig
-from .single import LayerByLayer, OneLayer, files_beside, hooks_given
+from .single import LayerByLayer, LayerHooks, OneLayer, SaidHooks, files_beside, hooks_given
 
 if TYPE_CHECKING:
     import torch
@@ -34,6 +33,8 @@ __all__ = ["part", "read", "recognises"]
 
 WEIGHTS = ("sae_weights.safetensors", "model.safetensors")
 _NORM_ROWS = 4096
+_FOLDED_NORMS = ("ln1_normalized", "ln2_normalized", "mlp_pre", "ln_final_normalized", "final_norm")
+_FOLDED_VALUES = ("v", "z", "result")
 
 
 def part(
@@ -43,8 +44,9 @@ def part(
     folder, slash, _ = name.rpartition("/")
     cfg = f"{folder}{slash}{CFG_JSON}"
     config = SaeLensConfig.parse(files.json(cfg), files.path(cfg))
-    layer, said = _hooks_said(config, files.path(cfg), asked=read is not None)
-    kinds = hooks_given(files, said, read, write)
+    hooks = hooks_given(files, _hooks_said(config), read, write)
+    layer = hooks.layer
+    _require_unprocessed(config, hooks, files.path(cfg))
     found = require_shapes(files, name, _expected(config, files.shapes(name)))
     d_out = found["W_dec"][1]
     if "W_skip" in found:
@@ -70,9 +72,7 @@ def part(
 
     return OneLayer(
         where=folder or name,
-        layer=layer,
-        read=kinds[0],
-        write=kinds[1],
+        hooks=hooks,
         n_features=config.d_sae,
         d_in=config.d_in,
         d_out=d_out,
@@ -94,22 +94,22 @@ FORMAT = LayerByLayer("saelens", lambda files: files_beside(files, dict.fromkeys
 recognises, read = FORMAT.recognises, FORMAT.read
 
 
-def _hooks_said(
-    config: SaeLensConfig, place: Path, *, asked: bool
-) -> tuple[int, tuple[str | None, str | None]]:
-    """(layer, hook kinds as the configuration says). asked: the caller says which hook point it is."""
-    if config.hook_name is None:
-        if not asked:
+def _hooks_said(config: SaeLensConfig) -> SaidHooks:
+    """Layer and hook points as the configuration says; transcoders of old files write the MLP's output."""
+    written = config.hook_name_out or ("mlp_out" if config.is_transcoder else None)
+    return SaidHooks(config.hook_layer, config.hook_name, written)
+
+
+def _require_unprocessed(config: SaeLensConfig, hooks: LayerHooks, place: Path) -> None:
+    """Raise DictionaryError where weights were folded before a hook point was read that this changes: the
+    output of norms, or values.
+    """
+    for name, kinds in (("fold_ln", _FOLDED_NORMS), ("fold_value_biases", _FOLDED_VALUES)):
+        if name in config.processing and hooks.read in kinds:
             raise DictionaryError(
-                f"expected metadata.hook_name in {place}, found none; pass read= the hook point, for example "
-                "read='blocks.12.hook_resid_post'"
+                f"expected {name} to be False in {place}, as the features read {hooks.read}, which it "
+                "changes, found True; take another dictionary"
             )
-        return 0, (None, None)
-    kind, layer = parse_hook(config.hook_name)
-    written = parse_hook(config.hook_name_out)[0] if config.hook_name_out else None
-    if config.is_transcoder and written is None:
-        written = "mlp_out"
-    return layer or 0, (kind, written)
 
 
 def _expected(config: SaeLensConfig, found: dict[str, tuple[int, ...]]) -> dict[str, tuple[int | None, ...]]:

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ....store.errors import DictionaryError
+from ...forward.architectures.points import BY_NAME
 from ..layers.files import DictionaryFiles
 from ..layers.layout import DictionaryLayout, Opened
-from ..layers.names import hook_kind
+from ..layers.names import HOW_TO_SAY, NamedHook, parse_hook
 from .layered import scan_of
 
 if TYPE_CHECKING:
@@ -23,23 +24,54 @@ if TYPE_CHECKING:
 
     from ..layers.layer import LayerFeatures
 
-__all__ = ["LayerByLayer", "OneLayer", "files_beside", "files_named", "hooks_given", "join", "to_float"]
+__all__ = [
+    "LayerByLayer",
+    "LayerHooks",
+    "OneLayer",
+    "SaidHooks",
+    "files_beside",
+    "files_named",
+    "hooks_given",
+    "join",
+    "to_float",
+]
 
 _SHOWN = 6
+
+
+@dataclass(frozen=True)
+class SaidHooks:
+    """Where the files of one layer's dictionary say that its features read and write.
+
+    layer: None where they do not say. read, write: names, which are parsed only where the caller gives none,
+    or hook points; None where they do not say. A missing `write` is `read`.
+    """
+
+    layer: int | None = None
+    read: str | NamedHook | None = None
+    write: str | NamedHook | None = None
+
+
+class LayerHooks(NamedTuple):
+    """Where the features of one layer read and write. modules: as in `DictionaryLayout`."""
+
+    layer: int
+    read: str
+    write: str
+    modules: tuple[NamedHook, ...] = ()
 
 
 @dataclass(frozen=True)
 class OneLayer:
     """The dictionary of one layer, unopened.
 
-    where: its folder or file within the files, for messages. read, write: hook kinds. open: its features,
-    with mapped weights. settings: what of its configuration changes numbers, as plain values.
+    where: its folder or file within the files, for messages. hooks: its layer, and where it reads and writes.
+    open: its features, with mapped weights. settings: what of its configuration changes numbers, as plain
+    values.
     """
 
     where: str
-    layer: int
-    read: str
-    write: str
+    hooks: LayerHooks
     n_features: int
     d_in: int
     d_out: int
@@ -50,9 +82,14 @@ class OneLayer:
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     @property
+    def layer(self) -> int:
+        """The layer it reads."""
+        return self.hooks.layer
+
+    @property
     def kind(self) -> str:
         """ "sae" where it reads and writes one place, "plt" otherwise."""
-        return "sae" if self.read == self.write else "plt"
+        return "sae" if self.hooks.read == self.hooks.write else "plt"
 
 
 @dataclass(frozen=True)
@@ -109,7 +146,9 @@ def join(files: DictionaryFiles, name: str, parts: Iterable[OneLayer], *, zero_p
     first = ordered[0]
     for part in ordered[1:]:
         for what in ("read", "write", "n_features", "d_in", "d_out"):
-            ours, theirs = getattr(first, what), getattr(part, what)
+            ours, theirs = (
+                getattr(each.hooks if what in ("read", "write") else each, what) for each in (first, part)
+            )
             if ours != theirs:
                 raise DictionaryError(
                     f"expected dictionaries of one kind in {files.directory}, found {what} {ours!r} in "
@@ -119,8 +158,8 @@ def join(files: DictionaryFiles, name: str, parts: Iterable[OneLayer], *, zero_p
     layout = DictionaryLayout(
         format=name,
         kind=first.kind,
-        read=first.read,
-        write=first.write,
+        read=first.hooks.read,
+        write=first.hooks.write,
         layers=tuple(by_layer),
         targets={layer: (layer,) for layer in by_layer},
         n_features=first.n_features,
@@ -132,6 +171,7 @@ def join(files: DictionaryFiles, name: str, parts: Iterable[OneLayer], *, zero_p
         has_skip=any(part.has_skip for part in ordered),
         settings={"layers": {str(part.layer): dict(part.settings) for part in ordered}},
         zero_positions=zero_positions,
+        modules=tuple(hook for part in ordered for hook in part.hooks.modules),
     )
     return Opened(files, layout, lambda layer: by_layer[layer].open())
 
@@ -147,22 +187,33 @@ def _require_one_each(files: DictionaryFiles, parts: Sequence[OneLayer]) -> None
             )
 
 
-def hooks_given(
-    files: DictionaryFiles, said: tuple[str | None, str | None], read: str | None, write: str | None
-) -> tuple[str, str]:
-    """Hook kinds that are read and written: as asked for, else as the files say. A missing `write` is `read`.
+def hooks_given(files: DictionaryFiles, said: SaidHooks, read: str | None, write: str | None) -> LayerHooks:
+    """Layer and hook kinds of a dictionary of one layer: as asked for, else as its files say.
 
-    said: kinds the files give. Raises DictionaryError when nobody says what is read.
+    read, write: names the caller gives. An autoencoder that is asked to read elsewhere writes there, too.
+    Raises DictionaryError where nobody says what is read, or of which layer.
     """
-    reads = hook_kind(read) if read else said[0]
+    reads = _named(read or said.read)
     if reads is None:
         raise DictionaryError(
-            f"nothing in {files.directory} says where these features read; pass read= the hook point, for "
-            "example read='hook_resid_post' (and write= where they write to another)"
+            f"expected files that say where these features read, found none that do in {files.directory}; "
+            f"{HOW_TO_SAY}"
         )
-    if write:
-        return reads, hook_kind(write)
-    return reads, said[1] or reads
+    is_autoencoder = said.write is None or said.write == said.read
+    writes = _named(write or (None if read and is_autoencoder else said.write)) or reads
+    layer = said.layer if said.layer is not None else reads.layer
+    if layer is None:
+        if BY_NAME[reads.kind].per_layer:
+            raise DictionaryError(
+                f"expected the layer of these features in {files.directory}, found none; {HOW_TO_SAY}"
+            )
+        layer = 0
+    modules = tuple({hook: None for hook in (reads, writes) if hook.module})
+    return LayerHooks(layer, reads.kind, writes.kind, modules)
+
+
+def _named(name: str | NamedHook | None) -> NamedHook | None:
+    return parse_hook(name) if isinstance(name, str) else name
 
 
 def to_float(value: Any, what: str, place: Any) -> float:

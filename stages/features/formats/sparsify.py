@@ -15,8 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 from ....store.errors import DictionaryError
 from ..layers.files import CFG_JSON, DictionaryFiles
+from ..layers.names import module_hook
+from .fields import apply_fields
 from .layered import require_shapes
-from .single import LayerByLayer, OneLayer, files_named, hooks_given
+from .single import LayerByLayer, OneLayer, SaidHooks, files_named, hooks_given
 
 if TYPE_CHECKING:
     import torch
@@ -26,14 +28,7 @@ if TYPE_CHECKING:
 __all__ = ["part", "read", "recognises"]
 
 WEIGHTS = "sae.safetensors"
-_MODULE = re.compile(r"(?:layers|h)[._](\d{1,9})(?:\.(.+))?")
-# Module within a layer -> (its input, its output).
-MODULES = {
-    "": ("resid_pre", "resid_post"),
-    "mlp": ("mlp_pre", "mlp_post"),
-    "self_attn": (None, "attn_out"),
-    "attn": (None, "attn_out"),
-}
+_NUMBERED = re.compile(r"(?:\w+\.)*?(?:layers|h)[._](\d{1,9})(?:\..+)?")
 
 
 def part(
@@ -45,15 +40,18 @@ def part(
     if cfg not in files.listing:
         raise DictionaryError(f"expected {CFG_JSON} beside {files.path(name)}, found none; fetch it again")
     config = files.json(cfg)
+    apply_fields("sparsify", config, files.path(cfg))
     module = folder.rpartition("/")[2] or files.directory.name
     is_transcoder = bool(config.get("transcode", False))
-    layer, said = _place(module, is_transcoder)
-    kinds = hooks_given(files, said, read, write)
+    hooks = hooks_given(files, _hooks_said(module, is_transcoder), read, write)
+    layer = hooks.layer
     k, activation = _sparsity(config, files, cfg)
     size, d_in = require_shapes(files, name, {"encoder.weight": (None, None)})["encoder.weight"]
     d_out = require_shapes(files, name, {"W_dec": (size, None)})["W_dec"][1]
     expected = {"encoder.bias": (size,), "b_dec": (d_out,)}
-    found = require_shapes(files, name, expected, {"W_skip": (d_out, d_in)})
+    skip: dict[str, tuple[int, ...]] = {"W_skip": (d_out, d_in)}
+    has_skip = bool(config.get("skip_connection", False))
+    found = require_shapes(files, name, {**expected, **(skip if has_skip else {})}, skip)
     if activation == "groupmax" and size % k:
         raise DictionaryError(f"expected k to divide the {size} features of {files.path(cfg)}, found k {k}")
 
@@ -76,9 +74,7 @@ def part(
 
     return OneLayer(
         where=folder or name,
-        layer=layer,
-        read=kinds[0],
-        write=kinds[1],
+        hooks=hooks,
         n_features=size,
         d_in=d_in,
         d_out=d_out,
@@ -93,24 +89,18 @@ FORMAT = LayerByLayer("sparsify", lambda files: files_named(files, WEIGHTS), par
 recognises, read = FORMAT.recognises, FORMAT.read
 
 
-def _place(module: str, is_transcoder: bool) -> tuple[int, tuple[str | None, str | None]]:
-    """(layer, hook kinds) of a module; kinds None where only the caller can know."""
+def _hooks_said(module: str, is_transcoder: bool) -> SaidHooks:
+    """Layer and hook points of a module's input and output."""
     if module == "embed_tokens":
-        return 0, ("embed", "embed")
-    found = _MODULE.fullmatch(module)
-    if not found:
-        return 0, (None, None)
-    into, out = MODULES.get(found[2] or "", (None, None))
-    return int(found[1]), (into, out) if is_transcoder else (out, out)
+        return SaidHooks(0, "embed")
+    numbered = _NUMBERED.fullmatch(module)
+    ends = ("input", "output") if is_transcoder else ("output", "output")
+    return SaidHooks(numbered and int(numbered[1]), *(module_hook(module, end) for end in ends))
 
 
 def _sparsity(config: dict[str, Any], files: DictionaryFiles, cfg: str) -> tuple[int, str]:
     """(k, activation) of a configuration, with sparsify's defaults."""
     k, activation = config.get("k", 32), config.get("activation", "topk")
-    if activation not in ("topk", "groupmax"):
-        raise DictionaryError(
-            f"expected activation to be topk or groupmax in {files.path(cfg)}, found {activation!r}"
-        )
     if isinstance(k, bool) or not isinstance(k, int) or k < 1:
         raise DictionaryError(f"expected k to be a positive number in {files.path(cfg)}, found {k!r}")
     return k, activation

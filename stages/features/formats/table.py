@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from ....store.errors import DictionaryError
 from ..layers.files import DictionaryFiles
-from ..layers.layout import Opened
+from ..layers.layout import Opened, told
+from ..layers.names import hook_name, parse_hook
 
 if TYPE_CHECKING:
     import torch
@@ -60,6 +61,7 @@ def open_files(
         found: Any = importlib.import_module(module, __package__)
         if found.recognises(files):
             opened: Opened = found.read(files, read=read, write=write, device=device)
+            _require_layer(opened, read, write)
             return opened
     held = files.listing[:_LISTED]
     more = f" and {len(files.listing) - _LISTED} more" if len(files.listing) > _LISTED else ""
@@ -68,3 +70,15 @@ def open_files(
         f"no known layout of transcoders or autoencoders in {files.directory}: found "
         f"{', '.join(held) or 'no files'}{more}; expected one of {expected}"
     )
+
+
+def _require_layer(opened: Opened, read: str | None, write: str | None) -> None:
+    """Raise DictionaryError where the caller names another layer than that of the files."""
+    for field, name in (("read", read), ("write", write)):
+        layer = parse_hook(name).layer if name else None
+        if layer is not None and opened.layout.layers != (layer,):
+            raise DictionaryError(
+                f"expected {field}= at {told(opened.layout.layers)}, as the files in "
+                f"{opened.files.directory} say, found {name!r}; leave the layer out, for example "
+                f"{field}={hook_name(parse_hook(str(name)).kind)!r}"
+            )

@@ -2,7 +2,9 @@
 
 A reference is "specimen/clt", "specimen/plt" or "specimen/sae" (they ship with mizarr, for the model that
 does), a local directory, or "org/repo[/subfolder][@revision]" whose files lie in the hub's local cache;
-nothing is fetched here. The identity is made of the files' content, never of their name.
+nothing is fetched here. Behind it a caller may say which hook points the features read and write, where the
+files do not: "org/repo?read=blocks.3.hook_resid_post&write=blocks.3.hook_mlp_out". The identity is made of
+the files' content, never of their name.
 
 Border: paths, parsed configurations, mapped tensors; what the tensors mean is a format's.
 """
@@ -14,6 +16,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import parse_qsl, urlencode
 
 from ....store.digest import digest
 from ....store.errors import DictionaryError, ModelNotFound, nearest
@@ -24,7 +27,7 @@ from ...forward.models.files import SPECIMEN, hub_cache, weight_digest
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["DictionaryFiles", "is_shipped", "parse_reference", "resolve"]
+__all__ = ["DictionaryFiles", "DictionaryReference", "is_shipped", "parse_reference", "resolve"]
 
 _READ = (".safetensors", ".npz", ".pt", ".json", ".yaml")
 """Endings of files that some format reads."""
@@ -118,6 +121,55 @@ class DictionaryFiles:
     def digest(self, names: Sequence[str]) -> str:
         """Identity of a dictionary made of these files: their paths and content."""
         return digest("dictionary", [[name, weight_digest(self.path(name))] for name in sorted(names)])
+
+
+@dataclass(frozen=True)
+class DictionaryReference:
+    """A dictionary's name, and where its features read and write if the caller says so.
+
+    name: "specimen/clt", a directory, or "org/repo[/subfolder][@revision]". read, write: names of hook
+    points, None for what the files say.
+    """
+
+    name: str | Path
+    read: str | None = None
+    write: str | None = None
+
+    @classmethod
+    def parse(
+        cls, text: str | Path, read: str | None = None, write: str | None = None
+    ) -> DictionaryReference:
+        """From "NAME[?read=HOOK][&write=HOOK]"; read, write: the same given beside the name.
+
+        Raises DictionaryError for other fields, and for hook points said twice and differently.
+        """
+        name, mark, query = str(text).partition("?")
+        if not mark or _is_folder(text):
+            return cls(text, read, write)
+        found = dict(parse_qsl(query, keep_blank_values=True))
+        if found.keys() - {"read", "write"} or not all(found.values()):
+            raise DictionaryError(
+                f"expected read=HOOK and write=HOOK behind the ? of a dictionary's name, found {query!r}"
+            )
+        for end, given in (("read", read), ("write", write)):
+            if given and found.setdefault(end, given) != given:
+                raise DictionaryError(
+                    f"expected one {end}= for {name}, found {found[end]!r} behind its name and {given!r} "
+                    "beside it"
+                )
+        return cls(name, found.get("read"), found.get("write"))
+
+    def __str__(self) -> str:
+        said = {"read": self.read, "write": self.write}
+        query = urlencode({end: hook for end, hook in said.items() if hook}, safe="/.[]*")
+        return f"{self.name}?{query}" if query else str(self.name)
+
+
+def _is_folder(name: str | Path) -> bool:
+    try:
+        return Path(name).expanduser().is_dir()
+    except (OSError, RuntimeError, TypeError, ValueError):  # too long; no home of that user; no text
+        return False
 
 
 def _hub_snapshot(repository: str, revision: str) -> Path:

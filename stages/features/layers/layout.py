@@ -15,6 +15,7 @@ from ....store.errors import DictionaryError
 if TYPE_CHECKING:
     from .files import DictionaryFiles
     from .layer import LayerFeatures
+    from .names import NamedHook
 
 __all__ = ["FeatureId", "DictionaryLayout", "Opened", "CrosscoderPlace", "models_of", "told"]
 
@@ -76,7 +77,8 @@ class DictionaryLayout:
     n_features: of each layer. settings: what else of the configuration changes numbers, as plain values;
     part of the identity. zero_positions: how many first positions of a prompt it has nothing to say about.
     places: of a crosscoder, whose features read all of them; d_in is the width of one, the last layer is
-    theirs, and targets are the first model's.
+    theirs, and targets are the first model's. modules: hook points that stand for modules of transformers,
+    which files name instead of them.
     """
 
     format: str
@@ -95,6 +97,7 @@ class DictionaryLayout:
     settings: Mapping[str, Any] = field(default_factory=dict)
     zero_positions: int = 1
     places: tuple[CrosscoderPlace, ...] = ()
+    modules: tuple[NamedHook, ...] = ()
 
 
 class Opened(NamedTuple):

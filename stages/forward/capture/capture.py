@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -38,6 +39,7 @@ from ....store.reading.labelled import LabelledEntry
 from ....store.records import Record
 from ....store.runs.committed import VariableLayer
 from ....store.runs.entries import ArraySpec, with_scales
+from ....store.runs.prompt_labels import put_prompt_labels
 from ....store.runs.selections import View
 from ....store.upkeep.recoding import PLAINLY, check_codec
 from ..architectures.points import LOGITS
@@ -137,6 +139,8 @@ def capture(
         node.require_other_names(about.coords)
     with node.source.just_identified():
         run(node, store, cluster=cluster, workers=workers, quiet=not progress, log=log)
+    if about is not None:
+        node.keep_labels(store, about)
     return node.open(store) if about is None else node.open(store).assign_coords(about.coords)
 
 
@@ -213,6 +217,19 @@ class CaptureNode(Ports):
                 f"expected labels by names of their own, found {taken[0]!r}, which is captured; rename it"
             )
 
+    def keep_labels(self, store: Store, about: xr.Dataset) -> None:
+        """Keep labels of prompts, coordinates [prompt_id], with the stored run, which opens with them; warn
+        where they are too large. They decide no key."""
+        entry = self._stored(store).entry
+        columns = {str(name): column.values for name, column in about.coords.items()}
+        if not put_prompt_labels(store.files, entry.path, columns):
+            warnings.warn(
+                f"the labels of {self.tokens.n_prompts:,} prompts are too large to be kept with the run; "
+                "keep fewer columns, or take them from mizarr.capture, which gives them beside it",
+                UserWarning,
+                stacklevel=2,
+            )
+
     def _require_logits(self) -> None:
         """Raise ConfigError for logits of what computes its own, and for more of them than there are."""
         config, of_logits = self.source.config, self._of_logits
@@ -229,16 +246,9 @@ class CaptureNode(Ports):
                 )
 
     def _require_dictionaries(self) -> None:
-        """Raise ConfigError for a dictionary whose features read another width than the model has."""
-        for kept in self.spec.keeps:
-            encoder = None if kept.keep.reduction is None else kept.keep.reduction.encoder
-            width = self.source.config.width(kept.capture.point.kind) if encoder is not None else 0
-            if encoder is not None and encoder.width != width:
-                raise ConfigError(
-                    f"expected a dictionary whose features read the {width} numbers of {self.source.name} at "
-                    f"'{kept.capture.point}', found {encoder.name} with {encoder.width}; it was made for "
-                    "another model"
-                )
+        """Raise DictionaryError for a dictionary that does not fit the model."""
+        for encoder in self._encoders:
+            encoder.resource.require_fit(self.source.config, self.source.name)
 
     # -- identity ------------------------------------------------------------------------------------------
 

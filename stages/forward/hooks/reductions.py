@@ -10,12 +10,15 @@ from __future__ import annotations
 import re
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ....store.digest import digest
 from ....store.errors import HookPointNotFound, nearest
 from ....store.runs.run_sums import PART, QUANTA
 from ..architectures.points import BY_NAME, LOGITS, HookKind, HookPoint
+
+if TYPE_CHECKING:
+    from ..architectures.architecture import Architecture
 
 _TOPK = re.compile(r"topk:(\d{1,9})")
 _LOGITS = BY_NAME[LOGITS].path
@@ -31,6 +34,10 @@ class Opens(Protocol):
 
     def confirm(self) -> None:
         """Raise SourceChanged where another one lies under its name."""
+        ...
+
+    def require_fit(self, config: Architecture, model: str) -> None:
+        """Raise DictionaryError unless layers, widths and hook points are those of a model."""
         ...
 
     def open(self) -> AbstractContextManager[Any]:
@@ -52,11 +59,6 @@ class Features(Protocol):
         ...
 
     @property
-    def d_in(self) -> int:
-        """Width of what is read."""
-        ...
-
-    @property
     def read_hooks(self) -> tuple[HookPoint, ...]:
         """Where features read, a point for each of its layers."""
         ...
@@ -68,12 +70,11 @@ class Features(Protocol):
 
 @dataclass(frozen=True)
 class Encoder:
-    """A dictionary whose features are counted. read: where they read, `width` numbers."""
+    """A dictionary whose features are counted. read: where they read."""
 
     name: str
     resource: Opens
     read: tuple[HookPoint, ...]
-    width: int
 
 
 @dataclass(frozen=True)
@@ -180,7 +181,7 @@ def features(dictionary: Features) -> Reduction:
     resource = dictionary.as_resource()
     identity = digest("dictionary", resource.identity())
     name, told = f"features_{identity[:16]}", f"features:{dictionary.name}"
-    encoder = Encoder(dictionary.name, resource, tuple(dictionary.read_hooks), dictionary.d_in)
+    encoder = Encoder(dictionary.name, resource, tuple(dictionary.read_hooks))
     axis = (f"feature_{identity[:16]}", dictionary.n_features)
 
     def made(figure: str, meaning: str, dtype: str, *more: tuple[str, int]) -> Reduction:

@@ -1,7 +1,8 @@
 """Which backend a checkpoint takes, and why: mizarr's own networks, or transformers behind the bridge.
 
-Ours are taken where a row names the family or a check found that its layout is one of ours; the bridge never
-by itself, as what it computes is kept under keys of its own and less of a model has a name there.
+Ours are taken where a row names the family or a check found that its layout is one of ours. The bridge, where
+less of a model has a name, takes others: unasked where no row names the family, else only if asked for, as a
+known family that is refused has a reason. What it computes is kept under keys of its own either way.
 
 Border: a checkpoint and what was found of it; never imports torch but where a model has to be looked into.
 """
@@ -62,7 +63,9 @@ def backend_of(
         return BackendChoice("native", layout)
     config, obstacles = bridge_issues(files, remembered_only=remembered_only)
     if config is not None:
-        asked = "as asked for" if files.is_bridged else "if asked for: backend='transformers'"
+        unasked = not (files.has_known_family or files.adapter or files.gguf)
+        asked = "as its family is not known" if unasked else "if asked for: backend='transformers'"
+        asked = "as asked for" if files.is_bridged else asked
         told = f"{asked}; found and checked in {config.class_name}"
         return BackendChoice("transformers", f"{told} of transformers {config.transformers}", config.remarks)
     return BackendChoice(None, f"the bridge: {obstacles[0]}")

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import re
+import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -22,6 +23,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from ....store.digest import digest
 from ....store.errors import (
     ConfigError,
+    MissingExtra,
+    MizarrError,
     ModelNotFound,
     SourceChanged,
     TokenizerError,
@@ -388,6 +391,56 @@ def resolve(
     if not (trust_layout or text.endswith(TRUSTED)) or found.has_known_family:
         return found
     return replace(found, name=found.name + TRUSTED, trust_layout=True)
+
+
+def resolve_runnable(
+    name: str | Path,
+    revision: str | None = None,
+    *,
+    trust_layout: bool = False,
+    backend: str | None = None,
+    adapter: str | Path | None = None,
+) -> ModelFiles:
+    """As `resolve`, for who runs the model: of a family that is not known, and whose layout is none of ours,
+    the files as transformers computes them, as backend="transformers" gives them, and a warning that says so.
+    Looks into such a model once.
+
+    A known family that is refused stays refused. Raises ConfigError, or MissingExtra without transformers,
+    where nobody can run it, in a line; `mizarr models inspect` lists the details.
+    """
+    found = resolve(name, revision, trust_layout=trust_layout, backend=backend, adapter=adapter)
+    is_ours = found.is_bridged or found.trust_layout or found.adapter is not None or found.gguf is not None
+    if backend is not None or is_ours or found.has_known_family:
+        return found
+    from ..architectures.families import model_type_of
+
+    model_type = model_type_of(found.config, str(found.directory / CONFIG))
+    kind: type[MizarrError] = ConfigError
+    obstacle = ""
+    try:
+        found.architecture()
+    except (ConfigError, MissingExtra):
+        try:
+            obstacle = found.bridge_case().finding().refused
+        except MissingExtra:
+            kind = MissingExtra
+            obstacle = "transformers, which may run it, is not installed: pip install 'mizarr[check]'"
+        except (ConfigError, WeightsError) as error:
+            obstacle = str(error)
+    else:
+        return found
+    if obstacle:
+        raise kind(
+            f"{name}: {model_type!r} is no family that is known here, and its layout is none of ours; "
+            f"{obstacle}. Details: mizarr models inspect {name}"
+        )
+    warnings.warn(
+        f"{name}: {model_type!r} is no family that is known here, so transformers runs it "
+        f"(backend='transformers'); what that leaves out: mizarr models inspect {name}",
+        UserWarning,
+        stacklevel=1,  # one place, so that Python shows it once however often a name is resolved
+    )
+    return replace(found, name=found.name + BRIDGED, is_bridged=True)
 
 
 def _resolve(text: str, revision: str | None) -> ModelFiles:

@@ -109,7 +109,8 @@ class Model:
         terminal. trust_layout: run a family no row names without checking it against transformers; what it
         computes is then kept under keys of its own, and its name says so. backend: "transformers" has
         transformers compute it behind a bridge, which offers the points it can find and check (DESIGN.md);
-        None for what the name says, else "native". adapter: folder of a LoRA adapter as PEFT saves it, merged
+        None for what the name says, else "native", or "transformers" with a warning for a family that is not
+        known and whose layout is none of ours. adapter: folder of a LoRA adapter as PEFT saves it, merged
         into the weights and part of the identity. What happens to the files later does not touch the model.
 
         max_memory: bytes ("4GiB") the weights may take; None for what the machine has left, or MIZARR_MEMORY
@@ -123,7 +124,9 @@ class Model:
         from . import files
 
         place, numbers = as_device(device), as_dtype(dtype)
-        found = files.resolve(name, revision, trust_layout=trust_layout, backend=backend, adapter=adapter)
+        found = files.resolve_runnable(
+            name, revision, trust_layout=trust_layout, backend=backend, adapter=adapter
+        )
         config, told_as = found.architecture(), dtype_name(numbers)
         room = room_for(config, numbers.itemsize, place, as_bytes(max_memory), found.name)
         streamed = None

@@ -18,7 +18,7 @@ from ....store.errors import PlanError, SourceChanged
 from ....store.keys import ModelIdentity
 from ..architectures.architecture import Architecture
 from ..networks.kernels.tuning import tuning
-from .files import ModelFiles, resolve
+from .files import ModelFiles, resolve_runnable
 
 if TYPE_CHECKING:
     from ..text.tokens import Tokenizer
@@ -47,7 +47,9 @@ class ModelSource:
         self.files: ModelFiles | None = None
         """None for a loaded model."""
         if isinstance(model, str | Path):
-            self.files = resolve(model, revision, trust_layout=trust_layout, backend=backend, adapter=adapter)
+            self.files = resolve_runnable(
+                model, revision, trust_layout=trust_layout, backend=backend, adapter=adapter
+            )
             # The name carries trust, backend and adapter to workers.
             self.name, self.revision = self.files.name, revision
             self.dtype, self.device = dtype or "float32", device

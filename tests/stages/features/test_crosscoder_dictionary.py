@@ -218,7 +218,7 @@ def test_whoever_reads_one_layer_is_refused_in_one_line(models, folders, store, 
         (lambda said, held: said["places"].pop(), "of shape"),
         (lambda said, held: held.pop("threshold"), "expected a tensor 'threshold'"),
         (lambda said, held: held.update({"encoder.bias": held["encoder.bias"][:-1]}), "of shape"),
-        (lambda said, held: said.update(activation="Softmax"), "expected an activation among"),
+        (lambda said, held: said.update(activation="Softmax"), "expected activation to be"),
     ],
 )
 def test_files_that_do_not_fit_are_told(folders, tmp_path, change, error):

@@ -631,8 +631,6 @@ def test_requests_that_make_no_sense_are_refused(bridged, saved):
         Model.from_pretrained(folder, backend="transformers", trust_layout=True)
     with pytest.raises(ConfigError, match="found 'jax'"):
         Model.from_pretrained(folder, backend="jax")
-    with pytest.raises(ConfigError, match="backend='transformers'"):
-        Model.from_pretrained(folder)
     with pytest.raises(ConfigError, match="without positions"):
         model.network.embed(tokens(1, 3), None)
 
@@ -666,10 +664,11 @@ def test_a_fact_is_traced_behind_the_bridge_as_it_is_here(family, tmp_path):
 
 def test_inspect_tells_the_backend_and_what_it_cannot_do(saved, tmp_path, capsys):
     folder, _ = saved("layoutlm", "masked")
-    assert mizarr_command(["models", "inspect", str(folder), "--json", "--quiet"]) == 1
+    assert mizarr_command(["models", "inspect", str(folder), "--json", "--quiet"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert not found["compatible"] and found["backend"]["name"] == "transformers"
-    assert "if asked for" in found["backend"]["reason"]
+    assert found["compatible"] and found["backend"]["name"] == "transformers"
+    assert "as its family is not known" in found["backend"]["reason"]
+    assert len(found["issues"]) > 1, "why our own networks do not take it"
     asked = ["models", "inspect", str(folder), "--backend", "transformers", "--quiet"]
     assert mizarr_command([*asked, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -687,12 +686,76 @@ def test_commands_take_the_backend(reading, tmp_path, capsys):
     (tmp_path / "prompts.jsonl").write_text('{"ids": [9, 8, 7]}\n')
     wanted = [str(folder), str(tmp_path / "prompts.jsonl"), "--hooks", "blocks.*.hook_attn_out"]
     placed = ["--store", str(tmp_path / "store"), "--quiet"]
-    assert mizarr_command(["capture", *wanted, *placed]) == 2
-    assert "backend='transformers'" in capsys.readouterr().err
+    assert mizarr_command(["capture", *wanted, *placed, "--backend", "native"]) == 2
     assert not (tmp_path / "store").exists()
+    capsys.readouterr()
     assert mizarr_command(["capture", *wanted, *placed, "--backend", "transformers"]) == 0
+    asked = capsys.readouterr()
+    assert "warning" not in asked.err
+    with warnings.catch_warnings():
+        warnings.simplefilter("default")
+        assert mizarr_command(["capture", *wanted, *placed]) == 0
+    unasked = capsys.readouterr()
+    assert unasked.out == asked.out, "the same run, which was there"
+    assert unasked.err.count("\n") == 1
+    assert unasked.err.startswith("mizarr: warning: ") and "so transformers runs it" in unasked.err
     twice = ["explain", "logit_lens", "--model", str(folder), "--backend", "transformers"]
     assert mizarr_command([*twice, "--set", "backend=native"]) == 2
     assert "the backend is given twice" in capsys.readouterr().err
     assert mizarr_command(twice) == 2, "it has no readout"
     assert "expected a final norm and a head" in capsys.readouterr().err
+
+
+# Families that are not known
+
+
+@pytest.mark.parametrize("model_type", ["big_bird", "xlnet", "dbrx"])
+def test_a_family_that_is_not_known_runs_behind_the_bridge_unasked(model_type, saved, tmp_path):
+    folder, _ = saved(model_type, "causal")
+    asked = Model.from_pretrained(folder, backend="transformers")
+    with pytest.warns(
+        UserWarning, match=f"'{model_type}' is no family that is known here, so transformers runs"
+    ):
+        unasked = Model.from_pretrained(folder)
+    assert (unasked.name, unasked.identity) == (asked.name, asked.identity)
+    torch.testing.assert_close(unasked.forward([[3, 4]]).logits, asked.forward([[3, 4]]).logits)
+    with pytest.warns(UserWarning, match="so transformers runs it"):
+        source = ModelSource(folder)
+    assert source.identity == ModelSource(folder, backend="transformers").identity
+    hooks = [HookPoint.resid_post(0)]
+    with pytest.warns(UserWarning, match="so transformers runs it"):
+        node = CaptureNode(str(folder), [[3, 4]], hooks=hooks)
+    assert node.run_key == CaptureNode(asked, [[3, 4]], hooks=hooks).run_key
+
+
+def test_without_transformers_one_line_says_what_to_install(saved, tmp_path, monkeypatch):
+    folder, _ = saved("xlnet", "causal")
+    monkeypatch.setenv("MIZARR_CACHE", str(tmp_path / "empty"))
+    monkeypatch.setattr(bridge_case, "witness", lambda: None)
+    monkeypatch.setattr("mizarr.stages.forward.models.layout_check.witness", lambda: None)
+    with pytest.raises(
+        MissingExtra, match=r"'xlnet' is no family .*; transformers.* pip install 'mizarr\[check\]'"
+    ) as error:
+        Model.from_pretrained(folder)
+    assert len(str(error.value)) < 500 and "\n" not in str(error.value)
+
+
+def test_what_the_bridge_cannot_run_either_is_refused_in_a_line(saved, tmp_path):
+    folder, _ = saved("xlnet", "causal")
+    config = json.loads((folder / "config.json").read_text())
+    (tmp_path / "config.json").write_text(
+        json.dumps(config | {"model_type": "novel", "architectures": ["Novel"]})
+    )
+    (tmp_path / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes())
+    with pytest.raises(ConfigError, match=r"'novel' is no family .* Details: mizarr models inspect") as error:
+        Model.from_pretrained(tmp_path)
+    assert len(str(error.value)) < 600 and "\n" not in str(error.value)
+
+
+def test_a_known_family_that_is_refused_is_not_left_to_the_bridge(tmp_path):
+    random_models.save_random_model(tmp_path, "llama")
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps(config | {"rope_parameters": {"rope_type": "spiral"}}))
+    with pytest.raises(MizarrError, match="spiral"):
+        Model.from_pretrained(tmp_path)

@@ -30,6 +30,7 @@ from .....pipeline.sources import SourceNode
 from .....store.errors import PromptError, SourceChanged, TokenizerError
 from .....store.index import file_digests
 from .....store.runs.packed import PackedTokens
+from ..prompts import pack_encodings
 from .contexts import Framing, Ids, framed_prompts
 from .formats import FORMATS, Document, Reading, ending, read_documents
 
@@ -58,6 +59,8 @@ LARGE = 1 << 28
 """Bytes of token ids from which they are kept in a file rather than in memory."""
 AT_ONCE = 1 << 22
 """Tokens read at a time: a chunk of a large result."""
+LARGEST_TEXTS = 4 << 20
+"""Bytes of files whose texts are kept beside their token ids."""
 
 
 @dataclass(frozen=True)
@@ -156,8 +159,28 @@ class Corpus:
         sizes = [part["row_size"].values for part in parts]
         if not sum(map(len, sizes)):
             raise PromptError(f"expected at least one token in {', '.join(self.sources)}, found none")
-        ids = end_to_end([part["token_id"] for part in parts])
-        return PackedTokens(ids, np.concatenate(sizes)), self._labelled(parts)
+        ids, about = end_to_end([part["token_id"] for part in parts]), self._labelled(parts)
+        tokens = PackedTokens(ids, np.concatenate(sizes))
+        return self._with_texts(tokens, about[DOCUMENT].values.tolist(), tokenizer), about
+
+    def _with_texts(
+        self, tokens: PackedTokens, documents: Sequence[int], tokenizer: Tokenizer | None
+    ) -> PackedTokens:
+        """The same tokens with texts and spans of characters, where a prompt is a document of text and files
+        are not large; else as they are. documents: number of each prompt's document, over all files.
+        """
+        files = self.files
+        is_cut = self.context is not None or self.share < 1
+        is_large = sum(path.stat().st_size for path in files) > LARGEST_TEXTS or tokens.ids.nbytes >= LARGE
+        if tokenizer is None or is_cut or is_large:
+            return tokens
+        reading = Reading(self.column, tuple(self.labels), self.whole_files)
+        contents = [document.content for path in files for document in read_documents(path, reading)]
+        texts = [text for number in documents if isinstance(text := contents[number], str)]
+        if len(texts) < len(documents):
+            return tokens
+        packed = pack_encodings([tokenizer.encode(text) for text in texts])
+        return packed if packed == tokens else tokens
 
     def _labelled(self, parts: Sequence[xr.Dataset]) -> xr.Dataset:
         """Documents and labels of the prompts of all files."""

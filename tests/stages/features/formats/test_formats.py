@@ -300,7 +300,9 @@ def test_gemma_scope_embeddings_are_scaled(tmp_path: Path):
 
 def test_files_of_unknown_origin_need_to_be_told_what_they_read(tmp_path: Path):
     write_npz(tmp_path / "layer_5" / "params.npz", draw())
-    with pytest.raises(mizarr.MizarrError, match="pass read= the hook point"):
+    with pytest.raises(
+        mizarr.MizarrError, match=r"found none that do in .*say where its features read and write with read="
+    ):
         Dictionary.from_pretrained(tmp_path)
     dictionary = Dictionary.from_pretrained(tmp_path, read="hook_resid_mid", write="hook_mlp_out")
     assert (str(dictionary.read_hook(5)), dictionary.kind) == ("blocks.5.hook_resid_mid", "plt")
@@ -573,7 +575,10 @@ def broken(tmp_path: Path, what: str) -> Path:
         ("truncated safetensors", r"is truncated: expected \d+ bytes, found \d+"),
         ("missing layer", r"found none for layer 1"),
         ("another size", r"expected 'W_enc' of shape \[13, 40\] .* found \[12, 40\]"),
-        ("wrong hook", r"names a hook point that is not known, 'blocks.1.hook_resid_psot'.*pass read="),
+        (
+            "wrong hook",
+            r"found 'blocks.1.hook_resid_psot', which is not known, nearest is .*_post'; say .* read=",
+        ),
         ("unknown architecture", r"found 'standrad'; nearest is 'standard'"),
         ("no k", r"expected k to be a positive number"),
         ("another kind", r"expected model_kind to be transcoder_set in .* found 'cross_layer_transcoder'"),

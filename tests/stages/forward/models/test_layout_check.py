@@ -16,7 +16,7 @@ from mizarr.stages.forward.architectures.transformer import TransformerConfig
 from mizarr.stages.forward.capture.capture import CaptureNode
 from mizarr.stages.forward.models import layout_check
 from mizarr.stages.forward.models.autoconfig import report
-from mizarr.stages.forward.models.files import TRUSTED, resolve
+from mizarr.stages.forward.models.files import BRIDGED, TRUSTED, resolve, resolve_runnable
 from mizarr.stages.forward.models.layout_check import FARTHEST, lengths_to_check, turning_points
 from mizarr.stages.forward.models.model import Model
 from mizarr.stages.forward.models.source import ModelSource
@@ -91,7 +91,9 @@ def test_interleaved_rope_is_found_by_its_numbers(model_type, seed, saved):
     raw, shapes = resolve(folder).config, read_shapes([folder / "model.safetensors"])
     assert report(raw, shapes).is_compatible, "no tensor and no key tells it from a Llama"
     with pytest.raises(ConfigError, match=r"logits within 0.0001 of .*, found them apart by"):
-        Model.from_pretrained(folder, device="cpu")
+        resolve(folder).architecture()
+    with pytest.warns(UserWarning, match="so transformers runs it"):
+        assert Model.from_pretrained(folder, device="cpu").name == f"{folder}{BRIDGED}"
 
 
 def test_small_weights_hide_no_difference(tmp_path):
@@ -112,6 +114,8 @@ def test_attention_that_looks_ahead_is_no_causal_language_model(saved, tmp_path)
     told = json.loads((folder / "config.json").read_text()) | {"model_type": "ultrabert"}
     (tmp_path / "other" / "config.json").write_text(json.dumps(told))
     with pytest.raises(ConfigError, match=r"lists as a causal language model, found 'ultrabert'"):
+        resolve(tmp_path / "other").architecture()
+    with pytest.raises(ConfigError, match=r"'ultrabert' is no family .* Details: mizarr models inspect"):
         Model.from_pretrained(tmp_path / "other", device="cpu")
 
 
@@ -183,7 +187,7 @@ def test_without_transformers_the_refusal_says_how_to_get_it(saved):
         [sys.executable, "-c", program, str(folder)], capture_output=True, text=True, check=True
     )
     said = json.loads(done.stdout)
-    assert "found none installed; pip install 'mizarr[check]'" in said and "--trust-layout" in said
+    assert "which may run it, is not installed: pip install 'mizarr[check]'. Details" in said
 
 
 def test_changed_weights_are_checked_again(saved, checks):
@@ -385,8 +389,9 @@ def test_the_command_line_trusts_too(saved, tmp_path, capsys):
     folder, _ = saved(DIFFERS, vocab_size=random_models.VOCAB)
     wanted = ["logit_lens", "--model", str(folder), "--set", 'prompts=["The capital"]']
     placed = ["--store", str(tmp_path / "store")]
-    assert mizarr_command(["compute", *wanted, *placed, "--quiet"]) == 2
-    assert "trust_layout" in capsys.readouterr().err
+    with pytest.warns(UserWarning, match="so transformers runs it"):
+        assert resolve_runnable(folder).is_bridged
+    assert not resolve_runnable(folder, trust_layout=True).is_bridged
     assert mizarr_command(["compute", *wanted, *placed, "--quiet", "--trust-layout"]) == 0
     assert "not checked against transformers" in " ".join(capsys.readouterr().out.split())
     assert mizarr_command(["explain", *wanted, *placed, "--trust-layout"]) == 0
@@ -399,7 +404,8 @@ def test_inspect_tells_the_verdict(saved, capsys):
     inspected = ["models", "inspect", str(folder), "--json", "--quiet"]
     assert mizarr_command([*inspected, "--shapes-only"]) == 0
     assert json.loads(capsys.readouterr().out)["layout"] == "not checked against transformers yet"
-    assert mizarr_command(inspected) == 1
+    assert mizarr_command(inspected) == 0
     found = json.loads(capsys.readouterr().out)
-    assert not found["compatible"] and "apart by" in found["issues"][0]
-    assert mizarr_command([*inspected, "--shapes-only"]) == 1, "it is remembered"
+    assert found["backend"]["name"] == "transformers" and "apart by" in found["issues"][0]
+    assert mizarr_command([*inspected, "--shapes-only"]) == 0
+    assert "apart by" in json.loads(capsys.readouterr().out)["issues"][0], "it is remembered"

@@ -14,6 +14,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
+import xarray as xr
 from hypothesis import given, settings, strategies as st
 
 from mizarr import Corpus, capture, open_store
@@ -475,3 +476,62 @@ def test_settings_that_make_no_sense_are_refused(words, tmp_path):
         Corpus(path, labels=["author"]).tokens(words, store)
     with pytest.raises(TokenizerError, match="token ids"):
         Corpus(path).tokens(None, store)
+
+
+# -- labels stay with a run
+
+
+def test_a_run_keeps_labels_and_texts_and_is_selected_by_them(tmp_path):
+    """By whichever door it was captured, it opens with them anywhere; a later capture's labels count."""
+    rows = [("The film was good", "pos", 1), ("The film was bad", "neg", 2), ("A film", "pos", 3)]
+    file = tmp_path / "reviews.jsonl"
+    file.write_text(
+        "".join(json.dumps(dict(zip(("text", "label", "stars"), row, strict=True))) + "\n" for row in rows)
+    )
+    hook = "blocks.2.hook_resid_post"
+    made = {}
+    for door in ("cli", "python"):
+        store = open_store(tmp_path / door, durability="process")
+        if door == "cli":
+            labels = ["--label", "label", "--label", "stars"]
+            asked = ["capture", "specimen", str(file), *labels, "--hooks", hook]
+            assert mizarr_command([*asked, "--store", str(tmp_path / door), "--quiet"]) == 0
+        else:
+            corpus = Corpus(str(file), labels=["label", "stars"])
+            capture("specimen", corpus, hooks=hook, store=store, progress=False)
+        (entry,) = store.entries()
+        found = xr.open_dataset(tmp_path / door / entry.path, engine="mizarr")
+        made[door] = found
+        for ds in (found, entry.open()):
+            assert ds["text"].values.tolist() == [text for text, _, _ in rows]
+            assert ds["label"].values.tolist() == ["pos", "neg", "pos"]
+            assert ds.mi.sel(label="pos")["prompt_id"].values.tolist() == [0, 2]
+            assert ds.mi.sel(label=["pos", "neg"], stars=[2, 3])["prompt_id"].values.tolist() == [1, 2]
+            assert ds.mi.sel(label="pos", prompt=[1, 2])["prompt_id"].values.tolist() == [2]
+            film = ds.mi.sel(label="neg", chars="film")
+            assert "".join(film["token_string"].values.tolist()) == " film"
+        assert store.verify() == []
+        assert [
+            note for note in store.provenance(entry.key("resid_post", 2).digest) if "columns" in note
+        ] == []
+    xr.testing.assert_identical(made["cli"].load(), made["python"].load())
+    store = open_store(tmp_path / "python")
+    file.write_text("".join(json.dumps({"text": t, "label": "x"}) + "\n" for t, _, _ in rows))
+    capture("specimen", Corpus(str(file), labels="label"), hooks=hook, store=store, progress=False)
+    (entry,) = store.entries()
+    assert entry.open()["label"].values.tolist() == ["x"] * 3
+
+
+def test_labels_that_are_not_there_are_refused_in_a_line(tmp_path):
+    file = tmp_path / "reviews.jsonl"
+    file.write_text('{"text": "The film", "label": "pos"}\n')
+    store = open_store(tmp_path / "store", durability="process")
+    corpus = Corpus(str(file), labels="label")
+    ds = capture("specimen", corpus, hooks="blocks.0.hook_resid_post", store=store, progress=False)
+    for said, told in (
+        ({"label": "neg"}, "expected a value of label that some prompt has, 'pos', found 'neg'"),
+        ({"lable": "pos"}, "expected something to select by among document, label, prompt.* found 'lable'"),
+        ({"token": "film"}, "found 'film'.* selected by chars='film'"),
+    ):
+        with pytest.raises(MizarrError, match=told):
+            ds.mi.sel(**said)

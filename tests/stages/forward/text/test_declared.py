@@ -370,6 +370,87 @@ def test_folders_drawn_at_random_are_read_as_transformers_reads_them(base, tmp_p
     require_equal(folder, by_auto=False)
 
 
+CORPUS = [
+    *TEXTS,
+    "hello world, the quick brown fox jumps over the lazy dog",
+    "user assistant a b c d e f g",
+] * 3
+KINDS = ("byte-level BPE", "BPE with byte fallback", "Unigram", "WordPiece", "WordLevel")
+
+
+def save_kind(folder: Path, kind: str, rng: random.Random) -> None:
+    """A tokenizer.json of another kind of model, with the parts that go with it, trained on a few lines."""
+    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+
+    special = ["<unk>", "<s>", "</s>", "[CLS]", "[SEP]"]
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=rng.random() < 0.5)
+    scheme = rng.choice(("always", "first", "never"))
+    if kind == "byte-level BPE":
+        made = Tokenizer(models.BPE())
+        made.pre_tokenizer, made.decoder = byte_level, decoders.ByteLevel()
+        trainer: Any = trainers.BpeTrainer(
+            vocab_size=330, special_tokens=special, initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
+        )
+    elif kind == "BPE with byte fallback":
+        made = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+        made.normalizer = normalizers.Sequence(
+            [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
+        )
+        parts = [
+            decoders.Replace("\u2581", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+        made.decoder = decoders.Sequence(parts)
+        every = [f"<0x{byte:02X}>" for byte in range(256)]
+        trainer = trainers.BpeTrainer(vocab_size=340, special_tokens=[*special, *every])
+    elif kind == "Unigram":
+        made = Tokenizer(models.Unigram())
+        made.normalizer = normalizers.NFKC() if rng.random() < 0.5 else normalizers.NFC()
+        made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme)
+        made.decoder = decoders.Metaspace(prepend_scheme=scheme)
+        trainer = trainers.UnigramTrainer(vocab_size=120, special_tokens=special, unk_token="<unk>")
+    elif kind == "WordPiece":
+        made = Tokenizer(models.WordPiece(unk_token="<unk>"))
+        made.normalizer = normalizers.BertNormalizer(lowercase=rng.random() < 0.5)
+        made.pre_tokenizer, made.decoder = pre_tokenizers.BertPreTokenizer(), decoders.WordPiece()
+        trainer = trainers.WordPieceTrainer(vocab_size=120, special_tokens=special)
+    else:
+        made = Tokenizer(models.WordLevel(unk_token="<unk>"))
+        made.pre_tokenizer = pre_tokenizers.Whitespace()
+        trainer = trainers.WordLevelTrainer(vocab_size=120, special_tokens=special)
+    made.train_from_iterator(CORPUS, trainer)
+    if rng.random() < 0.7:
+        ids = [("<s>", made.token_to_id("<s>")), ("[SEP]", made.token_to_id("[SEP]"))]
+        made.post_processor = processors.TemplateProcessing(
+            single=rng.choice(("<s> $A", "<s> $A [SEP]", "$A [SEP]")), special_tokens=ids
+        )
+    made.save(str(folder / "tokenizer.json"))
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("kind", KINDS)
+def test_folders_of_every_kind_of_tokenizer_are_read_as_transformers_reads_them(tmp_path, kind, seed):
+    """Forty folders: kinds of models, normalisers and post-processors, with declarations drawn at random."""
+    transformers = pytest.importorskip("transformers")
+    rng = random.Random(f"{kind} {seed}")
+    base, folder = tmp_path / "base", tmp_path / "folder"
+    base.mkdir()
+    folder.mkdir()
+    save_kind(base, kind, rng)
+    for _ in range(20):
+        for path in folder.iterdir():
+            path.unlink()
+        write(folder, base, drawn_files(rng))
+        try:
+            transformers.PreTrainedTokenizerFast.from_pretrained(folder)
+        except Exception:  # noqa: BLE001 - what transformers refuses is drawn again
+            continue
+        return require_equal(folder, by_auto=False)
+    raise AssertionError("expected a folder that transformers reads, found none in twenty")
+
+
 def test_the_end_of_a_text_is_one_token_also_where_a_list_of_objects_declares_it(base, tmp_path):
     """As version 4 of transformers wrote special_tokens_map.json, which version 5 refuses."""
     files = {

@@ -1,0 +1,53 @@
+"""Labels that a corpus brings for its prompts (a class, a source, a document), kept beside a run.
+
+    provenance/labels-<when>-<random>.json     columns by name, a value per prompt; the newest counts
+
+Part of no key, as two corpora may hold the same tokens under other labels.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from ..files import Folder
+from ..provenance import LABELS
+from ..sealed import sealed, unsealed
+
+__all__ = ["put_prompt_labels", "read_prompt_labels"]
+
+LARGEST = 32 << 20
+"""Bytes of the labels of a run; of more, which every opening would read, none are kept."""
+
+
+def put_prompt_labels(folder: Folder, path: str, columns: Mapping[str, Any]) -> bool:
+    """Keep labels for the run at `path`; whether they are kept now. columns: arrays [prompt] by name."""
+    values = {name: np.asarray(column).tolist() for name, column in sorted(columns.items())}
+    if len(json.dumps(values)) > LARGEST:
+        return False
+    if _newest(folder, path) != values:
+        name = f"{LABELS}{time.time_ns():020d}-{secrets.token_hex(3)}.json"
+        folder.put_new(f"{path}/provenance/{name}", sealed({"columns": values}))
+    return True
+
+
+def read_prompt_labels(folder: Folder, path: str) -> dict[str, np.ndarray[Any, Any]]:
+    """The labels of the run at `path`, arrays [prompt] by name; CorruptEntry for a file that is damaged."""
+    texts = np.dtypes.StringDType()
+    return {
+        name: np.array(values, texts if isinstance(next(iter(values), 0), str) else None)
+        for name, values in _newest(folder, path).items()
+    }
+
+
+def _newest(folder: Folder, path: str) -> dict[str, list[Any]]:
+    names = sorted(name for name in folder.children(f"{path}/provenance") if name.startswith(LABELS))
+    if not names or (text := folder.get(f"{path}/provenance/{names[-1]}")) is None:
+        return {}
+    columns: dict[str, list[Any]] = unsealed(names[-1], text, ("columns",))["columns"]
+    return columns
