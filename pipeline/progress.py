@@ -19,6 +19,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TextIO
 
+from ..store.display.terminal import echo
 from ..store.errors import ConfigError
 from .memory import megabytes, resident
 
@@ -109,15 +110,16 @@ class Progress:
         if self._bars is not None:
             self._bars.console.print(line, highlight=False, markup=False)
         elif not self.quiet:
-            sys.stderr.write(f"{line}\n")
+            echo(line, err=True)
 
     def __enter__(self) -> Progress:
         if not self.quiet and sys.stderr.isatty():
-            from rich.console import Console
             from rich.progress import BarColumn, Progress as Bars, TextColumn
 
-            console = Console(stderr=True)
-            columns = TextColumn("{task.fields[shown]}"), BarColumn()
+            from ..store.display.console import EscapingConsole
+
+            console = EscapingConsole(stderr=True)
+            columns = TextColumn("{task.fields[shown]}", markup=False), BarColumn()
             self._bars = Bars(*columns, console=console, transient=True)
             self._bars.start()
         return self
@@ -142,7 +144,7 @@ class Progress:
             self._bars.update(task._bar, completed=task.done, shown=task.describe())
         elif time.monotonic() - task._printed > _LINE_EVERY:
             task._printed = time.monotonic()
-            sys.stderr.write(f"{task.describe()}\n")
+            echo(task.describe(), err=True)
 
 
 def _opened(path: Path) -> TextIO:

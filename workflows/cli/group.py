@@ -17,6 +17,7 @@ from collections.abc import Sequence
 
 import click
 
+from ...store.display.terminal import echo, escape_reports_of_python
 from ...store.errors import MizarrError
 from ...store.version import __version__
 from .completion import completion
@@ -63,6 +64,7 @@ for command in (*RUNNING, *STORED, models, features, *ABOUT):
 
 def main(args: Sequence[str] | None = None) -> None:
     """Run the command line and exit the process with its code."""
+    escape_reports_of_python()
     sys.exit(run(args))
 
 
@@ -79,7 +81,7 @@ def run(args: Sequence[str] | None = None) -> int:
     except MizarrError as error:
         return _say(str(error))
     except (click.Abort, KeyboardInterrupt):
-        click.echo("mizarr: interrupted; what was finished is kept, the same command resumes", err=True)
+        echo("mizarr: interrupted; what was finished is kept, the same command resumes", err=True)
         return INTERRUPTED
     except BrokenPipeError:
         # The reader (head, less) has left; python would complain once more when it flushes at exit.
@@ -94,5 +96,5 @@ def run(args: Sequence[str] | None = None) -> int:
 
 
 def _say(message: str) -> int:
-    click.echo(f"mizarr: error: {' '.join(message.split())}", err=True)
+    echo(f"mizarr: error: {' '.join(message.split())}", err=True)
     return MISUSE

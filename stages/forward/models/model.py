@@ -6,7 +6,6 @@ keyed by). Knows nothing of stores; `capture.py` brings the two together.
 
 from __future__ import annotations
 
-import sys
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -19,7 +18,8 @@ from torch import Tensor
 
 from ....pipeline.ambient import each_in_plain_torch, plain_torch
 from ....pipeline.plan import as_bytes
-from ....store import html
+from ....store.display import html
+from ....store.display.terminal import echo
 from ....store.errors import ConfigError, InterventionError, PromptError
 from ....store.keys import ModelIdentity
 from ..architectures.points import BY_NAME, HookPoint
@@ -141,10 +141,10 @@ class Model:
             )
             network = of_weights(config, streamed)
             if max_memory is None and progress is not False:
-                sys.stderr.write(f"{found.name}: {told(streamed.nbytes, room)}\n")
+                echo(f"{found.name}: {told(streamed.nbytes, room)}", err=True)
         is_ours = config.kind != "bridge"
         if is_ours and progress is not False and (unread := unread_line(found.checkpoint, config)):
-            sys.stderr.write(f"{found.name}: {unread}\n")
+            echo(f"{found.name}: {unread}", err=True)
         found.confirm(identity)
         return cls(
             network,

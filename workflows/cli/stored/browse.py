@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 
+from ....store.display.terminal import echo
 from ..options import json_option, print_json, quiet_option, store_option
 
 
@@ -37,8 +38,8 @@ def browse(store_path: str, port: int, no_open: bool) -> None:
         word = new_word()
         answers = application(store, word, held.getsockname()[1])
         address = address_of(held.getsockname()[1], word)
-        click.echo(address)
-        click.echo("Ctrl-C ends it", err=True)
+        echo(address)
+        echo("Ctrl-C ends it", err=True)
         if not no_open:
             click.launch(address)
         serve(answers, held)
@@ -98,5 +99,5 @@ def site(
     if as_json:
         print_json({"site": str(folder / "index.html"), **vars(written)})
         return
-    click.echo(folder / "index.html")
-    click.echo(f"{written.pages:,} pages, {written.left_out:,} links to what was left out", err=True)
+    echo(folder / "index.html")
+    echo(f"{written.pages:,} pages, {written.left_out:,} links to what was left out", err=True)
