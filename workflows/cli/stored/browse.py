@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import signal
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import click
@@ -33,6 +37,8 @@ def browse(store_path: str, port: int, no_open: bool) -> None:
     from ...browse.server import address_of, application, listening, new_word, serve
 
     require("browse", "mizarr browse")
+    from ...browse.connections import redirecting_file
+
     store = open_store(store_path, mode="r")
     with listening(port) as held:
         word = new_word()
@@ -40,9 +46,26 @@ def browse(store_path: str, port: int, no_open: bool) -> None:
         address = address_of(held.getsockname()[1], word)
         echo(address)
         echo("Ctrl-C ends it", err=True)
-        if not no_open:
-            click.launch(address)
-        serve(answers, held)
+        with contextlib.ExitStack() as stack:
+            if not no_open:
+                stack.enter_context(_ended_orderly())
+                click.launch(str(stack.enter_context(redirecting_file(address))))
+            serve(answers, held)
+
+
+@contextlib.contextmanager
+def _ended_orderly() -> Iterator[None]:
+    """Signals that end the process let it clean up before."""
+
+    def leave(number: int, frame: object) -> None:
+        sys.exit(128 + number)
+
+    before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @click.command(epilog="Example: mizarr site pages --store activations")
