@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from io import FileIO
 from pathlib import Path
 
@@ -65,6 +65,7 @@ class LocalFolder(Folder):
     root: Path
     durability: str = "disk"
     read_only: bool = False
+    is_store: bool = field(default=False, compare=False)
     # Folders that were seen to be no links; only saves time.
     _folders: set[str] = field(default_factory=set, init=False, compare=False, repr=False)
     # Folders whose own names are known to last, with their inodes; only saves time.
@@ -103,6 +104,10 @@ class LocalFolder(Folder):
         if os.path.isdir(f"{self.root}/{folder}"):  # noqa: PTH112 - one that comes later may be a link
             self._folders.add(folder)
 
+    def as_store(self) -> LocalFolder:
+        """See `Folder`."""
+        return replace(self, is_store=True)
+
     @property
     def index_path(self) -> Path:
         """Beside what it tells of."""
@@ -114,6 +119,7 @@ class LocalFolder(Folder):
         if not self.read_only:
             probe = self.path(f"leases/.clock-{secrets.token_hex(4)}")
             with suppress(OSError):
+                self.require_there()
                 try:
                     probe.parent.mkdir(exist_ok=True)
                     os.close(os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644))
@@ -275,7 +281,7 @@ class LocalFolder(Folder):
         for name, old in names.items():
             with self.writing(name):
                 target = self.path(name)
-                target.parent.mkdir(parents=True, exist_ok=True)
+                self._make(target.parent)
                 if _linked(self.path(old), target):
                     made.add(name)
         self._sync_names(made)
@@ -339,7 +345,7 @@ class LocalFolder(Folder):
         """Create a small file that need not outlive a power cut; False when it is there already."""
         with self.writing(name):
             path = self.path(name)
-            path.parent.mkdir(parents=True, exist_ok=True)
+            self._make(path.parent)
             try:
                 handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
             except FileExistsError:
@@ -361,7 +367,7 @@ class LocalFolder(Folder):
         """A new folder, filled by what writes to a real one; returns size and digest of each of its files."""
         with self.writing(folder):
             path = self.path(folder)
-            path.parent.mkdir(parents=True, exist_ok=True)
+            self._make(path.parent)
             path.mkdir()
             fill(path)
             return self._settled_files(path)
@@ -391,7 +397,7 @@ class LocalFolder(Folder):
         """Give a file, or a folder with all in it, another name, if it is there."""
         if os.path.lexists(self.path(source)):
             with self.writing(source):
-                self.path(target).parent.mkdir(parents=True, exist_ok=True)
+                self._make(self.path(target).parent)
                 self.path(source).rename(self.path(target))
 
     def delete(self, name: str) -> None:
@@ -437,18 +443,35 @@ class LocalFolder(Folder):
                 return None
             raise self._refused(name, error) from error
 
+    def _make(self, folder: Path) -> None:
+        """Make a folder below the root, and those above it; FileNotFoundError where the root of a store went
+        meanwhile, which is not made again."""
+        try:
+            folder.mkdir(exist_ok=True)
+        except FileNotFoundError:
+            if folder == self.root and self.is_store:
+                raise
+            if folder == self.root:
+                folder.mkdir(parents=True, exist_ok=True)
+                return
+            self._make(folder.parent)
+            folder.mkdir(exist_ok=True)
+
     @contextmanager
     def writing(self, name: str) -> Iterator[None]:
-        """Around a write: refuses a read-only store, and tells a full disk by its name."""
+        """Around a write: refuses a store that is read-only or gone, and tells a full disk by its name."""
         if self.read_only:
             raise ReadOnlyStore(
                 f"cannot write {name}: {self.root} was opened with mode='r'; open it with mode='a'"
             )
+        self.require_there()
         try:
             yield
         except StoreError:
             raise
         except OSError as error:
+            if isinstance(error, FileNotFoundError):
+                self.require_there()  # or it went while this was written
             raise as_store_error(error, self.root, name) from error
 
     def _sync_names(self, names: Collection[str]) -> None:
@@ -476,7 +499,7 @@ class LocalFolder(Folder):
     def _temporary(self, name: str) -> Iterator[Path]:
         """A hidden name beside this one, for as long as it is written; its folder exists."""
         target = self.path(name)
-        target.parent.mkdir(parents=True, exist_ok=True)
+        self._make(target.parent)
         temporary = target.parent / f".{target.name}.{os.getpid()}.{secrets.token_hex(4)}"
         try:
             yield temporary

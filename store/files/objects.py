@@ -57,8 +57,8 @@ class ObjectFolder(Folder):
     Safe for any number of threads. Raises StoreFormatError for other addresses, MissingExtra.
     """
 
-    def __init__(self, address: str, read_only: bool = False) -> None:
-        self.read_only = read_only
+    def __init__(self, address: str, read_only: bool = False, is_store: bool = False) -> None:
+        self.read_only, self.is_store = read_only, is_store
         self._address = normalised(address)
         self._is_memory = self._address.startswith("memory://")
         self._looks: dict[str, tuple[float, Stat | None]] = {}
@@ -66,8 +66,12 @@ class ObjectFolder(Folder):
         self._lock = threading.Lock()
         self._store: ObjectStore = connected(self._address)
 
-    def __reduce__(self) -> tuple[type[ObjectFolder], tuple[str, bool]]:
-        return type(self), (self._address, self.read_only)
+    def __reduce__(self) -> tuple[type[ObjectFolder], tuple[str, bool, bool]]:
+        return type(self), (self._address, self.read_only, self.is_store)
+
+    def as_store(self) -> ObjectFolder:
+        """See `Folder`."""
+        return ObjectFolder(self._address, self.read_only, is_store=True)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, ObjectFolder) and (self._address, self.read_only) == (
@@ -347,11 +351,12 @@ class ObjectFolder(Folder):
 
     @contextmanager
     def writing(self, name: str) -> Iterator[None]:
-        """Around a write: refuses a read-only store, and tells failures as store errors."""
+        """Around a write: refuses a store that is read-only or gone, and tells failures as store errors."""
         if self.read_only:
             raise ReadOnlyStore(
                 f"cannot write {name}: {self._address} was opened with mode='r'; open it with mode='a'"
             )
+        self.require_there()
         with self._told(name):
             yield
 
