@@ -13,9 +13,11 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, TypeVar
 
 from ..store.errors import ConfigError
+from ..store.interrupts import undo
 
 __all__ = ["OF_PROCESS", "OF_THREAD", "each_in_plain_torch", "plain_torch"]
 
@@ -35,23 +37,26 @@ class _Process:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._threads = 0
+        self._inside: set[object] = set()
         self._stack = ExitStack()
 
     @contextmanager
     def plain(self, torch: Any) -> Iterator[None]:
-        with self._lock:
-            self._threads += 1
+        caller = object()
         try:
             with self._lock:
+                self._inside.add(caller)
                 for setting in OF_PROCESS.values():
                     setting(torch, self._stack)
             yield
         finally:
-            with self._lock:
-                self._threads -= 1
-                if not self._threads:
-                    self._stack.close()
+            undo(partial(self._leave, caller))
+
+    def _leave(self, caller: object) -> None:
+        with self._lock:
+            self._inside.discard(caller)
+            if not self._inside:
+                self._stack.close()
 
 
 _inside = threading.local()
@@ -73,8 +78,8 @@ def plain_torch() -> Iterator[None]:
         for setting in OF_THREAD.values():
             setting(torch, stack)
         stack.enter_context(_process.plain(torch))
-        _inside.is_plain = True
         stack.callback(setattr, _inside, "is_plain", False)
+        _inside.is_plain = True
         yield
 
 
@@ -97,8 +102,8 @@ def _autocast(torch: Any, stack: ExitStack) -> None:
 
 def _default_dtype(torch: Any, stack: ExitStack) -> None:
     if (dtype := torch.get_default_dtype()) is not torch.float32:
-        torch.set_default_dtype(torch.float32)
         stack.callback(torch.set_default_dtype, dtype)
+        torch.set_default_dtype(torch.float32)
 
 
 def _default_device(torch: Any, stack: ExitStack) -> None:
@@ -123,8 +128,8 @@ def _fp32_precision(torch: Any, stack: ExitStack) -> None:
             if precision not in (_PRECISE, "none"):
                 # "none" takes that of the whole library, or of all of them.
                 inherited = precision in (above.fp32_precision, torch.backends.fp32_precision)
-                operation.fp32_precision = _PRECISE
                 stack.callback(setattr, operation, "fp32_precision", "none" if inherited else precision)
+                operation.fp32_precision = _PRECISE
 
 
 _REDUCED = {
@@ -139,8 +144,8 @@ def _reduced_precision(torch: Any, stack: ExitStack) -> None:
     products = torch.backends.cuda.matmul
     for name, default in _REDUCED.items():
         if (value := getattr(products, name)) != default:
-            setattr(products, name, default)
             stack.callback(setattr, products, name, value)
+            setattr(products, name, default)
 
 
 _KERNELS = ("flash", "mem_efficient", "math", "cudnn")
@@ -152,17 +157,17 @@ def _attention_kernels(torch: Any, stack: ExitStack) -> None:
     for kernel in _KERNELS:
         if not getattr(switches, f"{kernel}_sdp_enabled")():
             enable = getattr(switches, f"enable_{kernel}_sdp")
-            enable(True)
             stack.callback(enable, False)
+            enable(True)
     if switches.fp16_bf16_reduction_math_sdp_allowed():
-        switches.allow_fp16_bf16_reduction_math_sdp(False)
         stack.callback(switches.allow_fp16_bf16_reduction_math_sdp, True)
+        switches.allow_fp16_bf16_reduction_math_sdp(False)
 
 
 def _flush_denormal(torch: Any, stack: ExitStack) -> None:
     if not (torch.full((), _ABOVE_ALL, device="cpu") * 1.0).item():
-        torch.set_flush_denormal(False)
         stack.callback(torch.set_flush_denormal, True)
+        torch.set_flush_denormal(False)
 
 
 def _function_modes(torch: Any, stack: ExitStack) -> None:

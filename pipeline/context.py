@@ -15,11 +15,12 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from threading import Lock
 from typing import TYPE_CHECKING, Any, Self
 
 from ..store.errors import MizarrError, PlanError, StageError
+from ..store.interrupts import undo
 from .clusters import ClusterClient, local_workers
 from .clusters.client import Submitted
 from .progress import Bar, Progress
@@ -214,7 +215,7 @@ def selection_of(cell: Task) -> Selection:
 
 
 _lock = Lock()
-_asked: list[int] = []
+_asked: dict[object, int] = {}
 _before: list[Any] = []
 """What knows the number of threads before the first of those asked for; at most one."""
 
@@ -227,20 +228,32 @@ def blas_threads(count: int) -> Iterator[None]:
     two that overlap the one that ends last would leave the other's number behind, for good - and other last
     bits, as OpenBLAS cuts a product otherwise for more threads (measured: float32, from some 400 rows on).
     """
-    with _lock:
-        _asked.append(count)
-        limits = _libraries(len(sys.modules)).limit(limits=min(_asked), user_api="blas")
-        if not _before:
-            _before.append(limits)
+    asking = object()
     try:
+        with _lock:
+            if not _before:
+                _before.append(
+                    _libraries(len(sys.modules)).limit(limits=None, user_api="blas")
+                )  # limits nothing
+            _asked[asking] = count
+            _limit_blas()
         yield
     finally:
-        with _lock:
-            _asked.remove(count)
-            if _asked:
-                _libraries(len(sys.modules)).limit(limits=min(_asked), user_api="blas")
-            else:
-                _before.pop().restore_original_limits()
+        undo(partial(_ask_no_more, asking))
+
+
+def _ask_no_more(asking: object) -> None:
+    with _lock:
+        _asked.pop(asking, None)
+        if _asked:
+            _limit_blas()
+        elif _before:
+            _before[0].restore_original_limits()
+            _before.clear()
+
+
+def _limit_blas() -> None:
+    _libraries(len(sys.modules)).limit(limits=min(_asked.values()), user_api="blas")
 
 
 @lru_cache(maxsize=1)

@@ -21,6 +21,7 @@ from typing import Any, TextIO
 
 from ..store.display.terminal import echo
 from ..store.errors import ConfigError
+from ..store.interrupts import undo
 from .memory import megabytes, resident
 
 _LINE_EVERY = 5.0  # seconds between plain lines
@@ -120,11 +121,19 @@ class Progress:
 
             console = EscapingConsole(stderr=True)
             columns = TextColumn("{task.fields[shown]}", markup=False), BarColumn()
-            self._bars = Bars(*columns, console=console, transient=True)
-            self._bars.start()
+            try:
+                self._bars = Bars(*columns, console=console, transient=True)
+                self._bars.start()
+            except BaseException:
+                self.close()
+                raise
         return self
 
     def __exit__(self, *_: object) -> None:
+        undo(self.close)
+
+    def close(self) -> None:
+        """End the bars and the log; what is counted later is shown no more."""
         if self._bars is not None:
             self._bars.stop()
             self._bars = None

@@ -6,6 +6,7 @@ from .folder import (
     THREADS as THREADS,
     Folder as Folder,
     Measured as Measured,
+    is_below as is_below,
     room_at as room_at,
 )
 from .local import LocalFolder as LocalFolder

@@ -23,7 +23,7 @@ from ..errors import REPAIR, CorruptEntry, StoreError
 from .mapped import Mapped
 from .stamps import Stat
 
-__all__ = ["DESCRIPTION", "THREADS", "Folder", "Measured", "checked", "room_at"]
+__all__ = ["DESCRIPTION", "THREADS", "Folder", "Measured", "checked", "is_below", "room_at"]
 
 THREADS = 4
 """That digest at once: sha256 releases the GIL, two are twice as fast; beyond four the disk is the limit."""
@@ -39,6 +39,14 @@ _UNSAFE = re.compile(r"(^|/)\.{0,2}(/|$)|[\x00-\x1f\x7f\\]")
 """A step of a name that is empty, "." or "..", and characters that no name of a store has."""
 
 
+def is_below(name: str) -> bool:
+    """Whether a name, by its spelling, leads to something below the folder it is relative to.
+
+    name: steps parted by "/", out of a file that somebody else may have written.
+    """
+    return _UNSAFE.search(name) is None
+
+
 def checked(name: str) -> str:
     """A name, which may have been read from somebody's file, before it becomes a place: below the root of its
     store, and nowhere else. The one way from names to places, on disks and in buckets.
@@ -46,7 +54,7 @@ def checked(name: str) -> str:
     name: steps parted by "/"; "" for the root itself.
     Raises CorruptEntry for a name that leads elsewhere, or has characters that names of a store do not have.
     """
-    if name and _UNSAFE.search(name):
+    if name and not is_below(name):
         raise CorruptEntry(f"expected a name below the folder of a store, found {name!r:.80}; {REPAIR}")
     return name
 

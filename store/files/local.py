@@ -29,7 +29,7 @@ from pathlib import Path
 
 from ..digest import Buffer, file_digest, open_file_digest
 from ..errors import REPAIR, CorruptEntry, ReadOnlyStore, StoreError, StoreFull
-from .folder import THREADS, Folder, Measured, checked, room_at
+from .folder import THREADS, Folder, Measured, checked, is_below, room_at
 from .mapped import Mapped
 from .stamps import Stat
 
@@ -296,34 +296,34 @@ class LocalFolder(Folder):
         """Names of what lies directly in a folder, each with what the system says of it."""
         with suppress(FileNotFoundError, NotADirectoryError), self._scanned(folder) as found:
             for item in found:
-                if not item.name.startswith(".") and (known := self._stat_of(f"{folder}/{item.name}", item)):
+                if _is_shown(item.name) and (known := self._stat_of(f"{folder}/{item.name}", item)):
                     yield item.name, known
 
     def children(self, folder: str) -> Iterator[str]:
         """Names of what lies directly in a folder, without the folder's; temporary ones left out."""
         with suppress(FileNotFoundError, NotADirectoryError), self._scanned(folder) as found:
-            yield from (item.name for item in found if not item.name.startswith("."))
+            yield from (item.name for item in found if _is_shown(item.name))
 
     def subfolders(self, folder: str) -> Iterator[str]:
         """Names of the folders directly in a folder, without the folder's; temporary ones left out."""
         with suppress(FileNotFoundError, NotADirectoryError), self._scanned(folder) as found:
             yield from (
-                item.name
-                for item in found
-                if item.is_dir(follow_symlinks=False) and not item.name.startswith(".")
+                item.name for item in found if item.is_dir(follow_symlinks=False) and _is_shown(item.name)
             )
 
     def list(self, folder: str) -> Iterator[str]:
         """Names of all files below a folder, relative to the root; temporary ones (leading dot) left out."""
         for top, _, files in os.walk(self.path(folder), onerror=self._told):
             base = Path(top).relative_to(self.root)
-            yield from (str(base / file) for file in files if not file.startswith("."))
+            yield from (name for file in files if _is_shown(file) and is_below(name := str(base / file)))
 
     def walk(self, folder: str) -> Iterator[tuple[str, Stat]]:
         """All files below a folder, temporary ones as well, relative to the root."""
         with suppress(FileNotFoundError, NotADirectoryError), self._scanned(folder) as found:
             for item in found:
                 name = f"{folder}/{item.name}" if folder else item.name
+                if not is_below(item.name):
+                    continue
                 if item.is_dir(follow_symlinks=False):
                     yield from self.walk(name)
                 elif (known := self._stat_of(name, item)) is not None:
@@ -334,7 +334,7 @@ class LocalFolder(Folder):
         with suppress(FileNotFoundError, NotADirectoryError), self._scanned(folder) as found:
             for item in found:
                 name = f"{folder}/{item.name}"
-                if item.name.startswith(".") or item.is_file(follow_symlinks=False):
+                if not _is_shown(item.name) or item.is_file(follow_symlinks=False):
                     continue
                 if (what := _kind(item)) is not None:
                     yield name, what
@@ -534,6 +534,12 @@ def as_store_error(error: OSError, root: Path, name: str) -> OSError:
             "put it on another one"
         )
     return error
+
+
+def _is_shown(name: str) -> bool:
+    """Whether a file or folder of this name counts: hidden ones are temporary, and names that no store has
+    (control characters, a backslash) are somebody's, which cannot be asked for."""
+    return not name.startswith(".") and is_below(name)
 
 
 def _unwaiting(path: str, flags: int) -> int:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import hashlib
 import secrets
-import shutil
 import tempfile
 import threading
 import time
@@ -304,8 +303,8 @@ class ObjectFolder(Folder):
             is_taken = next(self.walk(folder), None) is not None
         if is_taken:
             raise FileExistsError(self.where(folder))
-        place = Path(tempfile.mkdtemp(prefix="mizarr-"))
-        try:
+        with tempfile.TemporaryDirectory(prefix="mizarr-", ignore_cleanup_errors=True) as made:
+            place = Path(made)
             fill(place)
             names = sorted(str(path.relative_to(place)) for path in place.rglob("*") if path.is_file())
             names.sort(key=lambda name: name.endswith(".json"))
@@ -317,8 +316,6 @@ class ObjectFolder(Folder):
 
             with ThreadPoolExecutor(THREADS) as pool:
                 return dict(sorted(zip(names, pool.map(one, names), strict=True)))
-        finally:
-            shutil.rmtree(place, ignore_errors=True)
 
     def scratch(self, folder: str) -> Path:
         """See `Folder`: in the user's cache folder, by address."""

@@ -10,7 +10,6 @@ Border: files and records; what they mean to an analysis is not asked.
 from __future__ import annotations
 
 import secrets
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from typing import Any
 from ..catalog import Catalog
 from ..errors import CorruptEntry, ReadOnlyStore
 from ..files import Folder
+from ..interrupts import Repeated, undo
 from ..provenance import as_json, get_provenance
 from ..reading.datasets import forget_entries
 from ..records import ACTIVATION, Record
@@ -201,22 +201,17 @@ def lease(store: Catalog, record: Record) -> Iterator[None]:
         yield
         return
     name = f"leases/{secrets.token_hex(8)}.json"
-    store.files.put_new(name, as_json({"data": record.data, "key": record.key}))
-    stop = threading.Event()
 
-    def beat() -> None:
-        while not stop.wait(_LEASE / 4):
-            with suppress(OSError):
-                store.files.touch(name)
+    def keep_alive() -> None:
+        with suppress(OSError):
+            store.files.touch(name)
 
-    thread = threading.Thread(target=beat, name="mizarr-lease", daemon=True)
-    thread.start()
     try:
-        yield
+        store.files.put_new(name, as_json({"data": record.data, "key": record.key}))
+        with Repeated(_LEASE / 4, keep_alive, "mizarr-lease"):
+            yield
     finally:
-        stop.set()
-        thread.join()
-        store.files.delete(name)
+        undo(lambda: store.files.delete(name))
 
 
 def measure(files: Folder, data: str) -> tuple[int, int, float]:

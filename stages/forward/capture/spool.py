@@ -86,10 +86,10 @@ class SpoolFile:
         """Takes batches in order; the file is there when the block ends. Raises StoreFull, ReadOnlyStore."""
         target = self.place
         temporary = target.with_name(f"{target.name}.{os.getpid()}")
-        with self.folder.writing(self.name):
-            target.parent.mkdir(parents=True, exist_ok=True)
-            file = temporary.open("wb")
         try:
+            with self.folder.writing(self.name):
+                target.parent.mkdir(parents=True, exist_ok=True)
+                file = temporary.open("wb")
             with file:
                 writer = SpoolWriter(self, file)
                 yield writer

@@ -15,6 +15,8 @@ from contextlib import contextmanager
 
 import torch
 
+from ....store.interrupts import undo
+
 __all__ = ["one_thread_each"]
 
 _LOCK = threading.Lock()  # torch has one number of threads for the whole process
@@ -32,8 +34,8 @@ def one_thread_each(*, when: bool = True) -> Iterator[None]:
         return
     with _LOCK:
         before = torch.get_num_threads()
-        torch.set_num_threads(1)
         try:
+            torch.set_num_threads(1)
             yield
         finally:
-            torch.set_num_threads(before)
+            undo(lambda: torch.set_num_threads(before))

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .....store.errors import ConfigError, WeightsError
+from .....store.interrupts import undo
 from ..weights import is_finite
 
 if TYPE_CHECKING:
@@ -126,16 +127,20 @@ def quiet() -> Iterator[None]:
 
     logging: Any = importlib.import_module("transformers.utils.logging")
     level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+
+    def set_back() -> None:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()
+
     try:
+        logging.set_verbosity_error()
+        logging.disable_progress_bar()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        logging.set_verbosity(level)
-        if bars:
-            logging.enable_progress_bar()
+        undo(set_back)
 
 
 def _config_type(class_name: str) -> str | None:
