@@ -13,11 +13,9 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from typing import Any, TypeVar
 
 from ..store.errors import ConfigError
-from ..store.interrupts import undo
 
 __all__ = ["OF_PROCESS", "OF_THREAD", "each_in_plain_torch", "plain_torch"]
 
@@ -50,7 +48,11 @@ class _Process:
                     setting(torch, self._stack)
             yield
         finally:
-            undo(partial(self._leave, caller))
+            try:
+                self._leave(caller)
+            except BaseException:  # interrupted
+                self._leave(caller)
+                raise
 
     def _leave(self, caller: object) -> None:
         with self._lock:

@@ -15,12 +15,11 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import lru_cache
 from threading import Lock
 from typing import TYPE_CHECKING, Any, Self
 
 from ..store.errors import MizarrError, PlanError, StageError
-from ..store.interrupts import undo
 from .clusters import ClusterClient, local_workers
 from .clusters.client import Submitted
 from .progress import Bar, Progress
@@ -232,14 +231,17 @@ def blas_threads(count: int) -> Iterator[None]:
     try:
         with _lock:
             if not _before:
-                _before.append(
-                    _libraries(len(sys.modules)).limit(limits=None, user_api="blas")
-                )  # limits nothing
+                # Limits nothing: only remembers what there was.
+                _before.append(_libraries(len(sys.modules)).limit(limits=None, user_api="blas"))
             _asked[asking] = count
             _limit_blas()
         yield
     finally:
-        undo(partial(_ask_no_more, asking))
+        try:
+            _ask_no_more(asking)
+        except BaseException:  # interrupted
+            _ask_no_more(asking)
+            raise
 
 
 def _ask_no_more(asking: object) -> None:

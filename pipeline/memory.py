@@ -28,7 +28,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from ..store.interrupts import Repeated, undo
+from ..store.repeated import Repeated
 
 __all__ = ["Memory", "MemoryUsed", "Took", "measured", "megabytes", "memory", "most_held", "resident"]
 
@@ -135,7 +135,11 @@ def memory() -> Iterator[MemoryUsed]:
         _watch(used)
         yield used
     finally:
-        undo(lambda: _unwatch(used))
+        try:
+            _unwatch(used)
+        except BaseException:  # interrupted
+            _unwatch(used)
+            raise
         used.look(is_end=True)
 
 

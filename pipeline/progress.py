@@ -21,7 +21,6 @@ from typing import Any, TextIO
 
 from ..store.display.terminal import echo
 from ..store.errors import ConfigError
-from ..store.interrupts import undo
 from .memory import megabytes, resident
 
 _LINE_EVERY = 5.0  # seconds between plain lines
@@ -114,23 +113,21 @@ class Progress:
             echo(line, err=True)
 
     def __enter__(self) -> Progress:
-        if not self.quiet and sys.stderr.isatty():
-            from rich.progress import BarColumn, Progress as Bars, TextColumn
-
-            from ..store.display.console import EscapingConsole
-
-            console = EscapingConsole(stderr=True)
-            columns = TextColumn("{task.fields[shown]}", markup=False), BarColumn()
-            try:
-                self._bars = Bars(*columns, console=console, transient=True)
+        try:
+            if not self.quiet and sys.stderr.isatty():
+                self._bars = _bars()
                 self._bars.start()
-            except BaseException:
-                self.close()
-                raise
-        return self
+            return self
+        except BaseException:
+            self.close()
+            raise
 
     def __exit__(self, *_: object) -> None:
-        undo(self.close)
+        try:
+            self.close()
+        except BaseException:  # interrupted
+            self.close()
+            raise
 
     def close(self) -> None:
         """End the bars and the log; what is counted later is shown no more."""
@@ -154,6 +151,16 @@ class Progress:
         elif time.monotonic() - task._printed > _LINE_EVERY:
             task._printed = time.monotonic()
             echo(task.describe(), err=True)
+
+
+def _bars() -> Any:
+    """A line of text and a bar for each task, on stderr."""
+    from rich.progress import BarColumn, Progress as Bars, TextColumn
+
+    from ..store.display.console import EscapingConsole
+
+    columns = TextColumn("{task.fields[shown]}", markup=False), BarColumn()
+    return Bars(*columns, console=EscapingConsole(stderr=True), transient=True)
 
 
 def _opened(path: Path) -> TextIO:

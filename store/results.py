@@ -120,13 +120,16 @@ def write_result(
     """
     ready, encoding = prepare(dataset)
     data = f"data/{key.digest[:2]}/{key.digest}.{secrets.token_hex(4)}"
+    record = None
     try:
         record = _attempt(files, data, key, ready, encoding, provenance)
         confirm()
         if files.put_new(record.path, record.to_bytes()):
             return record
     except BaseException:
-        files.remove_tree(data)
+        # An interrupt may come when the key is there already: then it leads to what was written.
+        if record is None or files.get(record.path) != record.to_bytes():
+            files.remove_tree(data)
         raise
     files.remove_tree(data)
     return _lost(files, record, provenance)

@@ -15,7 +15,6 @@ from itertools import islice
 from typing import Any
 
 from ...store.errors import PlanError, StageError
-from ...store.interrupts import undo
 
 __all__ = ["ClusterClient", "Submitted"]
 
@@ -243,4 +242,8 @@ def _without_logs() -> Iterator[None]:
             logger.setLevel(logging.CRITICAL)
         yield
     finally:
-        undo(set_back)
+        try:
+            set_back()
+        except BaseException:  # interrupted
+            set_back()
+            raise

@@ -504,7 +504,11 @@ class LocalFolder(Folder):
         try:
             yield temporary
         finally:
-            temporary.unlink(missing_ok=True)
+            try:
+                temporary.unlink(missing_ok=True)
+            except BaseException:  # interrupted
+                temporary.unlink(missing_ok=True)
+                raise
 
     def _sync_folder(self, path: Path) -> None:
         if self.durability == "disk":

@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 
 from ..files import Folder
-from ..interrupts import Repeated, undo
+from ..repeated import Repeated
 
 TTL = 60.0
 """Seconds: long enough for a stalled network disk, short enough to wait for after a crash."""
@@ -79,7 +79,11 @@ class Claim:
             raise
 
     def __exit__(self, *_: object) -> None:
-        undo(self.release)
+        try:
+            self.release()
+        except BaseException:  # interrupted
+            self.release()
+            raise
 
 
 def _touch(folder: Folder, name: str) -> None:

@@ -19,10 +19,10 @@ from typing import Any
 from ..catalog import Catalog
 from ..errors import CorruptEntry, ReadOnlyStore
 from ..files import Folder
-from ..interrupts import Repeated, undo
 from ..provenance import as_json, get_provenance
 from ..reading.datasets import forget_entries
 from ..records import ACTIVATION, Record
+from ..repeated import Repeated
 from ..runs.claims import TTL
 from ..sealed import read_json
 from .lineage import inputs_of
@@ -211,7 +211,11 @@ def lease(store: Catalog, record: Record) -> Iterator[None]:
         with Repeated(_LEASE / 4, keep_alive, "mizarr-lease"):
             yield
     finally:
-        undo(lambda: store.files.delete(name))
+        try:
+            store.files.delete(name)
+        except BaseException:  # interrupted
+            store.files.delete(name)
+            raise
 
 
 def measure(files: Folder, data: str) -> tuple[int, int, float]:

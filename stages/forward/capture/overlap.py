@@ -114,10 +114,10 @@ class OverlappedWriter:
         try:
             for thread in self._threads:
                 thread.start()
+            return self
         except BaseException:
             self._jobs.put(None)
             raise
-        return self
 
     def buffer(self) -> SegmentBuffer:
         """A free buffer; waits for a writer when all are in use."""

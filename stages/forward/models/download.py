@@ -18,7 +18,7 @@ from typing import Any
 
 from ....pipeline.progress import Bar, Progress, short
 from ....store.errors import DownloadError, ModelNotFound
-from ....store.interrupts import Repeated, undo
+from ....store.repeated import Repeated
 from ..text.declared import FILES as DECLARED_IN
 from ..text.world import WORLD
 from .files import (
@@ -216,12 +216,20 @@ def _quiet_hub() -> Iterator[None]:
 
     hub: Any = utils
     were_off = hub.are_progress_bars_disabled()
+
+    def set_back() -> None:
+        if not were_off:
+            hub.enable_progress_bars()
+
     try:
         hub.disable_progress_bars()
         yield
     finally:
-        if not were_off:
-            undo(hub.enable_progress_bars)
+        try:
+            set_back()
+        except BaseException:  # interrupted
+            set_back()
+            raise
 
 
 def _remember(cache: Path, name: str, revision: str, commit: str) -> None:

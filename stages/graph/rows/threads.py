@@ -15,8 +15,6 @@ from contextlib import contextmanager
 
 import torch
 
-from ....store.interrupts import undo
-
 __all__ = ["one_thread_each"]
 
 _LOCK = threading.Lock()  # torch has one number of threads for the whole process
@@ -38,4 +36,8 @@ def one_thread_each(*, when: bool = True) -> Iterator[None]:
             torch.set_num_threads(1)
             yield
         finally:
-            undo(lambda: torch.set_num_threads(before))
+            try:
+                torch.set_num_threads(before)
+            except BaseException:  # interrupted
+                torch.set_num_threads(before)
+                raise

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .....store.errors import ConfigError, WeightsError
-from .....store.interrupts import undo
 from ..weights import is_finite
 
 if TYPE_CHECKING:
@@ -140,7 +139,11 @@ def quiet() -> Iterator[None]:
             warnings.simplefilter("ignore")
             yield
     finally:
-        undo(set_back)
+        try:
+            set_back()
+        except BaseException:  # interrupted
+            set_back()
+            raise
 
 
 def _config_type(class_name: str) -> str | None:

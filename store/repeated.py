@@ -1,4 +1,4 @@
-"""What must end although an interrupt may come at any line: threads that repeat something, and undoing.
+"""A function that a thread of its own calls now and then; the thread ends whenever an interrupt comes.
 
 Border: functions and seconds; knows no store.
 """
@@ -10,11 +10,11 @@ import weakref
 from collections.abc import Callable
 from typing import Any, Self
 
-__all__ = ["Repeated", "undo"]
+__all__ = ["Repeated"]
 
 
 class Repeated:
-    """Calls a function every so many seconds, on a thread of its own, from `start` to `stop` or in a `with` block.
+    """Calls a function every so many seconds on a thread of its own: from `start` to `stop`, or in a block.
 
     The thread also ends when nobody holds this object any more: an interrupt may come between `start` and the
     line that would have remembered to stop it. So the function must not hold whoever holds this.
@@ -53,7 +53,11 @@ class Repeated:
         return self
 
     def __exit__(self, *_: object) -> None:
-        undo(self.stop)
+        try:
+            self.stop()
+        except BaseException:
+            self._stopped.set()
+            raise
 
 
 def _repeat(
@@ -61,16 +65,3 @@ def _repeat(
 ) -> None:
     while not stopped.wait(seconds) and owner() is not None:
         action()
-
-
-def undo(action: Callable[[], object]) -> None:
-    """Call a function that gives something back, and once more where it was interrupted.
-
-    Args:
-        action: harmless when called again.
-    """
-    try:
-        action()
-    except BaseException:
-        action()
-        raise
