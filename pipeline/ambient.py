@@ -4,7 +4,8 @@ No key names them: a store would hold two different results under one key. So `p
 call that computes: each setting is put back to what torch begins with, and restored afterwards, or the call
 is refused. pipeline/DESIGN.md lists all settings that torch has, those that are left alone included.
 
-Border: the process's settings; knows no model. Never imports torch: what nobody imported has no settings.
+Border: the process's settings; knows no model. Imports neither torch nor numpy: what nobody imported has no
+settings.
 """
 
 from __future__ import annotations
@@ -72,11 +73,15 @@ def plain_torch() -> Iterator[None]:
     Costs some 30 microseconds; a call inside another one costs one.
     Raises ConfigError for a setting that can only be refused: modes, transforms and hooks of the caller.
     """
-    torch: Any = sys.modules.get("torch")
-    if torch is None or not hasattr(torch, "backends") or getattr(_inside, "is_plain", False):
+    if getattr(_inside, "is_plain", False):
         yield
         return
+    torch: Any = sys.modules.get("torch")
     with ExitStack() as stack:
+        if torch is None or not hasattr(torch, "backends"):
+            _numpy_errors(torch, stack)
+            yield
+            return
         for setting in OF_THREAD.values():
             setting(torch, stack)
         stack.enter_context(_process.plain(torch))
@@ -185,6 +190,19 @@ def _dispatch_modes(torch: Any, stack: ExitStack) -> None:
     _refuse(own and f"the dispatch mode {own[-1].__name__}", "leave its `with` block")
 
 
+_RAISES = ("raise", "call")
+"""What numpy may do beside a number that overflows, other than tell of it."""
+_NUMPY_ERRORS: dict[str, Any] = {"divide": "warn", "over": "warn", "under": "ignore", "invalid": "warn"}
+"""What numpy begins with."""
+
+
+def _numpy_errors(torch: Any, stack: ExitStack) -> None:
+    numpy = sys.modules.get("numpy")
+    chosen = {} if numpy is None else numpy.geterr()
+    if raising := [kind for kind, how in chosen.items() if how in _RAISES]:
+        stack.enter_context(numpy.errstate(**{kind: _NUMPY_ERRORS[kind] for kind in raising}))
+
+
 def _transforms(torch: Any, stack: ExitStack) -> None:
     is_transformed = torch._C._functorch.peek_interpreter_stack() is not None
     _refuse(is_transformed and "a transform of torch.func (vmap, grad, …)", "call it outside")
@@ -215,6 +233,7 @@ OF_THREAD: dict[str, Setting] = {
     "default device": _default_device,
     "inference mode": _inference_mode,
     "flush denormal": _flush_denormal,
+    "numpy errors": _numpy_errors,
     "function modes": _function_modes,
     "dispatch modes": _dispatch_modes,
     "function transforms": _transforms,

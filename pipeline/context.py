@@ -20,6 +20,7 @@ from threading import Lock
 from typing import TYPE_CHECKING, Any, Self
 
 from ..store.errors import MizarrError, PlanError, StageError
+from .ambient import plain_torch
 from .clusters import ClusterClient, local_workers
 from .clusters.client import Submitted
 from .progress import Bar, Progress
@@ -179,6 +180,7 @@ class Context:
         self._held.close()
 
 
+@plain_torch()
 def run_one(work: Work, job: Any, store: Store, cell: Task) -> None:
     """One cell; whatever goes wrong is told with the names of job and cell."""
     try:

@@ -87,6 +87,8 @@ PUT_BACK: dict[tuple[str, str], Callable[[], AbstractContextManager[Any]]] = {
     ("default device", "a context"): lambda: torch.device("meta"),
     ("inference mode", "on"): torch.inference_mode,
     ("flush denormal", "on"): lambda: called(torch.set_flush_denormal, True, False),
+    ("numpy errors", "raise"): lambda: np.errstate(all="raise"),
+    ("numpy errors", "call"): lambda: np.errstate(all="call", call=lambda *_: None),
     ("default dtype", "float64"): lambda: called(torch.set_default_dtype, torch.float64, torch.float32),
     ("default dtype", "bfloat16"): lambda: called(torch.set_default_dtype, torch.bfloat16, torch.float32),
     ("float32 precision", "medium"): lambda: called(torch.set_float32_matmul_precision, "medium", "highest"),
@@ -127,6 +129,14 @@ LEFT_ALONE: dict[tuple[str, str], Callable[[], AbstractContextManager[Any]]] = {
         B.cuda.preferred_linalg_library, "default", "default"
     ),
     ("cuDNN", "benchmark"): lambda: attribute(B.cudnn, "benchmark", True),
+    ("threads", "one"): lambda: called(torch.set_num_threads, 1, torch.get_num_threads()),
+    ("threads", "three"): lambda: called(torch.set_num_threads, 3, torch.get_num_threads()),
+    ("compile stance", "eager"): lambda: torch.compiler.set_stance("force_eager"),
+    ("fast path of attention modules", "off"): lambda: called(B.mha.set_fastpath_enabled, False, True),
+    ("order of contractions", "off"): lambda: attribute(B.opt_einsum, "enabled", False),
+    ("NNPACK", "off"): lambda: B.nnpack.flags(enabled=False),
+    ("forward-mode derivatives", "on"): torch.autograd.forward_ad.dual_level,
+    ("threads of backward passes", "one"): lambda: torch.autograd.set_multithreading_enabled(False),
     ("random state", "another seed"): lambda: called(torch.manual_seed, 5, 0),
     ("print options", "short"): lambda: called(lambda n: torch.set_printoptions(precision=n), 1, 4),
 }
@@ -155,6 +165,7 @@ def settings_now() -> list[Any]:
             for kernel in ("flash", "mem_efficient", "math", "cudnn")
         ),
         B.cuda.fp16_bf16_reduction_math_sdp_allowed(),
+        sorted(np.geterr().items()),
         float(torch.full((), 1e-40, device="cpu", dtype=torch.float32) * 1),
     ]
 

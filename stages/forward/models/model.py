@@ -34,7 +34,7 @@ from ..networks.loop import Network
 from ..networks.transfer import to_device
 from ..networks.weights import is_finite
 from ..passes.backward import Cotangent, Gradients, backward
-from ..passes.drivers import passes_over
+from ..passes.drivers import Passes, passes_over
 from ..passes.kept import Cache
 from ..passes.plain import forward_part
 from ..passes.planner import MEMORY
@@ -80,7 +80,6 @@ class Model:
         """What computes; its weights are these."""
         self.streamed = streamed
         """The network's weights where not all of them are in memory; else None."""
-        self._passes = passes_over(network)
         self.name = name
         self._identity = identity
         self._loaded = None if identity is None else fingerprint(network)
@@ -153,6 +152,11 @@ class Model:
             identity=identity,
             streamed=streamed,
         )
+
+    @property
+    def _passes(self) -> Passes:
+        """The driver of the network as it is now: `network` may have been replaced."""
+        return passes_over(self.network)
 
     @property
     def identity(self) -> ModelIdentity | None:
