@@ -197,7 +197,7 @@ _NUMPY_ERRORS: dict[str, Any] = {"divide": "warn", "over": "warn", "under": "ign
 
 
 def _numpy_errors(torch: Any, stack: ExitStack) -> None:
-    numpy = sys.modules.get("numpy")
+    numpy: Any = sys.modules.get("numpy")
     chosen = {} if numpy is None else numpy.geterr()
     if raising := [kind for kind, how in chosen.items() if how in _RAISES]:
         stack.enter_context(numpy.errstate(**{kind: _NUMPY_ERRORS[kind] for kind in raising}))

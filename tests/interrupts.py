@@ -40,9 +40,8 @@ def _is_deaf(frame: FrameType) -> bool:
     return operation == "NOP" or (line.startswith("with ") and operation == "LOAD_CONST")
 
 
-def interrupted(use: Callable[[], object], modules: Collection[ModuleType], number: int) -> str:
-    """Where the n-th line of some modules was, which was interrupted; "" where `use` was over before."""
-    tracer = AtLine({module.__file__ for module in modules}, number)
+def at_lines(tracer: AtLine, use: Callable[[], object]) -> None:
+    """Run something under a tracer, whose interrupt ends it."""
     before = sys.gettrace()
     sys.settrace(tracer)
     try:
@@ -51,13 +50,14 @@ def interrupted(use: Callable[[], object], modules: Collection[ModuleType], numb
         pass
     finally:
         sys.settrace(before)
-    return tracer.place
 
 
 def at_every_line(use: Callable[[], object], *modules: ModuleType) -> Iterator[str]:
     """Run something again and again, interrupted one line later each time; yields where that was."""
     for number in range(1, LINES):
-        if not (place := interrupted(use, modules, number)):
+        tracer = AtLine({module.__file__ for module in modules}, number)
+        at_lines(tracer, use)
+        if not tracer.place:
             return
-        yield place
+        yield tracer.place
     raise AssertionError("it runs through more lines than there are tries")

@@ -5,10 +5,13 @@ from __future__ import annotations
 import gc
 import io
 import logging
+import random
+import shutil
 import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -18,6 +21,7 @@ import torch
 import xarray as xr
 from threadpoolctl import threadpool_info
 
+import mizarr
 from mizarr.pipeline import ambient, context, memory, progress
 from mizarr.pipeline.clusters import client
 from mizarr.stages.features import export
@@ -25,13 +29,14 @@ from mizarr.stages.forward.capture import overlap, spool
 from mizarr.stages.forward.models import download, source
 from mizarr.stages.forward.models.model import Model
 from mizarr.stages.graph.rows import threads
-from mizarr.store import open_store, repeated
+from mizarr.store import Store, open_store, repeated
 from mizarr.store.files import LocalFolder, local
 from mizarr.store.keys import ResultKey
 from mizarr.store.upkeep import collect
+from mizarr.workflows import build
 from mizarr.workflows.browse import holdings
 
-from ..interrupts import at_every_line
+from ..interrupts import AtLine, at_every_line, at_lines
 
 KEY = ResultKey("stage", 1, {}, {})
 RESULT = xr.Dataset({"x": ("i", np.arange(3.0))})
@@ -60,6 +65,50 @@ def each_interrupt(use: Callable[[], object], check: Callable[[], object], *modu
     assert len(places) >= 3
     use()
     check()
+
+
+PACKAGE = Path(mizarr.__file__).parent
+LOCKING = ("store", "pipeline", "stages/forward/capture", "stages/forward/runs")
+"""Rooms that hold threads, locks, claims and files; a random line is drawn among theirs."""
+
+
+def product(store: Store) -> None:
+    """A capture and a workflow on top of it."""
+    hooks = ["blocks.*.hook_resid_post", "blocks.1.attn.hook_pattern"]
+    mizarr.capture("specimen", ["The capital of France is", "one two"], hooks, store=store, progress=False)
+    build("logit_lens", model="specimen", prompts=("a b c",)).run(store, quiet=True)
+
+
+def contents(store: Store) -> dict[str, str]:
+    return {record.key: record.content for record in store.records()}
+
+
+@pytest.mark.parametrize("number", [3, pytest.param(60, marks=pytest.mark.slow)])
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.timeout(600)
+def test_a_run_interrupted_anywhere_goes_on_to_the_same_results(number, tmp_path):
+    """Lines are drawn at random, anew each time; the message of a failure names the one."""
+    files = {str(path) for room in LOCKING for path in (PACKAGE / room).rglob("*.py")}
+    whole = open_store(tmp_path / "whole")
+    product(whole)
+    counted = AtLine(files, sys.maxsize)
+    at_lines(counted, lambda: product(open_store(tmp_path / "counted")))
+    lines = sys.maxsize - counted.left
+    for trial in range(number):
+        root = tmp_path / str(trial)
+        tracer = AtLine(files, random.SystemRandom().randrange(1, lines))
+        at_lines(tracer, lambda root=root: product(open_store(root)))
+        no_thread_is_left("mizarr")
+        again = threading.Thread(target=lambda root=root: product(open_store(root)), daemon=True)
+        again.start()
+        again.join(60)
+        assert not again.is_alive(), f"the next call waits after an interrupt at {tracer.place}"
+        store = open_store(root, mode="r")
+        assert contents(store) == contents(whole), tracer.place
+        assert store.verify() == [], tracer.place
+        left = [path for path in root.rglob("*") if path.suffix == ".claim" or path.name.startswith(".")]
+        assert not left and not list(root.glob("leases/*")), f"{left} after an interrupt at {tracer.place}"
+        shutil.rmtree(root)
 
 
 def test_of_a_lease(tmp_path, monkeypatch):
