@@ -113,6 +113,25 @@ def test_what_was_renamed_opens_where_it_is_now(tmp_path):
     capture(store)  # and where it is back, it is one again
 
 
+READERS: dict[str, Callable[[Store], object]] = {
+    "key": lambda store: store[KEY],
+    "prefix": lambda store: store["ab"],
+    "run": lambda store: store.entry("ab"),
+    "record": lambda store: store.record(KEY),
+    "planned": lambda store: run(SourceNode("computed", 1, {}, computed), store),
+}
+
+
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+@pytest.mark.parametrize("reader", READERS)
+def test_whoever_reads_is_told_that_the_store_is_gone(reader, way, tmp_path):
+    open_store(tmp_path / "store", durability="process")
+    store = open_store(tmp_path / "store", mode="r")
+    way(tmp_path / "store")
+    with pytest.raises(StoreError, match="open it where it is now"):
+        READERS[reader](store)
+
+
 def test_a_prefix_whose_description_was_deleted_is_refused():
     pytest.importorskip("obstore")
     store = open_store("memory://gone")
