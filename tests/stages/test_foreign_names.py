@@ -53,8 +53,9 @@ def hub(tmp_path, monkeypatch) -> Path:
     (repository / "refs" / "main").write_text(COMMIT)
     (snapshot / "sub").mkdir()
     write_plt(snapshot / "sub", 0, draw(0))
-    shutil.copytree(SPECIMEN, tmp_path / "outside" / "victim")
-    write_plt(tmp_path / "outside" / "victim", 0, draw(0))
+    for place in (cache.parent, cache, repository, repository / "snapshots"):  # wherever ".." leads
+        shutil.copytree(SPECIMEN, place / "victim")
+        write_plt(place / "victim", 0, draw(0))
     return repository
 
 
