@@ -4,7 +4,8 @@ No key names them: a store would hold two different results under one key. So `p
 call that computes: each setting is put back to what torch begins with, and restored afterwards, or the call
 is refused. pipeline/DESIGN.md lists all settings that torch has, those that are left alone included.
 
-Border: the process's settings; knows no model. Never imports torch: what nobody imported has no settings.
+Border: the process's settings; knows no model. Imports neither torch nor numpy: what nobody imported has no
+settings.
 """
 
 from __future__ import annotations
@@ -35,23 +36,30 @@ class _Process:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._threads = 0
+        self._inside: set[object] = set()
         self._stack = ExitStack()
 
     @contextmanager
     def plain(self, torch: Any) -> Iterator[None]:
-        with self._lock:
-            self._threads += 1
+        caller = object()
         try:
             with self._lock:
+                self._inside.add(caller)
                 for setting in OF_PROCESS.values():
                     setting(torch, self._stack)
             yield
         finally:
-            with self._lock:
-                self._threads -= 1
-                if not self._threads:
-                    self._stack.close()
+            try:
+                self._leave(caller)
+            except BaseException:  # interrupted
+                self._leave(caller)
+                raise
+
+    def _leave(self, caller: object) -> None:
+        with self._lock:
+            self._inside.discard(caller)
+            if not self._inside:
+                self._stack.close()
 
 
 _inside = threading.local()
@@ -65,16 +73,20 @@ def plain_torch() -> Iterator[None]:
     Costs some 30 microseconds; a call inside another one costs one.
     Raises ConfigError for a setting that can only be refused: modes, transforms and hooks of the caller.
     """
-    torch: Any = sys.modules.get("torch")
-    if torch is None or not hasattr(torch, "backends") or getattr(_inside, "is_plain", False):
+    if getattr(_inside, "is_plain", False):
         yield
         return
+    torch: Any = sys.modules.get("torch")
     with ExitStack() as stack:
+        if torch is None or not hasattr(torch, "backends"):
+            _numpy_errors(torch, stack)
+            yield
+            return
         for setting in OF_THREAD.values():
             setting(torch, stack)
         stack.enter_context(_process.plain(torch))
-        _inside.is_plain = True
         stack.callback(setattr, _inside, "is_plain", False)
+        _inside.is_plain = True
         yield
 
 
@@ -97,8 +109,8 @@ def _autocast(torch: Any, stack: ExitStack) -> None:
 
 def _default_dtype(torch: Any, stack: ExitStack) -> None:
     if (dtype := torch.get_default_dtype()) is not torch.float32:
-        torch.set_default_dtype(torch.float32)
         stack.callback(torch.set_default_dtype, dtype)
+        torch.set_default_dtype(torch.float32)
 
 
 def _default_device(torch: Any, stack: ExitStack) -> None:
@@ -123,8 +135,8 @@ def _fp32_precision(torch: Any, stack: ExitStack) -> None:
             if precision not in (_PRECISE, "none"):
                 # "none" takes that of the whole library, or of all of them.
                 inherited = precision in (above.fp32_precision, torch.backends.fp32_precision)
-                operation.fp32_precision = _PRECISE
                 stack.callback(setattr, operation, "fp32_precision", "none" if inherited else precision)
+                operation.fp32_precision = _PRECISE
 
 
 _REDUCED = {
@@ -139,8 +151,8 @@ def _reduced_precision(torch: Any, stack: ExitStack) -> None:
     products = torch.backends.cuda.matmul
     for name, default in _REDUCED.items():
         if (value := getattr(products, name)) != default:
-            setattr(products, name, default)
             stack.callback(setattr, products, name, value)
+            setattr(products, name, default)
 
 
 _KERNELS = ("flash", "mem_efficient", "math", "cudnn")
@@ -152,17 +164,17 @@ def _attention_kernels(torch: Any, stack: ExitStack) -> None:
     for kernel in _KERNELS:
         if not getattr(switches, f"{kernel}_sdp_enabled")():
             enable = getattr(switches, f"enable_{kernel}_sdp")
-            enable(True)
             stack.callback(enable, False)
+            enable(True)
     if switches.fp16_bf16_reduction_math_sdp_allowed():
-        switches.allow_fp16_bf16_reduction_math_sdp(False)
         stack.callback(switches.allow_fp16_bf16_reduction_math_sdp, True)
+        switches.allow_fp16_bf16_reduction_math_sdp(False)
 
 
 def _flush_denormal(torch: Any, stack: ExitStack) -> None:
     if not (torch.full((), _ABOVE_ALL, device="cpu") * 1.0).item():
-        torch.set_flush_denormal(False)
         stack.callback(torch.set_flush_denormal, True)
+        torch.set_flush_denormal(False)
 
 
 def _function_modes(torch: Any, stack: ExitStack) -> None:
@@ -176,6 +188,19 @@ def _dispatch_modes(torch: Any, stack: ExitStack) -> None:
     modes = torch.utils._python_dispatch._get_current_dispatch_mode_stack()
     own = [type(mode) for mode in modes if type(mode).__module__ not in _OBSERVERS]
     _refuse(own and f"the dispatch mode {own[-1].__name__}", "leave its `with` block")
+
+
+_RAISES = ("raise", "call")
+"""What numpy may do beside a number that overflows, other than tell of it."""
+_NUMPY_ERRORS: dict[str, Any] = {"divide": "warn", "over": "warn", "under": "ignore", "invalid": "warn"}
+"""What numpy begins with."""
+
+
+def _numpy_errors(torch: Any, stack: ExitStack) -> None:
+    numpy: Any = sys.modules.get("numpy")
+    chosen = {} if numpy is None else numpy.geterr()
+    if raising := [kind for kind, how in chosen.items() if how in _RAISES]:
+        stack.enter_context(numpy.errstate(**{kind: _NUMPY_ERRORS[kind] for kind in raising}))
 
 
 def _transforms(torch: Any, stack: ExitStack) -> None:
@@ -208,6 +233,7 @@ OF_THREAD: dict[str, Setting] = {
     "default device": _default_device,
     "inference mode": _inference_mode,
     "flush denormal": _flush_denormal,
+    "numpy errors": _numpy_errors,
     "function modes": _function_modes,
     "dispatch modes": _dispatch_modes,
     "function transforms": _transforms,

@@ -20,6 +20,7 @@ from threading import Lock
 from typing import TYPE_CHECKING, Any, Self
 
 from ..store.errors import MizarrError, PlanError, StageError
+from .ambient import plain_torch
 from .clusters import ClusterClient, local_workers
 from .clusters.client import Submitted
 from .progress import Bar, Progress
@@ -179,6 +180,7 @@ class Context:
         self._held.close()
 
 
+@plain_torch()
 def run_one(work: Work, job: Any, store: Store, cell: Task) -> None:
     """One cell; whatever goes wrong is told with the names of job and cell."""
     try:
@@ -214,7 +216,7 @@ def selection_of(cell: Task) -> Selection:
 
 
 _lock = Lock()
-_asked: list[int] = []
+_asked: dict[object, int] = {}
 _before: list[Any] = []
 """What knows the number of threads before the first of those asked for; at most one."""
 
@@ -227,20 +229,35 @@ def blas_threads(count: int) -> Iterator[None]:
     two that overlap the one that ends last would leave the other's number behind, for good - and other last
     bits, as OpenBLAS cuts a product otherwise for more threads (measured: float32, from some 400 rows on).
     """
-    with _lock:
-        _asked.append(count)
-        limits = _libraries(len(sys.modules)).limit(limits=min(_asked), user_api="blas")
-        if not _before:
-            _before.append(limits)
+    asking = object()
     try:
+        with _lock:
+            if not _before:
+                # Limits nothing: only remembers what there was.
+                _before.append(_libraries(len(sys.modules)).limit(limits=None, user_api="blas"))
+            _asked[asking] = count
+            _limit_blas()
         yield
     finally:
-        with _lock:
-            _asked.remove(count)
-            if _asked:
-                _libraries(len(sys.modules)).limit(limits=min(_asked), user_api="blas")
-            else:
-                _before.pop().restore_original_limits()
+        try:
+            _ask_no_more(asking)
+        except BaseException:  # interrupted
+            _ask_no_more(asking)
+            raise
+
+
+def _ask_no_more(asking: object) -> None:
+    with _lock:
+        _asked.pop(asking, None)
+        if _asked:
+            _limit_blas()
+        elif _before:
+            _before[0].restore_original_limits()
+            _before.clear()
+
+
+def _limit_blas() -> None:
+    _libraries(len(sys.modules)).limit(limits=min(_asked.values()), user_api="blas")
 
 
 @lru_cache(maxsize=1)

@@ -46,6 +46,7 @@ def run(
     Raises PlanError before anything starts if the budget is too small, ReadOnlyStore, and StageError naming
     stage and cell when one fails. May be interrupted at any time and called again.
     """
+    store.files.require_there()
     ordered, budget = in_order(nodes), as_bytes(memory)
     cores = threads or os.cpu_count() or 1
     planned = plan(ordered, store, Context(cores, cluster, budget, workers=workers))

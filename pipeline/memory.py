@@ -28,6 +28,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from ..store.repeated import Repeated
+
 __all__ = [
     "Memory",
     "MemoryUsed",
@@ -139,11 +141,15 @@ def memory() -> Iterator[MemoryUsed]:
     ['device', 'resident']
     """
     used = MemoryUsed()
-    _watch(used)
     try:
+        _watch(used)
         yield used
     finally:
-        _unwatch(used)
+        try:
+            _unwatch(used)
+        except BaseException:  # interrupted
+            _unwatch(used)
+            raise
         used.look(is_end=True)
 
 
@@ -202,30 +208,32 @@ def _on_devices(question: str) -> dict[str, int]:
 # One thread looks for all that are watched, and ends with the last of them.
 _WATCHED: list[MemoryUsed] = []
 _LOCK = threading.Lock()
-_ended = threading.Event()
+_looking: Repeated | None = None
 
 
 def _watch(used: MemoryUsed) -> None:
-    global _ended  # of the thread that looks now; the one before may still be ending
+    global _looking
     with _LOCK:
         _WATCHED.append(used)
-        if len(_WATCHED) == 1:
-            _ended = threading.Event()
-            threading.Thread(target=_look_on, args=(_ended,), name="mizarr-memory", daemon=True).start()
+        if _looking is None:
+            looking = Repeated(EVERY, _look_at_all, "mizarr-memory")
+            looking.start()
+            _looking = looking
 
 
 def _unwatch(used: MemoryUsed) -> None:
+    global _looking
     with _LOCK:
-        _WATCHED.remove(used)
-        if not _WATCHED:
-            _ended.set()
+        _WATCHED[:] = [other for other in _WATCHED if other is not used]
+        if not _WATCHED and _looking is not None:
+            _looking.stop(wait=False)  # it may wait for this lock
+            _looking = None
 
 
-def _look_on(ended: threading.Event) -> None:
-    while not ended.wait(EVERY):
-        with _LOCK:
-            for used in _WATCHED:
-                used.look()
+def _look_at_all() -> None:
+    with _LOCK:
+        for used in _WATCHED:
+            used.look()
 
 
 Took = Callable[[], dict[str, Any]]

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from ..store import html
+from ..store.display import html
 from ..store.errors import PlanError
 from .nodes import Estimate, Node, Status, estimate_of, one_look, status_of
 from .sources import ConstantNode

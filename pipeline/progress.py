@@ -19,6 +19,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TextIO
 
+from ..store.display.terminal import echo
 from ..store.errors import ConfigError
 from .memory import megabytes, resident
 
@@ -109,20 +110,27 @@ class Progress:
         if self._bars is not None:
             self._bars.console.print(line, highlight=False, markup=False)
         elif not self.quiet:
-            sys.stderr.write(f"{line}\n")
+            echo(line, err=True)
 
     def __enter__(self) -> Progress:
-        if not self.quiet and sys.stderr.isatty():
-            from rich.console import Console
-            from rich.progress import BarColumn, Progress as Bars, TextColumn
-
-            console = Console(stderr=True)
-            columns = TextColumn("{task.fields[shown]}"), BarColumn()
-            self._bars = Bars(*columns, console=console, transient=True)
-            self._bars.start()
-        return self
+        try:
+            if not self.quiet and sys.stderr.isatty():
+                self._bars = _bars()
+                self._bars.start()
+            return self
+        except BaseException:
+            self.close()
+            raise
 
     def __exit__(self, *_: object) -> None:
+        try:
+            self.close()
+        except BaseException:  # interrupted
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """End the bars and the log; what is counted later is shown no more."""
         if self._bars is not None:
             self._bars.stop()
             self._bars = None
@@ -142,7 +150,17 @@ class Progress:
             self._bars.update(task._bar, completed=task.done, shown=task.describe())
         elif time.monotonic() - task._printed > _LINE_EVERY:
             task._printed = time.monotonic()
-            sys.stderr.write(f"{task.describe()}\n")
+            echo(task.describe(), err=True)
+
+
+def _bars() -> Any:
+    """A line of text and a bar for each task, on stderr."""
+    from rich.progress import BarColumn, Progress as Bars, TextColumn
+
+    from ..store.display.console import EscapingConsole
+
+    columns = TextColumn("{task.fields[shown]}", markup=False), BarColumn()
+    return Bars(*columns, console=EscapingConsole(stderr=True), transient=True)
 
 
 def _opened(path: Path) -> TextIO:

@@ -23,15 +23,15 @@ from __future__ import annotations
 import json
 import logging
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from . import records
 from .attributes import shielded, unshielded
 from .content import as_text, content_of, storable_dtype
 from .digest import content_digest, digest
-from .errors import REPAIR, CorruptEntry
-from .files import Folder, open_folder
+from .errors import REPAIR, CorruptEntry, ShapeError
+from .files import Folder, is_below, open_folder
 from .provenance import put_provenance
 from .records import Record
 from .sealed import files_of, sealed, unsealed
@@ -50,14 +50,34 @@ _DESCRIPTION = "/zarr.json"
 MANIFEST = ("content", "files")
 """Fields of a result's manifest."""
 _WHOLE = 64 << 20  # bytes up to which an in-memory array is one chunk, and a result opens without dask
+_LONGEST_NAME = 200  # bytes of UTF-8; a file system takes 255, of which names of temporary files take some
 _CHUNK = 16 << 20  # bytes of a chunk of larger in-memory arrays
+
+
+def require_storable_names(names: Iterable[object]) -> None:
+    """Raise ShapeError for a name of a variable that no folder can have: each variable is stored in one."""
+    for name in names:
+        is_plain = isinstance(name, str) and "/" not in name and is_below(name) and not name.startswith(".")
+        if not is_plain or f"/{name}" == _DESCRIPTION or not _fits(str(name)):
+            raise ShapeError(
+                f"expected variables named by 1 to {_LONGEST_NAME} bytes of UTF-8 without '/', '\\' and "
+                f"control characters, not '.…' and not {_DESCRIPTION[1:]!r}, found {name!r:.80}; rename it"
+            )
+
+
+def _fits(name: str) -> bool:
+    try:
+        return len(name.encode()) <= _LONGEST_NAME
+    except UnicodeEncodeError:  # a lone surrogate
+        return False
 
 
 def prepare(dataset: xr.Dataset) -> tuple[xr.Dataset, dict[str, dict[str, Any]]]:
     """The dataset in storable form, and the Zarr encoding of each variable.
 
-    Nothing is computed. ShapeError for dtypes that cannot be stored.
+    Nothing is computed. ShapeError for names and dtypes that cannot be stored.
     """
+    require_storable_names(dataset.variables)
     dataset = shielded(dataset.drop_encoding())
     texts = {}
     for name, variable in dataset.variables.items():
@@ -100,13 +120,16 @@ def write_result(
     """
     ready, encoding = prepare(dataset)
     data = f"data/{key.digest[:2]}/{key.digest}.{secrets.token_hex(4)}"
+    record = None
     try:
         record = _attempt(files, data, key, ready, encoding, provenance)
         confirm()
         if files.put_new(record.path, record.to_bytes()):
             return record
     except BaseException:
-        files.remove_tree(data)
+        # An interrupt may come when the key is there already: then it leads to what was written.
+        if record is None or files.get(record.path) != record.to_bytes():
+            files.remove_tree(data)
         raise
     files.remove_tree(data)
     return _lost(files, record, provenance)

@@ -17,6 +17,7 @@ from typing import Any
 
 from .digest import content_digest
 from .errors import REPAIR, CorruptEntry
+from .files import is_below
 
 _CHECK = re.compile(rb',\s*"check": ?"(sha256:[0-9a-f]{64})"\s*\}\s*\Z')
 
@@ -66,7 +67,7 @@ def files_of(name: str, fields: Mapping[str, Any], listed: str = "files") -> dic
     except (KeyError, AttributeError, TypeError, ValueError, OverflowError) as error:
         raise CorruptEntry(f"{name}: expected a list of files, found another ({error}); {REPAIR}") from error
     for file in found:
-        if not all(step not in ("", ".", "..") for step in file.split("/")):
+        if not is_below(file):
             raise CorruptEntry(
                 f"{name}: expected names of files below its folder, found {file!r:.80}; {REPAIR}"
             )

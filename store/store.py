@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from .catalog import Catalog, Key, unique_name
 from .errors import ConfigError, CorruptEntry, EntryNotFound, PromptError, StoreFormatError
-from .files import Folder, open_folder
+from .files import DESCRIPTION, Folder, open_folder
 from .keys import ResultKey, RunKey
 from .provenance import get_provenance, put_provenance
 from .records import RESULT, Record, now
@@ -75,7 +75,7 @@ def open_store(path: str | Path, mode: Mode = "a", durability: Durability = "dis
         raise ConfigError(f"expected durability 'disk' or 'process', found {durability!r:.80}")
     files = open_folder(path, durability, mode == "r")
     _check_format(files)
-    return Store(files)
+    return Store(files.as_store())
 
 
 class Store(Catalog):
@@ -218,6 +218,7 @@ class Store(Catalog):
         tried = [entry_path(entry_digest(run, kind)) for kind in ([dtype] if dtype else sorted(DTYPES))]
         there = [path for path in tried if self.files.get(f"{path}/zarr.json") is not None]
         if len(there) != 1:
+            self.files.require_there()
             found = (
                 f"{len(there)} entries, in several dtypes: name one" if there else "nothing: capture it first"
             )
@@ -463,19 +464,19 @@ def _group_attributes(attrs: Mapping[str, Any]) -> dict[str, Any]:
 
 def _description(files: Folder) -> bytes:
     """The text of `store.json`, made where there is none and that is allowed."""
-    if (text := files.get("store.json")) is not None:
+    if (text := files.get(DESCRIPTION)) is not None:
         return text
     if files.read_only:
-        raise StoreFormatError(f"expected a store in {files.address}, found no store.json; check the path")
+        raise StoreFormatError(f"expected a store in {files.address}, found no {DESCRIPTION}; check the path")
     # Hidden names are ignored: they may be another process's store.json on its way.
     other = list(files.children(""))
-    if other and "store.json" not in other:
+    if other and DESCRIPTION not in other:
         raise StoreFormatError(
             f"expected a store or an empty folder at {files.address}, found {len(other)} other things "
             f"({', '.join(sorted(other)[:3])}); name a new folder"
         )
-    files.put_new("store.json", sealed({"format": FORMAT, "digest": "sha256", "created": now()}))
-    return files.get("store.json") or b""
+    files.put_new(DESCRIPTION, sealed({"format": FORMAT, "digest": "sha256", "created": now()}))
+    return files.get(DESCRIPTION) or b""
 
 
 def _check_format(files: Folder) -> None:
@@ -485,10 +486,10 @@ def _check_format(files: Folder) -> None:
         # A newer format may describe itself with more: its number is all that counts.
         found = int(read_json(text)["format"])
         if is_sealed(text) or found <= FORMAT:
-            unsealed("store.json", text, read_json(text))
+            unsealed(DESCRIPTION, text, read_json(text))
     except (ValueError, KeyError, TypeError, OverflowError, CorruptEntry) as error:
         raise StoreFormatError(
-            f"{files.where('store.json')} is not the description of a store ({_before_advice(error)}); "
+            f"{files.where(DESCRIPTION)} is not the description of a store ({_before_advice(error)}); "
             'name another folder, or restore the file: {"format": 1, "digest": "sha256"}'
         ) from error
     if found > FORMAT:

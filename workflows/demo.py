@@ -68,9 +68,9 @@ def run(
 
     folder: None draws nothing.  console: for tables, default stdout; talk: for the rest, default stderr.
     """
-    from rich.console import Console
+    from ..store.display.console import EscapingConsole
 
-    console, talk = console or Console(), talk or Console(stderr=True, quiet=quiet)
+    console, talk = console or EscapingConsole(), talk or EscapingConsole(stderr=True, quiet=quiet)
     done = Demo()
     started = time.monotonic()
     chosen: dict[str, Any] = {
@@ -91,10 +91,11 @@ def run(
         drawn += _draw(workflow, folder, talk)
         done.figures += drawn
         for path in drawn:
-            talk.print(f"figure {path}", highlight=False, soft_wrap=True)
+            talk.print(f"figure {path}", highlight=False, soft_wrap=True, markup=False)
     seconds = time.monotonic() - started
     what = f"{len(done.ran)} stages computed" if done.ran else "everything was cached"
-    talk.print(f"\n{what}, {seconds:.1f} s. Results are in {store.address}", highlight=False, soft_wrap=True)
+    end = f"\n{what}, {seconds:.1f} s. Results are in {store.address}"
+    talk.print(end, highlight=False, soft_wrap=True, markup=False)
     return done
 
 

@@ -232,7 +232,7 @@ class Workflow:
         if self.caution:
             console.print(self.caution, style="bold red", highlight=False)
         if self.trained_with_help:
-            console.print(f"{self.trained_with_help}.", style="dim", highlight=False)
+            console.print(f"{self.trained_with_help}.", style="dim", highlight=False, markup=False)
         if self.descriptive:
             console.print(f"{self.descriptive} {NO_CLAIM}", style="dim", highlight=False)
         for table in self.tables():

@@ -232,10 +232,18 @@ def _without_logs() -> Iterator[None]:
     """Within: what `distributed` would log of a connection is not shown."""
     loggers = [logging.getLogger(name) for name in _LOGS]
     levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.CRITICAL)
-    try:
-        yield
-    finally:
+
+    def set_back() -> None:
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)
+
+    try:
+        for logger in loggers:
+            logger.setLevel(logging.CRITICAL)
+        yield
+    finally:
+        try:
+            set_back()
+        except BaseException:  # interrupted
+            set_back()
+            raise

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from ...pipeline import Output
+from ...pipeline.ambient import plain_torch
 from ...store.errors import ConfigError
 from ..forward.generation.continuations import GenerationSettings
 from ..forward.hooks.recurrent import RecurrentPass
@@ -180,6 +181,7 @@ class RecurrentContinuation(Experiment):
         return found
 
 
+@plain_torch()
 def words_direction(model: Model, words: Sequence[int]) -> npt.NDArray[np.float32]:
     """Mean of the rows by which the LM head reads some tokens, at length 1: float32 [hidden]. Raises
     ConfigError where it does not read the stream itself."""

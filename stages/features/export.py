@@ -388,8 +388,8 @@ def _new_folder(folder: Path) -> Iterator[Path]:
         raise DictionaryError(f"expected a new folder, found something at {folder}; choose another")
     folder.parent.mkdir(parents=True, exist_ok=True)
     place = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}")
-    place.mkdir()
     try:
+        place.mkdir()
         yield place
         if folder.exists():
             folder.rmdir()

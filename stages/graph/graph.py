@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from ...store import html
+from ...store.display import html
 from ...store.errors import PlanError
 from .node import GraphNode
 from .options import GraphOptions

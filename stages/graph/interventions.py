@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
+from ...pipeline.ambient import plain_torch
 from ...store.errors import ConfigError, InterventionError, PromptError
 from ..forward.architectures.points import HookPoint
 from ..forward.generation.sampling import sample_token
@@ -67,6 +68,7 @@ class FeatureGeneration:
     activations: Tensor | None
 
 
+@plain_torch()
 def feature_intervention(
     model: Model,
     dictionary: Dictionary,
@@ -106,6 +108,7 @@ def feature_intervention(
     return FeatureRun(logits[0], _stacked(taps) if return_activations else None)
 
 
+@plain_torch()
 def generate_with_features(
     model: Model,
     dictionary: Dictionary,

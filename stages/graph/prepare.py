@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from ...pipeline.ambient import plain_torch
 from ...store.arrays import Ints
 from ...store.errors import PlanError, PromptError
 from ..forward.models.model import as_dtype
@@ -123,6 +124,7 @@ class PreparedGraph:
         }
 
 
+@plain_torch()
 def prepare(
     model: Model, dictionary: Dictionary, tokens: Sequence[int], options: GraphOptions, *, memory: int
 ) -> PreparedGraph:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ...pipeline.ambient import plain_torch
 from ...store.errors import PromptError
 from ..forward.text.rows import one_row
 from .lens import format_probability, format_token
@@ -82,6 +83,7 @@ class PromptTest:
         return "\n".join(lines)
 
 
+@plain_torch()
 def test_prompt(
     model: Model,
     prompt: str | Sequence[int],
@@ -116,6 +118,7 @@ def test_prompt(
     return PromptTest(text, named, answers, tokens)
 
 
+@plain_torch()
 def tokens_to_residual_directions(model: Model, tokens: str | int | Sequence[Any] | Tensor) -> Tensor:
     """The directions in the residual stream that the LM head reads tokens along: rows of the unembedding.
 

@@ -21,7 +21,7 @@ from typing import Any, Self
 
 from ..digest import file_digest
 from ..errors import MizarrError, SourceChanged
-from ..files import Stamp, Stat
+from ..files import Stamp, Stat, is_below
 
 __all__ = [
     "LFS_POINTER",
@@ -33,6 +33,7 @@ __all__ = [
     "json_object",
     "json_value",
     "named_digest",
+    "path_below",
     "read_outside",
     "require_content",
 ]
@@ -114,6 +115,22 @@ def read_outside(
             "damaged; remove it, and fetch it again"
         )
     return data
+
+
+def path_below(folder: Path, name: object, error: type[MizarrError], holder: Path | str) -> Path:
+    """Where something lies that a file names: the one way from a name in somebody's file to a path.
+
+    folder: that the name is relative to, and has to stay below.
+    name: as the file holds it.
+    error: class of what is raised.
+    holder: what holds the name, for the message.
+    Raises `error` for a name that is no text, is absolute, has a step "..", or control characters.
+    """
+    if not isinstance(name, str) or not is_below(name):
+        raise error(
+            f"expected {holder} to name something below {folder}, found {name!r:.200}; correct that name"
+        )
+    return folder / name
 
 
 def named_digest(path: Path) -> str | None:

@@ -1,7 +1,14 @@
 """Where a store's files lie: one seam (`folder.py`), and who keeps it: a local folder, or an object store."""
 
 from .cache import cache_folder as cache_folder
-from .folder import THREADS as THREADS, Folder as Folder, Measured as Measured, room_at as room_at
+from .folder import (
+    DESCRIPTION as DESCRIPTION,
+    THREADS as THREADS,
+    Folder as Folder,
+    Measured as Measured,
+    is_below as is_below,
+    room_at as room_at,
+)
 from .local import LocalFolder as LocalFolder
 from .mapped import Mapped as Mapped
 from .opening import folder_at as folder_at, is_remote as is_remote, open_folder as open_folder

@@ -64,19 +64,29 @@ def normalised(address: str) -> str:
     return f"{parts.scheme}://{parts.netloc}" + (f"/{path}" if path else "")
 
 
-@lru_cache(maxsize=16)
+_in_memory: dict[str, ObjectStore] = {}
+"""What memory:// addresses of this process hold: data, not connections, so that none is ever let go."""
+
+
 def connected(address: str) -> ObjectStore:
-    """The connection behind a normalised address; nothing is asked yet. What memory:// holds stays with it.
+    """The connection behind a normalised address; nothing is asked yet.
 
     Raises MissingExtra, and StoreError for settings that lead nowhere.
     """
     if find_spec("obstore") is None:
         raise MissingExtra(f"{address} needs obstore, not installed here; pip install 'mizarr[remote]'")
-    from obstore.exceptions import BaseError
-    from obstore.store import MemoryStore, from_url
-
     if address.startswith("memory://"):
-        return MemoryStore()
+        from obstore.store import MemoryStore
+
+        return _in_memory.setdefault(address, MemoryStore())  # at once, for any number of threads
+    return _connected(address)
+
+
+@lru_cache(maxsize=16)
+def _connected(address: str) -> ObjectStore:
+    from obstore.exceptions import BaseError
+    from obstore.store import from_url
+
     try:
         seconds = float(os.environ.get(TIMEOUT) or 120)
     except ValueError:

@@ -19,14 +19,17 @@ from pathlib import Path
 from typing import Any
 
 from ..digest import Buffer
-from ..errors import REPAIR, CorruptEntry
+from ..errors import REPAIR, CorruptEntry, StoreError
 from .mapped import Mapped
 from .stamps import Stat
 
-__all__ = ["THREADS", "Folder", "Measured", "checked", "room_at"]
+__all__ = ["DESCRIPTION", "THREADS", "Folder", "Measured", "checked", "is_below", "room_at"]
 
 THREADS = 4
 """That digest at once: sha256 releases the GIL, two are twice as fast; beyond four the disk is the limit."""
+
+DESCRIPTION = "store.json"
+"""The file whose presence makes a folder a store."""
 
 Measured = dict[str, list[int | str]]
 """Manifest part: path relative to the folder -> [size in bytes, "sha256:…"]."""
@@ -36,6 +39,14 @@ _UNSAFE = re.compile(r"(^|/)\.{0,2}(/|$)|[\x00-\x1f\x7f\\]")
 """A step of a name that is empty, "." or "..", and characters that no name of a store has."""
 
 
+def is_below(name: str) -> bool:
+    """Whether a name, by its spelling, leads to something below the folder it is relative to.
+
+    name: steps parted by "/", out of a file that somebody else may have written.
+    """
+    return _UNSAFE.search(name) is None
+
+
 def checked(name: str) -> str:
     """A name, which may have been read from somebody's file, before it becomes a place: below the root of its
     store, and nowhere else. The one way from names to places, on disks and in buckets.
@@ -43,7 +54,7 @@ def checked(name: str) -> str:
     name: steps parted by "/"; "" for the root itself.
     Raises CorruptEntry for a name that leads elsewhere, or has characters that names of a store do not have.
     """
-    if name and _UNSAFE.search(name):
+    if name and not is_below(name):
         raise CorruptEntry(f"expected a name below the folder of a store, found {name!r:.80}; {REPAIR}")
     return name
 
@@ -57,9 +68,11 @@ class Folder(ABC):
     """The files of a store, by name. Cheap to send to another process.
 
     read_only: refuses every write with ReadOnlyStore.
+    is_store: opened as a store (`as_store`), whose `store.json` has to stay where it was.
     """
 
     read_only: bool
+    is_store: bool
 
     @property
     @abstractmethod
@@ -69,6 +82,21 @@ class Folder(ABC):
     @abstractmethod
     def where(self, name: str) -> str:
         """A file or folder, as an error names it."""
+
+    @abstractmethod
+    def as_store(self) -> Folder:
+        """The same folder, for whoever found its `store.json`: from now on it takes writes only with it."""
+
+    def require_there(self) -> None:
+        """Raise StoreError where a store was renamed, removed or unmounted since it was opened.
+
+        Whatever was written then would lie in a folder that nobody can open.
+        """
+        if self.is_store and self.glance(DESCRIPTION) is None:
+            raise StoreError(
+                f"expected the store {self.address}, found no {DESCRIPTION} there any more: it was renamed, "
+                "removed or unmounted since it was opened; open it where it is now"
+            )
 
     @property
     @abstractmethod
@@ -220,4 +248,4 @@ class Folder(ABC):
 
     @abstractmethod
     def writing(self, name: str) -> AbstractContextManager[None]:
-        """Around a write: refuses a read-only store, and tells failures as store errors."""
+        """Around a write: refuses a store that is read-only or gone, and tells failures as store errors."""

@@ -23,13 +23,13 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from io import FileIO
 from pathlib import Path
 
 from ..digest import Buffer, file_digest, open_file_digest
 from ..errors import REPAIR, CorruptEntry, ReadOnlyStore, StoreError, StoreFull
-from .folder import THREADS, Folder, Measured, checked, room_at
+from .folder import THREADS, Folder, Measured, checked, is_below, room_at
 from .mapped import Mapped
 from .stamps import Stat
 
@@ -65,6 +65,7 @@ class LocalFolder(Folder):
     root: Path
     durability: str = "disk"
     read_only: bool = False
+    is_store: bool = field(default=False, compare=False)
     # Folders that were seen to be no links; only saves time.
     _folders: set[str] = field(default_factory=set, init=False, compare=False, repr=False)
     # Folders whose own names are known to last, with their inodes; only saves time.
@@ -103,6 +104,10 @@ class LocalFolder(Folder):
         if os.path.isdir(f"{self.root}/{folder}"):  # noqa: PTH112 - one that comes later may be a link
             self._folders.add(folder)
 
+    def as_store(self) -> LocalFolder:
+        """See `Folder`."""
+        return replace(self, is_store=True)
+
     @property
     def index_path(self) -> Path:
         """Beside what it tells of."""
@@ -114,6 +119,7 @@ class LocalFolder(Folder):
         if not self.read_only:
             probe = self.path(f"leases/.clock-{secrets.token_hex(4)}")
             with suppress(OSError):
+                self.require_there()
                 try:
                     probe.parent.mkdir(exist_ok=True)
                     os.close(os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644))
@@ -275,7 +281,7 @@ class LocalFolder(Folder):
         for name, old in names.items():
             with self.writing(name):
                 target = self.path(name)
-                target.parent.mkdir(parents=True, exist_ok=True)
+                self._make(target.parent)
                 if _linked(self.path(old), target):
                     made.add(name)
         self._sync_names(made)
@@ -290,34 +296,34 @@ class LocalFolder(Folder):
         """Names of what lies directly in a folder, each with what the system says of it."""
         with suppress(FileNotFoundError, NotADirectoryError), self._scanned(folder) as found:
             for item in found:
-                if not item.name.startswith(".") and (known := self._stat_of(f"{folder}/{item.name}", item)):
+                if _is_shown(item.name) and (known := self._stat_of(f"{folder}/{item.name}", item)):
                     yield item.name, known
 
     def children(self, folder: str) -> Iterator[str]:
         """Names of what lies directly in a folder, without the folder's; temporary ones left out."""
         with suppress(FileNotFoundError, NotADirectoryError), self._scanned(folder) as found:
-            yield from (item.name for item in found if not item.name.startswith("."))
+            yield from (item.name for item in found if _is_shown(item.name))
 
     def subfolders(self, folder: str) -> Iterator[str]:
         """Names of the folders directly in a folder, without the folder's; temporary ones left out."""
         with suppress(FileNotFoundError, NotADirectoryError), self._scanned(folder) as found:
             yield from (
-                item.name
-                for item in found
-                if item.is_dir(follow_symlinks=False) and not item.name.startswith(".")
+                item.name for item in found if item.is_dir(follow_symlinks=False) and _is_shown(item.name)
             )
 
     def list(self, folder: str) -> Iterator[str]:
         """Names of all files below a folder, relative to the root; temporary ones (leading dot) left out."""
         for top, _, files in os.walk(self.path(folder), onerror=self._told):
             base = Path(top).relative_to(self.root)
-            yield from (str(base / file) for file in files if not file.startswith("."))
+            yield from (name for file in files if _is_shown(file) and is_below(name := str(base / file)))
 
     def walk(self, folder: str) -> Iterator[tuple[str, Stat]]:
         """All files below a folder, temporary ones as well, relative to the root."""
         with suppress(FileNotFoundError, NotADirectoryError), self._scanned(folder) as found:
             for item in found:
                 name = f"{folder}/{item.name}" if folder else item.name
+                if not is_below(item.name):
+                    continue
                 if item.is_dir(follow_symlinks=False):
                     yield from self.walk(name)
                 elif (known := self._stat_of(name, item)) is not None:
@@ -328,7 +334,7 @@ class LocalFolder(Folder):
         with suppress(FileNotFoundError, NotADirectoryError), self._scanned(folder) as found:
             for item in found:
                 name = f"{folder}/{item.name}"
-                if item.name.startswith(".") or item.is_file(follow_symlinks=False):
+                if not _is_shown(item.name) or item.is_file(follow_symlinks=False):
                     continue
                 if (what := _kind(item)) is not None:
                     yield name, what
@@ -339,7 +345,7 @@ class LocalFolder(Folder):
         """Create a small file that need not outlive a power cut; False when it is there already."""
         with self.writing(name):
             path = self.path(name)
-            path.parent.mkdir(parents=True, exist_ok=True)
+            self._make(path.parent)
             try:
                 handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
             except FileExistsError:
@@ -361,7 +367,7 @@ class LocalFolder(Folder):
         """A new folder, filled by what writes to a real one; returns size and digest of each of its files."""
         with self.writing(folder):
             path = self.path(folder)
-            path.parent.mkdir(parents=True, exist_ok=True)
+            self._make(path.parent)
             path.mkdir()
             fill(path)
             return self._settled_files(path)
@@ -391,7 +397,7 @@ class LocalFolder(Folder):
         """Give a file, or a folder with all in it, another name, if it is there."""
         if os.path.lexists(self.path(source)):
             with self.writing(source):
-                self.path(target).parent.mkdir(parents=True, exist_ok=True)
+                self._make(self.path(target).parent)
                 self.path(source).rename(self.path(target))
 
     def delete(self, name: str) -> None:
@@ -437,18 +443,35 @@ class LocalFolder(Folder):
                 return None
             raise self._refused(name, error) from error
 
+    def _make(self, folder: Path) -> None:
+        """Make a folder below the root, and those above it; FileNotFoundError where the root of a store went
+        meanwhile, which is not made again."""
+        try:
+            folder.mkdir(exist_ok=True)
+        except FileNotFoundError:
+            if folder == self.root and self.is_store:
+                raise
+            if folder == self.root:
+                folder.mkdir(parents=True, exist_ok=True)
+                return
+            self._make(folder.parent)
+            folder.mkdir(exist_ok=True)
+
     @contextmanager
     def writing(self, name: str) -> Iterator[None]:
-        """Around a write: refuses a read-only store, and tells a full disk by its name."""
+        """Around a write: refuses a store that is read-only or gone, and tells a full disk by its name."""
         if self.read_only:
             raise ReadOnlyStore(
                 f"cannot write {name}: {self.root} was opened with mode='r'; open it with mode='a'"
             )
+        self.require_there()
         try:
             yield
         except StoreError:
             raise
         except OSError as error:
+            if isinstance(error, FileNotFoundError):
+                self.require_there()  # or it went while this was written
             raise as_store_error(error, self.root, name) from error
 
     def _sync_names(self, names: Collection[str]) -> None:
@@ -476,12 +499,16 @@ class LocalFolder(Folder):
     def _temporary(self, name: str) -> Iterator[Path]:
         """A hidden name beside this one, for as long as it is written; its folder exists."""
         target = self.path(name)
-        target.parent.mkdir(parents=True, exist_ok=True)
+        self._make(target.parent)
         temporary = target.parent / f".{target.name}.{os.getpid()}.{secrets.token_hex(4)}"
         try:
             yield temporary
         finally:
-            temporary.unlink(missing_ok=True)
+            try:
+                temporary.unlink(missing_ok=True)
+            except BaseException:  # interrupted
+                temporary.unlink(missing_ok=True)
+                raise
 
     def _sync_folder(self, path: Path) -> None:
         if self.durability == "disk":
@@ -511,6 +538,12 @@ def as_store_error(error: OSError, root: Path, name: str) -> OSError:
             "put it on another one"
         )
     return error
+
+
+def _is_shown(name: str) -> bool:
+    """Whether a file or folder of this name counts: hidden ones are temporary, and names that no store has
+    (control characters, a backslash) are somebody's, which cannot be asked for."""
+    return not name.startswith(".") and is_below(name)
 
 
 def _unwaiting(path: str, flags: int) -> int:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import hashlib
 import secrets
-import shutil
 import tempfile
 import threading
 import time
@@ -57,8 +56,8 @@ class ObjectFolder(Folder):
     Safe for any number of threads. Raises StoreFormatError for other addresses, MissingExtra.
     """
 
-    def __init__(self, address: str, read_only: bool = False) -> None:
-        self.read_only = read_only
+    def __init__(self, address: str, read_only: bool = False, is_store: bool = False) -> None:
+        self.read_only, self.is_store = read_only, is_store
         self._address = normalised(address)
         self._is_memory = self._address.startswith("memory://")
         self._looks: dict[str, tuple[float, Stat | None]] = {}
@@ -66,8 +65,12 @@ class ObjectFolder(Folder):
         self._lock = threading.Lock()
         self._store: ObjectStore = connected(self._address)
 
-    def __reduce__(self) -> tuple[type[ObjectFolder], tuple[str, bool]]:
-        return type(self), (self._address, self.read_only)
+    def __reduce__(self) -> tuple[type[ObjectFolder], tuple[str, bool, bool]]:
+        return type(self), (self._address, self.read_only, self.is_store)
+
+    def as_store(self) -> ObjectFolder:
+        """See `Folder`."""
+        return ObjectFolder(self._address, self.read_only, is_store=True)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, ObjectFolder) and (self._address, self.read_only) == (
@@ -300,8 +303,8 @@ class ObjectFolder(Folder):
             is_taken = next(self.walk(folder), None) is not None
         if is_taken:
             raise FileExistsError(self.where(folder))
-        place = Path(tempfile.mkdtemp(prefix="mizarr-"))
-        try:
+        with tempfile.TemporaryDirectory(prefix="mizarr-", ignore_cleanup_errors=True) as made:
+            place = Path(made)
             fill(place)
             names = sorted(str(path.relative_to(place)) for path in place.rglob("*") if path.is_file())
             names.sort(key=lambda name: name.endswith(".json"))
@@ -313,8 +316,6 @@ class ObjectFolder(Folder):
 
             with ThreadPoolExecutor(THREADS) as pool:
                 return dict(sorted(zip(names, pool.map(one, names), strict=True)))
-        finally:
-            shutil.rmtree(place, ignore_errors=True)
 
     def scratch(self, folder: str) -> Path:
         """See `Folder`: in the user's cache folder, by address."""
@@ -347,11 +348,12 @@ class ObjectFolder(Folder):
 
     @contextmanager
     def writing(self, name: str) -> Iterator[None]:
-        """Around a write: refuses a read-only store, and tells failures as store errors."""
+        """Around a write: refuses a store that is read-only or gone, and tells failures as store errors."""
         if self.read_only:
             raise ReadOnlyStore(
                 f"cannot write {name}: {self._address} was opened with mode='r'; open it with mode='a'"
             )
+        self.require_there()
         with self._told(name):
             yield
 

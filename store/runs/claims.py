@@ -13,12 +13,12 @@ from __future__ import annotations
 import os
 import platform
 import secrets
-import threading
-import weakref
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from ..files import Folder
+from ..repeated import Repeated
 
 TTL = 60.0
 """Seconds: long enough for a stalled network disk, short enough to wait for after a crash."""
@@ -36,8 +36,7 @@ class Claim:
         self._name = name
         self._ttl = ttl
         self._token = f"{platform.node()} {os.getpid()} {secrets.token_hex(4)}"
-        self._stop = threading.Event()
-        self._beat: threading.Thread | None = None
+        self._beat: Repeated | None = None
 
     def acquire(self) -> bool:
         """Whether the claim is ours now; an abandoned one is taken over. Raises ReadOnlyStore, StoreFull."""
@@ -53,13 +52,8 @@ class Claim:
             if not self._folder.mark(self._name, self._token.encode()):
                 _held.discard(self._token)
                 return False
-            self._stop = threading.Event()
-            self._beat = threading.Thread(
-                target=_keep_alive,
-                args=(weakref.ref(self), self._stop, self._folder, self._name, self._ttl / 3),
-                name="mizarr-claim",
-                daemon=True,
-            )
+            keep_alive = partial(_touch, self._folder, self._name)
+            self._beat = Repeated(self._ttl / 3, keep_alive, "mizarr-claim")
             self._beat.start()
             return True
         except BaseException:
@@ -68,11 +62,10 @@ class Claim:
 
     def release(self) -> None:
         """Let others have it; harmless when it is not, or no longer, ours, and when it is asked once more."""
-        self._stop.set()
+        if self._beat is not None:
+            self._beat.stop()
         if self._token not in _held:
             return
-        if self._beat is not None and self._beat.ident is not None:
-            self._beat.join()
         if self._folder.get(self._name) == self._token.encode():
             self._folder.delete(self._name)
         self._beat = None
@@ -88,21 +81,15 @@ class Claim:
     def __exit__(self, *_: object) -> None:
         try:
             self.release()
-        except BaseException:
+        except BaseException:  # interrupted
             self.release()
             raise
 
 
-def _keep_alive(
-    owner: weakref.ref[Claim], stop: threading.Event, folder: Folder, name: str, seconds: float
-) -> None:
-    """Touch a claim until it is released, or nobody has it any more: a thread must not keep alive what an
-    interrupt took from its owner."""
-    while not stop.wait(seconds):
-        if owner() is None:
-            return
-        with suppress(OSError):  # taken over after a long pause of this process: harmless
-            folder.touch(name)
+def _touch(folder: Folder, name: str) -> None:
+    """Keep a claim alive."""
+    with suppress(OSError):  # taken over after a long pause of this process: harmless
+        folder.touch(name)
 
 
 def _is_orphan(token: str) -> bool:

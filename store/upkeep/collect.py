@@ -10,7 +10,6 @@ Border: files and records; what they mean to an analysis is not asked.
 from __future__ import annotations
 
 import secrets
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from ..files import Folder
 from ..provenance import as_json, get_provenance
 from ..reading.datasets import forget_entries
 from ..records import ACTIVATION, Record
+from ..repeated import Repeated
 from ..runs.claims import TTL
 from ..sealed import read_json
 from .lineage import inputs_of
@@ -201,22 +201,21 @@ def lease(store: Catalog, record: Record) -> Iterator[None]:
         yield
         return
     name = f"leases/{secrets.token_hex(8)}.json"
-    store.files.put_new(name, as_json({"data": record.data, "key": record.key}))
-    stop = threading.Event()
 
-    def beat() -> None:
-        while not stop.wait(_LEASE / 4):
-            with suppress(OSError):
-                store.files.touch(name)
+    def keep_alive() -> None:
+        with suppress(OSError):
+            store.files.touch(name)
 
-    thread = threading.Thread(target=beat, name="mizarr-lease", daemon=True)
-    thread.start()
     try:
-        yield
+        store.files.put_new(name, as_json({"data": record.data, "key": record.key}))
+        with Repeated(_LEASE / 4, keep_alive, "mizarr-lease"):
+            yield
     finally:
-        stop.set()
-        thread.join()
-        store.files.delete(name)
+        try:
+            store.files.delete(name)
+        except BaseException:  # interrupted
+            store.files.delete(name)
+            raise
 
 
 def measure(files: Folder, data: str) -> tuple[int, int, float]:

@@ -234,6 +234,25 @@ def leads_to_a_store(value: str, attribute: str) -> bool:
     return value.endswith(folders) or (attribute == "path" and value == "store")
 
 
+PRINTING = re.compile(
+    r"(click\.|typer\.)(s?echo|secho|print)|print|(sys\.)?(stdout|stderr)(\.buffer)?\.write(lines)?|Console"
+)
+
+
+def test_whatever_is_printed_passes_where_control_characters_are_escaped():
+    """Text of files steers no terminal: one prints by `terminal.echo`, or rich with an `EscapingConsole`."""
+
+    def prints(path: Path) -> list[str]:
+        return [
+            f"{node.lineno}: {ast.unparse(node)[:80]}"
+            for node in ast.walk(parsed(path))
+            if isinstance(node, ast.Call) and PRINTING.fullmatch(ast.unparse(node.func))
+        ]
+
+    found = offenders(prints, [path for path in MODULES if "specimen" not in path.parts])
+    assert found.keys() <= {"mizarr.store.display.terminal"}
+
+
 LARGEST = {"workflows": 16}
 """Most modules of any folder of a room, where they are fewer than elsewhere."""
 INSIDE = sorted({path.parent for path in MODULES if path.parent != ROOT})

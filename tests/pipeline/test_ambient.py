@@ -4,25 +4,38 @@ or the call is refused."""
 from __future__ import annotations
 
 import contextlib
+import importlib
 import re
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 import torch
+import xarray as xr
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import mizarr
 from mizarr import Dictionary, HookSpec, Model, Run
+from mizarr.pipeline import Context, Output
 from mizarr.pipeline.ambient import OF_PROCESS, OF_THREAD, each_in_plain_torch, plain_torch
+from mizarr.pipeline.context import run_one
+from mizarr.stages.causal.grids.tracing import embedding_deviation
+from mizarr.stages.features.effects.alignment import align
+from mizarr.stages.features.effects.injection import written_norm
 from mizarr.stages.forward.hooks.interventions import Intervention
+from mizarr.stages.forward.runs.experiment import COMPUTING, Experiment
+from mizarr.stages.forward.runs.means import mean_activations
+from mizarr.stages.graph.interventions import feature_intervention
+from mizarr.stages.logits.prompt_test import tokens_to_residual_directions
 from mizarr.store.errors import ConfigError
 
 DESIGN = Path(__file__).resolve().parents[2] / "pipeline" / "DESIGN.md"
@@ -87,6 +100,8 @@ PUT_BACK: dict[tuple[str, str], Callable[[], AbstractContextManager[Any]]] = {
     ("default device", "a context"): lambda: torch.device("meta"),
     ("inference mode", "on"): torch.inference_mode,
     ("flush denormal", "on"): lambda: called(torch.set_flush_denormal, True, False),
+    ("numpy errors", "raise"): lambda: np.errstate(all="raise"),
+    ("numpy errors", "call"): lambda: np.errstate(all="call", call=lambda *_: None),
     ("default dtype", "float64"): lambda: called(torch.set_default_dtype, torch.float64, torch.float32),
     ("default dtype", "bfloat16"): lambda: called(torch.set_default_dtype, torch.bfloat16, torch.float32),
     ("float32 precision", "medium"): lambda: called(torch.set_float32_matmul_precision, "medium", "highest"),
@@ -127,6 +142,14 @@ LEFT_ALONE: dict[tuple[str, str], Callable[[], AbstractContextManager[Any]]] = {
         B.cuda.preferred_linalg_library, "default", "default"
     ),
     ("cuDNN", "benchmark"): lambda: attribute(B.cudnn, "benchmark", True),
+    ("threads", "one"): lambda: called(torch.set_num_threads, 1, torch.get_num_threads()),
+    ("threads", "three"): lambda: called(torch.set_num_threads, 3, torch.get_num_threads()),
+    ("compile stance", "eager"): lambda: torch.compiler.set_stance("force_eager"),
+    ("fast path of attention modules", "off"): lambda: called(B.mha.set_fastpath_enabled, False, True),
+    ("order of contractions", "off"): lambda: attribute(B.opt_einsum, "enabled", False),
+    ("NNPACK", "off"): lambda: B.nnpack.flags(enabled=False),
+    ("forward-mode derivatives", "on"): torch.autograd.forward_ad.dual_level,
+    ("threads of backward passes", "one"): lambda: torch.autograd.set_multithreading_enabled(False),
     ("random state", "another seed"): lambda: called(torch.manual_seed, 5, 0),
     ("print options", "short"): lambda: called(lambda n: torch.set_printoptions(precision=n), 1, 4),
 }
@@ -155,6 +178,7 @@ def settings_now() -> list[Any]:
             for kernel in ("flash", "mem_efficient", "math", "cudnn")
         ),
         B.cuda.fp16_bf16_reduction_math_sdp_allowed(),
+        sorted(np.geterr().items()),
         float(torch.full((), 1e-40, device="cpu", dtype=torch.float32) * 1),
     ]
 
@@ -330,3 +354,128 @@ def test_gradients_are_those_of_plain_torch(model):
         with around():
             computed = model.forward(IDS[0], spec)["grad:blocks.1.hook_resid_post"]
         assert torch.equal(computed, plain)
+
+
+@dataclass(frozen=True)
+class Products(Experiment):
+    """Does arithmetic in each of its methods, as those of users may."""
+
+    name = "products_for_ambient"
+    version = 1
+    outputs: ClassVar[dict[str, Output]] = {"product": Output(("run",), "1", "of third parts")}
+
+    def cells(self, config):
+        return [{"cell": 0}]
+
+    def prepare(self, model):
+        return product()
+
+    def runs(self, prepared, cell):
+        assert prepared == EXACT and product() == EXACT
+        return [Run(IDS[0]), Run(IDS[1])]
+
+    def measure(self, prepared, cell, result):
+        return product()
+
+    def dataset(self, prepared, cell, measured):
+        return xr.Dataset({"product": ("run", [*measured, product()])})
+
+
+def product() -> float:
+    """Another number where products are rounded to bfloat16, and no number on the device meta."""
+    thirds = torch.full((4, 4), 1 / 3)
+    return float((thirds @ thirds)[0, 0])
+
+
+EXACT = product()
+AROUND = [torch.autocast, lambda *_, **__: torch.device("meta"), lambda *_, **__: np.errstate(all="raise")]
+
+
+@pytest.mark.parametrize("around", AROUND)
+def test_methods_of_an_experiment_called_directly_compute_as_torch_does(around, model, tmp_path):
+    experiment = Products()
+    store = mizarr.open_store(tmp_path / "store", durability="process")
+    with around("cpu", dtype=torch.bfloat16):
+        prepared = experiment.prepare(model)
+        (run, _) = experiment.runs(prepared, {"cell": 0})
+        measured = [experiment.measure_run(prepared, {"cell": 0}, 0, model.forward(run.prompt))]
+        alone = experiment.joined([experiment.dataset(prepared, {"cell": 0}, measured)])
+        node = experiment.on(model)
+        node.compute(store, node.cells())
+        node.run(store, Context())
+    assert prepared == EXACT
+    assert alone["product"].values.tolist() == [EXACT] * 2
+    assert node.open(store)["product"].values.tolist() == [EXACT] * 3
+
+
+def test_every_experiment_of_the_package_does_its_arithmetic_in_plain_torch():
+    for path in sorted((DESIGN.parents[1] / "stages").rglob("*.py")):
+        text = path.read_text()
+        if "(Experiment)" in text:
+            importlib.import_module(
+                "mizarr." + ".".join(path.relative_to(DESIGN.parents[1]).with_suffix("").parts)
+            )
+    kinds = list(Experiment.__subclasses__())
+    for kind in kinds:
+        kinds += kind.__subclasses__()
+        for name in COMPUTING & vars(kind).keys():
+            assert hasattr(vars(kind)[name], "__wrapped__"), f"{kind.__name__}.{name}"
+    assert len(kinds) > 10
+
+
+def test_a_cell_computes_in_plain_torch_on_any_thread():
+    found = []
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        run_one(lambda *_: found.append(product()), None, None, {})
+    assert found == [EXACT]
+
+
+@pytest.mark.parametrize("around", AROUND)
+def test_functions_that_read_a_model_or_a_dictionary_compute_as_torch_does(around, model):
+    dictionary = Dictionary.from_pretrained("specimen/clt")
+    directions = np.random.default_rng(0).standard_normal((2, dictionary.d_out))
+    point = model.config.hook_points[5]
+
+    def found() -> list[Any]:
+        intervened = feature_intervention(model, dictionary, IDS[0])
+        return [
+            embedding_deviation(model),
+            mean_activations(model, [point], IDS)[point].numpy().tolist(),
+            [(each.feature, each.score) for row in align(dictionary, directions, 3, 4) for each in row],
+            written_norm(dictionary, (1, 5)),
+            tokens_to_residual_directions(model, [3, 4]).numpy().tolist(),
+            intervened.logits.numpy().tolist(),
+        ]
+
+    plain = found()
+    with around("cpu", dtype=torch.bfloat16):
+        assert found() == plain
+
+
+def test_a_network_that_was_replaced_is_the_one_that_computes(model):
+    one, other = Model.from_pretrained("specimen"), Model.from_pretrained("specimen")
+    with torch.no_grad():
+        other.network.embedding.mul_(2)
+    changed = other.forward(IDS).logits
+    one.network = other.network
+    assert torch.equal(one.forward(IDS).logits, changed)
+    assert not torch.equal(changed, model.forward(IDS).logits)
+    with pytest.raises(AttributeError):
+        one._passes = None
+
+
+def test_sums_here_have_two_factors():
+    """So that the order in which `torch.backends.opt_einsum` takes factors changes nothing."""
+    for path in (DESIGN.parents[1] / "stages").rglob("*.py"):
+        for equation in re.findall(r"einsum\(\s*f?[\"']([^\"']+?)->", path.read_text()):
+            assert equation.count(",") <= 1, f"{path}: {equation}"
+
+
+def test_errors_of_numpy_are_put_back_where_nobody_imported_torch():
+    code = (
+        "import numpy as np, sys\nfrom mizarr.pipeline.ambient import plain_torch\n"
+        "with np.errstate(all='raise'):\n    with plain_torch():\n        print(np.geterr()['divide'])\n"
+        "    print(np.geterr()['divide'], 'torch' in sys.modules)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["warn", "raise", "False"]

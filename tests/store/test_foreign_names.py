@@ -154,3 +154,20 @@ def test_the_root_of_a_store_may_be_behind_a_link(made, tmp_path):
     (tmp_path / "link").symlink_to(made, target_is_directory=True)
     assert open_store(tmp_path / "link", mode="r").verify() == []
     assert open_folder(str(tmp_path / "link")).get("store.json") is not None
+
+
+def test_what_lies_in_a_store_under_a_name_that_none_has_is_passed_over(made, tmp_path):
+    shutil.copytree(made, tmp_path / "store")
+    store = open_store(tmp_path / "store")
+    whole = [record.key for record in store.records()]
+    for folder in ("data", "keys", "pins", "annotations", *(record.data for record in store.records())):
+        place = tmp_path / "store" / folder / "x\x1b[2J"
+        place.mkdir(parents=True)
+        (place / "a\\b.json").write_bytes(SECRET)
+        place.with_name("y\x07.json").write_bytes(SECRET)
+    again = open_store(tmp_path / "store")
+    assert [record.key for record in again.records()] == whole and again.verify() == []
+    assert again.usage() and again.pins() == {} and again.runs()
+    again.copy_to(open_store(tmp_path / "copied"))
+    assert not any(SECRET in path.read_bytes() for path in (tmp_path / "copied").rglob("*.json"))
+    again.gc(grace=0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mizarr.store import html
+from mizarr.store.display import html
 
 
 def test_titles_captions_heads_and_cells_are_escaped():

@@ -201,10 +201,9 @@ class Holdings:
         with self._lock:
             looking = self._looking
             if looking is None and time.monotonic() - self._seen > self._refresh:
-                looking = self._looking = threading.Thread(
-                    target=self._look_again, name="mizarr-look", daemon=True
-                )
+                looking = threading.Thread(target=self._look_again, name="mizarr-look", daemon=True)
                 looking.start()
+                self._looking = looking
         if looking is not None:
             looking.join(patience)
         if self._failed is not None:

@@ -3,6 +3,7 @@
 * It listens on 127.0.0.1 and answers requests that name it so in `Host`: a page of another site whose name
   was made to lead here (DNS rebinding) is refused.
 * Every address begins with a random word, which other users of the machine do not know.
+* Clients that are slow to ask, or to read, are dropped.
 * GET and HEAD, nothing else; the store is opened for reading, and no path asked for becomes that of a file.
 * What a browser may do with a page is told in its content security policy: its own styles and script.
 
@@ -87,7 +88,18 @@ def serve(app: Starlette, held: socket.socket) -> None:
     """Answer until interrupted. held: a socket that is bound."""
     import uvicorn
 
-    config = uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off", server_header=False)
+    from .connections import TimedProtocol
+
+    config = uvicorn.Config(
+        app,
+        http=TimedProtocol,
+        ws="none",
+        lifespan="off",
+        log_config=None,  # its own would print what is in a store past the escapes of the command line
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+    )
     with suppress(KeyboardInterrupt):  # raised again by uvicorn when it has ended
         uvicorn.Server(config).run(sockets=[held])
 

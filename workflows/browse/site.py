@@ -20,6 +20,7 @@ from pathlib import Path
 
 from ...store import Store
 from ...store.errors import ConfigError
+from ...store.files import is_below
 from ..views import Note
 from . import addresses
 from .finding import find_page
@@ -67,7 +68,9 @@ class _Front:
         """Whether there will be a page at an address, linked from another."""
         if address in self.known:
             return True
-        if len(self.known) >= self.limits.pages or not self._has_room(address, source):
+        if len(self.known) >= self.limits.pages or not is_below(address):
+            return False
+        if not self._has_room(address, source):
             return False
         self.known.add(address)
         self.waiting.append(address)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import click
 from click.shell_completion import CompletionItem, get_completion_class
 
+from ...store.display.terminal import echo
+
 VARIABLE = "_MIZARR_COMPLETE"
 WHERE = {
     "bash": "mizarr completion bash >> ~/.bashrc",
@@ -26,7 +28,7 @@ def completion(ctx: click.Context, shell: str) -> None:
     assert kind is not None
     made = kind(ctx.find_root().command, {}, "mizarr", VARIABLE)
     # Not .source(), which starts the shell to ask for its version.
-    click.echo(made.source_template % made.source_vars())
+    echo(made.source_template % made.source_vars())
 
 
 def workflow_names(ctx: click.Context, param: click.Parameter, begun: str) -> list[CompletionItem]:

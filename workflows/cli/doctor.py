@@ -12,6 +12,7 @@ from pathlib import Path
 import click
 
 from ...stages.extras import EXTRAS, missing_modules
+from ...store.display.terminal import echo
 from ...store.version import __version__
 from .options import json_option, print_json, store_option
 
@@ -41,10 +42,10 @@ def doctor(store_path: str, as_json: bool) -> None:
         print_json(told)
         return
     for title, facts in told.items():
-        click.echo(title)
+        echo(title)
         width = max(map(len, facts))
         for name, fact in facts.items():
-            click.echo(f"  {name.ljust(width)}  {fact}".rstrip())
+            echo(f"  {name.ljust(width)}  {fact}".rstrip())
 
 
 def examined(store_path: str) -> dict[str, dict[str, str]]:

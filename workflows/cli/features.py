@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ...store.display.terminal import echo
 from .models import CANNOT_RUN, print_fetched
 from .options import (
     SuggestingGroup,
@@ -118,7 +119,7 @@ def export(
     from ...stages.features.export import export
 
     dictionary = Dictionary.from_pretrained(reference, read=read, write=write)
-    click.echo(str(export(dictionary, folder, name, dtype=dtype)))
+    echo(str(export(dictionary, folder, name, dtype=dtype)))
 
 
 @features.command(
@@ -235,7 +236,7 @@ def pages(
         count = len(workflow.material.features)
         print_json({"path": str(path), "features": count, "labels": len(workflow.labels)})
         return
-    click.echo(path)
+    echo(path)
 
 
 def facts(dictionary: Dictionary) -> dict[str, Any]:
@@ -346,8 +347,8 @@ def _print(found: dict[str, Any]) -> None:
 
     layers = found["layers"]
     span = f"{layers[0]}" if len(layers) == 1 else f"{layers[0]} to {layers[-1]}"
-    click.echo(f"{found['name']}: {found['kind']}, written as {found['format']}")
-    click.echo(
+    echo(f"{found['name']}: {found['kind']}, written as {found['format']}")
+    echo(
         f"{found['features']:,} features, {found['features_per_layer']:,} in each of {len(layers)} "
         f"layer{'s' if len(layers) > 1 else ''}, {human_bytes(found['bytes'])} in {found['files']} files"
     )
@@ -361,11 +362,11 @@ def _print(found: dict[str, Any]) -> None:
         "made for": found["model"] or "not said",
     }
     for name, value in shown.items():
-        click.echo(f"  {name}: {value}")
+        echo(f"  {name}: {value}")
     for issue in found["issues"]:
-        click.echo(f"cannot be used: {issue}")
+        echo(f"cannot be used: {issue}")
     if "weights" in found:
-        click.echo()
+        echo()
         first = "place" if "place" in found["weights"][0] else "layer"
         columns = {
             first.upper(): first,

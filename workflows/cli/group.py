@@ -19,6 +19,7 @@ from typing import TextIO
 
 import click
 
+from ...store.display.terminal import echo, escape_reports_of_python
 from ...store.errors import MizarrError
 from ...store.version import __version__
 from .completion import completion
@@ -65,6 +66,7 @@ for command in (*RUNNING, *STORED, models, features, *ABOUT):
 
 def main(args: Sequence[str] | None = None) -> None:
     """Run the command line and exit the process with its code."""
+    escape_reports_of_python()
     sys.exit(run(args))
 
 
@@ -87,7 +89,7 @@ def _run(args: Sequence[str] | None) -> int:
     except MizarrError as error:
         return _say(str(error))
     except (click.Abort, KeyboardInterrupt):
-        click.echo("mizarr: interrupted; what was finished is kept, the same command resumes", err=True)
+        echo("mizarr: interrupted; what was finished is kept, the same command resumes", err=True)
         return INTERRUPTED
     except BrokenPipeError:
         # The reader (head, less) has left; python would complain once more when it flushes at exit.
@@ -114,5 +116,5 @@ def _show_warning(
 
 
 def _say(message: str) -> int:
-    click.echo(f"mizarr: error: {' '.join(message.split())}", err=True)
+    echo(f"mizarr: error: {' '.join(message.split())}", err=True)
     return MISUSE

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ...store.display.terminal import echo
 from .options import (
     SuggestingGroup,
     adapter_option,
@@ -96,15 +97,16 @@ def families(as_json: bool) -> None:
         print_json(rows)
         return
     from rich import box
-    from rich.console import Console
     from rich.table import Table
+
+    from ...store.display.console import EscapingConsole
 
     table = Table(box=box.SIMPLE, pad_edge=False)
     for column in rows[0]:
         table.add_column(column.replace("mlp", "MLP"), no_wrap=column == "model_type")
     for row in rows:
         table.add_row(*row.values())
-    Console().print(table)
+    EscapingConsole().print(table)
 
 
 @models.command(epilog="Example: mizarr models inspect specimen")
@@ -177,7 +179,7 @@ def print_fetched(files: ModelFiles | DictionaryFiles, as_json: bool) -> None:
     if as_json:
         print_json({"name": files.name, "revision": files.revision, "directory": directory})
     else:
-        click.echo(directory)
+        echo(directory)
 
 
 def _readable(files: ModelFiles) -> Checkpoint:
@@ -219,28 +221,28 @@ def _print(found: dict[str, Any]) -> None:
     from ...pipeline.plan import human_bytes
 
     family = "known family" if found["known_family"] else "unknown family, configured from its tensors"
-    click.echo(f"{found['name']}: {found['model_type']} ({family})")
-    click.echo(f"layout: {found['layout']}")
+    echo(f"{found['name']}: {found['model_type']} ({family})")
+    echo(f"layout: {found['layout']}")
     backend = found["backend"]
-    click.echo(f"backend: {backend['name'] or 'none'}, {backend['reason']}")
+    echo(f"backend: {backend['name'] or 'none'}, {backend['reason']}")
     for line in backend["missing"]:
-        click.echo(f"  {line}")
+        echo(f"  {line}")
     wide = human_bytes(found["bytes_in_float32"])
-    click.echo(f"{found['parameters']:,} parameters, {human_bytes(found['bytes'])}, {wide} in float32")
+    echo(f"{found['parameters']:,} parameters, {human_bytes(found['bytes'])}, {wide} in float32")
     if timed := found["timed"]:
         held, most = human_bytes(timed["weight_bytes"]), timed["memory"]["resident"]["peak"]
-        click.echo(
+        echo(
             f"loaded in {timed['load_seconds']:.3g} s, {held} on {timed['device']} in {timed['dtype']}; "
             f"{timed['tokens']} tokens in {timed['pass_seconds']:.3g} s"
             + (f"; at most {human_bytes(most)} resident" if most else "")
         )
     for name, value in (found["config"] or {}).items():
-        click.echo(f"  {name}: {value}")
+        echo(f"  {name}: {value}")
     for issue in found["issues"]:
-        click.echo(f"{'not computed here' if found['compatible'] else 'cannot run'}: {issue}")
+        echo(f"{'not computed here' if found['compatible'] else 'cannot run'}: {issue}")
     for warning in found["warnings"]:
-        click.echo(f"warning: {warning}")
-    click.echo()
+        echo(f"warning: {warning}")
+    echo()
     rows = [
         {
             "TENSOR": fact["name"],

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import click
 
+from ...store.display.terminal import echo, escaped
 from ...store.errors import PlanError, nearest
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -165,16 +166,16 @@ def json_or_text(text: str) -> Any:
 
 def print_json(value: Any) -> None:
     """One JSON document on stdout."""
-    click.echo(json.dumps(value, indent=2, default=str))
+    echo(json.dumps(value, indent=2, default=str))
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> None:
-    """Aligned columns on stdout, one header line: made to be read, and to be cut by awk."""
+    """Aligned columns on stdout, a line per row, one header line: made to be read, and to be cut by awk."""
     lines = [list(columns), *([_cell(row.get(column)) for column in columns] for row in rows)]
     widths = [max(len(line[i]) for line in lines) for i in range(len(columns))]
     for line in lines:
-        click.echo("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
+        echo("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
 
 
 def _cell(value: Any) -> str:
-    return "-" if value is None else str(value)
+    return "-" if value is None else escaped(str(value), one_line=True)

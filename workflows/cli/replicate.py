@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ...store.display.terminal import echo
 from .options import json_option, print_json, print_table, store_option
 from .runs import run_options
 
@@ -44,7 +45,7 @@ def replicate(
     published = _published(chosen, model)
     is_here = bool(published) and _is_here(chosen, published, fetch)
     if published and not is_here:
-        click.echo(_would_fetch(chosen, published), err=True)
+        echo(_would_fetch(chosen, published), err=True)
     settings = chosen.asked(published) if is_here else chosen.here
     done = build(chosen.workflow, **settings).run(open_store(store_path), **how)
     claims = _compared(chosen, published, done) if is_here else []
@@ -140,10 +141,10 @@ def _compared(chosen: Replication, model: str, done: Workflow) -> list[dict[str,
 
 
 def _print(chosen: Replication, done: Workflow, claims: list[dict[str, Any]]) -> None:
-    from rich.console import Console
+    from ...store.display.console import EscapingConsole
 
-    click.echo(f"{chosen.title} ({chosen.source})", err=True)
-    done.render(Console(), None)
+    echo(f"{chosen.title} ({chosen.source})", err=True)
+    done.render(EscapingConsole(), None)
     if claims:
         columns = ("PLACE", "PUBLISHED", "WITHIN", "FOUND", "AGREES")
         rows = [

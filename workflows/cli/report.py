@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ...store.display.terminal import echo
 from .options import print_json
 from .runs import NAMES, on_workflow, run_options
 
@@ -43,4 +44,4 @@ def report(workflow: Workflow, store_path: str, as_json: bool, output: Path | No
     if as_json:
         print_json({"workflow": workflow.name, "page": str(path), "bytes": path.stat().st_size})
         return
-    click.echo(path)
+    echo(path)

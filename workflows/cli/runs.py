@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import click
 
 from ...stages.extras import require
+from ...store.display.terminal import echo
 from .. import WORKFLOWS, build
 from .completion import setting_names, workflow_names
 from .gradients import gradient_options, told_metric
@@ -145,12 +146,11 @@ def demo(output: Path, as_json: bool, **chosen: Any) -> None:
     Captures activations, looks at them through the logit lens, finds the helix that counts characters. Tables
     are printed, figures go into the folder. The second time everything is cached.
     """
-    from rich.console import Console
-
     from ...store import open_store
+    from ...store.display.console import EscapingConsole
     from ..demo import run
 
-    console = Console(stderr=as_json)
+    console = EscapingConsole(stderr=as_json)
     done = run(
         open_store(output / "store"),
         output / "figures",
@@ -341,7 +341,7 @@ def _print_estimate(size: CorpusSize, node: CaptureNode, store: Store, as_json: 
         needed = {"bytes_written": written, "free_bytes": free, "seconds": seconds}
         print_json({"is_estimated": True, **about, "looked_at_bytes": size.looked_at, **needed})
         return
-    click.echo(
+    echo(
         f"about {short(size.tokens)} tokens in {short(size.prompts)} prompts, estimated from "
         f"{human_bytes(size.looked_at)} of the {human_bytes(size.bytes)} in "
         f"{size.files} {'file' if size.files == 1 else 'files'}; --exact counts them, and "
@@ -349,9 +349,9 @@ def _print_estimate(size: CorpusSize, node: CaptureNode, store: Store, as_json: 
     )
     time = "" if seconds is None else f"; about {clock(seconds)}"
     room = "" if free is None else f", {human_bytes(free)} are free"
-    click.echo(f"{human_bytes(written)} would be written{room}{time}")
+    echo(f"{human_bytes(written)} would be written{room}{time}")
     if free is not None and written > free:
-        click.echo("it does not fit: capture fewer hook points, or a share of the documents")
+        echo("it does not fit: capture fewer hook points, or a share of the documents")
 
 
 def _print_captured(node: CaptureNode, store: Store, as_json: bool) -> None:
@@ -404,9 +404,8 @@ def compute(
     workflow: Workflow, store_path: str, as_json: bool, figures: Path | None, every_model: bool, **how: Any
 ) -> None:
     """See `help` above."""
-    from rich.console import Console
-
     from ...store import open_store
+    from ...store.display.console import EscapingConsole
 
     if figures is not None and every_model:
         require("plots", "--figures")
@@ -421,8 +420,8 @@ def compute(
         drawn = done.draw(figures) if figures else []
         print_json(done.to_json() | {"figures": [str(path) for path in drawn]})
         return
-    for path in done.render(Console(), figures):
-        click.echo(f"wrote {path}", err=True)
+    for path in done.render(EscapingConsole(), figures):
+        echo(f"wrote {path}", err=True)
 
 
 def _compute_every(
@@ -430,9 +429,8 @@ def _compute_every(
 ) -> None:
     """The same question to every model that is here, one after another; those it cannot be asked of are told
     with the reason, and left out."""
-    from rich.console import Console
-
     from ...store import open_store
+    from ...store.display.console import EscapingConsole
     from ...store.errors import MizarrError
 
     given = click.get_current_context().params
@@ -446,7 +444,7 @@ def _compute_every(
         about = {"model": name, "revision": revision}
         folder = figures and figures / name.replace("/", "--")
         if not as_json:
-            click.echo(f"== {name}")
+            echo(f"== {name}")
         try:
             asked = dataclasses.replace(workflow.settings, model=name, revision=revision)
             done = type(workflow)(asked).run(store, **how)
@@ -454,11 +452,11 @@ def _compute_every(
                 drawn = done.draw(folder) if folder else []
                 documents.append(about | done.to_json() | {"figures": [str(path) for path in drawn]})
             else:
-                for path in done.render(Console(), folder):
-                    click.echo(f"wrote {path}", err=True)
+                for path in done.render(EscapingConsole(), folder):
+                    echo(f"wrote {path}", err=True)
         except MizarrError as error:
             documents.append(about | {"skipped": str(error)})
-            click.echo(f"skipped {name}: {error}", err=True)
+            echo(f"skipped {name}: {error}", err=True)
     if as_json:
         print_json(documents)
 
@@ -499,11 +497,11 @@ def explain(workflow: Workflow, store_path: str, as_json: bool, cluster: str | N
         about = {"workflow": workflow.name, "question": workflow.question, "settings": chosen}
         print_json(about | steps.to_json())
         return
-    click.echo(workflow.question, err=True)
+    echo(workflow.question, err=True)
     if workflow.caution:
-        click.echo(workflow.caution, err=True)
+        echo(workflow.caution, err=True)
     for field in dataclasses.fields(workflow.settings):
-        click.echo(
+        echo(
             f"  --set {field.name}={json.dumps(chosen[field.name])}  {field.metadata.get('help', '')}",
             err=True,
         )

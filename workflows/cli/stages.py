@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from ...store.display.terminal import echo
 from .options import json_option, print_json, print_table
 
 if TYPE_CHECKING:
@@ -39,8 +40,8 @@ def stages(name: str | None, as_json: bool) -> None:
     elif as_json:
         print_json(found[name].to_json())
     else:
-        click.echo(found[name].declaration.describe())
-        click.echo(f"  use {', '.join(found[name].doors)}")
+        echo(found[name].declaration.describe())
+        echo(f"  use {', '.join(found[name].doors)}")
 
 
 def _rows(use: Use) -> list[dict[str, str]]:

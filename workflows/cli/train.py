@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ...store.display.terminal import echo
 from .options import (
     adapter_option,
     backend_option,
@@ -48,7 +49,7 @@ def _list_settings(context: click.Context, _: click.Parameter, wanted: bool) -> 
     from ...stages.features.training.settings import TrainingSettings
 
     for field in dataclasses.fields(TrainingSettings):
-        click.echo(f"--set {field.name}={json.dumps(field.default)}  {field.metadata['help']}")
+        echo(f"--set {field.name}={json.dumps(field.default)}  {field.metadata['help']}")
     context.exit()
 
 
@@ -159,15 +160,15 @@ def train(
         return
     if chosen.kind == "crosscoder":
         _print_crosscoder(found["held_out"])
-        click.echo(f"wrote {out / RESULT}", err=True)
+        echo(f"wrote {out / RESULT}", err=True)
         return
     columns = ("layers", "fvu", "l0", "dead")
     rows = zip(*(found["held_out"][name] for name in columns), strict=True)
     names = ["LAYER", "FVU", "L0", "DEAD"]
     print_table(names, [dict(zip(names, row, strict=True)) for row in rows])
     recovered = found["held_out"]["loss"]["places"]["all"]["ce_recovered_zero"]
-    click.echo(f"loss recovered, against zeros: {recovered:.3f}", err=True)
-    click.echo(f"wrote {out / RESULT}", err=True)
+    echo(f"loss recovered, against zeros: {recovered:.3f}", err=True)
+    echo(f"wrote {out / RESULT}", err=True)
 
 
 def _check_against(chosen: TrainingSettings, against: str | None) -> None:
@@ -183,10 +184,10 @@ def _print_crosscoder(held_out: dict[str, Any]) -> None:
     """FVU of each place; what is one model's alone goes to stderr."""
     rows = zip(held_out["places"], held_out["fvu"], strict=True)
     print_table(["PLACE", "FVU"], [dict(zip(["PLACE", "FVU"], row, strict=True)) for row in rows])
-    click.echo(f"active per token: {held_out['l0']:.1f}; never active: {held_out['dead']:.3f}", err=True)
+    echo(f"active per token: {held_out['l0']:.1f}; never active: {held_out['dead']:.3f}", err=True)
     if "first_alone" in held_out:
         first, second = held_out["first_alone"], held_out["second_alone"]
-        click.echo(
+        echo(
             f"of {held_out['alive']} features that are active, {first} are written to the first model alone, "
             f"{second} to the second; a model against itself is the control",
             err=True,

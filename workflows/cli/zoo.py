@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from ...store.display.terminal import echo
 from .options import json_option, print_json, quiet_option
 
 __all__ = ["train_zoo"]
@@ -69,18 +70,18 @@ def train_zoo(
 
             def keep(after: int, tensors: Any, of: ZooTraining = each, ending: str = ending) -> None:
                 path = save_trained(of, tensors, out / file_name(of, ending, after), after)
-                click.echo(f"wrote {path}", err=True)
+                echo(f"wrote {path}", err=True)
 
             tensors, losses = train(each, bar.advance, keep)
             path = save_trained(each, tensors, out / file_name(each, ending))
             written.append({"file": str(path), "seed": each.seed, "loss": _last(losses.tolist())})
-            click.echo(f"wrote {path}", err=True)
+            echo(f"wrote {path}", err=True)
     if as_json:
         print_json({"trained": written})
         return
     for told in written:
         loss = "" if told["loss"] is None else f"  last loss {told['loss']:.5g}"
-        click.echo(f"{told['file']}{loss}")
+        echo(f"{told['file']}{loss}")
 
 
 def _last(losses: list[float]) -> float | None:

@@ -24,8 +24,8 @@ from __future__ import annotations
 
 import gzip
 import json
+import secrets
 import shutil
-import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -92,8 +92,9 @@ def write_neuronpedia(material: PageMaterial, folder: Path, of: NeuronpediaSourc
     common = {"modelId": of.model, "layer": of.source}
     made = {"creatorId": of.creator, "createdAt": created or now()}
     home.parent.mkdir(parents=True, exist_ok=True)
-    growing = Path(tempfile.mkdtemp(prefix=f".{of.source}-", dir=home.parent))
+    growing = home.with_name(f".{of.source}-{secrets.token_hex(4)}")
     try:
+        growing.mkdir()
         for name, row in _about(material, of, made).items():
             _write(growing / f"{name}.jsonl", [row])
         for number, results in material.portions(PER_FILE):
@@ -108,7 +109,6 @@ def write_neuronpedia(material: PageMaterial, folder: Path, of: NeuronpediaSourc
         labels = [{**common, **row} for row in _explanations(material, of)]
         if labels:
             _write(growing / "explanations" / "batch-0.jsonl.gz", labels)
-        growing.chmod(0o755)
         growing.rename(home)
     finally:
         shutil.rmtree(growing, ignore_errors=True)

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from html import escape
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from ...store import html
+from ...store.display import html
 from . import paper
 from .blocks import size
 

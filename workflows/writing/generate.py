@@ -266,12 +266,12 @@ class Generate(ModelWorkflow):
 
 
 class _Printer:
-    """Text on stderr as it comes, behind the prompt it continues; what steers a terminal is escaped."""
+    """Text on stderr as it comes, behind the prompt it continues."""
 
     def __init__(self, texts: dict[tuple[int, ...], str]) -> None:
-        from rich.console import Console
+        from ...store.display.console import EscapingConsole
 
-        self._console, self._texts = Console(stderr=True, highlight=False), texts
+        self._console, self._texts = EscapingConsole(stderr=True, highlight=False), texts
 
     def show(self, prompt: tuple[int, ...], new: NewToken) -> None:
         """Print a token: before the first its prompt, behind the last an empty line."""
@@ -282,8 +282,7 @@ class _Printer:
             self._print("\n\n")
 
     def _print(self, text: str, style: str | None = None) -> None:
-        shown = "\n".join(format_token(line) for line in text.split("\n"))
-        self._console.print(shown, end="", markup=False, soft_wrap=True, style=style)
+        self._console.print(text, end="", markup=False, soft_wrap=True, style=style)
 
 
 def default_prompts(model: str) -> tuple[str, ...]:

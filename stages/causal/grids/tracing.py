@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
+from ....pipeline.ambient import plain_torch
 from ....store.errors import StageError
 from ...forward.architectures.points import HookPoint
 from ...forward.hooks.interventions import Add, Replace
@@ -151,6 +152,7 @@ class CausalTracing(Grid):
         return made.assign_attrs(subject=[position % length for position in self.subject], **noise)
 
 
+@plain_torch()
 def embedding_deviation(model: Model) -> float:
     """Standard deviation of all entries of the embedding matrix, as they enter the first block but for
     positions."""

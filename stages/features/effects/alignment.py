@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ....pipeline import Output
+from ....pipeline.ambient import plain_torch
 from ....store.errors import DictionaryError, PromptError, ShapeError
 from ...causal.effects import array
 from ...forward.runs.experiment import CellLabels
@@ -52,6 +53,7 @@ class Scored:
     score: float
 
 
+@plain_torch()
 def align(
     dictionary: Dictionary, directions: Any, target: int, top_k: int, *, cosine: bool = True
 ) -> list[list[Scored]]:
@@ -72,6 +74,7 @@ def align(
     return [_ranked(sources, [scores[i] for scores in found], top_k) for i in range(len(given))]
 
 
+@plain_torch()
 def align_over_targets(
     dictionary: Dictionary, directions: Any, top_k: int, *, cosine: bool = True
 ) -> list[list[Scored]]:

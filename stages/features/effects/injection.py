@@ -22,6 +22,7 @@ from collections.abc import Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ....pipeline.ambient import plain_torch
 from ....store.arrays import as_indices
 from ....store.errors import DictionaryError, InterventionError
 from ...forward.hooks.interventions import Add, AddAtPositions
@@ -72,6 +73,7 @@ def added(dictionary: Dictionary, injections: Iterable[Injection]) -> dict[int, 
     return dict(sorted(sums.items()))
 
 
+@plain_torch()
 def written_norm(dictionary: Dictionary, feature: FeatureId | str, from_layer: int | None = None) -> float:
     """Norm of what a unit of a feature writes, to all its layers together, or to those from one on.
 

@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ....pipeline import Output, stage
+from ....pipeline.ambient import plain_torch
 from ....store.arrays import Ints
 from ....store.errors import ShapeError
 from ...logits.ranking import top_columns
@@ -49,6 +50,7 @@ WORDS = {
 }
 
 
+@plain_torch()
 def direct_effects(
     dictionary: Dictionary, features: Ints, readout: xr.Dataset, top_k: int
 ) -> dict[str, npt.NDArray[Any]]:

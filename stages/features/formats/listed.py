@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qs, urlsplit
 
 from ....store.errors import DictionaryError, ModelNotFound
+from ....store.exchange.outside import path_below
 from ..layers.files import CONFIG_YAML, DictionaryFiles, resolve
 from ..layers.layout import Opened
 from . import gemma_scope, gemma_scope_2, plt
@@ -52,13 +53,10 @@ class Reference:
 
     def path(self, folder: Path) -> Path:
         """Where the file lies. Raises ModelNotFound saying how to get it."""
-        if self.repository is None:
-            found = folder / self.file
-        else:
-            found = (
-                resolve(self.repository + (f"@{self.revision}" if self.revision else "")).directory
-                / self.file
-            )
+        home = folder
+        if self.repository is not None:
+            home = resolve(self.repository + (f"@{self.revision}" if self.revision else "")).directory
+        found = path_below(home, self.file, DictionaryError, folder / CONFIG_YAML)
         if not found.is_file():
             hint = f"fetch it: mizarr features fetch {folder}" if self.repository else "correct the list"
             raise ModelNotFound(f"{self.text} is not at {found}; {hint}")

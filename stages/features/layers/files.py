@@ -20,9 +20,16 @@ from urllib.parse import parse_qsl, urlencode
 
 from ....store.digest import digest
 from ....store.errors import DictionaryError, ModelNotFound, nearest
-from ....store.exchange.outside import MOST_BYTES, bounded_depth, json_object, read_outside, require_content
+from ....store.exchange.outside import (
+    MOST_BYTES,
+    bounded_depth,
+    json_object,
+    path_below,
+    read_outside,
+    require_content,
+)
 from ....store.exchange.tensors import FLOATS, read_header
-from ...forward.models.files import SPECIMEN, hub_cache, weight_digest
+from ...forward.models.files import SPECIMEN, hub_cache, snapshot_folder, weight_digest
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -173,10 +180,7 @@ def _is_folder(name: str | Path) -> bool:
 
 
 def _hub_snapshot(repository: str, revision: str) -> Path:
-    folder = hub_cache() / f"models--{repository.replace('/', '--')}"
-    reference = folder / "refs" / revision
-    commit = reference.read_text().strip() if reference.is_file() else revision
-    return folder / "snapshots" / commit
+    return snapshot_folder(hub_cache() / f"models--{repository.replace('/', '--')}", revision)
 
 
 def parse_reference(name: str | Path) -> tuple[str, str, str | None]:
@@ -238,9 +242,10 @@ def resolve(name: str | Path) -> DictionaryFiles:
             f"{name} is no directory, and not in the local cache {hub_cache()}{hint}; fetch it: "
             f"mizarr features fetch {name}"
         )
-    if subfolder and not (snapshot / subfolder).is_dir():
+    directory = path_below(snapshot, subfolder, ModelNotFound, "the reference") if subfolder else snapshot
+    if not directory.is_dir():
         raise ModelNotFound(
             f"{repository} is cached, but has no folder {subfolder!r} at {revision or 'main'}; fetch it: "
             f"mizarr features fetch {name}"
         )
-    return DictionaryFiles(str(name), snapshot / subfolder, snapshot.name)
+    return DictionaryFiles(str(name), directory, snapshot.name)

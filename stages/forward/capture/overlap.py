@@ -111,9 +111,13 @@ class OverlappedWriter:
         ]
 
     def __enter__(self) -> OverlappedWriter:
-        for thread in self._threads:
-            thread.start()
-        return self
+        try:
+            for thread in self._threads:
+                thread.start()
+            return self
+        except BaseException:
+            self._jobs.put(None)
+            raise
 
     def buffer(self) -> SegmentBuffer:
         """A free buffer; waits for a writer when all are in use."""
@@ -132,10 +136,13 @@ class OverlappedWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for _ in self._threads:
+        try:
             self._jobs.put(None)
-        for thread in self._threads:
-            thread.join()
+            for thread in self._threads:
+                thread.join()
+        except BaseException:
+            self._jobs.put(None)  # whoever interrupts twice does not wait, and the threads end by themselves
+            raise
         if error is None:
             self._raise()
 
@@ -152,6 +159,7 @@ class OverlappedWriter:
             finally:
                 buffer.clear()
                 self._free.put(buffer)
+        self._jobs.put(None)  # for the next thread
 
     def _raise(self) -> None:
         if self._error is not None:

@@ -86,11 +86,8 @@ class SpoolFile:
         """Takes batches in order; the file is there when the block ends. Raises StoreFull, ReadOnlyStore."""
         target = self.place
         temporary = target.with_name(f"{target.name}.{os.getpid()}")
-        with self.folder.writing(self.name):
-            target.parent.mkdir(parents=True, exist_ok=True)
-            file = temporary.open("wb")
         try:
-            with file:
+            with self._opened(temporary) as file:
                 writer = SpoolWriter(self, file)
                 yield writer
                 writer.end()
@@ -98,6 +95,12 @@ class SpoolFile:
                 temporary.replace(target)
         finally:
             temporary.unlink(missing_ok=True)
+
+    def _opened(self, path: Path) -> BinaryIO:
+        """A new file."""
+        with self.folder.writing(self.name):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            return path.open("wb")
 
     def batches(self) -> Iterator[dict[str, Tensor]]:
         """What was put, in order, in memory. Raises CorruptEntry for bytes that are not those that were

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ....store import html
+from ....store.display import html
 from ....store.errors import HookPointNotFound, nearest
 from ..architectures.points import BY_NAME, HookPoint, as_point
 from .spec import Capture, When, named, split_gradient

@@ -17,8 +17,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
-from ....store import html
 from ....store.digest import canonical_json, digest
+from ....store.display import html
 from ....store.errors import HookPointNotFound, InterventionError
 from ....store.runs.selections import as_selection
 from ..architectures.points import (

@@ -11,7 +11,6 @@ import fnmatch
 import re
 import shutil
 import sys
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,9 +18,21 @@ from typing import Any
 
 from ....pipeline.progress import Bar, Progress, short
 from ....store.errors import DownloadError, ModelNotFound
+from ....store.repeated import Repeated
 from ..text.declared import FILES as DECLARED_IN
 from ..text.world import WORLD
-from .files import CONFIG, INDEX, PICKLED, PICKLED_INDEX, TOKENIZER, WEIGHTS, ModelFiles, hub_cache, resolve
+from .files import (
+    CONFIG,
+    INDEX,
+    PICKLED,
+    PICKLED_INDEX,
+    TOKENIZER,
+    WEIGHTS,
+    ModelFiles,
+    hub_cache,
+    reference_file,
+    resolve,
+)
 
 SMALL = (
     CONFIG,
@@ -185,7 +196,6 @@ def _arrived(blobs: Path, *, unfinished: bool = True) -> int:
 @contextmanager
 def _watch(blobs: Path, task: Bar) -> Iterator[None]:
     """Count what arrives on disk, since the hub's client reports progress in another way in each version."""
-    done = threading.Event()
     counted = 0
 
     def look() -> None:
@@ -194,18 +204,9 @@ def _watch(blobs: Path, task: Bar) -> Iterator[None]:
         task.advance(max(arrived - counted, 0))
         counted = max(arrived, counted)
 
-    def keep_looking() -> None:
-        while not done.wait(LOOK_EVERY):
-            look()
-
-    thread = threading.Thread(target=keep_looking, daemon=True)
-    thread.start()
-    try:
+    with Repeated(LOOK_EVERY, look, "mizarr-fetch"):
         yield
-    finally:
-        done.set()
-        thread.join()
-        look()
+    look()
 
 
 @contextmanager
@@ -215,17 +216,25 @@ def _quiet_hub() -> Iterator[None]:
 
     hub: Any = utils
     were_off = hub.are_progress_bars_disabled()
-    hub.disable_progress_bars()
-    try:
-        yield
-    finally:
+
+    def set_back() -> None:
         if not were_off:
             hub.enable_progress_bars()
+
+    try:
+        hub.disable_progress_bars()
+        yield
+    finally:
+        try:
+            set_back()
+        except BaseException:  # interrupted
+            set_back()
+            raise
 
 
 def _remember(cache: Path, name: str, revision: str, commit: str) -> None:
     """Note which commit a branch or tag stood for, as the hub's client does when asked for it."""
     if revision != commit:
-        reference = cache / f"models--{name.replace('/', '--')}" / "refs" / revision
+        reference = reference_file(cache / f"models--{name.replace('/', '--')}", revision)
         reference.parent.mkdir(parents=True, exist_ok=True)
         reference.write_text(commit)

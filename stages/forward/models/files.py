@@ -31,7 +31,8 @@ from ....store.errors import (
     WeightsError,
     nearest,
 )
-from ....store.exchange.outside import json_object, named_digest, require_content
+from ....store.exchange.outside import json_object, named_digest, path_below, require_content
+from ....store.files import is_below
 from ....store.index import FileDigests, file_digests
 from ....store.keys import ModelIdentity
 from ..checkpoints.adapter import Adapter
@@ -130,7 +131,8 @@ class ModelFiles:
         )
 
     def _shards(self, index: Path) -> tuple[Path, ...]:
-        shards = tuple(self.directory / name for name in sorted(set(_weight_map(index).values())))
+        names = sorted(set(_weight_map(index).values()))
+        shards = tuple(path_below(self.directory, name, WeightsError, index) for name in names)
         missing = [path.name for path in shards if not require_content(path, WeightsError)]
         if missing:
             rest = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
@@ -503,6 +505,22 @@ def _repository(name: str) -> Path:
     return hub_cache() / f"models--{name.replace('/', '--')}"
 
 
+def reference_file(repository: Path, revision: str) -> Path:
+    """Where the cache notes the commit that a branch or tag stands for. ModelNotFound for no revision."""
+    return path_below(repository / "refs", revision, ModelNotFound, f"revision {revision!r:.80}")
+
+
+def snapshot_folder(repository: Path, revision: str) -> Path:
+    """Where the files of a revision of a cached repository lie; it need not be there.
+
+    repository: its folder in the cache. revision: branch, tag or commit.
+    Raises ModelNotFound for what can be no revision, and for a note of the cache that holds no commit.
+    """
+    reference = reference_file(repository, revision)
+    commit = reference.read_text().strip() if reference.is_file() else revision
+    return path_below(repository / "snapshots", commit, ModelNotFound, reference)
+
+
 def _from_hub_cache(name: str, revision: str | None) -> ModelFiles:
     if name.endswith(SUFFIX) and not _repository(name).is_dir():
         beside = sorted(path.name for path in Path(name).expanduser().parent.glob(f"*{SUFFIX}"))
@@ -522,23 +540,21 @@ def _from_hub_cache(name: str, revision: str | None) -> ModelFiles:
         raise ModelNotFound(
             f"{name} is no directory, and not in the local cache {hub_cache()}{hint}; fetch it: {command}"
         )
-    reference = repository / "refs" / wanted
-    commit = reference.read_text().strip() if reference.is_file() else wanted
-    folder = repository / "snapshots" / commit
+    folder = snapshot_folder(repository, wanted)
     if not (folder / CONFIG).is_file():
         held = sorted(path.name[:12] for path in (repository / "snapshots").iterdir())
         raise ModelNotFound(
             f"{name} is cached, but not its revision {wanted!r} with a {CONFIG} (cached: "
             f"{', '.join(held) or 'none'}); fetch it: {command}"
         )
-    return ModelFiles(name, folder, commit)
+    return ModelFiles(name, folder, folder.name)
 
 
 def _weight_map(index: Path) -> dict[str, str]:
     """Tensor name -> shard, as a checkpoint's index lists them."""
     shards: Any = json_object(index, WeightsError).get("weight_map")
     names = list(shards.values()) if isinstance(shards, dict) else [shards]
-    strange = [name for name in names if not isinstance(name, str) or Path(name).name != name or "\0" in name]
+    strange = [name for name in names if not isinstance(name, str) or not is_below(name) or "/" in name]
     if strange or not names:
         raise WeightsError(
             f"expected {index} to map tensors to files beside it, found "

@@ -6,7 +6,6 @@ keyed by). Knows nothing of stores; `capture.py` brings the two together.
 
 from __future__ import annotations
 
-import sys
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -19,7 +18,8 @@ from torch import Tensor
 
 from ....pipeline.ambient import each_in_plain_torch, plain_torch
 from ....pipeline.plan import as_bytes
-from ....store import html
+from ....store.display import html
+from ....store.display.terminal import echo
 from ....store.errors import ConfigError, InterventionError, PromptError
 from ....store.keys import ModelIdentity
 from ..architectures.points import BY_NAME, HookPoint
@@ -34,7 +34,7 @@ from ..networks.loop import Network
 from ..networks.transfer import to_device
 from ..networks.weights import is_finite
 from ..passes.backward import Cotangent, Gradients, backward
-from ..passes.drivers import passes_over
+from ..passes.drivers import Passes, passes_over
 from ..passes.kept import Cache
 from ..passes.plain import forward_part
 from ..passes.planner import MEMORY
@@ -80,7 +80,6 @@ class Model:
         """What computes; its weights are these."""
         self.streamed = streamed
         """The network's weights where not all of them are in memory; else None."""
-        self._passes = passes_over(network)
         self.name = name
         self._identity = identity
         self._loaded = None if identity is None else fingerprint(network)
@@ -144,10 +143,10 @@ class Model:
             )
             network = of_weights(config, streamed)
             if max_memory is None and progress is not False:
-                sys.stderr.write(f"{found.name}: {told(streamed.nbytes, room)}\n")
+                echo(f"{found.name}: {told(streamed.nbytes, room)}", err=True)
         is_ours = config.kind != "bridge"
         if is_ours and progress is not False and (unread := unread_line(found.checkpoint, config)):
-            sys.stderr.write(f"{found.name}: {unread}\n")
+            echo(f"{found.name}: {unread}", err=True)
         found.confirm(identity)
         return cls(
             network,
@@ -156,6 +155,11 @@ class Model:
             identity=identity,
             streamed=streamed,
         )
+
+    @property
+    def _passes(self) -> Passes:
+        """The driver of the network as it is now: `network` may have been replaced."""
+        return passes_over(self.network)
 
     @property
     def identity(self) -> ModelIdentity | None:

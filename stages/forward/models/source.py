@@ -81,8 +81,8 @@ class ModelSource:
         """Within: weights in memory are what `identity` found, and are not looked at again. For a call that
         asks and goes on at once, so that nobody else has a turn in between: a look costs 8 ms per 100 MB."""
         self.identity  # noqa: B018 - the look that counts
-        self._looked = True
         try:
+            self._looked = True
             yield
         finally:
             self._looked = False

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ....store import html
+from ....store.display import html
 from ....store.errors import PlanError
 from ..architectures.architecture import Architecture
 from .branches import Branch, Positions, Wanted, grow

@@ -21,6 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from ....pipeline.ambient import plain_torch
 from ....pipeline.context import Group
 from ....pipeline.declaration import REQUIRED, Declaration, Output, require_declared
 from ....pipeline.memory import Took, measured
@@ -51,6 +52,8 @@ __all__ = ["CellLabels", "Experiment", "ExperimentNode"]
 
 TOGETHER = 4096
 """Runs listed at once: enough to share what they share, few enough that what they carry fits in memory."""
+COMPUTING = {"prepare", "runs", "measure", "measure_run", "dataset", "joined"}
+"""Methods of an experiment that do arithmetic."""
 CellLabels = Mapping[str, Any]
 """Labels of one piece of an experiment, plain values: {"layer": 3}."""
 
@@ -67,6 +70,12 @@ class Experiment(ABC):
     """What it reads."""
     reads_text: ClassVar[bool] = False
     """Whether words of the model's tokenizer are in what it gives: then the tokenizer is in its key."""
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """What computes does so as torch does where nobody changed a setting, whoever calls it."""
+        super().__init_subclass__(**options)
+        for name in COMPUTING & vars(cls).keys():
+            setattr(cls, name, plain_torch()(vars(cls)[name]))
 
     @property
     def registered(self) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from ....pipeline.ambient import plain_torch
 from ..architectures.points import HookPoint
 from ..hooks.spec import HookSpec
 from .run import Run, stream
@@ -25,6 +26,7 @@ def position_axis(point: HookPoint) -> int:
     return point.dims.index("position") - 1
 
 
+@plain_torch()
 def mean_activations(
     model: Model,
     points: Sequence[HookPoint],

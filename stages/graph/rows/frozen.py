@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ....pipeline.ambient import plain_torch
 from ....store.errors import ConfigError, DictionaryError, PromptError
 from ...features.layers.layout import told
 from ...forward.architectures.points import HookPoint
@@ -93,6 +94,7 @@ def require_transcoders(dictionary: Dictionary, config: Architecture, model: str
         )
 
 
+@plain_torch()
 def frozen_pass(model: Model, dictionary: Dictionary, tokens: Sequence[int]) -> FrozenPass:
     """Run a prompt once.
 

@@ -32,8 +32,12 @@ def one_thread_each(*, when: bool = True) -> Iterator[None]:
         return
     with _LOCK:
         before = torch.get_num_threads()
-        torch.set_num_threads(1)
         try:
+            torch.set_num_threads(1)
             yield
         finally:
-            torch.set_num_threads(before)
+            try:
+                torch.set_num_threads(before)
+            except BaseException:  # interrupted
+                torch.set_num_threads(before)
+                raise

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import signal
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import click
 
+from ....store.display.terminal import echo
 from ..options import json_option, print_json, quiet_option, store_option
 
 
@@ -32,16 +37,35 @@ def browse(store_path: str, port: int, no_open: bool) -> None:
     from ...browse.server import address_of, application, listening, new_word, serve
 
     require("browse", "mizarr browse")
+    from ...browse.connections import redirecting_file
+
     store = open_store(store_path, mode="r")
     with listening(port) as held:
         word = new_word()
         answers = application(store, word, held.getsockname()[1])
         address = address_of(held.getsockname()[1], word)
-        click.echo(address)
-        click.echo("Ctrl-C ends it", err=True)
-        if not no_open:
-            click.launch(address)
-        serve(answers, held)
+        echo(address)
+        echo("Ctrl-C ends it", err=True)
+        with contextlib.ExitStack() as stack:
+            if not no_open:
+                stack.enter_context(_ended_orderly())
+                click.launch(str(stack.enter_context(redirecting_file(address))))
+            serve(answers, held)
+
+
+@contextlib.contextmanager
+def _ended_orderly() -> Iterator[None]:
+    """Signals that end the process let it clean up before."""
+
+    def leave(number: int, frame: object) -> None:
+        sys.exit(128 + number)
+
+    before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @click.command(epilog="Example: mizarr site pages --store activations")
@@ -98,5 +122,5 @@ def site(
     if as_json:
         print_json({"site": str(folder / "index.html"), **vars(written)})
         return
-    click.echo(folder / "index.html")
-    click.echo(f"{written.pages:,} pages, {written.left_out:,} links to what was left out", err=True)
+    echo(folder / "index.html")
+    echo(f"{written.pages:,} pages, {written.left_out:,} links to what was left out", err=True)

@@ -10,6 +10,7 @@ from typing import Any
 
 import click
 
+from ....store.display.terminal import echo
 from ..options import json_option, print_json, store_option
 
 
@@ -70,7 +71,7 @@ def export(
     if as_json:
         print_json({"path": str(written), "bytes": sum(file.stat().st_size for file in files)})
         return
-    click.echo(str(written))
+    echo(str(written))
 
 
 @click.command(
@@ -129,9 +130,9 @@ def import_(
     if as_json:
         print_json({"run": run, "variables": {str(n): dict(a.sizes) for n, a in states.data_vars.items()}})
         return
-    click.echo(run)
+    echo(run)
     for name, array in states.data_vars.items():
-        click.echo(f"{name} [{', '.join(f'{dim} {size}' for dim, size in array.sizes.items())}]", err=True)
+        echo(f"{name} [{', '.join(f'{dim} {size}' for dim, size in array.sizes.items())}]", err=True)
 
 
 def _names(pairs: Sequence[str]) -> dict[str, str]:

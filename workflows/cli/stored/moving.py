@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from ....store.display.terminal import echo
 from ..options import json_option, print_json, quiet_option
 
 if TYPE_CHECKING:
@@ -104,6 +105,6 @@ def _tell(found: Sequence[Copied], as_json: bool) -> None:
         return
     copied, present = sum(len(each.copied) for each in found), sum(len(each.present) for each in found)
     size = human_bytes(sum(each.bytes for each in found)) or "nothing"
-    click.echo(f"{copied} keys copied ({size}), {present} were there")
+    echo(f"{copied} keys copied ({size}), {present} were there")
     for key in (key for each in found for key in each.different):
-        click.echo(f"{key[:12]} is there with another content, which stays", err=True)
+        echo(f"{key[:12]} is there with another content, which stays", err=True)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ....store.display.terminal import echo
 from ..options import (
     duration,
     json_option,
@@ -95,7 +96,7 @@ def _list_for_people(store: Store) -> None:
     if runs:
         print_table(list(runs[0]), runs)
     if runs and results:
-        click.echo()
+        echo()
     if results or not runs:
         print_table(["KEY", "LABEL", "SIZE", "USED", "PIN"], results)
 
@@ -123,8 +124,8 @@ def show(key: str, store_path: str, as_json: bool) -> None:
     if as_json:
         print_json({"dataset": _shape(dataset), "provenance": provenance, "unchecked": unchecked})
         return
-    click.echo(repr(dataset))
-    click.echo()
+    echo(repr(dataset))
+    echo()
     print_json(provenance)
     _tell_unchecked(unchecked)
 
@@ -158,8 +159,8 @@ def verify(store_path: str, quick: bool, quarantine: bool, as_json: bool, quiet:
         print_json([asdict(item) for item in damage])
     else:
         for item in damage:
-            click.echo(str(item))
-        click.echo(f"{len(damage)} damaged files" if damage else "no damage found", err=True)
+            echo(str(item))
+        echo(f"{len(damage)} damaged files" if damage else "no damage found", err=True)
     _tell_unchecked(unchecked)
     return DAMAGED if damage else 0
 
@@ -195,13 +196,13 @@ def gc(store_path: str, grace: float, quota: int | None, dry_run: bool, as_json:
         print_json(asdict(report))
         return
     for name in (*report.leftovers, *report.removed):
-        click.echo(name)
+        echo(name)
     done = "would be removed" if dry_run else "removed"
     gone, kept = human_bytes(report.bytes) or "nothing", human_bytes(report.kept_bytes) or "nothing"
-    click.echo(f"{gone} {done}, {kept} stays", err=True)
+    echo(f"{gone} {done}, {kept} stays", err=True)
     if report.over_quota:
         over = human_bytes(report.over_quota)
-        click.echo(f"{over} over the quota are pinned or too young; see mizarr pin, --grace", err=True)
+        echo(f"{over} over the quota are pinned or too young; see mizarr pin, --grace", err=True)
 
 
 @click.command(epilog="Example: mizarr pin figure-3 3f9a0c --store activations")
@@ -231,7 +232,7 @@ def pin(name: str, key: str | None, remove: bool, store_path: str) -> None:
 def _tell_unchecked(arrays: list[str]) -> None:
     """Say on stderr which arrays readers cannot check, and what helps."""
     if arrays:
-        click.echo(
+        echo(
             f"{len(arrays)} array{'s carry' if len(arrays) > 1 else ' carries'} no checksums of their own: "
             "older versions wrote none. `mizarr verify` finds a changed byte, readers do not. Capture or "
             "compute into a new store to have every chunk checked",

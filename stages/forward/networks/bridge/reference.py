@@ -126,16 +126,24 @@ def quiet() -> Iterator[None]:
 
     logging: Any = importlib.import_module("transformers.utils.logging")
     level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+
+    def set_back() -> None:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()
+
     try:
+        logging.set_verbosity_error()
+        logging.disable_progress_bar()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        logging.set_verbosity(level)
-        if bars:
-            logging.enable_progress_bar()
+        try:
+            set_back()
+        except BaseException:  # interrupted
+            set_back()
+            raise
 
 
 def _config_type(class_name: str) -> str | None:

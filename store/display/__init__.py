@@ -1,0 +1,1 @@
+"""How mizarr shows text to people: HTML in notebooks, text in terminals."""

@@ -1,0 +1,84 @@
+"""Text on its way to a terminal.
+
+Names, labels and texts come from files that others wrote, and a terminal obeys what it is sent: an escape
+sequence can clear the screen, rewrite lines above, or set the clipboard. Everything the package prints passes
+here, or `console.py` for what rich draws: characters that steer a terminal are shown (`\\x1b`), not sent. A
+test of the house refuses every other way to print.
+
+Border: text in, standard streams out; knows nothing of what is printed. rich is not imported.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import sys
+import threading
+import traceback
+import warnings
+from types import TracebackType
+from typing import Any
+
+__all__ = ["echo", "escape_reports_of_python", "escaped"]
+
+_STEERING = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f"  # C0 without tab and newline, DEL, C1
+    "\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069"  # line separators, and what changes the direction of text
+    "\ud800-\udfff]"  # bytes of a file name that are no UTF-8; no stream can encode them
+)
+
+
+def escaped(text: str, *, one_line: bool = False) -> str:
+    """A text whose control characters are spelt out, so that a terminal shows them.
+
+    one_line: newline and tab are spelt out as well.
+
+    >>> escaped("a\\x1b[2Jb")
+    'a\\\\x1b[2Jb'
+    """
+    text = _STEERING.sub(_spelt, text)
+    return text.replace("\n", "\\n").replace("\t", "\\t") if one_line else text
+
+
+def _spelt(character: re.Match[str]) -> str:
+    code = ord(character[0])
+    # JSON holds no raw C0, but may hold DEL: as \u007f a document stays JSON.
+    return f"\\x{code:02x}" if code < 0x20 else f"\\u{code:04x}"
+
+
+def echo(text: object = "", *, err: bool = False) -> None:
+    """Print a line to stdout, or to stderr."""
+    import click  # finds an encoding where the locale names none
+
+    click.echo(escaped(str(text)), err=err)
+
+
+def escape_reports_of_python() -> None:
+    """Let what Python itself prints in this process pass here: warnings, uncaught errors, unhandled logs."""
+    sys.excepthook = _report_error
+    threading.excepthook = lambda args: _report_error(args.exc_type, args.exc_value, args.exc_traceback)
+    warnings.showwarning = _report_warning
+    if logging.lastResort is not None:
+        logging.lastResort.setFormatter(_EscapingFormatter())
+
+
+def _report_error(
+    kind: type[BaseException], error: BaseException | None, trace: TracebackType | None
+) -> None:
+    echo("".join(traceback.format_exception(kind, error, trace)).rstrip("\n"), err=True)
+
+
+def _report_warning(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: Any = None,
+    line: str | None = None,
+) -> None:
+    echo(warnings.formatwarning(message, category, filename, lineno, line).rstrip("\n"), err=True)
+
+
+class _EscapingFormatter(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        return escaped(super().format(record))
