@@ -112,7 +112,7 @@ def _show_warning(
     line: str | None = None,
 ) -> None:
     """A warning in a line, without the place in the code where it was raised."""
-    click.echo(f"mizarr: warning: {' '.join(str(message).split())}", err=True)
+    echo(f"mizarr: warning: {' '.join(str(message).split())}", err=True)
 
 
 def _say(message: str) -> int:
