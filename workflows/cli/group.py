@@ -30,7 +30,7 @@ from .options import SuggestingGroup
 from .replicate import replicate
 from .report import report
 from .runs import capture, compute, demo, explain
-from .stages import stages
+from .stages import stages, workflows
 from .stored.browse import browse, site
 from .stored.exchange import export, import_
 from .stored.moving import copy, merge
@@ -57,7 +57,7 @@ def cli() -> None:
     """
 
 
-RUNNING = (demo, capture, compute, report, replicate, train, train_zoo, explain, stages)
+RUNNING = (demo, capture, workflows, compute, report, replicate, train, train_zoo, explain, stages)
 STORED = (ls, show, browse, site, export, import_, copy, merge, verify, pin, gc)
 ABOUT = (doctor, completion)
 for command in (*RUNNING, *STORED, models, features, *ABOUT):

@@ -58,7 +58,14 @@ def with_options(command: Command, *options: Callable[[Command], Command]) -> Co
 
 
 class SuggestingGroup(click.Group):
-    """Offers the nearest name for a command it does not have."""
+    """Offers the nearest name for a command it does not have; alone, it prints its help."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """As click does it, but help that was not asked for is no error."""
+        if not args and self.no_args_is_help and not ctx.resilient_parsing:
+            echo(ctx.get_help())
+            ctx.exit()
+        return super().parse_args(ctx, args)
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]

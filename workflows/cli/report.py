@@ -9,19 +9,19 @@ import click
 
 from ...store.display.terminal import echo
 from .options import print_json
-from .runs import NAMES, on_workflow, run_options
+from .runs import on_workflow, run_options
 
 if TYPE_CHECKING:
     from ..workflow import Workflow
 
 
 @click.command(
-    help=f"""Compute a workflow as far as it is not cached; write its answer as one HTML page.
+    help="""Compute a workflow as far as it is not cached; write its answer as one HTML page.
 
     The page holds tables, heatmaps and curves to look into, figures, and how each result was made. It opens
     in any browser, offline. A page of the same results is left as it is. Its path is printed.
 
-    WORKFLOW is one of {NAMES}.
+    mizarr workflows lists the workflows.
     """,
     epilog="Example: mizarr report logit_lens --output lens.html",
 )

@@ -16,7 +16,7 @@ import click
 
 from ...stages.extras import require
 from ...store.display.terminal import echo
-from .. import WORKFLOWS, build
+from .. import build
 from .completion import setting_names, workflow_names
 from .gradients import gradient_options, told_metric
 from .options import (
@@ -44,7 +44,6 @@ if TYPE_CHECKING:
     from ...store import Store
     from ..workflow import Workflow
 
-NAMES = ", ".join(WORKFLOWS)
 HOOKS_EXAMPLE = "--hooks 'blocks.*.hook_resid_post'"
 _OF_A_SOURCE = ("revision", "dtype", "device", "trust_layout", "backend", "adapter")
 """Options that say which model it is, and where."""
@@ -390,9 +389,9 @@ def _print_plan(steps: Plan, as_json: bool) -> None:
 
 
 @click.command(
-    help=f"""Compute a workflow as far as it is not cached; print the answer.
+    help="""Compute a workflow as far as it is not cached; print the answer.
 
-    WORKFLOW is one of {NAMES}. Its settings are listed by mizarr explain.
+    mizarr workflows lists the questions, and mizarr workflows WORKFLOW the settings of one.
     """,
     epilog="Example: mizarr compute logit_lens --set 'prompts=[\"Once upon a time\"]' --figures figures",
 )
@@ -473,12 +472,12 @@ def _askable_models() -> Iterator[tuple[str, str | None]]:
 
 
 @click.command(
-    help=f"""Say for each stage: cached, or will run because …
+    help="""Say for each stage: cached, or will run because …
 
     And what it would read, write and take in memory, and about how long it would take, as far as something
     like it was computed before. Nothing is computed or written; no model is loaded.
 
-    WORKFLOW is one of {NAMES}.
+    mizarr workflows lists the workflows.
     """,
     epilog="Example: mizarr explain logit_lens --model specimen",
 )

@@ -19,7 +19,7 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-from threadpoolctl import threadpool_limits
+from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
 
 from ....pipeline.reasons import scaled_seconds
 from ..architectures.architecture import Architecture
