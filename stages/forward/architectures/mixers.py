@@ -634,6 +634,17 @@ class ExpertsShape(ChannelShape):
                 f"expected {self.groups} groups to divide {self.count} experts, and at most as many chosen, "
                 f"found {self.chosen_groups}; correct config.json, or fetch it again"
             )
+        if self.routing == "sigmoid" and self.count // self.groups < 2:
+            raise ConfigError(
+                "expected groups of at least 2 experts, by whose two largest scores groups are chosen, found "
+                f"{self.count} experts in {self.groups} groups; correct config.json, or fetch it again"
+            )
+        in_chosen_groups = self.chosen_groups * (self.count // self.groups)
+        if self.chosen > in_chosen_groups:
+            raise ConfigError(
+                f"expected at most {in_chosen_groups} experts to be chosen, as the chosen groups have, found "
+                f"{self.chosen}; correct config.json, or fetch it again"
+            )
 
     @property
     def fact(self) -> Literal["experts"]:

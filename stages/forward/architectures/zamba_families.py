@@ -12,6 +12,7 @@ import math
 from dataclasses import dataclass, replace
 
 from ....store.errors import ConfigError
+from .families import confirm_derived
 from .hybrid import HybridConfig, LayerShape
 from .hybrid_families import (
     HybridFamily,
@@ -180,7 +181,9 @@ def _attention(heads: int, kv_heads: int, head_dim: int, rope: RopeConfig | None
 def _types(reader: ConfigReader, usual: list[str]) -> list[str]:
     """Of each layer, "mamba" or "hybrid", a block ahead of it."""
     key = "layer_types" if reader.has("layer_types") else "layers_block_type"
-    return layer_types_of(reader, key, usual, ("mamba", "hybrid"))
+    types = layer_types_of(reader, key, usual, ("mamba", "hybrid"))
+    confirm_derived(reader, "hybrid_layer_ids", [i for i, kind in enumerate(types) if kind == "hybrid"])
+    return types
 
 
 _USUAL = ["mamba", *(["mamba"] * 5 + ["hybrid"]) * 7]

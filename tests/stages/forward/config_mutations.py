@@ -30,9 +30,10 @@ from .random_models import FAMILIES, save_random_model
 
 IGNORED = {"model_type", "architectures", "dtype", "torch_dtype", "transformers_version", "auto_map"}
 """Keys that say which model it is."""
-RESCALES = "rescale_prenorm_residual"
-"""Not changed: the reference (5.23) divides the loaded `out_proj` of Mamba-2 by the root of the number of
-layers, as its initialisation runs after the file is read; here the weights are those of the file."""
+INITIALISED = {"mamba2": {"rescale_prenorm_residual"}, "youtu": {"pad_token_id"}}
+"""Keys that are not changed, by family: the reference (5.23) initialises after the file is read, so that it
+divides the loaded `out_proj` of Mamba-2 by the root of the number of layers, and zeroes the loaded embedding
+of Youtu's padding; here the weights are those of the file."""
 TOLERANCE = 2e-4
 """Largest difference of logits, as a share of the largest, that rounding explains."""
 TABLED: tuple[str, ...] = (
@@ -115,7 +116,7 @@ def mutated(
     told = []
     for _ in range(rng.choice([1, 1, 2])):
         holder, prefix = changed, ""
-        key = rng.choice(sorted(set(config) - IGNORED - {RESCALES}))
+        key = rng.choice(sorted(set(config) - IGNORED - INITIALISED.get(config["model_type"], set())))
         if isinstance(changed.get(key), dict) and changed[key] and rng.random() < 0.7:
             holder, prefix = changed[key], f"{key}."
             key = rng.choice(sorted(holder))
@@ -151,6 +152,89 @@ def mutated(
         }[how]()
         told.append(f"{prefix}{key}={holder[key]!r}")
     return changed, tuple(told)
+
+
+def single_changes(
+    config: Mapping[str, Any], names: Mapping[str, str]
+) -> Iterator[tuple[dict[str, Any], tuple[str, ...]]]:
+    """Every config with one key changed in one way, and what was changed."""
+    untouched = INITIALISED.get(config["model_type"], set())
+    for path in _paths(config):
+        if path[0] in IGNORED or path[-1] in untouched:
+            continue
+        value: Any = config
+        for key in path:
+            value = value[key]
+        for other in [_ABSENT, *_others(value)]:
+            changed = json.loads(json.dumps(config))
+            holder = changed
+            for key in path[:-1]:
+                holder = holder[key]
+            if other is _ABSENT:
+                holder.pop(path[-1])
+                yield changed, (f"{'.'.join(path)} absent",)
+            elif type(other) is not type(value) or other != value:
+                holder[path[-1]] = other
+                yield changed, (f"{'.'.join(path)}={other!r}",)
+        if len(path) == 1 and path[0] in names:
+            second = names[path[0]]
+            yield {second if key == path[0] else key: held for key, held in config.items()}, (f"as {second}",)
+            for other in _others(value):
+                yield {**config, second: other}, (f"{second}={other!r} beside {path[0]}",)
+
+
+_ABSENT = object()
+
+
+def _paths(config: Mapping[str, Any], before: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """All keys, those of nested sections behind their section's."""
+    for key, value in config.items():
+        yield (*before, key)
+        if isinstance(value, dict):
+            yield from _paths(value, (*before, key))
+
+
+def _others(value: Any) -> list[Any]:
+    """Values that a file might have in place of this one."""
+    common = [None, 0, -abs(value) if _is_number(value) and value else -1]
+    if isinstance(value, bool):
+        return [*common, int(value), str(value).lower(), not value]
+    if isinstance(value, int):
+        return [
+            *common,
+            float(value),
+            str(value),
+            value + 0.5,
+            True,
+            value + 1,
+            value * 2,
+            max(value // 2, 1),
+        ]
+    if isinstance(value, float):
+        return [*common, int(value), str(value), True, value * 2, value / 2, value + 1.0]
+    of_other_types = [1, "text", [], {}, True]
+    if isinstance(value, list) and value:
+        return [
+            *common,
+            *of_other_types,
+            value[::-1],
+            value[:-1],
+            [*value, value[0]],
+            [value[-1]] * len(value),
+        ]
+    if isinstance(value, str):
+        return [
+            *common,
+            *of_other_types,
+            "gelu",
+            "silu",
+            "relu",
+            "gelu_new",
+            "default",
+            "linear",
+            value + "x",
+        ]
+    return [*common, *of_other_types, 4, 0.5]
 
 
 def _is_number(value: Any) -> bool:

@@ -176,7 +176,7 @@ def _is_absolute(reader: ConfigReader) -> bool:
             f"{reader.source}: expected position_embedding_type to be 'absolute' or 'rotary', found "
             f"{kind!r}; this model cannot run here"
         )
-    return kind == "absolute"
+    return bool(kind == "absolute")
 
 
 def _rope_of_esm(reader: ConfigReader, family: Attends, head_dim: int) -> RopeConfig:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from .....store.errors import ConfigError
+from ..families import confirm_derived
 from ..hybrid_tensors import Spelling
 from ..linear_families import LLAMA, OF_MIXTRAL
 from ..transformer import ConfigReader
@@ -19,7 +20,7 @@ from .experts import granite_experts, mixtral_experts, qwen_experts, sigmoid_exp
 from .family import Attends, Windows
 from .from_hubs import FROM_HUBS
 from .latent import LATENT
-from .layers import but_every, flags_of_rope, in_windows, in_windows_if_any
+from .layers import alternating_windows_below, but_every, flags_of_rope, in_windows, in_windows_if_any
 from .like_encoders import LIKE_ENCODERS
 from .newer import NEWER
 from .newer_encoders import NEWER_ENCODERS
@@ -47,7 +48,10 @@ def _scale_of_gpt2(reader: ConfigReader, layer: int, head_dim: int) -> float:
 
 def _windows_of_gpt_neo(reader: ConfigReader, *, layers: int) -> Windows:
     """attention_types lists kinds of layers, and how often to repeat them."""
-    listed = reader.raw.get("attention_types", [[["global", "local"], layers // 2]])
+    reader.read.add("attention_types")
+    listed = reader.raw.get("attention_types")
+    if listed is None:
+        listed = [[reader.strings("attention_layers") or ["global", "local"] * (layers // 2), 1]]
     try:
         kinds = [kind for kinds, times in listed for _ in range(times) for kind in kinds]
     except (TypeError, ValueError):
@@ -57,6 +61,7 @@ def _windows_of_gpt_neo(reader: ConfigReader, *, layers: int) -> Windows:
             f"{reader.source}: expected attention_types to say global or local for each of {layers} layers, "
             f"found {listed!r}; correct the file, or fetch it again"
         )
+    confirm_derived(reader, "attention_layers", kinds)
     window = reader.integer("window_size", 256)
     return tuple(window if kind == "local" else None for kind in kinds)
 
@@ -351,7 +356,7 @@ ATTENDING: dict[str, Attends] = {
         qkv_bias=("qkv_bias", True),
         kv_heads=16,
         has_window_flag=True,
-        windows="from_max_window_layers",
+        types=alternating_windows_below(28),
         max_positions=32768,
         channel_mixer=qwen_experts,
         spelling=replace(LLAMA, shared="mlp.shared_expert.", shared_gate="shared_expert_gate"),

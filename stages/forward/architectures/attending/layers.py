@@ -13,6 +13,7 @@ from .family import Windows
 
 __all__ = [
     "all_whole",
+    "alternating_windows_below",
     "but_every",
     "flags_of_rope",
     "in_windows",
@@ -52,6 +53,20 @@ def windows_in_upper_layers(usual: int) -> Callable[[ConfigReader, int], list[st
     def types(reader: ConfigReader, layers: int) -> list[str]:
         first = reader.integer("max_window_layers", usual, least=0)
         return ["sliding_attention" if layer >= first else "full_attention" for layer in range(layers)]
+
+    return types
+
+
+def alternating_windows_below(usual: int) -> Callable[[ConfigReader, int], list[str]]:
+    """A window in every second layer from the first on, below some layer. usual: which, where the config does
+    not say."""
+
+    def types(reader: ConfigReader, layers: int) -> list[str]:
+        end = reader.integer("max_window_layers", usual, least=0)
+        return [
+            "sliding_attention" if layer % 2 == 0 and layer < end else "full_attention"
+            for layer in range(layers)
+        ]
 
     return types
 

@@ -29,10 +29,10 @@ def _terms(reader: ConfigReader) -> list[str]:
     told = reader.raw.get("pos_att_type") or []
     reader.read.add("pos_att_type")
     found = [each.strip() for each in told.lower().split("|")] if isinstance(told, str) else list(told)
-    if not set(found) <= {"c2p", "p2c"}:
+    if not set(found) <= {"c2p", "p2c"} or len(set(found)) < len(found):
         raise ConfigError(
-            f"{reader.source}: expected pos_att_type of c2p and p2c, found {told!r}; this model cannot run "
-            "here"
+            f"{reader.source}: expected pos_att_type of c2p and p2c, each once, found {told!r}; this model "
+            "cannot run here"
         )
     return found
 

@@ -106,6 +106,11 @@ def _spelling_of_falcon(reader: ConfigReader, shapes: TensorShapes) -> Spelling:
 
 def _rope_of_gptj(reader: ConfigReader, family: Attends, head_dim: int) -> RopeConfig:
     """Of the first entries of a head, with one wavelength for all models."""
+    if reader.raw.get("rotary_dim", 64) is None:
+        raise ConfigError(
+            f"{reader.source}: expected rotary_dim to be a positive integer, found null, with which the "
+            "reference cannot run either; correct the file, or fetch it again"
+        )
     return RopeConfig(family.theta, reader.integer("rotary_dim", 64), interleaved=True)
 
 
@@ -128,7 +133,13 @@ def _clip_of_mpt(reader: ConfigReader) -> float | None:
 
 
 def _scale_of_mpt(reader: ConfigReader, layer: int, head_dim: int) -> float:
-    return _attention_of_mpt(reader).number("softmax_scale", head_dim**-0.5)
+    scale = _attention_of_mpt(reader).number("softmax_scale", head_dim**-0.5)
+    if scale == 0:
+        raise ConfigError(
+            f"{reader.source}: expected attn_config.softmax_scale other than 0, with which heads read all "
+            "tokens alike; correct the file, or fetch it again"
+        )
+    return scale
 
 
 def _scale_of_bigcode(reader: ConfigReader, layer: int, head_dim: int) -> float:

@@ -37,7 +37,8 @@ def ropes_of(
         return _by_theta(reader, rope, thetas, len(windows))
     if family.local_rope is None:
         raw = reader.raw
-        if family.usual_rope and not (raw.get("rope_parameters") or raw.get("rope_scaling")):
+        # An empty object, unlike null, means rope without scaling to the reference.
+        if family.usual_rope and raw.get("rope_parameters") is None and not raw.get("rope_scaling"):
             raw = {**raw, "rope_parameters": family.usual_rope}
         everywhere = rope(raw, family.theta)
         return tuple(everywhere if does else None for does in turns)
