@@ -558,6 +558,7 @@ EXPERIMENTS |= {
 }
 
 NOT_IN_A_KEY = {
+    (DictionaryLayout, "modules"): "follows from `read` and `write`, and from files; only checked",
     **{
         (kind, "memory"): "how much is computed at once"
         for kind in (
@@ -918,6 +919,7 @@ def test_what_decides_a_dictionary_is_in_its_identity(field):
         "read": "resid_pre",
         "write": "resid_post",
     }
+    assert field in others, field
     other = Dictionary(clt.files, replace(clt.layout, **{field: others[field]}), clt._open_layer)
     assert other.identity != clt.identity
 

@@ -266,6 +266,8 @@ def test_every_family_is_called_in_keys_what_it_was(tmp_path):
         if set(names) & set(sizes)
     }
     assert len(told) > 250
-    told = {place: each for place, each in told.items() if place not in renamed}
+    # Their rope turned hidden_size / heads numbers of a head, whatever head_dim said.
+    mended = {(family, 1) for family in ("lfm2", "lfm2_moe", "lfm2_vl")}
+    told = {place: each for place, each in told.items() if place not in renamed | mended}
     assert len(told) > 180
     assert {(family, n): now[family][n] for family, n in told} == told

@@ -42,6 +42,7 @@ __all__ = [
     "MixersSideBySide",
     "Stored",
     "Tensors",
+    "WeightCounts",
     "later",
     "plain",
     "require_tied",
@@ -342,6 +343,17 @@ class HeadTransform:
     has_norm_bias: bool = True
 
 
+@dataclass(frozen=True)
+class WeightCounts:
+    """Numbers of weights of a model."""
+
+    total: int
+    in_layers: int
+    """Of the matrices that multiply each token, in all layers together; experts that it chooses, not all."""
+    head: int
+    """Of the LM head."""
+
+
 class AxisSizes(dict[str, int]):
     """Sizes by axis. Raises ConfigError for an axis no hook point of the model has: heads, where nothing
     attends; and for one that is wider in some layers than in others."""
@@ -464,6 +476,19 @@ class Architecture(ABC):
     @abstractmethod
     def bytes_per_token(self, itemsize: int) -> int:
         """Bytes of one token while a layer is computed."""
+
+    @property
+    def weight_counts(self) -> WeightCounts | None:
+        """How many weights there are, and how many multiply each token; None where not all are known."""
+        tensors = self.tensors
+        outside = {stored.name for stored in tensors.outside.values()}
+        in_layers = [shape for name, shape in tensors.shapes.items() if name not in outside]
+        head = tensors.outside.get("head")
+        return WeightCounts(
+            total=sum(math.prod(shape) for shape in tensors.shapes.values()),
+            in_layers=sum(math.prod(shape) for shape in in_layers if len(shape) > 1),
+            head=0 if head is None else math.prod(head.shape),
+        )
 
     def require_linear_head(self) -> None:
         """Raise ConfigError unless logits are a linear map of the normed stream, so that they can be split by

@@ -34,6 +34,7 @@ from .architecture import (
     NoMixer,
     Reach,
     Tensors,
+    WeightCounts,
     later,
     plain,
     without_later,
@@ -313,6 +314,16 @@ class HybridConfig(Architecture):
         """States are true of whatever follows, unless it is looked at; keys where rope turns them alike."""
         alike = all(rope.turns_alike(before, length) for rope in self._ropes)
         return before == 0 or (alike and not self.looks_ahead)
+
+    @property
+    def weight_counts(self) -> WeightCounts:
+        """See `Architecture`; without the experts that a token does not choose."""
+        counts = super().weight_counts
+        assert counts is not None
+        idle = sum(
+            block.channel_mixer.idle_weights(self.hidden_size) for block in self.blocks if block.channel_mixer
+        )
+        return replace(counts, in_layers=counts.in_layers - idle)
 
     def bytes_per_token(self, itemsize: int) -> int:
         """Stream and norms, and the widest block's inside."""

@@ -275,11 +275,12 @@ def _lfm2(reader: ConfigReader, shapes: TensorShapes) -> HybridConfig:
     """LFM2, dense or, but for its first layers, of experts."""
     eps, heads = reader.number("norm_eps", 1e-5), reader.integer("num_attention_heads", 32)
     hidden = reader.integer("hidden_size")
+    head_dim = reader.integer("head_dim", hidden // heads)
     attention = AttentionShape(
         heads,
         reader.integer("num_key_value_heads", 8),
-        reader.integer("head_dim", hidden // heads),
-        turning=rope_of(reader, hidden // heads, 128_000, theta=1e6),
+        head_dim,
+        turning=rope_of(reader, head_dim, 128_000, theta=1e6),
         norms="head",
         qk_norm_eps=eps,
     )

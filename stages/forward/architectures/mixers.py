@@ -111,6 +111,10 @@ class ChannelShape(ABC):
     def axis_sizes(self) -> dict[str, int]:
         """Sizes of the axes of its hook points."""
 
+    def idle_weights(self, width: int) -> int:
+        """Weights of the experts that a token does not choose. width: of the residual stream."""
+        return 0
+
     @abstractmethod
     def bytes_per_token(self, itemsize: int) -> int:
         """Bytes of one token while it computes."""
@@ -645,6 +649,11 @@ class ExpertsShape(ChannelShape):
                 f"expected at most {in_chosen_groups} experts to be chosen, as the chosen groups have, found "
                 f"{self.chosen}; correct config.json, or fetch it again"
             )
+
+    def idle_weights(self, width: int) -> int:
+        """See `ChannelShape`."""
+        each = (3 if self.is_gated else 2) * (self.latent_size or width) * self.intermediate_size
+        return (self.count - self.chosen) * each
 
     @property
     def fact(self) -> Literal["experts"]:

@@ -10,7 +10,6 @@ Border: never imports torch; estimates are made while planning, which loads no m
 
 from __future__ import annotations
 
-import math
 import os
 import time
 from collections.abc import Mapping
@@ -22,9 +21,6 @@ import numpy as np
 from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
 
 from ....pipeline.reasons import scaled_seconds
-from ..architectures.architecture import Architecture
-from ..architectures.hybrid import HybridConfig
-from ..architectures.mixers import ExpertsShape
 from ..models.source import ModelSource
 
 __all__ = ["Duration", "PassWork", "expected_duration", "load_seconds", "pass_seconds"]
@@ -87,13 +83,15 @@ def expected_duration(
 def pass_seconds(source: ModelSource, work: PassWork) -> float | None:
     """Expected seconds on the CPU for passes, without loading the model.
 
-    Returns None on a GPU, whose rate is not measured while planning.
+    Returns None on a GPU, whose rate is not measured while planning, and behind the bridge.
     """
     if source.device is not None and source.device != "cpu":
         return None
-    config = source.config
-    weights, head = _weights_per_token(config)
-    products = 2 * (work.layer_positions * weights / max(config.num_layers, 1) + work.logit_rows * head)
+    config, counts = source.config, source.config.weight_counts
+    if counts is None:
+        return None
+    per_layer = counts.in_layers / max(config.num_layers, 1)
+    products = 2 * (work.layer_positions * per_layer + work.logit_rows * counts.head)
     moved = 4 * ACTIVATION_PASSES * config.axis_sizes["hidden"] * work.layer_positions
     return products / product_rate() + moved / BANDWIDTH + work.written / WRITE_RATE
 
@@ -103,7 +101,8 @@ def load_seconds(source: ModelSource) -> float:
     if source.files is None:
         return 0.0
     is_quantised = source.name.endswith(".gguf")
-    parameters = sum(math.prod(shape) for shape in source.config.tensors.shapes.values())
+    counts = source.config.weight_counts
+    parameters = 0 if counts is None else counts.total
     return IMPORT_SECONDS + parameters / (QUANTISED if is_quantised else PLAIN)
 
 
@@ -121,29 +120,3 @@ def product_rate() -> float:
             left @ right
             seconds.append(time.thread_time() - begun)
     return 2 * left.size * right.shape[1] / max(min(seconds), 1e-9) * (os.cpu_count() or 1)
-
-
-def _weights_per_token(config: Architecture) -> tuple[int, int]:
-    """(Weights that multiply each token in all layers together, weights of the LM head)."""
-    tensors = config.tensors
-    outside = {stored.name for stored in tensors.outside.values()}
-    in_layers = sum(
-        math.prod(shape) for name, shape in tensors.shapes.items() if name not in outside and len(shape) > 1
-    )
-    head = tensors.outside.get("head")
-    return in_layers - _idle_weights(config), 0 if head is None else math.prod(head.shape)
-
-
-def _idle_weights(config: Architecture) -> int:
-    """Weights of the experts that a token does not choose, in all layers together."""
-    if not isinstance(config, HybridConfig):
-        return 0
-    experts = [block.channel_mixer for block in config.blocks]
-    return sum(
-        (shape.count - shape.chosen)
-        * (3 if shape.is_gated else 2)
-        * (shape.latent_size or config.hidden_size)
-        * shape.intermediate_size
-        for shape in experts
-        if isinstance(shape, ExpertsShape)
-    )

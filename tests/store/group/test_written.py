@@ -70,7 +70,7 @@ def labelled() -> xr.Dataset:
         "d": {"b": 1, "a": [None, True]},
         "r": np.arange(3),
     }
-    names = {name: ("p", [1, 2]) for name in ("a b", "é", ".x", "c", "with.dot")}
+    names = {name: ("p", [1, 2]) for name in ("a b", "é", "x.", "c", "with.dot")}
     return xr.Dataset(
         {"a": (("p", "q"), np.ones((2, 3)), attributes), **names},
         coords={"p": [1, 2], "both": (("p", "q"), np.zeros((2, 3), int)), "scalar": 2.5, "r": ("r", [True])},

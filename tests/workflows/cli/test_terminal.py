@@ -121,6 +121,7 @@ def all_commands(root: Path) -> Iterator[tuple[str, ...]]:
     yield "compute", f"none{STEERING}"
 
 
+@pytest.mark.filterwarnings("always")
 def test_nothing_that_any_command_prints_steers_a_terminal(hostile, monkeypatch, capsys):
     monkeypatch.chdir(hostile)
     capsys.readouterr()

@@ -131,6 +131,10 @@ class BridgeConfig(Architecture):
         """The bridge reads the head wherever it is."""
         return False
 
+    @property
+    def weight_counts(self) -> None:
+        """Not known: only the readout's tensors are."""
+
     @cached_property
     def tensors(self) -> Tensors:
         """The readout's, as the bridge knows of no other. Raises ConfigError where none was found."""

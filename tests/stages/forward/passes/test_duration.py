@@ -48,7 +48,7 @@ def test_experts_that_a_token_does_not_choose_are_not_counted():
     )
     experts = config.blocks[0].channel_mixer
     expected = everything - of_experts * (1 - experts.chosen / experts.count)
-    assert duration._weights_per_token(config)[0] == pytest.approx(expected)
+    assert config.weight_counts.in_layers == pytest.approx(expected)
     assert 0 < of_experts < everything
 
 
