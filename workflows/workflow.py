@@ -207,6 +207,21 @@ class Workflow:
             found |= listed(view.json)
         return found
 
+    def __repr__(self) -> str:
+        """The question, settings other than the defaults, and the variables of each result."""
+        chosen = [
+            f"{field.name}={getattr(self.settings, field.name)!r:.80}"
+            for field in dataclasses.fields(self.settings)
+            if getattr(self.settings, field.name) != field.default
+        ]
+        lines = [f"{type(self).__name__}({', '.join(chosen)})", f"  {self.question}"]
+        for name, result in self._results.items():
+            sizes = ", ".join(f"{axis}: {size}" for axis, size in result.sizes.items())
+            lines.append(f"  result({name!r}): {', '.join(map(str, result.data_vars))} ({sizes})")
+        if not self._results:
+            lines.append("  has not run yet")
+        return "\n".join(lines)
+
     def _repr_html_(self) -> str:
         """For a notebook: the question, and every view but those that a figure holds."""
         title = f"<h3>{escape(self.question)}</h3>"

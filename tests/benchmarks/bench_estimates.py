@@ -32,16 +32,17 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("models", nargs="*", default=["specimen"])
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for model in parser.parse_args().models:
         for is_known in (False, True):
             rows += [(model[-40:], *row) for row in _runs(model, is_known=is_known)]
-    print_table("Expected seconds", ["model", "tokens", "known", "expected", "took", "ratio"], rows)
+    print_table("Expected seconds", ("model", "tokens", "known", "expected", "took", "ratio"), rows)
 
 
 def _runs(model: str, *, is_known: bool) -> list[tuple[str, ...]]:
     """A row for each size. is_known: whether runs share a store, so that a later one knows the earlier."""
-    rng, rows = np.random.default_rng(0), []
+    rng = np.random.default_rng(0)
+    rows: list[tuple[str, ...]] = []
     with tempfile.TemporaryDirectory() as shared:
         for prompts, length in SIZES:
             with tempfile.TemporaryDirectory() as alone:

@@ -5,6 +5,7 @@ None loads one, but for the check that a model of unknown family needs once, and
 
 from __future__ import annotations
 
+import re
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -252,9 +253,14 @@ def _print(found: dict[str, Any]) -> None:
             "MEAN": _number(fact["mean"]),
             "STD": _number(fact["std"]),
         }
-        for fact in found["tensors"]
+        for fact in sorted(found["tensors"], key=lambda fact: _in_order(fact["name"]))
     ]
     print_table(["TENSOR", "SHAPE", "DTYPE", "NORM", "MEAN", "STD"], rows)
+
+
+def _in_order(name: str) -> list[tuple[int, str]]:
+    """Key that sorts names with numbers as people do: layer 2 before layer 10."""
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"([0-9]+)", name)]
 
 
 def _number(value: float | None) -> str | None:

@@ -136,6 +136,17 @@ class GenerationResult:
         return self.prompt_tokens + self.generated_tokens
 
 
+LINES = 8
+"""Prompts that the representation of a generation lists."""
+
+
+def _shown(text: str | None, ids: Sequence[int]) -> str:
+    """A text, else its token ids; the end of a long one."""
+    if text is not None:
+        return repr(text if len(text) <= 120 else f"…{text[-119:]}")
+    return str(list(ids)) if len(ids) <= 24 else f"[…, {', '.join(map(str, ids[-24:]))}]"
+
+
 class Generation(Sequence[GenerationResult]):
     """What a call of `generate` gave, one result per prompt, and the activations it captured."""
 
@@ -158,6 +169,18 @@ class Generation(Sequence[GenerationResult]):
 
     def __len__(self) -> int:
         return len(self._results)
+
+    def __repr__(self) -> str:
+        """A line for each of the first prompts: the prompt, what was generated, and why it ended."""
+        lines = [
+            f"  {_shown(result.prompt, result.prompt_ids)} -> "
+            f"{_shown(result.generated_text, result.generated_ids)} ({result.finish_reason})"
+            for result in self._results[:LINES]
+        ]
+        more = len(self) - len(lines)
+        return "\n".join(
+            [f"Generation of {len(self)} prompts", *lines, *([f"  and {more} more"] if more else [])]
+        )
 
     @overload
     def __getitem__(self, index: int) -> GenerationResult: ...

@@ -187,6 +187,9 @@ class Tokenizer(ABC):
         self._settings = dict(read_settings(file.parent) if settings is None else settings)
         self._declared = DeclaredTokens.of(self._settings, own or {}, pad)
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.vocab_size:,} tokens, {self.digest[:15]})"
+
     @property
     @abstractmethod
     def vocab_size(self) -> int:

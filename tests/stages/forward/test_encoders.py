@@ -435,7 +435,11 @@ def test_a_head_of_the_third_deberta_is_known_by_its_tensors(tmp_path):
     [
         ("mpnet", {"pad_token_id": 0}, "expected pad_token_id to be 1, found 0"),
         ("deberta-v2", {"conv_kernel_size": 3}, "expected conv_kernel_size to be 0, found 3"),
-        ("deberta-v2", {"pos_att_type": "p2p"}, "expected pos_att_type of c2p and p2c, found 'p2p'"),
+        (
+            "deberta-v2",
+            {"pos_att_type": "p2p"},
+            "expected pos_att_type of c2p and p2c, each once, found 'p2p'",
+        ),
         (
             "deberta-v2",
             {"legacy": False, "tie_word_embeddings": False},
