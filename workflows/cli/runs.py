@@ -311,6 +311,8 @@ def capture(
         if dry_run:
             _print_plan(plan(node, store, where), as_json)
             return
+        if corpus is not None and about is not None:
+            node.take_texts(store, corpus, about)
         run(node, store, cluster=cluster, workers=workers, quiet=quiet, log=log)
         if about is not None:
             node.keep_labels(store, about)

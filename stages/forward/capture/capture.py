@@ -113,10 +113,10 @@ def capture(
     """
     from ....pipeline import run
 
-    about = None
-    if isinstance(prompts, Corpus):
+    corpus, about = prompts if isinstance(prompts, Corpus) else None, None
+    if corpus is not None:
         words = ModelSource(model, revision=revision, dtype=dtype).tokenizer
-        prompts, about = prompts.read(words, store, quiet=not progress)
+        prompts, about = corpus.read(words, store, quiet=not progress)
     node = CaptureNode(
         model,
         prompts,
@@ -135,8 +135,9 @@ def capture(
         adapter=adapter,
         codec=codec,
     )
-    if about is not None:
+    if corpus is not None and about is not None:
         node.require_other_names(about.coords)
+        node.take_texts(store, corpus, about)
     with node.source.just_identified():
         run(node, store, cluster=cluster, workers=workers, quiet=not progress, log=log)
     if about is not None:
@@ -216,6 +217,14 @@ class CaptureNode(Ports):
             raise PromptError(
                 f"expected labels by names of their own, found {taken[0]!r}, which is captured; rename it"
             )
+
+    def take_texts(self, store: Store, corpus: Corpus, about: xr.Dataset) -> None:
+        """Give a run that the store does not hold yet the texts of its prompts, which are kept with it.
+
+        corpus, about: where the tokens of this node are from, and what `Corpus.read` said of them.
+        """
+        if self._find(store) is None:
+            self.tokens = corpus.with_texts(self.tokens, about, self.source.tokenizer)
 
     def keep_labels(self, store: Store, about: xr.Dataset) -> None:
         """Keep labels of prompts, coordinates [prompt_id], with the stored run, which opens with them; warn

@@ -160,14 +160,15 @@ class Corpus:
         if not sum(map(len, sizes)):
             raise PromptError(f"expected at least one token in {', '.join(self.sources)}, found none")
         ids, about = end_to_end([part["token_id"] for part in parts]), self._labelled(parts)
-        tokens = PackedTokens(ids, np.concatenate(sizes))
-        return self._with_texts(tokens, about[DOCUMENT].values.tolist(), tokenizer), about
+        return PackedTokens(ids, np.concatenate(sizes)), about
 
-    def _with_texts(
-        self, tokens: PackedTokens, documents: Sequence[int], tokenizer: Tokenizer | None
+    def with_texts(
+        self, tokens: PackedTokens, about: xr.Dataset, tokenizer: Tokenizer | None
     ) -> PackedTokens:
-        """The same tokens with texts and spans of characters, where a prompt is a document of text and files
-        are not large; else as they are. documents: number of each prompt's document, over all files.
+        """The tokens of `read` with the texts of prompts and the character span of each token.
+
+        Reads and tokenises all files anew, so that only a run that is not stored yet should ask for it.
+        Returns the tokens as they are where a prompt is no whole document of text, and for files above 4 MiB.
         """
         files = self.files
         is_cut = self.context is not None or self.share < 1
@@ -176,8 +177,8 @@ class Corpus:
             return tokens
         reading = Reading(self.column, tuple(self.labels), self.whole_files)
         contents = [document.content for path in files for document in read_documents(path, reading)]
-        texts = [text for number in documents if isinstance(text := contents[number], str)]
-        if len(texts) < len(documents):
+        texts = [contents[number] for number in about[DOCUMENT].values.tolist()]
+        if not all(isinstance(text, str) for text in texts):
             return tokens
         packed = pack_encodings([tokenizer.encode(text) for text in texts])
         return packed if packed == tokens else tokens

@@ -299,6 +299,20 @@ def test_a_dry_run_of_a_large_file_of_prompts_looks_at_a_sample(form, tmp_path, 
     assert "--dry-run" in capsys.readouterr().err
 
 
+def test_texts_are_read_only_for_a_run_that_is_not_stored(tmp_path, monkeypatch):
+    folder = tmp_path / "documents"
+    folder.mkdir()
+    (folder / "a.txt").write_text("the cat sat\non the mat\n")
+    store, corpus = open_store(tmp_path / "store", durability="process"), Corpus(str(folder))
+    first = capture("specimen", corpus, HOOKS, store=store, progress=False)
+    assert first["text"].values.tolist() == ["the cat sat", "on the mat"]
+    monkeypatch.setattr(Corpus, "with_texts", lambda *_: pytest.fail("tokenised once more"))
+    again = capture("specimen", corpus, HOOKS, store=store, progress=False)
+    assert again["text"].values.tolist() == first["text"].values.tolist()
+    command = ["capture", "specimen", str(folder), "--hooks", HOOKS, "--store", str(tmp_path / "store")]
+    assert mizarr_command([*command, "--quiet"]) == 0
+
+
 def test_what_cannot_be_sampled_is_counted(tmp_path, capsys, monkeypatch):
     file = tmp_path / "prompts.txt"
     file.write_text("the cat sat\n" * 10)
