@@ -62,7 +62,7 @@ class Estimate:
     seconds: float | None = None
     """Wall time, `setup_seconds` included; None where nothing is known."""
     work: str = ""
-    """What will be computed, in words, where bytes do not say it."""
+    """Sentence on the runs and passes of an experiment; empty for other nodes."""
     setup_seconds: float = 0.0
     """Time to read the model, which the steps of a plan share."""
 

@@ -479,7 +479,7 @@ class Architecture(ABC):
 
     @property
     def weight_counts(self) -> WeightCounts | None:
-        """How many weights there are, and how many multiply each token; None where not all are known."""
+        """Numbers of weights by what they are for; None where the tensors are not known."""
         tensors = self.tensors
         outside = {stored.name for stored in tensors.outside.values()}
         in_layers = [shape for name, shape in tensors.shapes.items() if name not in outside]

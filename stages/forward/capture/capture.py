@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -46,7 +46,7 @@ from ..architectures.points import LOGITS
 from ..hooks.reductions import Encoder, Reduction
 from ..hooks.spec import BoundSpec, HookSpec, as_spec, layers_by_variable
 from ..models.source import ModelSource
-from ..runs.duration import Duration, PassWork, expected_duration
+from ..runs.duration import PassWork, expected_duration
 from ..text.corpora.corpus import Corpus
 from ..text.prompts import pack
 from .batches import BUFFERS
@@ -219,9 +219,10 @@ class CaptureNode(Ports):
             )
 
     def take_texts(self, store: Store, corpus: Corpus, about: xr.Dataset) -> None:
-        """Give a run that the store does not hold yet the texts of its prompts, which are kept with it.
+        """Read the texts of the prompts from their corpus, to be stored with a run that the store lacks.
 
-        corpus, about: where the tokens of this node are from, and what `Corpus.read` said of them.
+        corpus: the documents that the tokens of this node were read from.
+        about: document numbers and labels [prompt_id], as `Corpus.read` returned them with the tokens.
         """
         if self._find(store) is None:
             self.tokens = corpus.with_texts(self.tokens, about, self.source.tokenizer)
@@ -323,8 +324,8 @@ class CaptureNode(Ports):
         sizes, tokens = self._sizes, self.tokens.n_tokens
         written = sizes.written(missing, tokens, math.ceil(tokens / segment))
         peak = BUFFERS * sizes.buffer(missing, min(segment, tokens))
-        duration = self._duration(store, missing, 1.0) if missing else Duration(None)
-        return Estimate(0, written, peak, duration.seconds, setup_seconds=duration.setup_seconds)
+        expected = self._duration(store, missing, 1.0) if missing else Estimate()
+        return replace(expected, bytes_written=written, peak_bytes=peak)
 
     def expected_seconds(self, store: Store, times: float = 1.0) -> float | None:
         """Seconds that these captures would take of `times` as many prompts of the kind, if none were stored.
@@ -334,7 +335,7 @@ class CaptureNode(Ports):
         """
         return self._duration(store, self.cells, times).seconds
 
-    def _duration(self, store: Store, missing: Sequence[VariableLayer], times: float) -> Duration:
+    def _duration(self, store: Store, missing: Sequence[VariableLayer], times: float) -> Estimate:
         own = json.loads(json.dumps(self.source.identity.request()))
 
         def fits(note: Mapping[str, Any]) -> bool:

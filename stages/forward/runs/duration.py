@@ -1,4 +1,4 @@
-"""How long passes of a model will take, before any of them was timed.
+"""Expected wall time of forward passes: from an earlier run, or from a count of operations.
 
 A pass is a product with every weight of a layer, and reads and writes of activations around these products.
 The rate of products is measured here, in a few milliseconds; the rest are constants of ordinary machines.
@@ -20,10 +20,11 @@ from typing import Any
 import numpy as np
 from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
 
+from ....pipeline.nodes import Estimate
 from ....pipeline.reasons import scaled_seconds
 from ..models.source import ModelSource
 
-__all__ = ["Duration", "PassWork", "expected_duration", "load_seconds", "pass_seconds"]
+__all__ = ["PassWork", "expected_duration", "load_seconds", "pass_seconds"]
 
 COMPARABLE = 4
 """An earlier run of at least a fourth of the work tells how long the work takes; a smaller one is mostly
@@ -53,31 +54,22 @@ class PassWork:
     """Bytes stored."""
 
 
-@dataclass(frozen=True)
-class Duration:
-    """Expected wall time."""
-
-    seconds: float | None
-    """Set-up included; None where nothing is known."""
-    setup_seconds: float = 0.0
-    """Reading the weights."""
-
-
 def expected_duration(
     source: ModelSource, work: PassWork, earlier: Mapping[str, Any] | None, share: float
-) -> Duration:
+) -> Estimate:
     """Expected wall time of work with a model, from an earlier run of the kind or from a count of operations.
 
     earlier: the note of that run, with `seconds` and `setup_seconds`; None where there was none. share: the
-    work now over the work then.
+    work now over the work then. Of the estimate, `seconds` and `setup_seconds` are filled in.
     """
-    known = None if earlier is None else scaled_seconds(earlier, share)
+    scaled = None if earlier is None else scaled_seconds(earlier, share)
     setup = load_seconds(source) if earlier is None else earlier.get("setup_seconds", 0.0)
-    if known is not None and share <= COMPARABLE:
-        return Duration(round(known, 3), setup)
+    if scaled is not None and share <= COMPARABLE:
+        return Estimate(seconds=round(scaled, 3), setup_seconds=setup)
     counted = pass_seconds(source, work)
-    found = [seconds for seconds in (known, counted and counted + setup) if seconds is not None]
-    return Duration(round(min(found), 3), setup) if found else Duration(None)
+    candidates = [scaled, None if counted is None else counted + setup]
+    known = [seconds for seconds in candidates if seconds is not None]
+    return Estimate(seconds=round(min(known), 3), setup_seconds=setup) if known else Estimate()
 
 
 def pass_seconds(source: ModelSource, work: PassWork) -> float | None:
@@ -100,10 +92,9 @@ def load_seconds(source: ModelSource) -> float:
     """Expected seconds to read the weights of a model; 0 where it is loaded already."""
     if source.files is None:
         return 0.0
-    is_quantised = source.name.endswith(".gguf")
     counts = source.config.weight_counts
     parameters = 0 if counts is None else counts.total
-    return IMPORT_SECONDS + parameters / (QUANTISED if is_quantised else PLAIN)
+    return IMPORT_SECONDS + parameters / (PLAIN if source.files.gguf is None else QUANTISED)
 
 
 @cache
@@ -112,11 +103,11 @@ def product_rate() -> float:
 
     One thread is measured, by its own processor time, so that other work on the machine does not count.
     """
-    left, right = np.ones((256, 768), np.float32), np.ones((768, 768), np.float32)
+    rows, weights = np.ones((256, 768), np.float32), np.ones((768, 768), np.float32)
     seconds = []
     with threadpool_limits(1, user_api="blas"):
         for _ in range(6):  # the first includes what BLAS sets up
             begun = time.thread_time()
-            left @ right
+            rows @ weights
             seconds.append(time.thread_time() - begun)
-    return 2 * left.size * right.shape[1] / max(min(seconds), 1e-9) * (os.cpu_count() or 1)
+    return 2 * rows.size * weights.shape[1] / max(min(seconds), 1e-9) * (os.cpu_count() or 1)

@@ -16,7 +16,7 @@ import json
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -36,7 +36,7 @@ from ..models.source import ModelSource
 from ..passes.branches import Wanted
 from ..passes.planner import MEMORY, SweepPlan, plan_runs
 from ..text.prompts import tokenize
-from .duration import Duration, PassWork, expected_duration
+from .duration import PassWork, expected_duration
 from .run import Run, stream
 
 if TYPE_CHECKING:
@@ -241,11 +241,9 @@ class ExperimentNode(ResultNode):
         if planned is not None and len(self.missing(store)) < len(self.cells()):
             asked = sum(len(self.experiment.sketch(self.source.config, cell) or ()) for cell in self.cells())
             work = f"{asked} runs asked, {asked - planned.runs} of them stored; {work}"
-        expected = self._duration(store, planned)
-        memory = as_bytes(self.memory) or 0
-        return Estimate(0, 0, memory, expected.seconds, work, expected.setup_seconds)
+        return replace(self._duration(store, planned), peak_bytes=as_bytes(self.memory) or 0, work=work)
 
-    def _duration(self, store: Store, planned: SweepPlan | None) -> Duration:
+    def _duration(self, store: Store, planned: SweepPlan | None) -> Estimate:
         own = json.loads(json.dumps(self.source.identity.request()))
 
         def fits(note: Mapping[str, Any]) -> bool:
@@ -256,9 +254,9 @@ class ExperimentNode(ResultNode):
             work = PassWork(planned.positions, planned.branches)
             return expected_duration(self.source, work, last, planned.runs / last["runs"] if last else 1.0)
         if last is None:
-            return Duration(None)
+            return Estimate()
         seconds = scaled_seconds(last, len(self.missing(store)) / last["cells"])
-        return Duration(round(seconds, 3), last.get("setup_seconds", 0.0))
+        return Estimate(seconds=round(seconds, 3), setup_seconds=last.get("setup_seconds", 0.0))
 
     def plan(self, store: Store) -> SweepPlan | None:
         """How the runs of the missing cells would be computed; None where that takes the model to say."""
