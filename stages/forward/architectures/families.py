@@ -288,7 +288,8 @@ def read_family(reader: ConfigReader, model_type: str, family: Family) -> Transf
         tie_word_embeddings=reader.flag("tie_word_embeddings", family.tied),
         attn_logit_softcapping=caps and reader.optional_number("attn_logit_softcapping", caps[0]),
         final_logit_softcapping=caps and reader.optional_number("final_logit_softcapping", caps[1]),
-        query_pre_attn_scalar=family.query_scalar and query_scalar_of(reader, family.query_scalar),
+        query_pre_attn_scalar=family.query_scalar
+        and reader.positive("query_pre_attn_scalar", family.query_scalar),
         use_post_norms=family.post_norms,
         use_qk_norm=family.qk_norm,
         qk_norm_eps=eps,
@@ -358,17 +359,6 @@ def read_windows(reader: ConfigReader, family: Family, layers: int) -> tuple[int
     return tuple(size if layer >= first else None for layer in range(layers))
 
 
-def query_scalar_of(reader: ConfigReader, default: float) -> float:
-    """`query_pre_attn_scalar`: scores are divided by its square root. Raises ConfigError unless positive."""
-    scalar = reader.number("query_pre_attn_scalar", default)
-    if scalar <= 0:
-        raise ConfigError(
-            f"{reader.source}: expected query_pre_attn_scalar to be positive, found {scalar:g}; correct the "
-            "file, or fetch it again"
-        )
-    return scalar
-
-
 def confirm_derived(reader: ConfigReader, key: str, derived: Sequence[Any]) -> None:
     """Check a list that the reference derives from other keys, and writes beside them.
 
@@ -432,7 +422,7 @@ def read_rope(reader: ConfigReader, family: Family, head_dim: int, context: int)
             attention_factor=rope.optional_number("attention_factor"),
         )
     elif scheme == "llama3":
-        low, high = _positive(rope, "low_freq_factor"), _positive(rope, "high_freq_factor")
+        low, high = rope.positive("low_freq_factor"), rope.positive("high_freq_factor")
         made = RopeConfig(theta, dim, scheme, rope.number("factor"), low, high, original)
     elif scheme == "yarn":
         made = _yarn(
@@ -453,7 +443,11 @@ def read_rope(reader: ConfigReader, family: Family, head_dim: int, context: int)
 
 def _yarn(rope: ConfigReader, told: RopeConfig, original: int) -> RopeConfig:
     """Frequencies by parts (Peng et al., YaRN, 2023, section 3.2), and the factor of cos and sin (3.4)."""
-    bounds = _positive(rope, "beta_fast", 32.0), _positive(rope, "beta_slow", 1.0)
+    # To the reference, 0 means the default.
+    fast, slow = (
+        default if rope.number(key, default) == 0 else rope.positive(key, default)
+        for key, default in (("beta_fast", 32.0), ("beta_slow", 1.0))
+    )
     both = [rope.optional_number(key) for key in ("mscale", "mscale_all_dim")]
     magnitude = rope.optional_number("attention_factor")
     if magnitude is None:
@@ -465,20 +459,9 @@ def _yarn(rope: ConfigReader, told: RopeConfig, original: int) -> RopeConfig:
         told,
         original_max_position_embeddings=original,
         attention_factor=magnitude,
-        bounds=bounds,
+        bounds=(fast, slow),
         is_truncated=rope.flag("truncate", True),
     )
-
-
-def _positive(rope: ConfigReader, key: str, default: float | None = None) -> float:
-    """A positive number; ConfigError for others. To the reference, 0 means the default where there is one."""
-    value = rope.number(key, default) or default or 0.0
-    if value <= 0:
-        raise ConfigError(
-            f"{rope.source}: expected {key} to be positive, found {value:g}; correct the file, or fetch it "
-            "again"
-        )
-    return value
 
 
 def yarn_magnitude(factor: float, share: float) -> float:

@@ -327,6 +327,16 @@ class ConfigReader:
             )
         return float(value)
 
+    def positive(self, key: str, default: float | None = None) -> float:
+        """A finite number above 0."""
+        value = self.number(key, default)
+        if value <= 0:
+            raise ConfigError(
+                f"{self.source}: expected {key} to be positive, found {value:g}; correct the file, or fetch "
+                "it again"
+            )
+        return value
+
     def optional_number(self, key: str, default: float | None = None) -> float | None:
         """A number, or None for an explicit null (or an absent key without a default)."""
         self.read.add(key)

@@ -19,7 +19,6 @@ from ..families import (
     has_bias,
     kv_heads_of,
     listed_windows,
-    query_scalar_of,
     read_windows,
     refuse_unfollowed,
 )
@@ -274,7 +273,7 @@ def _scale(reader: ConfigReader, family: Attends) -> float | None:
     if (scores := factors_of(reader, family).scores) is not None:
         return scores
     if family.query_scalar is not None:
-        return 1 / math.sqrt(query_scalar_of(reader, family.query_scalar))
+        return 1 / math.sqrt(reader.positive("query_pre_attn_scalar", family.query_scalar))
     return None
 
 
