@@ -63,9 +63,12 @@ def backend_of(
         return BackendChoice("native", layout)
     config, obstacles = bridge_issues(files, remembered_only=remembered_only)
     if config is not None:
-        unasked = not (files.has_known_family or files.adapter or files.gguf)
-        asked = "as its family is not known" if unasked else "if asked for: backend='transformers'"
-        asked = "as asked for" if files.is_bridged else asked
-        told = f"{asked}; found and checked in {config.class_name}"
-        return BackendChoice("transformers", f"{told} of transformers {config.transformers}", config.remarks)
+        if files.is_bridged:
+            when = "as asked for"
+        elif files.may_be_bridged_unasked:
+            when = "as its family is not known"
+        else:
+            when = "if asked for: backend='transformers'"
+        reason = f"{when}; found and checked in {config.class_name} of transformers {config.transformers}"
+        return BackendChoice("transformers", reason, config.remarks)
     return BackendChoice(None, f"the bridge: {obstacles[0]}")

@@ -208,6 +208,12 @@ class ModelFiles:
             return CompatibilityReport(model_type, self.has_known_family, None, [str(error)])
 
     @property
+    def may_be_bridged_unasked(self) -> bool:
+        """Whether transformers may run the model without `backend="transformers"`: of an unknown family, and
+        with neither an adapter nor a GGUF file, which the bridge does not take."""
+        return self.adapter is None and self.gguf is None and not self.has_known_family
+
+    @property
     def has_known_family(self) -> bool:
         """Whether a row of a table of families says how this model is computed."""
         from ..architectures.known import KNOWN
@@ -411,8 +417,7 @@ def resolve_runnable(
     where nobody can run it, in a line; `mizarr models inspect` lists the details.
     """
     found = resolve(name, revision, trust_layout=trust_layout, backend=backend, adapter=adapter)
-    is_ours = found.is_bridged or found.trust_layout or found.adapter is not None or found.gguf is not None
-    if backend is not None or is_ours or found.has_known_family:
+    if backend is not None or found.is_bridged or found.trust_layout or not found.may_be_bridged_unasked:
         return found
     from ..architectures.families import model_type_of
 
