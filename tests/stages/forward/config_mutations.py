@@ -1,8 +1,8 @@
 """Changed configs of every family, and what the reference computes of them.
 
-`mutated` changes one or two keys of a config.json: left out, null, zero, negative, of another type, of
-another value, or under another name that the reference knows, in place of its own or beside it. `outcome`
-says what becomes of it here and there; the weights stay those of the first config.
+`single_changes` changes one key of a config.json: left out, null, zero, negative, of another type, of another
+value, or under another name that the reference knows, in place of its own or beside it; `mutated` draws one
+or two such changes. `outcome` compares the logits of both; the weights stay those of the first config.
 """
 
 from __future__ import annotations
@@ -111,47 +111,12 @@ def _rwkv(seed: int, folder: Path) -> Any:
 def mutated(
     config: Mapping[str, Any], names: Mapping[str, str], rng: random.Random
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """A config with one or two keys changed, and what was changed."""
-    changed = json.loads(json.dumps(config))
-    told = []
-    for _ in range(rng.choice([1, 1, 2])):
-        holder, prefix = changed, ""
-        key = rng.choice(sorted(set(config) - IGNORED - INITIALISED.get(config["model_type"], set())))
-        if isinstance(changed.get(key), dict) and changed[key] and rng.random() < 0.7:
-            holder, prefix = changed[key], f"{key}."
-            key = rng.choice(sorted(holder))
-        if not prefix and key in names and rng.random() < 0.4:
-            value = _another(holder.get(key), rng)
-            if rng.random() < 0.5:
-                changed = {
-                    names.get(name, name) if name == key else name: held for name, held in holder.items()
-                }
-                changed[names[key]] = rng.choice([value, holder.get(key)])
-                told.append(f"{names[key]}={changed[names[key]]!r} for {key}")
-                continue
-            items = (
-                [(names[key], value), *holder.items()]
-                if rng.random() < 0.5
-                else [*holder.items(), (names[key], value)]
-            )
-            changed = dict(items)
-            told.append(f"{names[key]}={value!r} beside {key}")
-            continue
-        how = rng.choice(["absent", "null", "zero", "negative", "type", "value", "value"])
-        if how == "absent":
-            holder.pop(key, None)
-            told.append(f"{prefix}{key} absent")
-            continue
-        value = holder.get(key)
-        holder[key] = {
-            "null": lambda value=value: None,
-            "zero": lambda value=value: 0,
-            "negative": lambda value=value: -abs(value) if _is_number(value) and value else -1,
-            "type": lambda value=value: _retyped(value, rng),
-            "value": lambda value=value: _another(value, rng),
-        }[how]()
-        told.append(f"{prefix}{key}={holder[key]!r}")
-    return changed, tuple(told)
+    """A config with one key changed, or two, as `single_changes` changes them, and what was changed."""
+    changed, keys = rng.choice(list(single_changes(config, names)))
+    if rng.random() < 1 / 3:
+        changed, more = rng.choice(list(single_changes(changed, names)))
+        keys += more
+    return changed, keys
 
 
 def single_changes(
@@ -180,7 +145,8 @@ def single_changes(
             second = names[path[0]]
             yield {second if key == path[0] else key: held for key, held in config.items()}, (f"as {second}",)
             for other in _others(value):
-                yield {**config, second: other}, (f"{second}={other!r} beside {path[0]}",)
+                yield {**config, second: other}, (f"{second}={other!r} behind {path[0]}",)
+                yield {second: other, **config}, (f"{second}={other!r} before {path[0]}",)
 
 
 _ABSENT = object()
@@ -195,7 +161,7 @@ def _paths(config: Mapping[str, Any], before: tuple[str, ...] = ()) -> Iterator[
 
 
 def _others(value: Any) -> list[Any]:
-    """Values that a file might have in place of this one."""
+    """Replacements of a value of config.json: null, zero, negative, other types, other values of its type."""
     common = [None, 0, -abs(value) if _is_number(value) and value else -1]
     if isinstance(value, bool):
         return [*common, int(value), str(value).lower(), not value]
@@ -239,30 +205,6 @@ def _others(value: Any) -> list[Any]:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _retyped(value: Any, rng: random.Random) -> Any:
-    if isinstance(value, bool):
-        return rng.choice([int(value), str(value).lower()])
-    if isinstance(value, int):
-        return rng.choice([float(value), str(value), value + 0.5, True])
-    if isinstance(value, float):
-        return rng.choice([int(value), str(value), True])
-    return rng.choice([1, "text", [], {}, True])
-
-
-def _another(value: Any, rng: random.Random) -> Any:
-    if isinstance(value, bool):
-        return not value
-    if isinstance(value, int):
-        return rng.choice([value + 1, value * 2, max(value // 2, 1)])
-    if isinstance(value, float):
-        return rng.choice([value * 2, value / 2, value + 1.0])
-    if isinstance(value, list) and value:
-        return rng.choice([value[::-1], value[:-1], [*value, value[0]], [value[-1]] * len(value)])
-    if isinstance(value, str):
-        return rng.choice(["gelu", "silu", "relu", "gelu_new", "default", "linear", value + "x"])
-    return rng.choice([1, 4, 0.5, True])
 
 
 @contextmanager
