@@ -224,7 +224,7 @@ def _watch(used: MemoryUsed) -> None:
 def _unwatch(used: MemoryUsed) -> None:
     global _looking
     with _LOCK:
-        _WATCHED[:] = [other for other in _WATCHED if other is not used]
+        _WATCHED[:] = [usage for usage in _WATCHED if usage is not used]
         if not _WATCHED and _looking is not None:
             _looking.stop(wait=False)  # it may wait for this lock
             _looking = None

@@ -111,7 +111,7 @@ def _show_warning(
     file: TextIO | None = None,
     line: str | None = None,
 ) -> None:
-    """A warning in a line, without the place in the code where it was raised."""
+    """Print a Python warning as one line on stderr, without file and line number."""
     echo(f"mizarr: warning: {' '.join(str(message).split())}", err=True)
 
 

@@ -61,7 +61,7 @@ class SuggestingGroup(click.Group):
     """Offers the nearest name for a command it does not have; alone, it prints its help."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """As click does it, but help that was not asked for is no error."""
+        """Print the help of a group that is called without a command, and exit with 0; click exits with 2."""
         if not args and self.no_args_is_help and not ctx.resilient_parsing:
             echo(ctx.get_help())
             ctx.exit()

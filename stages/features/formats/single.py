@@ -188,10 +188,11 @@ def _require_one_each(files: DictionaryFiles, parts: Sequence[OneLayer]) -> None
 
 
 def hooks_given(files: DictionaryFiles, said: SaidHooks, read: str | None, write: str | None) -> LayerHooks:
-    """Layer and hook kinds of a dictionary of one layer: as asked for, else as its files say.
+    """Layer and hook kinds of a dictionary of one layer: those of the caller, else those in its files.
 
-    read, write: names the caller gives. An autoencoder that is asked to read elsewhere writes there, too.
-    Raises DictionaryError where nobody says what is read, or of which layer.
+    said: hook names and layer in the files. read, write: hook names of the caller, or None. An autoencoder
+    that the caller has read another hook point writes there, too.
+    Raises DictionaryError where neither gives the hook point that is read, or its layer.
     """
     reads = _named(read or said.read)
     if reads is None:

@@ -136,9 +136,7 @@ def module_hook(name: str, end: str) -> NamedHook | None:
 
 
 def layer_in(name: str | None) -> int | None:
-    """The layer in a name, also in one that is not known: its only number. None where it has none, or
-    several.
-    """
+    """Layer of a hook name of any convention: the only number in it; None for no number, or several."""
     numbers = _NUMBER.findall(name or "")
     return int(numbers[0]) if len(numbers) == 1 else None
 

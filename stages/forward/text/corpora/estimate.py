@@ -69,13 +69,13 @@ def estimated_size(corpus: Corpus, tokenizer: Tokenizer | None) -> CorpusSize:
 
 def _some_lines(raw: IO[bytes], size: int) -> BytesIO:
     """`LOOK` bytes of whole lines, from evenly spaced places of a file of `size` bytes."""
-    found = BytesIO()
+    sample = BytesIO()
     for place in range(PLACES):
         raw.seek(size * (2 * place + 1) // (2 * PLACES) - LOOK // PLACES // 2)
         raw.readline(LOOK)  # the end of a line that began before
-        found.writelines(raw.readlines(LOOK // PLACES))
-    found.seek(0)
-    return found
+        sample.writelines(raw.readlines(LOOK // PLACES))
+    sample.seek(0)
+    return sample
 
 
 def _some(documents: Iterator[Document]) -> list[Document]:
