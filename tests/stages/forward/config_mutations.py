@@ -30,10 +30,11 @@ from .random_models import FAMILIES, save_random_model
 
 IGNORED = {"model_type", "architectures", "dtype", "torch_dtype", "transformers_version", "auto_map"}
 """Keys that say which model it is."""
-INITIALISED = {"mamba2": {"rescale_prenorm_residual"}, "youtu": {"pad_token_id"}}
+_RESCALED = ("mamba", "falcon_mamba", "mamba2")
+INITIALISED = dict.fromkeys(_RESCALED, {"rescale_prenorm_residual"}) | {"youtu": {"pad_token_id"}}
 """Keys that are not changed, by family: the reference (5.23) initialises after the file is read, so that it
-divides the loaded `out_proj` of Mamba-2 by the root of the number of layers, and zeroes the loaded embedding
-of Youtu's padding; here the weights are those of the file."""
+divides the loaded `out_proj` of Mamba by the root of the number of layers, and zeroes the loaded embedding of
+Youtu's padding; here the weights are those of the file."""
 TOLERANCE = 2e-4
 """Largest difference of logits, as a share of the largest, that rounding explains."""
 TABLED: tuple[str, ...] = (
