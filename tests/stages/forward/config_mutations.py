@@ -30,8 +30,10 @@ from .random_models import FAMILIES, save_random_model
 
 IGNORED = {"model_type", "architectures", "dtype", "torch_dtype", "transformers_version", "auto_map"}
 """Keys that say which model it is."""
-_RESCALED = ("mamba", "falcon_mamba", "mamba2")
-INITIALISED = dict.fromkeys(_RESCALED, {"rescale_prenorm_residual"}) | {"youtu": {"pad_token_id"}}
+INITIALISED = {
+    **{family: {"rescale_prenorm_residual"} for family in ("mamba", "falcon_mamba", "mamba2")},
+    "youtu": {"pad_token_id"},
+}
 """Keys that are not changed, by family: the reference (5.23) initialises after the file is read, so that it
 divides the loaded `out_proj` of Mamba by the root of the number of layers, and zeroes the loaded embedding of
 Youtu's padding; here the weights are those of the file."""
