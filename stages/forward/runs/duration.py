@@ -2,9 +2,9 @@
 
 A pass is a product with every weight of a layer, and reads and writes of activations around these products.
 The rate of products is measured here, in a few milliseconds; the rest are constants of ordinary machines.
-Captures of two pretrained models (135 M
-and 270 M parameters) on two idle cores were expected to take 1.0 to 2.2 times what they took; runs of a second,
-which are mostly start, up to 6 times (`tests/benchmarks/bench_estimates.py`).
+Captures of two pretrained models (135 M and 270 M parameters) on two idle cores were expected to take 1.0 to
+2.2 times what they took; runs of a second, which are mostly start, up to 7 times
+(`tests/benchmarks/bench_estimates.py`).
 
 Border: never imports torch; estimates are made while planning, which loads no model.
 """
