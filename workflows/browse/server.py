@@ -54,6 +54,9 @@ HEADERS = {
 FOOT = "Read from the store just now. These pages are served to this machine alone, and change nothing."
 PATIENCE = 0.2
 """Seconds for which a page waits for a store to be read; then it tells what was found so far."""
+SEND_BUFFER = 1 << 18
+"""Bytes the system holds for one client. What a slow client reads is noticed in steps of this size; the
+system's own choice, up to 4 MB, would make a client that reads slowly look like one that does not read."""
 LONGEST = 400
 """Characters of words that are searched for."""
 
@@ -72,6 +75,7 @@ def listening(port: int) -> socket.socket:
     """A socket on this machine alone; port 0: any that is free. Raises ConfigError for one that is taken."""
     found = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    found.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)
     try:
         found.bind((HOST, port))
         found.listen(128)  # a browser that is quicker than the server waits
