@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 from ..stages.extras import is_installed, require
 from ..store.digest import digest
 from ..store.errors import ConfigError, nearest
+from ..store.upkeep.questions import note_question
 from ..store.version import __version__
 from .report.reported import NO_CLAIM
 from .settings import as_given
@@ -86,10 +87,34 @@ class Workflow:
             self._results = {name: node.open(store) for name, node in self.nodes.items()}
             keys = {name: node.key(store) for name, node in self.nodes.items()}
         self._keys = {name: key.digest for name, key in keys.items() if key is not None}
+        note_question(store, self.name, self.model_name, self._chosen_settings(), self._keys)
         told = [note for key in self._keys.values() for note in store.provenance(key)]
         self._seconds = sum(note.get("seconds", 0.0) for note in told)
         self._memory = most_held(told)
         return self
+
+    @property
+    def model_name(self) -> str:
+        """The model that the question is about, as it was named; "" where it is about none."""
+        subject = self._subject
+        return str(getattr(self.settings, "model", "") or "") if subject is None else subject.files.name
+
+    @property
+    def _subject(self) -> Subject | None:
+        found: Subject | None = getattr(self, "subject", None) or getattr(
+            getattr(self, "planned", None), "subject", None
+        )
+        return found
+
+    def _chosen_settings(self) -> dict[str, Any]:
+        """Settings that differ from their defaults, as plain values, without the model and the device."""
+        given = as_given(self.settings)
+        default = as_given(self.settings_type())
+        return {
+            name: value
+            for name, value in given.items()
+            if name not in ("model", "device") and value != default[name]
+        }
 
     def require(self, extra: str, store: Store) -> None:
         """Raise MissingExtra where an optional part is missing and something is left to compute."""
@@ -115,8 +140,7 @@ class Workflow:
         """What stands on every answer about a model whose layout was trusted; empty for all others."""
         from ..stages.forward.models.files import TRUSTED
 
-        subject = getattr(self, "subject", None)
-        names = (getattr(self.settings, "model", ""), "" if subject is None else subject.files.name)
+        names = (getattr(self.settings, "model", ""), self.model_name)
         name = next((name for name in names if name.endswith(TRUSTED)), None)
         return "" if name is None else f"{name}: not checked against transformers"
 
@@ -124,13 +148,9 @@ class Workflow:
     def trained_with_help(self) -> str:
         """What stands on every answer about a model whose training asked something of its inside; empty for
         all others."""
-        subject: Subject | None = getattr(self, "subject", None) or getattr(
-            getattr(self, "planned", None), "subject", None
-        )
-        if subject is None:
-            return ""
-        told = subject.files.trained_with_help
-        return f"{subject.name}: {told}" if told else ""
+        subject = self._subject
+        told = "" if subject is None else subject.files.trained_with_help
+        return f"{subject.name}: {told}" if subject is not None and told else ""
 
     @property
     def footer(self) -> str:

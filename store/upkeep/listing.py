@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import PurePath
 
 from ..catalog import Catalog
 from ..files import Folder
@@ -17,7 +18,7 @@ from ..runs.entries import group_attributes
 from ..runs.quantised import is_scale
 from .collect import Usage
 
-__all__ = ["ListedRun", "runs"]
+__all__ = ["ListedRun", "captured_hooks", "model_label", "runs"]
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ def runs(store: Catalog, measured: Sequence[Usage]) -> list[ListedRun]:
                 _model(store.files, each.data) or about["run"]["model"][:12],
                 about["n_prompts"],
                 about["n_tokens"],
-                _hooks(each.labels),
+                captured_hooks(each.labels),
                 about["dtype"],
                 each.bytes,
                 each.used,
@@ -58,14 +59,27 @@ def runs(store: Catalog, measured: Sequence[Usage]) -> list[ListedRun]:
     return sorted(found, key=lambda run: (-run.used, run.run))
 
 
+def model_label(model: str) -> str:
+    """The name of a model in a list: of a path its last part, any other name whole.
+
+    >>> model_label("/models/gemma.gguf"), model_label("google/gemma-3-270m")
+    ('gemma.gguf', 'google/gemma-3-270m')
+    """
+    path = PurePath(model)
+    return path.name if path.is_absolute() or path.parts[:1] in ((".",), ("..",), ("~",)) else model
+
+
 def _model(files: Folder, data: str) -> str | None:
     """The name that stands in a run's notes."""
     names = (note.get("model") for note in get_provenance(files, data))
     return next((name for name in names if isinstance(name, str)), None)
 
 
-def _hooks(labels: Sequence[str]) -> tuple[str, ...]:
-    """Labels of records ("resid_post/3") as a line per variable; scales belong to theirs."""
+def captured_hooks(labels: Sequence[str]) -> tuple[str, ...]:
+    """Captured variables with their layers, "resid_post 0-5", from labels of records ("resid_post/3").
+
+    The scales of a quantised variable are not listed.
+    """
     layers: dict[str, list[int]] = {}
     for label in sorted(labels):
         variable, _, layer = label.partition("/")

@@ -33,8 +33,7 @@ from mizarr.store import Store, open_store, repeated
 from mizarr.store.files import LocalFolder, local
 from mizarr.store.keys import ResultKey
 from mizarr.store.upkeep import collect
-from mizarr.workflows import build
-from mizarr.workflows.browse import holdings
+from mizarr.workflows import build, holdings
 
 from ..interrupts import AtLine, at_every_line, at_lines
 

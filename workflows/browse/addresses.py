@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import posixpath
 
-__all__ = ["INDEX", "LEFT_OUT", "SEARCH", "listing", "prompt", "result", "run", "to", "token"]
+__all__ = ["INDEX", "LEFT_OUT", "SEARCH", "listing", "prompt", "question", "result", "run", "to", "token"]
 
 INDEX = "index.html"
 SEARCH = "search.html"
@@ -16,7 +16,7 @@ LEFT_OUT = "left-out.html"
 
 
 def listing(name: str, number: int = 1) -> str:
-    """A page of a long list: "runs", "results" or "cells"; pages count from 1."""
+    """A page of a long list: "runs", "questions", "results" or "cells"; pages count from 1."""
     return f"{name}/{number}.html"
 
 
@@ -33,6 +33,11 @@ def prompt(digest: str, prompt: int, number: int = 1) -> str:
 def token(digest: str, token: int) -> str:
     """A token of a run, by its place on the packed axis."""
     return f"run/{digest}/token/{token}.html"
+
+
+def question(digest: str) -> str:
+    """A workflow that was computed, by the digest of the question."""
+    return f"question/{digest}.html"
 
 
 def result(key: str) -> str:

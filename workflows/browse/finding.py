@@ -10,11 +10,12 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+from ..holdings import HeldFolder, Snapshot
 from . import addresses
-from .holdings import HeldFolder, Snapshot
 from .opened import harvest
 from .page import Page
 from .pages.prompt import prompt_page
+from .pages.question import question_page
 from .pages.result import result_page
 from .pages.run import progress, run_page
 from .pages.search import search_page
@@ -77,10 +78,16 @@ def _result(held: Snapshot, key: str) -> Page | None:
     return None
 
 
+def _question(held: Snapshot, digest: str) -> Page | None:
+    asked = next((asked for asked in held.questions if asked.question.digest == digest), None)
+    return None if asked is None else question_page(held, asked)
+
+
 _PAGES: tuple[tuple[str, Callable[..., Page | None]], ...] = (
     (r"(?:index\.html)?", store_page),
     (r"search\.html", lambda held: search_page(held, "")),
-    (rf"(runs|results|cells)/{NUMBER}\.html", _list),
+    (rf"(runs|questions|results|cells)/{NUMBER}\.html", _list),
+    (r"question/([0-9a-f]{64})\.html", _question),
     (r"result/([0-9a-f]{64})\.html", _result),
     (rf"{_RUN}/prompts/([1-9][0-9]{{0,11}})\.html", _of_run(run_page)),
     (rf"{_RUN}/prompt/{NUMBER}/([1-9][0-9]{{0,11}})\.html", _of_run(prompt_page)),

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ...pipeline.plan import human_bytes
+from ..holdings import HeldFolder, Snapshot
 from ..views import View
-from .holdings import HeldFolder, Snapshot
 
 __all__ = ["Box", "Lineage", "lineage"]
 

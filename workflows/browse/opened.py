@@ -21,7 +21,7 @@ from ...store.errors import CorruptEntry
 from ...store.reading.labelled import LabelledEntry
 from ...store.runs.claims import TTL
 from ...store.runs.entries import ArraySpec, group_attributes
-from .holdings import HeldFolder
+from ..holdings import HeldFolder
 
 if TYPE_CHECKING:
     import xarray as xr

@@ -25,8 +25,8 @@ from urllib.parse import quote
 from ...stages.extras import require
 from ...store import Store
 from ...store.errors import ConfigError, MizarrError
+from ..holdings import Holdings, Snapshot
 from .finding import NUMBER, find_news, find_page
-from .holdings import Holdings, Snapshot
 from .page import Page
 from .pages.search import search_page
 from .render import STATIC, render, static_files

@@ -21,10 +21,10 @@ from pathlib import Path
 from ...store import Store
 from ...store.errors import ConfigError
 from ...store.files import is_below
+from ..holdings import Holdings, Snapshot
 from ..views import Note
 from . import addresses
 from .finding import find_page
-from .holdings import Holdings, Snapshot
 from .page import Link, Page
 from .pages.search import search_page
 from .render import STATIC, render, static_files

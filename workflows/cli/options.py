@@ -6,7 +6,11 @@ Knows no command and no science.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
+import shutil
+import sys
+import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -16,6 +20,8 @@ from ...store.display.terminal import echo, escaped
 from ...store.errors import PlanError, nearest
 
 Command = TypeVar("Command", bound=Callable[..., Any])
+_NARROWEST = 12
+"""Characters below which no column of a table is narrowed to fit a terminal."""
 
 store_option = click.option(
     "--store",
@@ -177,11 +183,30 @@ def print_json(value: Any) -> None:
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> None:
-    """Aligned columns on stdout, a line per row, one header line: made to be read, and to be cut by awk."""
+    """Aligned columns on stdout under a header line.
+
+    In a terminal long cells are wrapped, so that the table fits its width; elsewhere each row is one line, to
+    be cut by awk.
+    """
     lines = [list(columns), *([_cell(row.get(column)) for column in columns] for row in rows)]
     widths = [max(len(line[i]) for line in lines) for i in range(len(columns))]
+    if sys.stdout.isatty():
+        widths = _fitted(widths, shutil.get_terminal_size().columns)
     for line in lines:
-        echo("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
+        wrapped = [
+            textwrap.wrap(cell, width) if len(cell) > width else [cell]
+            for cell, width in zip(line, widths, strict=True)
+        ]
+        for cells in itertools.zip_longest(*wrapped, fillvalue=""):
+            echo("  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip())
+
+
+def _fitted(widths: Sequence[int], total: int) -> list[int]:
+    """Widths of columns that fit into `total` characters: the widest are narrowed."""
+    fitted = list(widths)
+    while sum(fitted) + 2 * (len(fitted) - 1) > total and max(fitted) > _NARROWEST:
+        fitted[fitted.index(max(fitted))] -= 1
+    return fitted
 
 
 def _cell(value: Any) -> str:

@@ -314,6 +314,7 @@ def capture(
         if corpus is not None and about is not None:
             node.take_texts(store, corpus, about)
         run(node, store, cluster=cluster, workers=workers, quiet=quiet, log=log)
+        node.note_asked(store)
         if about is not None:
             node.keep_labels(store, about)
         _print_captured(node, store, as_json)
@@ -356,8 +357,9 @@ def _print_estimate(size: CorpusSize, node: CaptureNode, store: Store, as_json: 
 
 
 def _print_captured(node: CaptureNode, store: Store, as_json: bool) -> None:
-    """One line per captured variable and layer; for machines also what it took, when it was computed."""
+    """The run, and the line of Python that opens it; for machines every key, and what it took."""
     from ...pipeline.memory import most_held
+    from ...store.upkeep.listing import captured_hooks
 
     entry, records = node.records(store)
     rows: list[dict[str, Any]] = [
@@ -370,16 +372,11 @@ def _print_captured(node: CaptureNode, store: Store, as_json: bool) -> None:
         held = {"peak_memory_bytes": most_held(notes)}
         print_json({"run": entry.digest, "data": entry.path, **sizes, **held, "arrays": rows})
         return
-    short = [
-        {
-            "KEY": row["key"][:12],
-            "VARIABLE": row["variable"],
-            "LAYER": row["layer"],
-            "CONTENT": row["content"].partition(":")[2][:12],
-        }
-        for row in rows
-    ]
-    print_table(["KEY", "VARIABLE", "LAYER", "CONTENT"], short)
+    hooks = ", ".join(captured_hooks([record.label for _, record in records]))
+    prompts, tokens = node.tokens.n_prompts, node.tokens.n_tokens
+    counted = f"{prompts:,} prompt{'' if prompts == 1 else 's'}, {tokens:,} tokens"
+    echo(f"run {entry.digest[:12]}: {counted}, {hooks}")
+    echo(f"open it: mizarr.open_store({store.address!r})[{entry.digest[:12]!r}]")
 
 
 def _print_plan(steps: Plan, as_json: bool) -> None:

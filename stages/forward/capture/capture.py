@@ -41,6 +41,7 @@ from ....store.runs.committed import VariableLayer
 from ....store.runs.entries import ArraySpec, with_scales
 from ....store.runs.prompt_labels import put_prompt_labels
 from ....store.runs.selections import View
+from ....store.upkeep.questions import note_capture
 from ....store.upkeep.recoding import PLAINLY, check_codec
 from ..architectures.points import LOGITS
 from ..hooks.reductions import Encoder, Reduction
@@ -140,6 +141,7 @@ def capture(
         node.take_texts(store, corpus, about)
     with node.source.just_identified():
         run(node, store, cluster=cluster, workers=workers, quiet=not progress, log=log)
+    node.note_asked(store)
     if about is not None:
         node.keep_labels(store, about)
     return node.open(store) if about is None else node.open(store).assign_coords(about.coords)
@@ -226,6 +228,10 @@ class CaptureNode(Ports):
         """
         if self._find(store) is None:
             self.tokens = corpus.with_texts(self.tokens, about, self.source.tokenizer)
+
+    def note_asked(self, store: Store) -> None:
+        """Note beside the stored run that it was captured for its own sake, so that `mizarr ls` lists it."""
+        note_capture(store, self._stored(store).entry.path)
 
     def keep_labels(self, store: Store, about: xr.Dataset) -> None:
         """Keep labels of prompts, coordinates [prompt_id], with the stored run, which opens with them; warn

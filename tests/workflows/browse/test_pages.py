@@ -10,16 +10,17 @@ import numpy as np
 import pytest
 import xarray as xr
 
+from mizarr import capture, compute
 from mizarr.store import ResultKey, RunKey, open_store
 from mizarr.workflows.browse import addresses
 from mizarr.workflows.browse.finding import find_news, find_page
-from mizarr.workflows.browse.holdings import Holdings
 from mizarr.workflows.browse.lineage import Lineage
 from mizarr.workflows.browse.opened import opened
 from mizarr.workflows.browse.page import HarvestProgress, PageLinks, TokenLinks
 from mizarr.workflows.browse.pages.search import look
 from mizarr.workflows.browse.render import render
 from mizarr.workflows.browse.similar import most_similar, stretches
+from mizarr.workflows.holdings import Holdings
 from mizarr.workflows.views import Heatmap, Lines, Note, Values
 from tests.workflows.browse.conftest import HIDDEN, LAYERS, put_run, random_tokens, spec
 
@@ -261,7 +262,7 @@ def test_a_harvest_in_progress_tells_what_stands(made, tmp_path):
         write(n)
     entry.publish(cells)
     assert find_news(watching.look(), address) == {"progress": []}
-    (row,) = titled(find_page(watching.look(), "index.html"), "Runs").rows
+    (row,) = titled(find_page(watching.look(), "index.html"), "Captured runs").rows
     assert text(row[-1]) == "resid_post 0-2"
 
 
@@ -290,3 +291,25 @@ def test_what_was_written_meanwhile_is_seen(made, tmp_path):
     assert [each.run.model for each in watching.look().runs] == ["new"]
     address = addresses.prompt(watching.look().runs[0].data[-64:], 0)
     assert isinstance(find_page(watching.look(), address).views[0], TokenLinks)
+
+
+def test_workflows_that_were_computed_are_listed_with_their_results_and_pieces(tmp_path):
+    store = open_store(tmp_path / "store", durability="process")
+    for _ in range(2):
+        compute("logit_lens", store, prompts=["Alice lives in Paris"])
+    found = Holdings(store).look()
+    front = find_page(found, "index.html")
+    (row,) = titled(front, "Computed workflows").rows
+    assert [text(cell) for cell in row[:3]] == [
+        "logit_lens",
+        "specimen",
+        'prompts=["Alice lives in Paris"]',
+    ]
+    (asked,) = found.questions
+    page = find_page(found, f"question/{asked.question.digest}.html")
+    assert len(titled(page, "Results").rows) == len(asked.results) == 2
+    assert [text(row[0]) for row in titled(page, "Runs that were read").rows] == [found.runs[0].run.run[:12]]
+    assert not found.asked_runs and found.other_results == []
+    capture("specimen", ["Alice lives in Paris"], "blocks.*.hook_resid_post", store=store, progress=False)
+    assert len(Holdings(store).look().asked_runs) == 1
+    assert find_page(found, f"question/{'0' * 64}.html") is None

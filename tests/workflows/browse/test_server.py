@@ -21,9 +21,9 @@ import pytest
 from mizarr.store import RunKey, open_store
 from mizarr.workflows.browse import addresses
 from mizarr.workflows.browse.finding import find_page
-from mizarr.workflows.browse.holdings import Holdings
 from mizarr.workflows.browse.render import render
 from mizarr.workflows.cli import run
+from mizarr.workflows.holdings import Holdings
 from tests.browser import chromium
 from tests.torch_free import without_torch
 from tests.workflows.browse.conftest import HIDDEN, LAYERS, random_tokens, spec
@@ -271,7 +271,7 @@ def test_pages_need_no_torch(made):
     program = """
 from mizarr.store import open_store
 from mizarr.workflows.browse.finding import find_page
-from mizarr.workflows.browse.holdings import Holdings
+from mizarr.workflows.holdings import Holdings
 from mizarr.workflows.browse.render import render
 held = Holdings(open_store(sys.argv[1], mode="r")).look()
 print(json.dumps([len(render(find_page(held, address))) for address in sys.argv[2:]]))

@@ -38,12 +38,10 @@ def capture(checkpoint, prompts, tmp_path, capsys):
 def test_captured_layers_are_listed_and_can_be_opened(capture, tmp_path):
     code, out, _ = capture()
     assert code == 0
-    assert [line.split()[1:3] for line in out.splitlines()] == [
-        ["VARIABLE", "LAYER"],
-        ["resid_post", "0"],
-        ["resid_post", "1"],
-    ]
-    key = out.splitlines()[2].split()[0]
+    told, opened = out.splitlines()
+    key = told.split()[1].removesuffix(":")
+    assert told == f"run {key}: 2 prompts, 5 tokens, resid_post 0-1"
+    assert opened == f"open it: mizarr.open_store({str(tmp_path / 'store')!r})[{key!r}]"
     states = open_store(tmp_path / "store", mode="r")[key]["resid_post"]
     assert dict(states.sizes)["hidden"] == 16
     assert states.sizes["token"] == 5

@@ -1,21 +1,33 @@
-"""What several pages say alike: links in tables, moments, sizes, pages of a long list.
+"""What several pages say alike: links in tables, moments, sizes, pages of a long list, lists of folders.
 
 Border: plain values in, cells and parts of pages out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import TypeVar
 
 from ....pipeline.plan import human_bytes
-from ...views import Styled
+from ....store.upkeep.listing import model_label
+from ...holdings import HeldFolder, Snapshot
+from ...views import Styled, Table, dim
 from .. import addresses
-from ..holdings import HeldFolder
 from ..page import Link, PageLinks
 
-__all__ = ["cut", "digest_of", "home", "linked", "moment", "paged", "sized", "way_to"]
+__all__ = [
+    "cut",
+    "digest_of",
+    "home",
+    "linked",
+    "moment",
+    "paged",
+    "results_table",
+    "runs_table",
+    "sized",
+    "way_to",
+]
 
 T = TypeVar("T")
 
@@ -73,3 +85,43 @@ def paged(
     wanted = {1, number - 1, number + 1, pages}
     way = {to: addresses.to(here, address(to)) for to in wanted if 1 <= to <= pages}
     return part, PageLinks.of(number, pages, way)
+
+
+def runs_table(runs: Sequence[HeldFolder], here: str, *, title: str = "", caption: str = "") -> Table:
+    """A line per run, linked to its page."""
+    return Table.of(
+        [each for each in runs if each.run is not None],
+        ("run", lambda each: linked(each.run.run[:12], here, addresses.run(digest_of(each)))),
+        ("model", lambda each: model_label(each.run.model)),
+        ("prompts", lambda each: each.run.prompts, ",d"),
+        ("tokens", lambda each: each.run.tokens, ",d"),
+        ("on disk", lambda each: each.usage.bytes, sized),
+        ("written (UTC)", lambda each: moment(each.written)),
+        ("stored as", lambda each: dim(each.run.dtype)),
+        ("hook points", lambda each: ", ".join(each.run.hooks) or "none finished"),
+        title=title,
+        caption=caption,
+    )
+
+
+def results_table(
+    held: Snapshot,
+    results: Sequence[HeldFolder],
+    here: str,
+    *,
+    names: Mapping[str, str] | None = None,
+    title: str = "",
+    caption: str = "",
+) -> Table:
+    """A line per result, linked to its page. names: of the results in their workflow, by folder."""
+    return Table.of(
+        results,
+        ("result", lambda each: linked(each.label, here, addresses.result(each.records[0].key))),
+        *([("name", lambda each: names.get(each.data, ""))] if names else ()),
+        ("key", lambda each: dim(each.records[0].short)),
+        ("on disk", lambda each: each.usage.bytes, sized),
+        ("written (UTC)", lambda each: moment(each.written)),
+        ("pinned as", lambda each: held.pin(each) or "–"),
+        title=title,
+        caption=caption,
+    )

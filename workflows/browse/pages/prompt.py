@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from ...holdings import HeldFolder, Snapshot
 from ...views import Choice, Heatmap, Note, View
 from .. import addresses
-from ..holdings import HeldFolder, Snapshot
 from ..opened import OpenedRun, opened
 from ..page import Link, Page, TokenLinks
 from .parts import digest_of, home, paged

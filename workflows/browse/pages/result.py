@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ....store.errors import MizarrError
+from ...holdings import HeldFolder, Snapshot
 from ...report.recipe import facts
 from ...views import Choice, Heatmap, Line, Lines, Note, Table, Values, View, labels
 from .. import addresses
-from ..holdings import HeldFolder, Snapshot
 from ..lineage import lineage
 from ..page import Page
 from .parts import home, sized, way_to

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from ....store.reading.selection import ranges
+from ...holdings import HeldFolder, Snapshot
 from ...views import Note, Table, Values, View
 from .. import addresses
-from ..holdings import HeldFolder, Snapshot
 from ..lineage import lineage
 from ..opened import Harvest, OpenedRun, harvest, opened
 from ..page import HarvestProgress, Page

@@ -9,9 +9,9 @@ from urllib.parse import urlencode
 
 from ....store.errors import MizarrError
 from ....store.runs.coordinates import read_texts
+from ...holdings import Snapshot
 from ...views import Note, Styled, Table, View
 from .. import addresses
-from ..holdings import Snapshot
 from ..page import Link, Links, Page, SearchForm
 from .parts import cut, digest_of, home, linked
 

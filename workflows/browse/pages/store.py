@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
+from ....store.upkeep.listing import model_label
+from ...holdings import AskedQuestion, HeldFolder, Snapshot
 from ...views import Note, Table, Values, View, dim
 from .. import addresses
-from ..holdings import HeldFolder, Snapshot
 from ..opened import harvest
 from ..page import HarvestProgress, Link, Links, Page, SearchForm
-from .parts import digest_of, home, linked, moment, paged, sized
+from .parts import cut, digest_of, home, linked, moment, paged, results_table, runs_table, sized
 
 __all__ = ["PER_PAGE", "harvests", "listing", "lists", "reading", "store_page"]
 
 FIRST, PER_PAGE = 20, 100
 """Lines of a list on the first page, and on pages of its own."""
+_TITLES = {
+    "questions": "Computed workflows",
+    "runs": "Runs",
+    "results": "Results",
+    "cells": "Pieces of results",
+}
+SETTINGS = 120
+"""Characters of the settings of a workflow in a table."""
 LOOKED_AT = 8
 """Runs, of those written last, that are asked whether somebody is at them."""
 
@@ -42,11 +52,17 @@ def store_page(held: Snapshot) -> Page:
         *_damaged(held),
     ]
     if held.runs:
-        views += [_models(held), _runs(held.runs[:FIRST], here, _some(len(held.runs)))]
+        runs = held.asked_runs
+        views.append(_models(held))
+        views.append(runs_table(runs[:FIRST], here, title="Captured runs", caption=_some(len(runs))))
     else:
-        views.append(Note(title="Runs", text="None yet: `mizarr capture MODEL PROMPTS` makes one."))
-    if whole:
-        views.append(_results(held, whole[:FIRST], here, _some(len(whole)), "Results"))
+        views.append(Note(title="Captured runs", text="None yet: `mizarr capture MODEL PROMPTS` makes one."))
+    if questions := held.questions:
+        caption = _some(len(questions))
+        views.append(_questions(questions[:FIRST], here, title=_TITLES["questions"], caption=caption))
+    if others := held.other_results:
+        caption = _some(len(others))
+        views.append(results_table(held, others[:FIRST], here, title="Other results", caption=caption))
     views.append(_all_of(held, here))
     return Page(
         address=here,
@@ -57,9 +73,10 @@ def store_page(held: Snapshot) -> Page:
     )
 
 
-def lists(held: Snapshot) -> dict[str, list[HeldFolder]]:
-    """The long lists by name."""
+def lists(held: Snapshot) -> dict[str, list[Any]]:
+    """The long lists by name: of questions as AskedQuestion, all others of HeldFolder."""
     return {
+        "questions": held.questions,
         "runs": held.runs,
         "results": [each for each in held.results if not each.is_cell],
         "cells": [each for each in held.results if each.is_cell],
@@ -72,12 +89,14 @@ def listing(held: Snapshot, name: str, number: int) -> Page | None:
     part, links = paged(items, number, PER_PAGE, here, lambda to: addresses.listing(name, to))
     if not part and number != 1:
         return None
-    title = {"runs": "Runs", "results": "Results", "cells": "Pieces of results"}[name]
-    table = _runs(part, here) if name == "runs" else _results(held, part, here)
+    if name == "questions":
+        table = _questions(part, here)
+    else:
+        table = runs_table(part, here) if name == "runs" else results_table(held, part, here)
     views = [each for each in (links, table, links) if each is not None]
     return Page(
         address=here,
-        title=f"{title}, {len(items):,}",
+        title=f"{_TITLES[name]}, {len(items):,}",
         over="mizarr store",
         up=(home(here),),
         views=tuple(views if len(part) > FIRST else views[:2] if links else views),
@@ -131,7 +150,7 @@ def _models(held: Snapshot) -> Table:
 
     return Table.of(
         rows,
-        ("model", lambda row: row[0][0]),
+        ("model", lambda row: model_label(row[0][0])),
         ("digest", lambda row: dim(row[0][1][:12])),
         ("runs", lambda row: len(row[1]), ",d"),
         ("prompts", lambda row: sum(each.run.prompts for each in row[1] if each.run), ",d"),
@@ -142,34 +161,21 @@ def _models(held: Snapshot) -> Table:
     )
 
 
-def _runs(runs: Sequence[HeldFolder], here: str, more: str = "") -> Table:
+def _questions(questions: Sequence[AskedQuestion], here: str, *, title: str = "", caption: str = "") -> Table:
+    """A line per workflow that was computed, linked to its page."""
     return Table.of(
-        [each for each in runs if each.run is not None],
-        ("run", lambda each: linked(each.run.run[:12], here, addresses.run(digest_of(each)))),
-        ("model", lambda each: each.run.model),
-        ("prompts", lambda each: each.run.prompts, ",d"),
-        ("tokens", lambda each: each.run.tokens, ",d"),
-        ("on disk", lambda each: each.usage.bytes, sized),
-        ("written (UTC)", lambda each: moment(each.written)),
-        ("stored as", lambda each: dim(each.run.dtype)),
-        ("hook points", lambda each: ", ".join(each.run.hooks) or "none finished"),
-        title="Runs" if more else "",
-        caption=more,
-    )
-
-
-def _results(
-    held: Snapshot, results: Sequence[HeldFolder], here: str, more: str = "", title: str = ""
-) -> Table:
-    return Table.of(
-        results,
-        ("result", lambda each: linked(each.label, here, addresses.result(each.records[0].key))),
-        ("key", lambda each: dim(each.records[0].short)),
-        ("on disk", lambda each: each.usage.bytes, sized),
-        ("written (UTC)", lambda each: moment(each.written)),
-        ("pinned as", lambda each: held.pin(each) or "–"),
+        questions,
+        (
+            "workflow",
+            lambda asked: linked(asked.question.workflow, here, addresses.question(asked.question.digest)),
+        ),
+        ("model", lambda asked: model_label(asked.question.model)),
+        ("settings", lambda asked: cut(asked.question.settings_line, SETTINGS)),
+        ("results", lambda asked: len(asked.results), ",d"),
+        ("on disk", lambda asked: asked.bytes, sized),
+        ("asked (UTC)", lambda asked: moment(asked.question.at)),
         title=title,
-        caption=more,
+        caption=caption,
     )
 
 
@@ -184,9 +190,8 @@ def _some(count: int) -> str:
 
 def _all_of(held: Snapshot, here: str) -> Links:
     """The ways to the long lists."""
-    words = {"runs": "runs", "results": "results", "cells": "pieces of results"}
     links = [
-        Link(f"all {len(items):,} {words[name]}", addresses.to(here, addresses.listing(name)))
+        Link(f"all {len(items):,} {_TITLES[name].lower()}", addresses.to(here, addresses.listing(name)))
         for name, items in lists(held).items()
         if items
     ]

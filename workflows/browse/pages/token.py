@@ -19,9 +19,9 @@ from ....stages.features.labels import labels_under
 from ....stages.logits.lens import format_probability, format_token, logits
 from ....store import Store
 from ....store.errors import MizarrError
+from ...holdings import HeldFolder, Snapshot
 from ...views import Choice, Line, Lines, Note, Table, Values, View, dim
 from .. import addresses
-from ..holdings import HeldFolder, Snapshot
 from ..opened import OpenedRun, opened
 from ..page import Link, Page
 from ..similar import most_similar

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
@@ -21,26 +25,34 @@ from ..options import (
 
 if TYPE_CHECKING:
     from ....store import Store
+    from ...holdings import AskedQuestion, HeldFolder, Snapshot
 
 DAMAGED = 1
+_LONGEST, _ROWS = 200, 16
+"""Characters of settings and rows of a dataset that `show` prints."""
+_IN_TABLE = 80
+"""Characters of settings in a table of workflows."""
 
 
 @click.command(epilog="Example: mizarr ls --store activations")
 @store_option
+@click.option("--all", "has_pieces", is_flag=True, help="Every run and result, the pieces of others too.")
 @click.option("--keys", "by_key", is_flag=True, help="A line per key: of a run one for each layer.")
 @json_option
-def ls(store_path: str, by_key: bool, as_json: bool) -> None:
-    """List what a store holds.
+def ls(store_path: str, has_pieces: bool, by_key: bool, as_json: bool) -> None:
+    """List what was captured and computed in a store, the newest first.
 
-    Runs first, those used last on top, then results. RUN and KEY are what `mizarr show` and `mizarr export`
-    take. With --keys one line per layer of a captured variable, and per result: what `mizarr pin` takes;
-    lines with equal DATA share a run, and CONTENT digests the values: equal contents are equal numbers.
+    A line for each run that was captured and for each workflow that was computed. Runs and results that only
+    serve others are listed by --all. RUN and KEY are what `mizarr show` and `mizarr export` take; KEY of a
+    workflow is that of its first result. With --keys one line per layer of a captured variable, and per
+    result: what `mizarr pin` takes; lines with equal DATA share a run, and CONTENT digests the values: equal
+    contents are equal numbers.
     """
     from ....store import open_store
 
     store = open_store(store_path, mode="r")
     if not by_key and not as_json:
-        _list_for_people(store)
+        _list_for_people(store, has_pieces)
         return
     pins = {key: name for name, key in store.pins().items()}
     rows = [asdict(record) | {"pin": pins.get(record.key)} for record in store.records()]
@@ -61,44 +73,84 @@ def ls(store_path: str, by_key: bool, as_json: bool) -> None:
     print_table(["KEY", "LABEL", "DATA", "CONTENT", "CREATED", "PIN"], short)
 
 
-def _list_for_people(store: Store) -> None:
-    """Runs, and results with their sizes."""
+def _list_for_people(store: Store, has_pieces: bool) -> None:
+    """Tables of captured runs, of computed workflows, and of results that belong to none."""
+    from ....pipeline.plan import human_bytes
+    from ...holdings import Holdings
+
+    held = Holdings(store).look()
+    runs = held.runs if has_pieces else held.asked_runs
+    results = held.results if has_pieces else held.other_results
+    tables = [
+        (_RUN_COLUMNS, [_run_row(folder) for folder in runs]),
+        (_QUESTION_COLUMNS, [_question_row(held, asked) for asked in held.questions]),
+        (_RESULT_COLUMNS, [_result_row(held, folder) for folder in results]),
+    ]
+    for number, (columns, rows) in enumerate(table for table in tables if table[1]):
+        if number:
+            echo()
+        is_pinned = any(row.get("PIN") for row in rows)
+        print_table([column for column in columns if column != "PIN" or is_pinned], rows)
+    if not any(rows for _, rows in tables):
+        echo("nothing is stored yet", err=True)
+    listed = {folder.data for folder in (*runs, *results)}
+    listed |= {folder.data for asked in held.questions for folder in asked.results.values()}
+    left_out = [folder for data, folder in held.folders.items() if data not in listed]
+    if left_out and not has_pieces:
+        size = human_bytes(sum(folder.usage.bytes for folder in left_out))
+        echo(f"{len(left_out):,} pieces of these, {size}, are listed by --all", err=True)
+    for damage in held.damaged:
+        echo(f"unreadable: {damage}", err=True)
+
+
+_RUN_COLUMNS = ("RUN", "MODEL", "PROMPTS", "TOKENS", "HOOK POINTS", "DTYPE", "SIZE", "WRITTEN")
+_QUESTION_COLUMNS = ("KEY", "WORKFLOW", "MODEL", "SETTINGS", "SIZE", "ASKED", "PIN")
+_RESULT_COLUMNS = ("KEY", "RESULT", "SIZE", "WRITTEN", "PIN")
+
+
+def _run_row(folder: HeldFolder) -> dict[str, Any]:
     from ....pipeline.plan import human_bytes
     from ....pipeline.progress import short
-    from ....store.records import RESULT
+    from ....store.upkeep.listing import model_label
 
-    measured = store.usage()
-    runs = [
-        {
-            "RUN": run.run[:12],
-            "MODEL": run.model,
-            "PROMPTS": short(run.prompts),
-            "TOKENS": short(run.tokens),
-            "DTYPE": run.dtype,
-            "SIZE": human_bytes(run.bytes),
-            "USED": _minute(run.used),
-            "HOOK POINTS": ", ".join(run.hooks) or "none finished",
-        }
-        for run in store.runs(measured)
-    ]
-    pins, usage = {key: name for name, key in store.pins().items()}, {one.data: one for one in measured}
-    results = [
-        {
-            "KEY": record.key[:12],
-            "LABEL": record.label,
-            "SIZE": human_bytes(usage[record.data].bytes),
-            "USED": _minute(usage[record.data].used),
-            "PIN": pins.get(record.key),
-        }
-        for record in store.records()
-        if record.kind == RESULT and record.data in usage
-    ]
-    if runs:
-        print_table(list(runs[0]), runs)
-    if runs and results:
-        echo()
-    if results or not runs:
-        print_table(["KEY", "LABEL", "SIZE", "USED", "PIN"], results)
+    run = folder.run
+    assert run is not None
+    values = (
+        run.run[:12],
+        model_label(run.model),
+        short(run.prompts),
+        short(run.tokens),
+        ", ".join(run.hooks) or "none finished",
+        run.dtype,
+        human_bytes(folder.usage.bytes),
+        _minute(folder.written),
+    )
+    return dict(zip(_RUN_COLUMNS, values, strict=True))
+
+
+def _question_row(held: Snapshot, asked: AskedQuestion) -> dict[str, Any]:
+    from ....pipeline.plan import human_bytes
+    from ....store.upkeep.listing import model_label
+
+    question, first = asked.question, next(iter(asked.results.values()))
+    values = (
+        next(iter(question.results.values()))[:12],
+        question.workflow,
+        model_label(question.model),
+        _cut(question.settings_line, _IN_TABLE),
+        human_bytes(asked.bytes),
+        _minute(question.at),
+        held.pin(first) or None,
+    )
+    return dict(zip(_QUESTION_COLUMNS, values, strict=True))
+
+
+def _result_row(held: Snapshot, folder: HeldFolder) -> dict[str, Any]:
+    from ....pipeline.plan import human_bytes
+
+    size, pin = human_bytes(folder.usage.bytes), held.pin(folder) or None
+    values = folder.records[0].short, folder.label, size, _minute(folder.written), pin
+    return dict(zip(_RESULT_COLUMNS, values, strict=True))
 
 
 def _minute(seconds: float) -> str:
@@ -111,9 +163,10 @@ def _minute(seconds: float) -> str:
 @store_option
 @json_option
 def show(key: str, store_path: str, as_json: bool) -> None:
-    """Show one array or result, and the recipe that made it.
+    """Show one run, array or result, and how it was made.
 
-    KEY is any unique start of a key printed by `mizarr ls`.
+    KEY is any unique start of a key or of a run printed by `mizarr ls`. With --json the whole recipe, and all
+    that was noted: versions, parameters, parents, memory.
     """
     from ....store import open_store
 
@@ -124,10 +177,62 @@ def show(key: str, store_path: str, as_json: bool) -> None:
     if as_json:
         print_json({"dataset": _shape(dataset), "provenance": provenance, "unchecked": unchecked})
         return
-    echo(repr(dataset))
+    for name, text in _about(provenance):
+        echo(f"{name:<10}{text}")
+    echo(f"{'open it':<10}mizarr.open_store({store_path!r})[{key!r}]")
     echo()
-    print_json(provenance)
+    with _short_repr():
+        echo(repr(dataset))
     _tell_unchecked(unchecked)
+
+
+def _about(provenance: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
+    """What stands in notes, a line each: how the data was made, by which workflows, and in what time."""
+    from ....pipeline.plan import human_bytes
+    from ....pipeline.progress import clock
+    from ....store.upkeep.listing import model_label
+    from ....store.upkeep.questions import Question
+
+    for question in filter(None, map(Question.of_note, provenance)):
+        told = f"{question.workflow} {model_label(question.model)} {_cut(question.settings_line)}"
+        yield "asked by", f"{told}, {_minute(question.at)}"
+    for note in provenance:
+        if model := note.get("model"):
+            yield "model", str(model)
+            break
+    for note in provenance:
+        if "request" in note:
+            request = note["request"]
+            if request.get("params"):
+                yield "settings", _cut(json.dumps(request["params"], ensure_ascii=False, default=str))
+            if inputs := note.get("parents") or request.get("inputs"):
+                yield "made from", ", ".join(inputs)
+            break
+    timed = [note for note in provenance if "seconds" in note]
+    if timed:
+        last = timed[-1]
+        peak = human_bytes(last.get("memory", {}).get("resident", {}).get("peak", 0))
+        words = [f"{last['at'][:16].replace('T', ' ')} UTC", f"in {clock(last['seconds'])}"]
+        words += [f"{peak} of memory"] if peak else []
+        words += [
+            f"{name} {last['versions'][name]}" for name in ("mizarr", "torch") if name in last["versions"]
+        ]
+        yield "computed", ", ".join(words)
+
+
+def _cut(text: str, longest: int = _LONGEST) -> str:
+    """The first characters of a text, "…" in place of the rest."""
+    return text if len(text) <= longest else f"{text[: longest - 1]}…"
+
+
+def _short_repr() -> AbstractContextManager[None]:
+    """Makes xarray print a dataset on less than a screen."""
+    import xarray as xr
+
+    width = shutil.get_terminal_size().columns
+    return xr.set_options(  # type: ignore[no-untyped-call]
+        display_expand_attrs=False, display_max_rows=_ROWS, display_width=width
+    )
 
 
 @click.command(epilog="Example: mizarr verify --quick --store activations")

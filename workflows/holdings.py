@@ -17,16 +17,17 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from ...store import Store
-from ...store.errors import CorruptEntry
-from ...store.files import Stat
-from ...store.provenance import get_provenance
-from ...store.records import ACTIVATION, RESULT, Record
-from ...store.upkeep.collect import Usage, marked, measure
-from ...store.upkeep.lineage import inputs_of
-from ...store.upkeep.listing import ListedRun, runs
+from ..store import Store
+from ..store.errors import CorruptEntry
+from ..store.files import Stat
+from ..store.provenance import get_provenance
+from ..store.records import ACTIVATION, RESULT, Record
+from ..store.upkeep.collect import Usage, marked, measure
+from ..store.upkeep.lineage import inputs_of
+from ..store.upkeep.listing import ListedRun, runs
+from ..store.upkeep.questions import Question, is_capture
 
-__all__ = ["GRACE", "HeldFolder", "Snapshot", "Holdings"]
+__all__ = ["GRACE", "AskedQuestion", "HeldFolder", "Holdings", "Snapshot"]
 
 REFRESH = 1.0
 """Seconds within which a store is not looked at again."""
@@ -89,6 +90,22 @@ class HeldFolder:
 
 
 @dataclass(frozen=True)
+class AskedQuestion:
+    """A question that was asked of the store, with what answers it."""
+
+    question: Question
+    results: Mapping[str, HeldFolder]
+    """Those of its results that are stored, by their names in the workflow."""
+    pieces: tuple[HeldFolder, ...]
+    """Runs and results that these were made from, and no others of the question."""
+
+    @property
+    def bytes(self) -> int:
+        """Bytes on disk of results and pieces, those that other questions share counted in."""
+        return sum(folder.usage.bytes for folder in (*self.results.values(), *self.pieces))
+
+
+@dataclass(frozen=True)
 class Snapshot:
     """A store at one moment. folders: by where they lie. damaged: what could not be read. unread: folders
     that were not looked at yet."""
@@ -111,6 +128,51 @@ class Snapshot:
         """Published results and their pieces, the one written last first."""
         held = [each for each in self.folders.values() if each.run is None and each.records]
         return sorted(held, key=lambda each: (-each.written, each.data))
+
+    @cached_property
+    def questions(self) -> list[AskedQuestion]:
+        """Questions that were asked of this store, the newest first, as far as their results are there."""
+        by_key = {record.key: folder for folder in self.results for record in folder.records}
+        found = []
+        for folder in self.results:
+            for question in filter(None, map(Question.of_note, folder.notes)):
+                results = {name: by_key[key] for name, key in question.results.items() if key in by_key}
+                pieces = self._pieces(results.values())
+                found.append(AskedQuestion(question, results, pieces))
+        return sorted(found, key=lambda asked: (-asked.question.at, asked.question.workflow))
+
+    @cached_property
+    def asked_runs(self) -> list[HeldFolder]:
+        """Runs that were captured for their own sake, or that no stored result was made from."""
+        return [
+            run for run in self.runs if any(map(is_capture, run.notes)) or run.data not in self._made_from
+        ]
+
+    @cached_property
+    def other_results(self) -> list[HeldFolder]:
+        """Results that belong to no question, are no cells, and that nothing else was made from."""
+        asked = {folder.data for question in self.questions for folder in question.results.values()}
+        return [
+            folder
+            for folder in self.results
+            if not folder.is_cell and folder.data not in asked and folder.data not in self._made_from
+        ]
+
+    @cached_property
+    def _made_from(self) -> set[str]:
+        """Folders that a stored result was made from."""
+        return {source.data for folder in self.results for source in self.made_from(folder)}
+
+    def _pieces(self, results: Iterable[HeldFolder]) -> tuple[HeldFolder, ...]:
+        """All that some results were made from, over any number of steps, without these."""
+        given = {folder.data: folder for folder in results}
+        found, waiting = dict(given), list(given.values())
+        while waiting:
+            for source in self.made_from(waiting.pop()):
+                if source.data not in found:
+                    found[source.data] = source
+                    waiting.append(source)
+        return tuple(found.values())[len(given) :]
 
     @cached_property
     def leftovers(self) -> list[HeldFolder]:

@@ -1,0 +1,104 @@
+"""Which questions were asked of a store: notes that workflows and captures leave beside what they stored.
+
+A note lies in the provenance of the first result of a workflow, or of a run. It is for people, is part of no
+key, and is written once per question.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+from ..catalog import Catalog
+from ..provenance import get_provenance, put_provenance
+
+__all__ = ["Question", "is_capture", "note_capture", "note_question"]
+
+NOTE = "question"
+"""Name of the field of a provenance note that holds the question."""
+CAPTURE = "capture"
+"""Stands for the name of a workflow in the note on a run that was captured for its own sake."""
+_LONGEST_TEXT, _LONGEST_LIST = 200, 8
+"""Characters of a text and items of a list that are noted of a setting."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """A workflow that was computed with this store."""
+
+    workflow: str
+    """Name of the workflow."""
+    model: str
+    """The model as it was named."""
+    settings: Mapping[str, Any]
+    """Settings that differ from the defaults, long ones cut; without the model and the device."""
+    results: Mapping[str, str]
+    """Key of each result by its name in the workflow."""
+    at: float
+    """When it was first asked, in seconds since the epoch."""
+
+    @property
+    def settings_line(self) -> str:
+        """The settings on one line, `prompts=["Once upon"] top_k=5`; "defaults" where there are none."""
+        pairs = (f"{name}={json.dumps(value, ensure_ascii=False)}" for name, value in self.settings.items())
+        return " ".join(pairs) or "defaults"
+
+    @property
+    def digest(self) -> str:
+        """Names the question among others: 64 hex digits, of all but when it was asked."""
+        text = json.dumps([self.workflow, self.model, self.settings, self.results], sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    @classmethod
+    def of_note(cls, note: Mapping[str, Any]) -> Question | None:
+        """The question in a provenance note; None where it holds none, or that of a capture."""
+        noted = note.get(NOTE)
+        if not isinstance(noted, Mapping) or not noted.get("results"):
+            return None
+        at = datetime.fromisoformat(note["at"]).timestamp()
+        return cls(noted["workflow"], noted["model"], noted["settings"], noted["results"], at)
+
+
+def note_question(
+    store: Catalog, workflow: str, model: str, settings: Mapping[str, Any], results: Mapping[str, str]
+) -> None:
+    """Note that a workflow was computed; nothing is written to a read-only store, or a second time.
+
+    settings: those that differ from the defaults, plain values. results: key of each result by its name.
+    """
+    if results:
+        shortened = {name: _shortened(value) for name, value in settings.items()}
+        noted = {"workflow": workflow, "model": model, "settings": shortened, "results": dict(results)}
+        _note_once(store, store.record(next(iter(results.values()))).data, noted)
+
+
+def note_capture(store: Catalog, data: str) -> None:
+    """Note that the run in the folder `data` was captured for its own sake, not for a workflow."""
+    _note_once(store, data, {"workflow": CAPTURE})
+
+
+def is_capture(note: Mapping[str, Any]) -> bool:
+    """Whether a provenance note says that a run was captured for its own sake."""
+    return note.get(NOTE) == {"workflow": CAPTURE}
+
+
+def _note_once(store: Catalog, data: str, noted: Mapping[str, Any]) -> None:
+    if store.read_only or any(note.get(NOTE) == noted for note in get_provenance(store.files, data)):
+        return
+    put_provenance(store.files, data, {NOTE: noted})
+
+
+def _shortened(value: Any) -> Any:
+    """A plain value that is no longer than people want to read."""
+    if isinstance(value, str) and len(value) > _LONGEST_TEXT:
+        return f"{value[:_LONGEST_TEXT]}…"
+    if isinstance(value, list | tuple):
+        items = [_shortened(item) for item in value[:_LONGEST_LIST]]
+        return [*items, f"… {len(value)} in all"] if len(value) > _LONGEST_LIST else items
+    if isinstance(value, Mapping):
+        return {str(name): _shortened(item) for name, item in value.items()}
+    return value
