@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from .errors import ConfigError, MizarrError
 
-__all__ = ["Array", "Bools", "Floats", "Ints", "as_index", "as_indices"]
+__all__ = ["Array", "Bools", "Floats", "Ints", "as_index", "as_indices", "shown"]
 
 Array = npt.NDArray[Any]
 Bools = npt.NDArray[np.bool_]
@@ -41,7 +41,7 @@ def as_index(value: Any, what: str, error: type[MizarrError] = ConfigError) -> i
             return operator.index(value)
         except TypeError:
             pass
-    raise error(f"{what}: expected whole numbers, found {_shown(value)}{_remedy(value)}")
+    raise error(f"{what}: expected whole numbers, found {shown(value)}{_remedy(value)}")
 
 
 def as_indices(values: Any, what: str, error: type[MizarrError] = ConfigError) -> tuple[int, ...]:
@@ -56,14 +56,15 @@ def as_indices(values: Any, what: str, error: type[MizarrError] = ConfigError) -
     if is_one or getattr(values, "ndim", 1) == 0:
         return (as_index(values, what, error),)
     if "bool" in str(getattr(values, "dtype", "")):
-        raise error(f"{what}: expected whole numbers, found {_shown(values)}{_remedy(values)}")
+        raise error(f"{what}: expected whole numbers, found {shown(values)}{_remedy(values)}")
     indices = tuple(as_index(value, what, error) for value in values)
     return tuple(sorted(indices)) if isinstance(values, set | frozenset) else indices
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
+    """A value in one short line; of an array its dtype and shape."""
     shape = getattr(value, "shape", ())
-    if len(shape):
+    if isinstance(shape, tuple) and shape and hasattr(value, "dtype"):
         return f"{type(value).__name__} of {str(value.dtype).removeprefix('torch.')} of shape {list(shape)}"
     return " ".join(reprlib.repr(value).split())
 

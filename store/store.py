@@ -422,6 +422,8 @@ class Store(Catalog):
         return entry_path(unique_name(prefix, self._entry_names(prefix), "run", self))
 
     def _entry_names(self, prefix: str) -> list[str]:
+        if prefix.strip("0123456789abcdef"):
+            return []
         tops = [prefix[:2]] if len(prefix) >= 2 else list(self.files.subfolders("data"))
         found = ((top, name) for top in tops for name in self.files.subfolders(f"data/{top}"))
         # The name of a result's folder has a dot in it.

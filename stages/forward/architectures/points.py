@@ -48,6 +48,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from ....store.arguments import require_kind
 from ....store.arrays import as_index
 from ....store.errors import HookPointNotFound, nearest
 
@@ -725,7 +726,12 @@ class HookPoint:
 
 def as_point(point: HookPoint | str) -> HookPoint:
     """Either spelling of a hook point as the value."""
-    return point if isinstance(point, HookPoint) else HookPoint.parse(point)
+    if isinstance(point, HookPoint):
+        return point
+    require_kind(
+        point, str, "a hook point's name", "write one such as 'blocks.5.hook_resid_post'", HookPointNotFound
+    )
+    return HookPoint.parse(point)
 
 
 def own_name(name: str) -> str:
