@@ -76,7 +76,7 @@ def as_number(value: Any, what: str, error: type[MizarrError] = ConfigError) -> 
 def as_path(value: Any, what: str, error: type[MizarrError] = ConfigError) -> Path:
     """A path from a text or a Path, with `~` expanded. what: name of the argument."""
     if not isinstance(value, str | PathLike) or not str(value):
-        raise error(f"expected {what} as a path, found {shown(value)}; write it as a text")
+        raise error(f"expected {what} as a text or a Path, found {shown(value)}; name a file or folder")
     return Path(value).expanduser()
 
 
