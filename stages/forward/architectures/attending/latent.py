@@ -30,8 +30,8 @@ _USUAL = {
 into heads), rank of the latent, and of the map to queries."""
 
 _TURNED_BY_HEAD_DIM = ("deepseek_v3", "youtu")
-"""Families whose reference makes rotary angles of head_dim where config.json has it. Published ones have
-none, or the width of the shared keys, as transformers writes it."""
+"""Families whose reference makes rotary angles of head_dim where config.json has it. DeepSeek-V3 and Kimi K2
+have none; what transformers saves is the width of the shared keys."""
 
 
 def _latent(told: Told, rope: RopeConfig | None, window: int | None, layer: int) -> LatentAttentionShape:
