@@ -13,8 +13,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..store.arguments import as_count, require_kind, require_store
+from ..store.arrays import as_count, require_kind
 from ..store.errors import PlanError, ReadOnlyStore
+from ..store.store import require_store
 from .ambient import plain_torch
 from .context import Context
 from .nodes import Node, one_look, status_of

@@ -21,8 +21,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..store import Store, open_store
-from ..store.arguments import as_count, as_path, require_kind
-from ..store.arrays import Array, shown
+from ..store.arrays import Array, as_count, as_path, require_kind, shown
 from ..store.errors import ConfigError, HookPointNotFound, PromptError, ShapeError, nearest
 from ..store.exchange.exports import NOTE, TEXT_SUFFIX
 from ..store.exchange.imports import Imported, declared_arrays, declared_run, pack_imported, store_imported

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from ..stages.extras import is_installed, require
-from ..store.arguments import as_path
+from ..store.arrays import as_path
 from ..store.digest import digest
 from ..store.errors import ConfigError, nearest
 from ..store.version import __version__

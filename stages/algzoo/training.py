@@ -24,8 +24,7 @@ import numpy as np
 
 from ...pipeline import Output, stage
 from ...pipeline.ambient import plain_torch
-from ...store.arguments import as_count
-from ...store.arrays import Array
+from ...store.arrays import Array, as_count
 from ...store.digest import LARGEST as LARGEST_INTEGER
 from ...store.errors import ConfigError
 from .files import write_tensors

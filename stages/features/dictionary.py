@@ -25,8 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...pipeline.ambient import plain_torch
-from ...store.arguments import as_count, require_kind
-from ...store.arrays import as_index, shown
+from ...store.arrays import as_count, as_index, require_kind, shown
 from ...store.display import html
 from ...store.errors import DictionaryError, ModelNotFound, SourceChanged, WeightsError
 from ..forward.architectures.points import BY_NAME, HookPoint

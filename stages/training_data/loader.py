@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 import numpy as np
 import numpy.typing as npt
 
-from ...store.arguments import as_count, require_kind
-from ...store.arrays import as_indices
+from ...store.arrays import as_count, as_indices, require_kind
 from ...store.digest import digest
 from ...store.errors import ConfigError
 from .batches import Batch, Batches

@@ -28,7 +28,7 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from ..arguments import as_count, as_path, require_kind
+from ..arrays import as_count, as_path, require_kind
 from ..attributes import plain
 from ..content import slabs
 from ..errors import ConfigError, EntryNotFound, ShapeError, StoreFull, nearest

@@ -10,7 +10,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from ....store.arguments import as_count
+from ....store.arrays import as_count
 from ....store.digest import LARGEST
 from ....store.errors import ConfigError, nearest
 from ...forward.architectures.points import BY_NAME

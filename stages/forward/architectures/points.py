@@ -48,8 +48,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from ....store.arguments import require_kind
-from ....store.arrays import as_index
+from ....store.arrays import as_index, require_kind
 from ....store.errors import HookPointNotFound, nearest
 
 HIDDEN = ("batch", "position", "hidden")

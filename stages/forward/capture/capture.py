@@ -23,8 +23,7 @@ from ....pipeline.memory import measured
 from ....pipeline.nodes import Estimate, Part, Ports, Status, remembered
 from ....pipeline.plan import as_bytes
 from ....pipeline.reasons import last_timed
-from ....store.arguments import as_count, require_store
-from ....store.arrays import shown
+from ....store.arrays import as_count, shown
 from ....store.digest import digest
 from ....store.errors import (
     ConfigError,
@@ -43,6 +42,7 @@ from ....store.runs.committed import VariableLayer
 from ....store.runs.entries import ArraySpec, with_scales
 from ....store.runs.prompt_labels import put_prompt_labels
 from ....store.runs.selections import View
+from ....store.store import require_store
 from ....store.upkeep.recoding import PLAINLY, check_codec
 from ..architectures.points import LOGITS
 from ..hooks.reductions import Encoder, Reduction

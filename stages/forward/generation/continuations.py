@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 import numpy as np
 
-from ....store.arguments import as_count, as_number, require_kind
-from ....store.arrays import as_indices
+from ....store.arrays import as_count, as_indices, as_number, require_kind
 from ....store.digest import LARGEST
 from ....store.errors import ConfigError, HookPointNotFound, PromptError, nearest
 from ..architectures.points import HookPoint, as_point

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ....store.arguments import as_number
+from ....store.arrays import as_number
 from ....store.digest import array_digest
 from ....store.errors import InterventionError
 

@@ -30,8 +30,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ....store.arguments import require_kind
-from ....store.arrays import as_index
+from ....store.arrays import as_index, require_kind
 from ....store.digest import canonical_json
 from ....store.errors import ConfigError, InterventionError
 from ..architectures.points import HookPoint

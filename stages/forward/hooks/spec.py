@@ -17,8 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
-from ....store.arguments import require_kind
-from ....store.arrays import shown
+from ....store.arrays import require_kind, shown
 from ....store.digest import canonical_json, digest
 from ....store.display import html
 from ....store.errors import HookPointNotFound, InterventionError, StageError

@@ -10,8 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ....store.arguments import require_kind
-from ....store.arrays import as_indices
+from ....store.arrays import as_indices, require_kind
 from ....store.errors import PromptError
 
 if TYPE_CHECKING:

@@ -548,8 +548,10 @@ class Model:
     def embedding_vector(self, token: int | str) -> Tensor:
         """Row of the embedding matrix [hidden] for a token id or a single-token word, without the family's
         embedding scale."""
-        is_word = isinstance(token, str)
-        index = self.tokenizer.find_token_id(token) if is_word else as_index(token, "tokens", PromptError)
+        if isinstance(token, str):
+            index = self.tokenizer.find_token_id(token)
+        else:
+            index = as_index(token, "tokens", PromptError)
         if not 0 <= index < self.config.vocab_size:
             raise PromptError(f"expected a token id in 0..{self.config.vocab_size - 1}, found {index}")
         return self.network.embedding[index]
@@ -631,8 +633,8 @@ def as_device(device: str | torch.device | None) -> torch.device:
             raise RuntimeError("which holds no numbers")
     except (RuntimeError, AssertionError, NotImplementedError, TypeError) as error:
         reason = str(error).splitlines()[0].partition(". ")[0].rstrip(".")
-        if place_names := re.match("Expected one of .*device type", reason):
-            reason = "no kind of device" if place_names else reason
+        if re.match("Expected one of .*device type", reason):
+            reason = "no kind of device"
         raise ConfigError(
             f"expected a device such as cpu, cuda or cuda:1 that this machine has, found {str(device)!r} "
             f"({reason}); leave it out to compute where it can"

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ....pipeline.plan import as_bytes
-from ....store.arguments import require_kind, require_store
+from ....store.arrays import require_kind
+from ....store.store import require_store
 from ..hooks.spec import HookSpec, refuse_gradients, require_spec
 from ..hooks.wants import LAST_LOGITS, Logits, require_want
 from ..models.source import require_model

@@ -16,8 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ....store.arguments import as_count
-from ....store.arrays import Ints
+from ....store.arrays import Ints, as_count
 from ....store.digest import LARGEST
 from ....store.errors import StageError
 from .influence import partial_influence

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from ....store.arguments import as_count, as_number
+from ....store.arrays import as_count, as_number
 from ....store.digest import LARGEST, array_digest
 from ....store.errors import PromptError, ShapeError, TokenizerError
 from ...forward.text.rows import one_row

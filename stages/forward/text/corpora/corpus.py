@@ -27,8 +27,7 @@ import numpy as np
 from .....pipeline.execute import run
 from .....pipeline.nodes import Estimate
 from .....pipeline.sources import SourceNode
-from .....store.arguments import as_count, as_number, require_kind
-from .....store.arrays import shown
+from .....store.arrays import as_count, as_number, require_kind, shown
 from .....store.digest import LARGEST
 from .....store.errors import PromptError, SourceChanged, TokenizerError
 from .....store.index import file_digests
@@ -93,7 +92,7 @@ class Corpus:
 
     def __post_init__(self) -> None:
         one = isinstance(self.sources, str | Path) or not isinstance(self.sources, Iterable)
-        named = (self.sources,) if one else tuple(self.sources)
+        named: tuple[Any, ...] = (self.sources,) if one else tuple(self.sources)
         if not named or not all(isinstance(each, str | Path) and str(each) for each in named):
             raise PromptError(
                 f"expected files, folders or globs as sources, found {shown(self.sources)}; name them"

@@ -52,7 +52,7 @@ CHANGES: list[tuple[str, dict[str, Any], str]] = [
     ("deepseek_v3", {"n_group": 8}, "refused"),
     ("deepseek_v3", {"head_dim": 2}, "refused"),
     ("deepseek_v2", {"head_dim": 2}, "equal"),
-    ("youtu", {"head_dim": 4}, "refused"),
+    ("youtu", {"head_dim": 2}, "refused"),
     ("qwen2_moe", {"use_sliding_window": True, "sliding_window": 3, "layer_types": None}, "equal"),
     ("qwen2_moe", {"use_sliding_window": False, "layer_types": None}, "equal"),
     ("gpt_oss", {"rope_parameters": {}}, "equal"),
