@@ -13,7 +13,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..store.errors import ReadOnlyStore
+from ..store.arrays import as_count, require_kind
+from ..store.errors import PlanError, ReadOnlyStore
+from ..store.store import require_store
 from .ambient import plain_torch
 from .context import Context
 from .nodes import Node, one_look, status_of
@@ -46,6 +48,14 @@ def run(
     Raises PlanError before anything starts if the budget is too small, ReadOnlyStore, and StageError naming
     stage and cell when one fails. May be interrupted at any time and called again.
     """
+    require_store(store)
+    as_count(workers, "workers", least=0)
+    if threads is not None:
+        as_count(threads, "threads")
+    if cluster is not None:
+        require_kind(
+            cluster, str, "cluster as an address", "write it such as tcp://127.0.0.1:8786", PlanError
+        )
     store.files.require_there()
     ordered, budget = in_order(nodes), as_bytes(memory)
     cores = threads or os.cpu_count() or 1
@@ -63,6 +73,8 @@ def run(
         Progress(quiet, log) as progress,
         Context(cores, cluster, budget, progress, workers) as context,
     ):
+        if cluster is not None:
+            context.width()  # connects: an address that is wrong is told before anything is written
         left = iter(ordered)
         while True:
             # Asked again whenever one has run: an upstream that gave the bytes it gave before ends the work

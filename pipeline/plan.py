@@ -6,9 +6,11 @@ Border: asks nodes; computes nothing, and works on a read-only store.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from ..store.arrays import shown
 from ..store.display import html
 from ..store.errors import PlanError
 from .nodes import Estimate, Node, Status, estimate_of, one_look, status_of
@@ -154,14 +156,14 @@ _UNITS |= {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 def as_bytes(size: int | str | None) -> int | None:
     """A memory budget in bytes from a number or a text like "2GiB"; PlanError for anything else."""
-    if size is None or isinstance(size, int):
+    if size is None or (isinstance(size, int) and not isinstance(size, bool) and size >= 0):
         return size
-    text = size.replace(" ", "").upper()
+    text = size.replace(" ", "").upper() if isinstance(size, str) else ""
     number = text.rstrip("KMGTIB")
-    try:
-        return int(float(number) * _UNITS[text[len(number) :] or "B"])
-    except (ValueError, KeyError):
-        raise PlanError(f'expected a size such as "2GiB" or "500MB", found {size!r}') from None
+    with suppress(ValueError, KeyError, OverflowError):
+        if (count := int(float(number) * _UNITS[text[len(number) :] or "B"])) >= 0:
+            return count
+    raise PlanError(f'expected a size such as "2GiB" or "500MB", or a number of bytes, found {shown(size)}')
 
 
 def human_seconds(seconds: float | None) -> str:

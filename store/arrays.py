@@ -1,5 +1,6 @@
-"""Arrays: names for signatures (what is in them, not their shapes, which docstrings say), and the reader of
-indices into them: positions, layers, heads and whatever else is chosen by number, read exactly or refused.
+"""Arrays: names for signatures (what is in them, not their shapes, which docstrings say), and the readers of
+arguments: indices into arrays (positions, layers, heads and whatever else is chosen by number), counts,
+numbers, paths and objects, read exactly or refused in one line.
 
 One reader for all of them, so that none is rounded, and neither a mask nor a text is taken for numbers.
 
@@ -8,9 +9,12 @@ Border: Python, numpy and torch values; knows no axes. Never imports torch.
 
 from __future__ import annotations
 
+import math
 import operator
 import reprlib
 from collections.abc import Mapping
+from os import PathLike
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,7 +22,19 @@ import numpy.typing as npt
 
 from .errors import ConfigError, MizarrError
 
-__all__ = ["Array", "Bools", "Floats", "Ints", "as_index", "as_indices"]
+__all__ = [
+    "Array",
+    "Bools",
+    "Floats",
+    "Ints",
+    "as_count",
+    "as_index",
+    "as_indices",
+    "as_number",
+    "as_path",
+    "require_kind",
+    "shown",
+]
 
 Array = npt.NDArray[Any]
 Bools = npt.NDArray[np.bool_]
@@ -41,7 +57,7 @@ def as_index(value: Any, what: str, error: type[MizarrError] = ConfigError) -> i
             return operator.index(value)
         except TypeError:
             pass
-    raise error(f"{what}: expected whole numbers, found {_shown(value)}{_remedy(value)}")
+    raise error(f"{what}: expected whole numbers, found {shown(value)}{_remedy(value)}")
 
 
 def as_indices(values: Any, what: str, error: type[MizarrError] = ConfigError) -> tuple[int, ...]:
@@ -56,14 +72,15 @@ def as_indices(values: Any, what: str, error: type[MizarrError] = ConfigError) -
     if is_one or getattr(values, "ndim", 1) == 0:
         return (as_index(values, what, error),)
     if "bool" in str(getattr(values, "dtype", "")):
-        raise error(f"{what}: expected whole numbers, found {_shown(values)}{_remedy(values)}")
+        raise error(f"{what}: expected whole numbers, found {shown(values)}{_remedy(values)}")
     indices = tuple(as_index(value, what, error) for value in values)
     return tuple(sorted(indices)) if isinstance(values, set | frozenset) else indices
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
+    """A value in one short line; of an array its dtype and shape."""
     shape = getattr(value, "shape", ())
-    if len(shape):
+    if isinstance(shape, tuple) and shape and hasattr(value, "dtype"):
         return f"{type(value).__name__} of {str(value.dtype).removeprefix('torch.')} of shape {list(shape)}"
     return " ".join(reprlib.repr(value).split())
 
@@ -79,3 +96,65 @@ def _remedy(value: Any) -> str:
     if isinstance(value, str | bytes):
         return "; write a list such as [0, -1]"
     return "; write ints, or a list of them"
+
+
+def require_kind(
+    value: Any,
+    kinds: type | tuple[type, ...],
+    expected: str,
+    remedy: str,
+    error: type[MizarrError] = ConfigError,
+) -> None:
+    """Raise `error` unless a value is an instance of one of these classes.
+
+    Arguments:
+        expected: the argument and what it holds, as the message begins: "hooks as a HookSpec".
+        remedy: what to write instead.
+    """
+    if not isinstance(value, kinds):
+        raise error(f"expected {expected}, found {shown(value)}; {remedy}")
+
+
+def as_count(
+    value: Any, what: str, least: int = 1, most: int | None = None, error: type[MizarrError] = ConfigError
+) -> int:
+    """A whole number in [least, most] of Python, numpy or torch as an int.
+
+    what: name of the argument. Raises `error` for anything else, booleans and whole floats among them.
+    """
+    try:
+        number = as_index(value, what)
+    except ConfigError:
+        raise error(
+            f"expected {what} to be a whole number, found {shown(value)}; write {what}={max(least, 1)}"
+        ) from None
+    if number < least:
+        raise error(f"expected {what} of at least {least}, found {number}")
+    if most is not None and number > most:
+        raise error(f"expected {what} of at most {most}, found {number}")
+    return number
+
+
+def as_number(value: Any, what: str, error: type[MizarrError] = ConfigError) -> float:
+    """A real number of Python, numpy or torch as a float; NaN and infinities are left to the caller.
+
+    what: name of the argument. Raises `error` for anything else, booleans and texts among them.
+    """
+    is_number = isinstance(value, int | float | np.integer | np.floating) or (
+        getattr(value, "ndim", None) == 0 and "bool" not in str(getattr(value, "dtype", "bool"))
+    )
+    if is_number and not isinstance(value, bool):
+        try:
+            return float(value)
+        except (TypeError, ValueError):
+            pass
+        except OverflowError:
+            return math.inf
+    raise error(f"expected {what} to be a number, found {shown(value)}; write a float")
+
+
+def as_path(value: Any, what: str, error: type[MizarrError] = ConfigError) -> Path:
+    """A path from a text or a Path, with `~` expanded. what: name of the argument."""
+    if not isinstance(value, str | PathLike) or not str(value):
+        raise error(f"expected {what} as a text or a Path, found {shown(value)}; name a file or folder")
+    return Path(value).expanduser()

@@ -9,7 +9,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+from .arrays import shown
 from .errors import EntryNotFound, StoreError
 from .files import Folder, LocalFolder
 from .index import StoreIndex
@@ -48,7 +50,7 @@ class Catalog:
 
     def lookup(self, key: Key) -> Record | None:
         """The record published under a key (or its 64 hex digits); None when it has to be computed."""
-        name = key if isinstance(key, str) else key.digest
+        name = key if isinstance(key, str) else _digest_of(key)
         text = self.files.get(key_path(name))
         return None if text is None else Record.from_bytes(name, text)
 
@@ -61,7 +63,7 @@ class Catalog:
     def record(self, key: Key) -> Record:
         """The record under a key, or under a unique prefix of one; EntryNotFound otherwise."""
         if not isinstance(key, str):
-            name = key.digest
+            name = _digest_of(key)
         else:
             name = unique_name(key, self.key_names(key), "key", self)
         if (found := self.lookup(name)) is None:
@@ -71,6 +73,8 @@ class Catalog:
 
     def key_names(self, prefix: str) -> list[str]:
         """Keys that are published and start so, in order."""
+        if prefix.strip("0123456789abcdef"):
+            return []
         folder = f"keys/{prefix[:2]}" if len(prefix) >= 2 else "keys"
         names = (Path(name).stem for name in self.files.list(folder))
         return sorted(name for name in names if name.startswith(prefix))
@@ -128,3 +132,13 @@ def unique_name(prefix: str, names: list[str], kind: str, catalog: Catalog) -> s
         )
     some = ", ".join(name[: len(prefix) + 4] for name in names[:4])
     raise EntryNotFound(f"{len(names)} {kind}s start with {prefix!r} ({some}, …); give more digits")
+
+
+def _digest_of(key: Any) -> str:
+    """The digest of a key; EntryNotFound for what is none."""
+    digest = getattr(key, "digest", None)
+    if not isinstance(digest, str):
+        raise EntryNotFound(
+            f"expected a key, or the start of one as a text, found {shown(key)}; `mizarr ls` lists them"
+        )
+    return digest

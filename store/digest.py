@@ -25,7 +25,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-_LARGEST = 2**53
+LARGEST = 2**53
+"""Largest integer of a key: every JSON reader keeps it exactly."""
 _HEX_FLOAT = re.compile(r"-?0x")
 """Start of the text that canonical JSON writes for a float."""
 Buffer = bytes | bytearray | memoryview
@@ -133,7 +134,7 @@ def _plain(value: Any) -> Any:
 
 
 def _integer(value: int) -> int:
-    if abs(value) > _LARGEST:
+    if abs(value) > LARGEST:
         raise ValueError(
             f"expected integers within 2**53, which every JSON reader keeps exactly, found {value}"
         )

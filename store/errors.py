@@ -137,5 +137,5 @@ class CorruptEntry(StoreError):
 
 def nearest(name: str, candidates: Iterable[str]) -> str | None:
     """The candidate spelled most like `name`, or None if nothing comes close."""
-    found = difflib.get_close_matches(name, list(candidates), n=1, cutoff=0.5)
+    found = difflib.get_close_matches(str(name), list(candidates), n=1, cutoff=0.5)
     return found[0] if found else None

@@ -26,6 +26,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from .arrays import require_kind
 from .catalog import Catalog, Key, unique_name
 from .errors import ConfigError, CorruptEntry, EntryNotFound, PromptError, StoreFormatError
 from .files import DESCRIPTION, Folder, open_folder
@@ -76,6 +77,16 @@ def open_store(path: str | Path, mode: Mode = "a", durability: Durability = "dis
     files = open_folder(path, durability, mode == "r")
     _check_format(files)
     return Store(files.as_store())
+
+
+def require_store(value: Any) -> None:
+    """Raise ConfigError unless a value is a store that was opened."""
+    require_kind(
+        value,
+        Store,
+        "an open store",
+        "write store=mizarr.open_store('activations'), with the folder it lies in",
+    )
 
 
 class Store(Catalog):
@@ -422,6 +433,8 @@ class Store(Catalog):
         return entry_path(unique_name(prefix, self._entry_names(prefix), "run", self))
 
     def _entry_names(self, prefix: str) -> list[str]:
+        if prefix.strip("0123456789abcdef"):
+            return []
         tops = [prefix[:2]] if len(prefix) >= 2 else list(self.files.subfolders("data"))
         found = ((top, name) for top in tops for name in self.files.subfolders(f"data/{top}"))
         # The name of a result's folder has a dot in it.

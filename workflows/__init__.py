@@ -94,6 +94,10 @@ def build(
         settings["model"] = model = str(model)
     loaded = model if hasattr(model, "network") else None
     if loaded is not None:
+        from ..stages.forward.models.source import require_by_name
+
+        how = {name: settings.get(name) for name in ("revision", "dtype", "device")}
+        require_by_name(loaded, how | {"backend": backend, "adapter": adapter})
         settings["model"] = loaded.name
     elif trust_layout or backend is not None or adapter is not None:
         settings["model"] = _named(model, settings.get("revision"), trust_layout, backend, adapter)
@@ -147,6 +151,7 @@ def compute(
     """
     from ..store import open_store
 
+    workflow = build(name, **settings)  # first: a setting that is wrong leaves no new store behind
     opened = open_store(store) if isinstance(store, (str, Path)) else store
     how = {"cluster": cluster, "workers": workers, "threads": threads, "memory": memory, "quiet": quiet}
-    return build(name, **settings).run(opened, **how)
+    return workflow.run(opened, **how)

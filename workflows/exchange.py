@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..store import Store, open_store
-from ..store.arrays import Array
+from ..store.arrays import Array, as_count, as_path, require_kind, shown
 from ..store.errors import ConfigError, HookPointNotFound, PromptError, ShapeError, nearest
 from ..store.exchange.exports import NOTE, TEXT_SUFFIX
 from ..store.exchange.imports import Imported, declared_arrays, declared_run, pack_imported, store_imported
@@ -69,11 +69,21 @@ def import_activations(
     Raises HookPointNotFound for a name that is no hook point, ShapeError, PromptError for what does not fit,
     SourceChanged for a file that is written over meanwhile.
     """
-    if not model:
+    if not isinstance(model, str) or not model:
         raise ConfigError(
-            "expected the name of the model the arrays are of, found ''; name it as you know it"
+            f"expected the name of the model the arrays are of, found {shown(model)}; name it as you know it"
         )
-    paths = [Path(path).expanduser() for path in ([files] if isinstance(files, str | Path) else files)]
+    several = files if isinstance(files, Iterable) and not isinstance(files, str | bytes) else [files]
+    paths = [as_path(path, "files") for path in several]
+    if names is not None:
+        require_kind(names, Mapping, "names as a mapping", "write {'array': 'blocks.5.hook_resid_post'}")
+    for argument, value in (("skip", skip), ("tokens", tokens), ("texts", texts)):
+        if value is not None and (isinstance(value, str | bytes) or not isinstance(value, Iterable)):
+            raise ConfigError(f"expected {argument} as a list, found {shown(value)}; write [{value!r:.40}]")
+    for text in () if texts is None else texts:
+        require_kind(text, str, "texts as a list of texts", "leave them out where there are none")
+    if n_layers is not None:
+        as_count(n_layers, "n_layers")
     if strange := [path for path in paths if path.suffix not in (".safetensors", ".npz")]:
         raise ConfigError(f"expected a .safetensors or .npz file, found {strange[0].name!r}; convert it")
     sources = [DigestedFile.of(path, ConfigError) for path in paths]

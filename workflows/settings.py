@@ -20,6 +20,7 @@ import msgspec
 
 from ..stages.circuits.names import Method
 from ..stages.forward.text.rows import as_text
+from ..store.digest import LARGEST
 from ..store.errors import ConfigError, nearest
 
 __all__ = [
@@ -76,7 +77,9 @@ class FileSettings:
 class ModelSettings(FileSettings):
     """A question about one model that computes."""
 
-    dtype: str = setting("float32", "what the model computes in")
+    dtype: Literal["float32", "float16", "bfloat16", "float64"] = setting(
+        "float32", "what the model computes in"
+    )
 
 
 @dataclass(frozen=True)
@@ -254,19 +257,22 @@ def _read(hint: Any, value: Any, key: str) -> Any:
         raise ConfigError(
             f"expected {key} that is not empty, found {value!r}; leave {key} out for the default"
         )
+    given = value
     several = [each for each in (hint, *typing.get_args(hint)) if typing.get_origin(each) is tuple]
     if several and value is not None and not isinstance(value, (list, tuple)):
         value = (value,)
-    for text in value if isinstance(value, (list, tuple)) else (value,):
-        if isinstance(text, str):
-            as_text(text, key)
+    for each in value if isinstance(value, (list, tuple)) else (value,):
+        if isinstance(each, str):
+            as_text(each, key)
+        elif isinstance(each, int) and abs(each) > LARGEST:
+            raise ConfigError(f"expected {key} to hold numbers up to {LARGEST}, found {each}")
     try:
         return msgspec.convert(value, hint)
     except msgspec.ValidationError as error:
         allowed = [str(choice) for choice in typing.get_args(hint) if typing.get_origin(hint) is Literal]
         near = nearest(value, allowed) if isinstance(value, str) and allowed else None
         raise ConfigError(
-            f"expected {key} to be {_told(hint)}, found {value!r} ({type(value).__name__})"
+            f"expected {key} to be {_told(hint)}, found {given!r} ({type(given).__name__})"
             + (f"; did you mean {near!r}?" if near else "")
         ) from error
 
@@ -281,6 +287,8 @@ def _told(hint: Any) -> str:
         found = [(word, getattr(parts[1], name)) for name, word in bounds.items()]
         said = " and ".join(f"{word} {bound:g}" for word, bound in found if bound is not None)
         return f"{_told(parts[0])} of {said}"
+    if origin is tuple:
+        return f"a list of {_told(parts[0])}"
     if origin in (typing.Union, types.UnionType):
         return " | ".join(map(_told, parts))
     return "None" if hint is type(None) else str(hint).removeprefix("<class '").removesuffix("'>")

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from ..stages.extras import is_installed, require
+from ..store.arrays import as_path
 from ..store.digest import digest
 from ..store.errors import ConfigError, nearest
 from ..store.upkeep.questions import note_question
@@ -206,10 +207,13 @@ class Workflow:
         """What came out, for a terminal."""
         return [table for view in self.shown if (table := view.rich()) is not None]
 
-    def draw(self, folder: Path) -> list[Path]:
+    def draw(self, folder: str | Path) -> list[Path]:
         """What came out, as PNG files in `folder`; files drawn from the same results are kept."""
+        from .report.page import check_output
         from .views import Figure
 
+        folder = as_path(folder, "the folder of figures")
+        check_output(folder / "figure.png")
         return [
             self.figure(folder / f"{view.name}.png", partial(view.compose, self.footer))
             for view in self.shown
@@ -258,7 +262,7 @@ class Workflow:
         """
         from .report.page import write
 
-        return write(self, Path(path))
+        return write(self, as_path(path, "the page"))
 
     def render(self, console: Console, folder: Path | None = None) -> list[Path]:
         """Print the tables, and write figures into `folder` unless it is None; returns the files."""

@@ -24,7 +24,8 @@ import numpy as np
 
 from ...pipeline import Output, stage
 from ...pipeline.ambient import plain_torch
-from ...store.arrays import Array
+from ...store.arrays import Array, as_count
+from ...store.digest import LARGEST as LARGEST_INTEGER
 from ...store.errors import ConfigError
 from .files import write_tensors
 from .networks import LARGEST, RnnShape, Shape, TransformerShape, labelled
@@ -80,6 +81,7 @@ class ZooTraining:
         ):
             if not least <= value <= LARGEST:
                 raise ConfigError(f"expected {name} from {least} to {LARGEST}, found {value}")
+        as_count(self.seed, "seed", least=0, most=LARGEST_INTEGER)
         if self.batch < 1 or self.sequences < 0:
             raise ConfigError(
                 f"expected a batch of at least 1, found {self.batch} of {self.sequences} sequences"

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...pipeline.ambient import plain_torch
+from ...store.arrays import as_count, as_index, require_kind, shown
 from ...store.display import html
 from ...store.errors import DictionaryError, ModelNotFound, SourceChanged, WeightsError
 from ..forward.architectures.points import BY_NAME, HookPoint
@@ -334,7 +335,7 @@ class Dictionary:
         if isinstance(feature, FeatureId):
             found = feature
         else:
-            found = FeatureId.parse(feature) if isinstance(feature, str) else FeatureId(*feature)
+            found = FeatureId.parse(feature) if isinstance(feature, str) else _pair(feature)
         self._own(found.layer)
         if not 0 <= found.index < self.n_features:
             raise DictionaryError(
@@ -364,6 +365,22 @@ class Dictionary:
         """
         import torch
 
+        require_kind(
+            states,
+            Mapping,
+            "states by layer",
+            "write {3: states}, states of [position, d_in]",
+            DictionaryError,
+        )
+        as_count(zero_positions, "zero_positions", least=0)
+        if not states:
+            raise DictionaryError(f"expected states of a layer, found none; {self.name} reads {self.layers}")
+        for layer, each in states.items():
+            if not isinstance(each, torch.Tensor):
+                raise DictionaryError(
+                    f"expected the states of layer {layer} as a tensor, found {shown(each)}; write "
+                    "torch.as_tensor(states)"
+                )
         parts = []
         for layer in sorted(states):
             position, feature, value = self.layer(layer).active(states[layer])
@@ -399,9 +416,19 @@ class Dictionary:
             out.index_add_(0, active.position[some], active.value[some, None] * rows)
 
     def _own(self, layer: int) -> int:
+        layer = as_index(layer, "layers", DictionaryError)
         if layer not in self.layout.targets:
             raise DictionaryError(f"{self.name} has features of {told(self.layers)}, found layer {layer!r}")
         return layer
+
+
+def _pair(feature: Any) -> FeatureId:
+    """A feature from (layer, index)."""
+    if not isinstance(feature, Sequence) or isinstance(feature, bytes) or len(feature) != 2:
+        raise DictionaryError(
+            f"expected a feature as (layer, index), or as text such as L14:13043, found {shown(feature)}"
+        )
+    return FeatureId(*feature)
 
 
 @dataclass(frozen=True)

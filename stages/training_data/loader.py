@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 import numpy as np
 import numpy.typing as npt
 
-from ...store.arrays import as_indices
+from ...store.arrays import as_count, as_indices, require_kind
 from ...store.digest import digest
 from ...store.errors import ConfigError
 from .batches import Batch, Batches
@@ -85,6 +85,9 @@ class ActivationLoader:
                 f"expected buffer_tokens of at least block_tokens={block_tokens}, found {buffer_tokens}"
             )
         source = _source(states)
+        if variables is not None:
+            require_kind(variables, Iterable, "variables as names", "write ['resid_post']")
+        without = as_indices(tuple(without) if isinstance(without, Iterator) else without, "without")
         chosen = None if layers is None else as_indices(layers, "layers")
         self._is_single = layers is not None and not hasattr(layers, "__iter__")
         self.cells = _cells(states, source, variables, chosen)
@@ -195,18 +198,26 @@ class ActivationLoader:
 
 def _check(**numbers: int | None) -> None:
     for name, value in numbers.items():
-        if value is not None and value < 1:
-            raise ConfigError(f"expected {name} of at least 1, found {value}")
+        if value is not None or name != "epochs":
+            as_count(value, name)
 
 
 def _source(states: Any) -> StoredActivations | EndToEnd:
     if isinstance(states, StoredActivations | EndToEnd):
         return states
-    if isinstance(states, Sequence):
+    if isinstance(states, Sequence) and not isinstance(states, str | bytes):
         if not states:
             raise ConfigError("expected one stored run or more, found none")
         runs = [_source(each) for each in states]
         return EndToEnd(tuple(run for run in runs if isinstance(run, StoredActivations)))
+    import xarray as xr
+
+    require_kind(
+        states,
+        xr.Dataset,
+        "states as a dataset that mizarr.capture gave, or several",
+        "open one: store['3f9a'], with the start of a run's digest from `mizarr ls`",
+    )
     return StoredActivations.of_dataset(states)
 
 

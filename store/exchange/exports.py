@@ -28,6 +28,7 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
+from ..arrays import as_count, as_path, require_kind
 from ..attributes import plain
 from ..content import slabs
 from ..errors import ConfigError, EntryNotFound, ShapeError, StoreFull, nearest
@@ -107,7 +108,14 @@ def export(
     Raises ConfigError for an unknown format or a path that is taken, ShapeError for what the format cannot
     hold, StoreFull where the disk has no room, MissingExtra.
     """
-    path = Path(path).expanduser()
+    import xarray as xr
+
+    path = as_path(path, "path")
+    require_kind(
+        dataset, xr.Dataset, "dataset as an xarray.Dataset", "write array.to_dataset() for a single array"
+    )
+    if context is not None:
+        as_count(context, "context")
     kind = format_of(path, format)
     if layout not in ("long", "wide"):
         raise ConfigError(f"expected layout 'long' or 'wide', found {layout!r}")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from ..arrays import as_indices
+from ..arrays import as_index, as_indices
 from ..errors import EntryNotFound, HookPointNotFound, PromptError, TokenizerError, nearest
 from ..identity import model_name
 from .characters import CharacterSpans, find_span
@@ -42,18 +42,24 @@ def prompt_rows(dataset: xr.Dataset, wanted: Prompt | Sequence[Prompt], count: i
 
     Raises PromptError for a number out of range, and for a text that is not there, with the nearest.
     """
-    asked = [wanted] if isinstance(wanted, str | int | np.integer) else list(wanted)
+    asked = _several(wanted)
     texts: list[str] | None = None
     rows = []
     for one in asked:
         if isinstance(one, str):
             texts = _texts(dataset) if texts is None else texts
             rows.append(_row_of(one, texts))
-        elif -count <= one < count:
+        elif -count <= as_index(one, "prompts", PromptError) < count:
             rows.append(int(one) % count)
         else:
             raise PromptError(f"expected a prompt index below {count}, found {one}")
     return np.array(rows, np.int64)
+
+
+def _several(wanted: Any) -> list[Any]:
+    """One value or several as a list."""
+    is_one = isinstance(wanted, str | bytes) or not hasattr(wanted, "__iter__")
+    return [wanted] if is_one else list(wanted)
 
 
 def labelled_rows(dataset: xr.Dataset, wanted: Mapping[str, Any]) -> npt.NDArray[np.bool_]:
@@ -93,11 +99,11 @@ def token_ids(wanted: Token | Sequence[Token], vocabulary: Sequence[str] | None)
 
     Raises TokenizerError for a string that is no token, with the nearest.
     """
-    asked = [wanted] if isinstance(wanted, str | int | np.integer) else list(wanted)
+    asked = _several(wanted)
     ids: list[int] = []
     for one in asked:
         if not isinstance(one, str):
-            ids.append(int(one))
+            ids.append(as_index(one, "tokens", TokenizerError))
             continue
         if vocabulary is None:
             raise TokenizerError(

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..arrays import as_indices
+from ..arrays import as_index, as_indices
 from ..digest import content_digest
 from ..errors import PromptError
 from .packed import PackedTokens
@@ -290,6 +290,8 @@ def _from_text(text: str) -> Selection:
 
 
 def _sliced(start: int | None, stop: int | None, step: int | None) -> Selection:
+    ends = (start, stop, step)
+    start, stop, step = (None if end is None else as_index(end, "positions", PromptError) for end in ends)
     if step is not None and step < 1:
         raise PromptError(f"expected a slice that goes forward, found a step of {step}")
     # What keeps the same of every prompt is one selection, however it is written.

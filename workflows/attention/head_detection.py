@@ -32,7 +32,7 @@ from ...stages.attention.head_detection import KINDS, displaced_scores, head_sco
 from ...stages.attention.statistics import head_statistics
 from ...stages.causal.controls import Null, chosen_at_random
 from ...store.errors import PromptError
-from ..settings import ControlSettings, Count, ModelSettings, setting
+from ..settings import ControlSettings, Count, ModelSettings, Natural, setting
 from ..views import Choice, Figure, Finding, Findings, Heatmap, Table, View
 from ..workflow import ModelWorkflow
 
@@ -87,7 +87,7 @@ class HeadDetectionSettings(ControlSettings, ModelSettings):
         "mul", '"mul": share of the attention; "abs": 1 - mean difference'
     )
     top: Count = setting(5, "heads listed per kind")
-    seed: int = setting(0, "of the random tokens and of the shuffled control")
+    seed: Natural = setting(0, "of the random tokens and of the shuffled control")
 
 
 def repeated_tokens(

@@ -33,7 +33,7 @@ from ..material.samples.marker_samples import (
     read_samples,
     repeated_samples,
 )
-from ..settings import ControlSettings, ModelSettings, setting
+from ..settings import ControlSettings, Count, ModelSettings, setting
 from ..subject import shipped_prose
 from ..views import Bars, Data, Finding, Findings, Line, Lines, Table, View, together
 from ..workflow import ModelWorkflow, loaded
@@ -60,7 +60,7 @@ class LayerScanSettings(ControlSettings, ModelSettings):
     condition_a: str = setting("", 'samples expected to look more; of a corpus by default "python_doctest"')
     condition_b: str = setting("", 'samples to compare them with; of a corpus by default "rust_test"')
     unit: str = setting("characters", 'what positions of a corpus count: "characters" or "bytes"')
-    samples: int = setting(24, "samples per condition made of prose, without a corpus")
+    samples: Count = setting(24, "samples per condition made of prose, without a corpus")
     start_layer: int = setting(-1, "first layer scanned; -1: a third of the way up")
     end_layer: int = setting(-1, "last layer scanned; -1: the last")
 

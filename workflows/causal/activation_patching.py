@@ -92,8 +92,8 @@ class ActivationPatchingTraceSettings(ControlSettings, ModelSettings):
     kinds: tuple[str, ...] = setting(
         (), "what is patched; none: resid_post, attn_out and mlp_out; z, q, k, v, pattern: by head"
     )
-    window: int = setting(1, "neighbouring layers patched together")
-    pairs: int = setting(2, "how many of the default pairs")
+    window: Count = setting(1, "neighbouring layers patched together")
+    pairs: Count = setting(2, "how many of the default pairs")
     others: Count = setting(6, "other pairs a place is chosen on; of default pairs, as many more are scored")
     donors: Count = setting(2, "unrelated prompts per default pair; a pair of one's own has `controls`")
     answer_piece: Literal["only", "first"] = setting(

@@ -145,7 +145,8 @@ def label(
     from ...store import open_store
 
     dictionary = Dictionary.from_pretrained(reference, read=read, write=write)
-    set_labels(open_store(store_path), dictionary, {feature: text}, author=author)
+    found = dictionary.feature(feature)  # first: a feature there is not leaves no new store behind
+    set_labels(open_store(store_path), dictionary, {found: text}, author=author)
 
 
 @features.command(epilog="Example: mizarr features labels specimen/sae --json")
@@ -222,6 +223,9 @@ def pages(
         raise click.UsageError(
             f"expected --neuronpedia MODEL/SET, such as gpt2-small/res-mine, found {neuronpedia!r}"
         )
+    if neuronpedia is None and (creator or dataset):
+        option = "--creator" if creator else "--dataset"
+        raise click.UsageError(f"expected {option} with --neuronpedia, found it alone; leave it out")
     workflow = build("feature_pages", **parameters)
     assert isinstance(workflow, FeaturePages)
     if neuronpedia is None:

@@ -12,12 +12,15 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
 from ...store.display.terminal import echo, escaped
 from ...store.errors import PlanError, nearest
+
+if TYPE_CHECKING:
+    from ...store import Store
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 _NARROWEST = 12
@@ -103,6 +106,14 @@ def _require_no_empty(args: Sequence[str], ctx: click.Context) -> None:
             )
 
 
+def existing_store(path: str) -> Store:
+    """The store at a path, to be changed: a command that changes what is there makes no new one."""
+    from ...store import open_store
+
+    open_store(path, mode="r")
+    return open_store(path)
+
+
 def size(ctx: click.Context, param: click.Parameter, text: str | None) -> int | None:
     """Bytes of a size written as 500MB, 2GiB or 1.5e9; None where none was given."""
     if text is None:
@@ -123,9 +134,11 @@ def positions(ctx: click.Context, param: click.Parameter, text: str | None) -> A
 
     try:
         return np.load(text, allow_pickle=False)
-    except (OSError, ValueError, EOFError) as error:
+    except FileNotFoundError:
+        raise click.BadParameter(f"expected a mask in {text!r}, found no such file", ctx, param) from None
+    except (OSError, ValueError, EOFError):
         raise click.BadParameter(
-            f"expected an array of numpy in {text!r}, found {error}", ctx, param
+            f"expected an array of numpy in {text!r}, found none; write it with np.save", ctx, param
         ) from None
 
 
@@ -133,7 +146,7 @@ def duration(ctx: click.Context, param: click.Parameter, text: str) -> float:
     """Seconds of a time span written as 90s, 24h or 7d."""
     from dask.utils import parse_timedelta
 
-    with contextlib.suppress(ValueError, KeyError, TypeError):
+    with contextlib.suppress(ValueError, KeyError, TypeError, OverflowError):
         if text[:1].isdigit():
             return float(parse_timedelta(text, default=False))
     raise click.BadParameter(f"expected a duration such as 90s, 24h or 7d, found {text!r}", ctx, param)

@@ -290,6 +290,8 @@ def capture(
         sampled = prompts.sampled() if dry_run and corpus is None and not exact else None
         if corpus is None and sampled is None:
             node = asked(prompts=prompts.read(source))
+        if corpus is not None:
+            corpus.files  # noqa: B018 - raises where there are none
         if dry_run:
             store = held.enter_context(_store_to_look_into(store_path))
         else:
@@ -410,6 +412,10 @@ def compute(
     if every_model:
         _compute_every(workflow, store_path, as_json, figures, how)
         return
+    if figures is not None:
+        from ..report.page import check_output
+
+        check_output(figures / "figure.png")
     store = open_store(store_path)
     if figures is not None:
         workflow.require("plots", store)

@@ -132,9 +132,11 @@ def train(
     """
     from ...stages.forward.models.files import resolve_runnable
     from ...stages.training_data.several import SideBySide
+    from ..report.page import check_output
 
     chosen = _settings(config, given)
     _check_against(chosen, against)
+    check_output(out / RESULT)
     asked = partial(resolve_runnable, trust_layout=trust_layout, backend=backend)
     models = [asked(model, adapter=adapter).name]
     models += [] if against is None else [asked(against).name]

@@ -57,11 +57,13 @@ def train_zoo(
     """
     from ...pipeline.progress import Progress
     from ...stages.algzoo.training import ZooTraining, file_name, save_trained, train
+    from ..report.page import check_output
 
     settings = [
         ZooTraining(task, hidden, sequence, seed, sequences, batch, layers, heads, end_token, checkpoints)
         for seed in seeds
     ]
+    check_output(out / file_name(settings[0], ".pth" if pth else ".safetensors"))
     written = []
     with Progress(quiet) as progress:
         for each in settings:

@@ -34,7 +34,7 @@ from ...store.errors import ConfigError
 from ..material.feature_examples import ExampleNodes, corpus_texts, example_nodes, passages
 from ..material.feature_presets import preset_of
 from ..material.graph_views import examples_of, graph_views, kept_of
-from ..settings import ModelSettings, setting
+from ..settings import Count, ModelSettings, Natural, setting
 from ..subject import Subject
 from ..views import Data, Table, View, together
 from ..views.graph.drawing import drawn_part
@@ -93,16 +93,18 @@ class AttributionGraphsSettings(ModelSettings):
     max_feature_nodes: int | None = setting(7500, "features with incoming edges, by influence; null: all")
     batch_size: int = setting(256, "with update_interval: features chosen between two rankings")
     update_interval: int = setting(4, "batches between two rankings")
-    zero_positions: int = setting(1, "first positions that have neither features nor errors")
+    zero_positions: Natural = setting(1, "first positions that have neither features nor errors")
     node_threshold: float = setting(0.8, "share of the influence that the nodes told have together")
     edge_threshold: float = setting(0.98, "share of what edges carry that the edges told carry together")
-    top_k: int = setting(15, "features listed")
+    top_k: Count = setting(15, "features listed")
     corpus: str = setting(
         "",
         'file, folder or glob of texts, in which features are looked up; "none": nowhere. Empty: for the '
         "specimen the texts shipped with it, for others nowhere",
     )
-    corpus_tokens: int = setting(8192, "tokens of the corpus that are read, at most; passages evenly spaced")
+    corpus_tokens: Count = setting(
+        8192, "tokens of the corpus that are read, at most; passages evenly spaced"
+    )
     graph_memory: str = setting("1GiB", "bytes the graph may take beside the model while it is computed")
     arithmetic: str = setting("float32", "of the linear maps: float32 or float64")
 

@@ -26,7 +26,7 @@ from ..material.answers import encoded, fact, named
 from ..material.feature_injection import is_one_token, word_id
 from ..material.feature_labels import FeatureLabels, active_words, ranked_words
 from ..material.feature_presets import PRESETS
-from ..settings import ModelSettings, setting
+from ..settings import Count, ModelSettings, setting
 from ..views import Data, Heatmap, Table, View, together
 from ..workflow import ModelWorkflow, loaded
 from .sae_features import dictionary_of
@@ -52,8 +52,8 @@ class CltProbeSettings(ModelSettings):
         "last", 'position probed: an index, "first", "last", or a phrase of the prompt'
     )
     word: str = setting("", "in place of a position: a token of the prompt, spaces and case aside")
-    top_k: int = setting(10, "features listed per layer")
-    top: int = setting(20, "features listed over all layers")
+    top_k: Count = setting(10, "features listed per layer")
+    top: Count = setting(20, "features listed over all layers")
     search: str = setting("", "word to look for in what features write, one token; none: the fact's own")
 
     def __post_init__(self) -> None:

@@ -29,7 +29,7 @@ from ...stages.corpus.text import pack_lines, token_counts, wrap
 from ...stages.geometry.character_count import count_geometry, count_sums, decodability
 from ...store.errors import ConfigError
 from ..material.feature_presets import preset_of
-from ..settings import ModelSettings, Natural, setting
+from ..settings import Count, ModelSettings, Natural, setting
 from ..subject import Subject, read_texts
 from ..views import Bars, Choice, Curve, Data, Figure, Heatmap, Lines, Table, View
 from ..workflow import ModelWorkflow, loaded
@@ -58,16 +58,16 @@ class CharacterCountHelixSettings(ModelSettings):
         f"of each text, how many to read; 0: all; none: {CHARACTERS:,} of the shipped prose, all of others",
     )
     widths: tuple[int, ...] = setting((30, 40, 50, 60, 70, 80), "line widths to wrap at")
-    max_count: int = setting(0, "largest character count; 0 means the largest width")
-    min_count: int = setting(1, "leave out the first positions of a line")
-    min_tokens: int = setting(30, "leave out counts seen in fewer tokens")
+    max_count: Natural = setting(0, "largest character count; 0 means the largest width")
+    min_count: Natural = setting(1, "leave out the first positions of a line")
+    min_tokens: Natural = setting(30, "leave out counts seen in fewer tokens")
     line_breaks: bool = setting(False, "let tokens that are line breaks take part, as candle-mi does")
-    context: int = setting(0, "tokens per forward pass; 0 means the model's context, at most 4096")
+    context: Natural = setting(0, "tokens per forward pass; 0 means the model's context, at most 4096")
     layers: tuple[int, ...] = setting((), "layers to study; none means all")
     show: int = setting(-1, "layer to draw; -1: the one whose count reads off best")
-    components: int = setting(6, "principal components")
+    components: Count = setting(6, "principal components")
     centre: bool = setting(True, "subtract the mean of the means before projecting and taking cosines")
-    seed: int = setting(0, "of the shuffled control")
+    seed: Natural = setting(0, "of the shuffled control")
     preset: str = setting("", "what is left at its default is the preset's: gemma2-2b, as published")
     stop: Natural = setting(0, "layers more to compute, after those that are stored; 0: all")
     jsonl: str = setting("", "folder for a line of JSON per layer, written as soon as the layer is done")

@@ -56,7 +56,7 @@ class LogitAttributionSettings(AnswerSettings):
     difference: bool = setting(True, "attribute the difference of two logits; false: the answer's logit")
     limit: Natural = setting(64, "how many of the shipped facts, from the first on; 0 takes all")
     neurons: Natural = setting(10, "neurons kept per layer; 0: none, and their weights are not read")
-    figures: int = setting(1, "how many prompts get a figure of their own")
+    figures: Natural = setting(1, "how many prompts get a figure of their own")
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -18,7 +18,7 @@ import numpy as np
 
 from ...stages.logits.lens import first_appearance, format_probability, format_token, logit_lens, next_tokens
 from ...stages.logits.readout import readout_node
-from ..settings import AnswerSettings, Count, setting
+from ..settings import AnswerSettings, Count, Natural, setting
 from ..subject import answered
 from ..views import Choice, Data, Figure, Lens, Line, Lines, Table, View, dim
 from ..workflow import ModelWorkflow, loaded
@@ -45,7 +45,7 @@ class LogitLensSettings(AnswerSettings):
 
     top_k: Count = setting(10, "most likely tokens kept per layer and position")
     soft_cap: bool = setting(True, "apply the model's final soft cap, if it has one")
-    heatmaps: int = setting(2, "how many prompts get a figure of their own")
+    heatmaps: Natural = setting(2, "how many prompts get a figure of their own")
 
 
 class LogitLens(ModelWorkflow):

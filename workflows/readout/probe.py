@@ -58,7 +58,7 @@ class ProbeSettings(ModelSettings):
     kind: Literal["auto", "label", "number"] = setting("auto", "what the labels of the file are")
     text: str = setting("", "file, folder or glob of texts to wrap; none: the prose shipped with mizarr")
     widths: tuple[int, ...] = setting((30, 40, 50, 60, 70, 80), "line widths to wrap at")
-    context: int = setting(0, "tokens per prompt of wrapped prose; 0: the model's context, at most 256")
+    context: Natural = setting(0, "tokens per prompt of wrapped prose; 0: the model's context, at most 256")
     point: Literal["resid_pre", "resid_mid", "resid_post", "attn_out", "mlp_out"] = setting(
         "resid_post", "state that is probed"
     )
@@ -71,7 +71,7 @@ class ProbeSettings(ModelSettings):
     penalties: tuple[float, ...] = setting(
         PENALTIES, "of squared weights; chosen on a part of the train prompts"
     )
-    seed: int = setting(0, "of examples, splits, the shuffled control and the bootstrap")
+    seed: Natural = setting(0, "of examples, splits, the shuffled control and the bootstrap")
 
     def __post_init__(self) -> None:
         for name in self.targets:

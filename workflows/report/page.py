@@ -63,7 +63,7 @@ def check_output(path: Path) -> None:
         raise ConfigError(
             f"expected a file to write, such as {path / 'report.html'}, found the folder {path}"
         )
-    folder = next(parent for parent in (path.absolute().parents) if parent.exists())
+    folder = next(parent for parent in path.absolute().parents if parent.exists() or parent.is_symlink())
     if not folder.is_dir():
         raise ConfigError(f"expected a folder for {path.name}, found the file {folder}; choose another path")
     if not os.access(folder, os.W_OK):

@@ -43,7 +43,7 @@ from ..features.sae_features import dictionary_of
 from ..material.answers import answer_pieces, counterpart, encoded, fact, named, number, target_json
 from ..material.convergence_batch import FIELDS, read_batch
 from ..material.push_fates import PushFates
-from ..settings import ControlSettings, FactSettings, setting
+from ..settings import ControlSettings, Count, FactSettings, setting
 from ..views import Choice, Data, Figure, Findings, Heatmap, Line, Lines, Table, View, dash
 from ..workflow import ModelWorkflow
 
@@ -79,7 +79,7 @@ class PushedStatesSettings(ControlSettings, FactSettings):
         "cosine from which on a state is near the undisturbed one; picks the layer told by strength",
     )
     max_strength: float = setting(6.0, "largest factor of the vector")
-    strength_steps: int = setting(12, "strengths tried, evenly spaced up to the largest")
+    strength_steps: Count = setting(12, "strengths tried, evenly spaced up to the largest")
     feature: str = setting("", "feature to push along, layer:index, in place of a counterpart")
     dictionary: str = setting("", "of the feature: directory or org/repo; none: the specimen's own")
     batch_file: str = setting("", "JSON file with several experiments, in place of prompt and contrastive")

@@ -31,7 +31,7 @@ from ...stages.forward.models.files import SHIPPED
 from ...stages.logits.lens import format_probability, format_token
 from ...store.errors import ConfigError
 from ..material.answers import FRANCE, encoded, named
-from ..settings import ModelSettings, setting
+from ..settings import ModelSettings, Natural, setting
 from ..subject import shipped_facts, shipped_prose
 from ..views import Figure, Heatmap, Table, Text, Tokens, View, bold
 from ..workflow import ModelWorkflow, loaded
@@ -60,7 +60,7 @@ class GenerateSettings(ModelSettings):
     prompts: tuple[str, ...] = setting((), "prompts to continue; none: shipped facts and prose")
     max_tokens: int = setting(20, "tokens generated at most; masks behind a prompt that has none")
     temperature: float = setting(0.0, "0 takes the most likely token; above, draws")
-    seed: int = setting(0, "of the draws; the same for every prompt")
+    seed: Natural = setting(0, "of the draws; the same for every prompt")
     top_k: int | None = setting(None, "draw among this many most likely tokens")
     top_p: float | None = setting(None, "draw among the fewest tokens of this total probability")
     stop: tuple[str, ...] = setting((), "strings that end a text")

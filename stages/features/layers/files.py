@@ -150,6 +150,11 @@ class DictionaryReference:
 
         Raises DictionaryError for other fields, and for hook points said twice and differently.
         """
+        for end, hook in (("read", read), ("write", write)):
+            if hook is not None and (not isinstance(hook, str) or not hook):
+                raise DictionaryError(
+                    f"expected {end}= as the name of a hook point, found {hook!r}; write 'hook_resid_mid'"
+                )
         name, mark, query = str(text).partition("?")
         if not mark or _is_folder(text):
             return cls(text, read, write)
@@ -219,6 +224,10 @@ def resolve(name: str | Path) -> DictionaryFiles:
 
     Raises ModelNotFound saying how to get it.
     """
+    if not str(name) or str(name) == ".":
+        raise ModelNotFound(
+            f"expected a directory, or a hub reference such as org/repo, found {str(name)!r}; name one"
+        )
     if is_shipped(name):
         return DictionaryFiles(str(name), _shipped_folder(str(name)))
     try:

@@ -10,6 +10,8 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
+from ....store.arrays import as_count
+from ....store.digest import LARGEST
 from ....store.errors import ConfigError, nearest
 from ...forward.architectures.points import BY_NAME
 from ..layers.names import hook_kind
@@ -116,6 +118,7 @@ class TrainingSettings:
             )
 
     def _check_numbers(self) -> None:
+        as_count(self.seed, "seed", least=0, most=LARGEST)
         for name in ("features", "k", "steps", "batch", "window", "block"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"expected {name} of at least 1, found {getattr(self, name)}")

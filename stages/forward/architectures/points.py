@@ -48,7 +48,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from ....store.arrays import as_index
+from ....store.arrays import as_index, require_kind
 from ....store.errors import HookPointNotFound, nearest
 
 HIDDEN = ("batch", "position", "hidden")
@@ -725,7 +725,12 @@ class HookPoint:
 
 def as_point(point: HookPoint | str) -> HookPoint:
     """Either spelling of a hook point as the value."""
-    return point if isinstance(point, HookPoint) else HookPoint.parse(point)
+    if isinstance(point, HookPoint):
+        return point
+    require_kind(
+        point, str, "a hook point's name", "write one such as 'blocks.5.hook_resid_post'", HookPointNotFound
+    )
+    return HookPoint.parse(point)
 
 
 def own_name(name: str) -> str:

@@ -23,6 +23,7 @@ from ....pipeline.memory import measured
 from ....pipeline.nodes import Estimate, Part, Ports, Status, remembered
 from ....pipeline.plan import as_bytes
 from ....pipeline.reasons import last_timed
+from ....store.arrays import as_count, shown
 from ....store.digest import digest
 from ....store.errors import (
     ConfigError,
@@ -41,12 +42,13 @@ from ....store.runs.committed import VariableLayer
 from ....store.runs.entries import ArraySpec, with_scales
 from ....store.runs.prompt_labels import put_prompt_labels
 from ....store.runs.selections import View
+from ....store.store import require_store
 from ....store.upkeep.questions import note_capture
 from ....store.upkeep.recoding import PLAINLY, check_codec
 from ..architectures.points import LOGITS
 from ..hooks.reductions import Encoder, Reduction
 from ..hooks.spec import BoundSpec, HookSpec, as_spec, layers_by_variable
-from ..models.source import ModelSource
+from ..models.source import COMPUTED_IN, ModelSource, require_by_name
 from ..runs.duration import PassWork, expected_duration
 from ..text.corpora.corpus import Corpus
 from ..text.prompts import pack
@@ -69,6 +71,9 @@ WORTH_A_LOOK = 1 << 16
 MEMORY = 1 << 30
 """Bytes for segment buffers unless told otherwise."""
 
+_STORED = (*COMPUTED_IN, "int8")
+"""Names of the dtypes that activations may be stored in."""
+
 
 def capture(
     model: Model | str | Path,
@@ -81,7 +86,7 @@ def capture(
     storage_dtype: str | None = None,
     batch_tokens: int = BATCH_TOKENS,
     segment_tokens: int | None = None,
-    memory: int = MEMORY,
+    memory: int | str = MEMORY,
     order: Order = "auto",
     memory_limit: int | str | None = None,
     device: str | None = None,
@@ -114,6 +119,9 @@ def capture(
     """
     from ....pipeline import run
 
+    require_store(store)
+    how = {"revision": revision, "dtype": dtype, "device": device, "backend": backend, "adapter": adapter}
+    require_by_name(model, how)
     corpus, about = prompts if isinstance(prompts, Corpus) else None, None
     if corpus is not None:
         words = ModelSource(model, revision=revision, dtype=dtype).tokenizer
@@ -166,7 +174,7 @@ class CaptureNode(Ports):
         storage_dtype: str | None = None,
         batch_tokens: int = BATCH_TOKENS,
         segment_tokens: int | None = None,
-        memory: int = MEMORY,
+        memory: int | str = MEMORY,
         order: Order = "auto",
         memory_limit: int | str | None = None,
         device: str | None = None,
@@ -177,9 +185,17 @@ class CaptureNode(Ports):
         name: str = "capture",
     ) -> None:
         check_codec(codec)
+        as_count(batch_tokens, "batch_tokens")
+        if segment_tokens is not None:
+            as_count(segment_tokens, "segment_tokens")
+        if storage_dtype is not None and storage_dtype not in _STORED:
+            raise ConfigError(
+                f"expected storage_dtype to be one of {', '.join(_STORED)}, found {shown(storage_dtype)}"
+            )
         self.codec = codec
         self.name, self.memory_limit = name, as_bytes(memory_limit)
-        self.batch_tokens, self.segment_tokens, self.memory = batch_tokens, segment_tokens, memory
+        self.batch_tokens, self.segment_tokens = batch_tokens, segment_tokens
+        self.memory = as_count(as_bytes(memory), "memory")
         self.source = ModelSource(
             model,
             revision=revision,

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 import numpy as np
 
+from ....store.arrays import as_count, as_indices, as_number, require_kind
+from ....store.digest import LARGEST
 from ....store.errors import ConfigError, HookPointNotFound, PromptError, nearest
 from ..architectures.points import HookPoint, as_point
 from ..hooks.spec import Capture, When
@@ -49,16 +51,20 @@ class GenerationSettings:
     capture_positions: Kept = "new"
 
     def __post_init__(self) -> None:
-        if self.max_tokens < 1:
-            raise ConfigError(f"expected max_tokens of at least 1, found {self.max_tokens}")
-        if not 0 <= self.temperature < float("inf"):
+        as_count(self.max_tokens, "max_tokens")
+        if not 0 <= as_number(self.temperature, "temperature") < float("inf"):
             raise ConfigError(f"expected a temperature >= 0, found {self.temperature}")
-        if self.top_k is not None and self.top_k < 1:
+        if self.top_k is not None and as_count(self.top_k, "top_k", least=0) < 1:
             raise ConfigError(
                 f"expected top_k of at least 1, found {self.top_k}; leave it out for all tokens"
             )
-        if self.top_p is not None and not 0 < self.top_p <= 1:
+        if self.top_p is not None and not 0 < as_number(self.top_p, "top_p") <= 1:
             raise ConfigError(f"expected top_p in (0, 1], found {self.top_p}")
+        if self.seed is not None:
+            as_indices(self.seed, "seed")
+            for seed in np.atleast_1d(self.seed).tolist():
+                as_count(seed, "seed", least=0, most=LARGEST)
+        require_kind(self.cache, (bool, type(None)), "cache as True, False or None", "leave it out")
         if self.temperature == 0 and (self.top_k is not None or self.top_p is not None):
             raise ConfigError(
                 "top_k and top_p choose among draws, but temperature 0 always takes the most likely token; "
@@ -80,13 +86,14 @@ class GenerationSettings:
 
     def seeds(self, prompts: int) -> list[int | None]:
         """One per prompt: each its own, or the same for all. PromptError for another number of them."""
-        if self.seed is None or isinstance(self.seed, int):
-            return [self.seed] * prompts
-        if len(self.seed) != prompts:
-            raise PromptError(
-                f"expected one seed, or one for each of {prompts} prompts, found {len(self.seed)}"
-            )
-        return [int(seed) for seed in self.seed]
+        if self.seed is None:
+            return [None] * prompts
+        seeds = as_indices(self.seed, "seed")
+        if np.ndim(self.seed) == 0:
+            return [seeds[0]] * prompts
+        if len(seeds) != prompts:
+            raise PromptError(f"expected one seed, or one for each of {prompts} prompts, found {len(seeds)}")
+        return list(seeds)
 
 
 @dataclass(frozen=True)

@@ -30,15 +30,17 @@ import torch
 from torch import Tensor
 
 from ....pipeline.ambient import each_in_plain_torch
+from ....store.arrays import shown
 from ....store.errors import ConfigError, ModelNotFound, PromptError
 from ..hooks.interventions import Held
-from ..hooks.recurrent import RecurrentPass
+from ..hooks.recurrent import RecurrentPass, require_recurrent
 from ..hooks.spec import BoundSpec, Capture, HookSpec, refuse_gradients
 from ..hooks.taps import RunTaps, Sink
 from ..hooks.wants import LAST_LOGITS
 from ..models.files import resolve
 from ..models.finite import is_fit, not_finite
 from ..models.model import Model, Prompts
+from ..models.source import require_model
 from ..passes.kept import Cache
 from ..text.rows import as_rows
 from .continuations import Generation, GenerationResult, GenerationSettings, Kept
@@ -106,6 +108,10 @@ def generate(
 
     Raises PromptError, HookPointNotFound, InterventionError, ConfigError, before anything is computed.
     """
+    if on_token is not None and not callable(on_token):
+        raise ConfigError(
+            f"expected on_token as a function of a token, found {shown(on_token)}; leave it out"
+        )
     chosen = GenerationSettings(
         max_tokens, temperature, seed, top_k, top_p, stop, eos, cache, capture_positions
     )
@@ -194,6 +200,8 @@ class TokenStream:
         settings: GenerationSettings | None = None,
         recurrent: RecurrentPass | None = None,
     ) -> None:
+        require_model(model)
+        require_recurrent(recurrent)
         self.settings = settings or GenerationSettings()
         self._model = model
         if not model.config.continues:
@@ -214,6 +222,10 @@ class TokenStream:
         """By length of the prompt."""
         named = end_tokens(model) if self.settings.eos is None else self.settings.eos
         self._stop = Stop.of(self.settings.stop, named)
+        if above := [token for token in self._stop.ids if token >= model.config.vocab_size]:
+            raise ConfigError(
+                f"expected stop ids in 0..{model.config.vocab_size - 1}, found {above[0]}; leave it out"
+            )
         if self._stop.strings:
             model.tokenizer  # noqa: B018 - raises where there is none to find strings with
         seeds = self.settings.seeds(len(rows))

@@ -40,11 +40,11 @@ class Stop:
     def of(cls, stop: str | int | Sequence[str | int], eos: int | Iterable[int]) -> Stop:
         """From strings and ids in any order. Raises ConfigError for an empty string, and for ids that are no
         whole numbers of at least 0."""
-        ends = [eos] if isinstance(eos, int) else list(eos)
+        ends = list(eos) if isinstance(eos, Iterable) and not isinstance(eos, str) else [eos]
         for token in ends:
             if isinstance(token, bool) or not isinstance(token, int | np.integer) or token < 0:
                 raise ConfigError(f"expected eos to hold token ids, found {token!r}; eos=() ends at none")
-        given = [stop] if isinstance(stop, str | int) else list(stop)
+        given = list(stop) if isinstance(stop, Iterable) and not isinstance(stop, str) else [stop]
         for each in given:
             if isinstance(each, bool) or not isinstance(each, str | int) or each == "":
                 raise ConfigError(f"expected stop to hold texts and token ids, found {each!r}; leave it out")

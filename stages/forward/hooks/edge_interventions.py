@@ -9,13 +9,13 @@ Border: as interventions.py.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from ....store.arrays import as_index, as_indices
+from ....store.arrays import as_index, as_indices, shown
 from ....store.errors import InterventionError
 from ..architectures.points import HookPoint
 from .interventions import Held, Intervention, Scale, Zero, check_indices
@@ -273,6 +273,8 @@ def _prepare_steering(intervention: Steer | SetValue) -> None:
 
 def _edges(name: str, edges: Sequence[Edge]) -> tuple[Edge, ...]:
     kept = []
+    if not isinstance(edges, Iterable):
+        raise InterventionError(f"{name}: expected (query, key) edges, found {shown(edges)}; write [(-1, 0)]")
     for edge in edges:
         if not isinstance(edge, Sequence) or len(edge) != 2 or (edge[0] is None and edge[1] is None):
             raise InterventionError(f"{name}: expected (query, key) with at most one None, found {edge!r}")

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ....store.arrays import as_number
 from ....store.digest import array_digest
 from ....store.errors import InterventionError
 
@@ -129,9 +130,10 @@ def as_tensor(value: Payload, like: Tensor) -> Tensor:
 
 def finite(name: str, value: float) -> float:
     """The number, if it is one."""
-    if not np.isfinite(value):
+    number = as_number(value, name, InterventionError)
+    if not np.isfinite(number):
         raise InterventionError(f"{name}: expected a finite number, found {value}")
-    return float(value) + 0.0  # 0.0 for -0.0: a key holds them for one number
+    return number + 0.0  # 0.0 for -0.0: a key holds them for one number
 
 
 def payload_record(value: Any) -> Any:

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ....store.arrays import as_index
+from ....store.arrays import as_index, require_kind
 from ....store.digest import canonical_json
 from ....store.errors import ConfigError, InterventionError
 from ..architectures.points import HookPoint
@@ -171,3 +171,10 @@ def _scaled(vector: Payload, strength: float) -> Payload:
     import torch
 
     return strength * torch.as_tensor(vector.copy() if isinstance(vector, np.ndarray) else vector)
+
+
+def require_recurrent(value: Any) -> None:
+    """Raise ConfigError unless this is a `RecurrentPass`, or None."""
+    require_kind(
+        value, (RecurrentPass, type(None)), "recurrent as a mizarr.RecurrentPass", "leave it out for one pass"
+    )

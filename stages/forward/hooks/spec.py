@@ -13,13 +13,14 @@ to keep of a captured value may be less than all (keeps.py).
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
+from ....store.arrays import require_kind, shown
 from ....store.digest import canonical_json, digest
 from ....store.display import html
-from ....store.errors import HookPointNotFound, InterventionError
+from ....store.errors import HookPointNotFound, InterventionError, StageError
 from ....store.runs.selections import as_selection
 from ..architectures.points import (
     BY_NAME,
@@ -254,7 +255,9 @@ class HookSpec:
         whoever writes to them afterwards changes neither the spec nor the key of a run.
         """
         if not isinstance(intervention, Intervention):
-            raise InterventionError(f"expected an intervention such as mizarr.Zero(), found {intervention!r}")
+            raise InterventionError(
+                f"expected an intervention such as mizarr.Zero(), found {shown(intervention)}"
+            )
         added = (_known(point), intervention.with_own_payloads())
         return self._with(_interventions=(*self._interventions, added))
 
@@ -275,7 +278,8 @@ class HookSpec:
 
     def extend(self, other: HookSpec) -> HookSpec:
         """A spec with the captures of another as well, its interventions after the present ones, and its
-        metric, if it has one, in place of the present one."""
+        metric, if it has one, in place of the present one. Raises StageError for what is no spec."""
+        require_spec(other, "other")
         return self._with(
             _requests=tuple(dict.fromkeys((*self._requests, *other._requests))),
             _interventions=(*self._interventions, *other._interventions),
@@ -409,11 +413,20 @@ class HookSpec:
         return f"HookSpec(){captures}{changes}{metric}"
 
 
+def require_spec(hooks: Any, what: str = "hooks") -> None:
+    """Raise StageError unless this is a HookSpec. what: name of the argument."""
+    named = repr(hooks) if isinstance(hooks, str) else "'blocks.*.hook_resid_post'"
+    require_kind(
+        hooks, HookSpec, f"{what} as a HookSpec", f"write mizarr.HookSpec().capture({named:.80})", StageError
+    )
+
+
 def as_spec(hooks: HookSpec | str | Sequence[str]) -> HookSpec:
     """A spec, or the names and globs of what to capture, as a spec."""
     if isinstance(hooks, HookSpec):
         return hooks
-    return HookSpec().capture(*([hooks] if isinstance(hooks, str) else hooks))
+    several = isinstance(hooks, Iterable) and not isinstance(hooks, str | bytes | Mapping)
+    return HookSpec().capture(*(hooks if several else [hooks]))
 
 
 def split_gradient(point: HookPoint | str) -> tuple[HookPoint | str, bool]:

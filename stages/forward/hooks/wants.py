@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from ....store.arrays import as_indices
+from ....store.arrays import as_indices, require_kind
 from ....store.errors import PromptError
 
 if TYPE_CHECKING:
@@ -64,4 +64,11 @@ def logits(position: int | Sequence[int] | None = None, tokens: int | Sequence[i
     return Logits(
         None if position is None else as_indices(position, "logits: positions", PromptError),
         None if tokens is None else as_indices(tokens, "logits: tokens", PromptError),
+    )
+
+
+def require_want(want: Any) -> None:
+    """Raise ConfigError unless this says which logits are wanted, or is None."""
+    require_kind(
+        want, (Logits, type(None)), "want as mizarr.logits(…), or None", "write mizarr.logits(position=-1)"
     )

@@ -6,6 +6,7 @@ keyed by). Knows nothing of stores; `capture.py` brings the two together.
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -18,17 +19,18 @@ from torch import Tensor
 
 from ....pipeline.ambient import each_in_plain_torch, plain_torch
 from ....pipeline.plan import as_bytes
+from ....store.arrays import as_index, shown
 from ....store.display import html
 from ....store.display.terminal import echo
-from ....store.errors import ConfigError, InterventionError, PromptError
+from ....store.errors import ConfigError, InterventionError, PromptError, ShapeError
 from ....store.keys import ModelIdentity
 from ..architectures.points import BY_NAME, HookPoint
 from ..hooks.cache import HookCache, stack_ragged
 from ..hooks.interventions import payload_rows
-from ..hooks.recurrent import RecurrentPass
-from ..hooks.spec import BoundSpec, Capture, HookSpec
+from ..hooks.recurrent import RecurrentPass, require_recurrent
+from ..hooks.spec import BoundSpec, Capture, HookSpec, require_spec
 from ..hooks.taps import PassTaps, RunTaps, Sink
-from ..hooks.wants import ALL_LOGITS, Logits
+from ..hooks.wants import ALL_LOGITS, Logits, require_want
 from ..networks.history import STREAM, Carried
 from ..networks.loop import Network
 from ..networks.transfer import to_device
@@ -76,6 +78,11 @@ class Model:
         identity: ModelIdentity | None = None,
         streamed: StreamedWeights | None = None,
     ) -> None:
+        if not hasattr(network, "config"):
+            raise ConfigError(
+                f"expected a network, found {shown(network)}; load a model by name: "
+                "mizarr.Model.from_pretrained('specimen')"
+            )
         self.network = network
         """What computes; its weights are these."""
         self.streamed = streamed
@@ -228,7 +235,10 @@ class Model:
 
     def bind(self, hooks: HookSpec | None) -> BoundSpec:
         """The spec with its globs expanded over this model's hook points."""
-        return BoundSpec() if hooks is None else hooks.bind(self.hook_points, self.name)
+        if hooks is None:
+            return BoundSpec()
+        require_spec(hooks)
+        return hooks.bind(self.hook_points, self.name)
 
     def tokenize(self, prompts: Prompts) -> list[list[int]]:
         """Token ids of one or several prompts, as given or as the tokenizer encodes them (with its BOS rule).
@@ -290,6 +300,8 @@ class Model:
         """
         rows = self.tokenize(prompts)
         spec = self.bind(hooks)
+        require_want(want)
+        require_recurrent(recurrent)
         groups: dict[int, list[int]] = defaultdict(list)
         for row, ids in enumerate(rows):
             groups[len(ids)].append(row)
@@ -507,6 +519,11 @@ class Model:
         """
         want = Logits(tokens=None if tokens is None else tuple(tokens))
         want.check(1, self.config.vocab_size)
+        if not isinstance(resid, Tensor) or resid.ndim < 1 or resid.shape[-1] != self.config.hidden_size:
+            raise ShapeError(
+                f"expected states as a tensor [..., {self.config.hidden_size}], found {shown(resid)}; write "
+                "the residual stream as it was captured"
+            )
         with torch.no_grad():
             return self.network.unembed(
                 self.network.final_norm(resid.to(self.device, self.dtype)), want, softcap=softcap
@@ -516,12 +533,25 @@ class Model:
     @torch.no_grad()
     def embed(self, ids: Tensor) -> Tensor:
         """Token ids [batch, position] -> what enters the first layer, [batch, position, hidden]."""
+        if not isinstance(ids, Tensor) or ids.ndim != 2 or ids.is_floating_point():
+            raise PromptError(
+                f"expected token ids as an integer tensor [batch, position], found {shown(ids)}; write "
+                "torch.tensor(model.tokenize(prompts))"
+            )
+        if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < self.config.vocab_size:
+            raise PromptError(
+                f"expected token ids in 0..{self.config.vocab_size - 1}, found {int(ids.min())} to "
+                f"{int(ids.max())}; was it encoded with another tokenizer?"
+            )
         return self.network.embed(ids, torch.arange(ids.shape[1], device=ids.device))[STREAM]
 
     def embedding_vector(self, token: int | str) -> Tensor:
         """Row of the embedding matrix [hidden] for a token id or a single-token word, without the family's
         embedding scale."""
-        index = self.tokenizer.find_token_id(token) if isinstance(token, str) else token
+        if isinstance(token, str):
+            index = self.tokenizer.find_token_id(token)
+        else:
+            index = as_index(token, "tokens", PromptError)
         if not 0 <= index < self.config.vocab_size:
             raise PromptError(f"expected a token id in 0..{self.config.vocab_size - 1}, found {index}")
         return self.network.embedding[index]
@@ -599,8 +629,12 @@ def as_device(device: str | torch.device | None) -> torch.device:
     try:
         place = torch.device(device)
         torch.empty(0, device=place)
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        reason = str(error).splitlines()[0].rstrip(".")
+        if place.type == "meta":
+            raise RuntimeError("which holds no numbers")
+    except (RuntimeError, AssertionError, NotImplementedError, TypeError) as error:
+        reason = str(error).splitlines()[0].partition(". ")[0].rstrip(".")
+        if re.match("Expected one of .*device type", reason):
+            reason = "no kind of device"
         raise ConfigError(
             f"expected a device such as cpu, cuda or cuda:1 that this machine has, found {str(device)!r} "
             f"({reason}); leave it out to compute where it can"

@@ -6,7 +6,7 @@ Border: files, identity and loading; knows no prompts and no stores. Never impor
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ....pipeline.memory import setting_up
-from ....store.errors import PlanError, SourceChanged
+from ....store.arrays import shown
+from ....store.errors import ConfigError, PlanError, SourceChanged
 from ....store.keys import ModelIdentity
 from ..architectures.architecture import Architecture
 from ..networks.kernels.tuning import tuning
@@ -46,6 +47,10 @@ class ModelSource:
         self._looked = False
         self.files: ModelFiles | None = None
         """None for a loaded model."""
+        if dtype is not None:
+            dtype = str(dtype).removeprefix("torch.")
+            if dtype not in COMPUTED_IN:
+                raise ConfigError(f"expected dtype to be one of {', '.join(COMPUTED_IN)}, found {dtype!r}")
         if isinstance(model, str | Path):
             self.files = resolve_runnable(
                 model, revision, trust_layout=trust_layout, backend=backend, adapter=adapter
@@ -55,6 +60,7 @@ class ModelSource:
             self.dtype, self.device = dtype or "float32", device
             self.config: Architecture = self.files.architecture()
         else:
+            require_model(model, "a model, its hub id or its folder")
             self._model = model
             self.name, self.revision = model.name, None
             self.dtype, self.device = str(model.dtype).removeprefix("torch."), str(model.device)
@@ -168,6 +174,37 @@ class ModelSource:
 
     def __repr__(self) -> str:
         return f"ModelSource({self.name!r}, {self.dtype})"
+
+
+COMPUTED_IN = ("float32", "float16", "bfloat16", "float64")
+"""Names of the dtypes that a model may compute in."""
+
+
+def require_model(value: Any, expected: str = "a loaded model") -> None:
+    """Raise ConfigError unless a value is a loaded model.
+
+    expected: what may be given, as the message begins.
+    """
+    if not hasattr(value, "network"):
+        raise ConfigError(
+            f"expected {expected}, found {shown(value)}; load it: mizarr.Model.from_pretrained('specimen')"
+        )
+
+
+def require_by_name(model: Any, given: Mapping[str, Any]) -> None:
+    """Raise ConfigError where a loaded model comes with arguments of loading that it was not loaded with."""
+    if isinstance(model, str | Path):
+        return
+    require_model(model, "a model, its hub id or its folder")
+    own = {"dtype": str(model.dtype).removeprefix("torch."), "device": str(model.device)}
+    for name, value in given.items():
+        said = str(value).removeprefix("torch.")
+        is_own = own.get(name) == said or (name == "device" and own[name].startswith(f"{said}:"))
+        if value is not None and not is_own:
+            raise ConfigError(
+                f"expected {name} beside a model's name, found {name}={shown(value)} beside a loaded model; "
+                "give it to mizarr.Model.from_pretrained, or leave it out"
+            )
 
 
 @dataclass(frozen=True)

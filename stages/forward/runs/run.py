@@ -14,8 +14,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ....pipeline.plan import as_bytes
-from ..hooks.spec import HookSpec, refuse_gradients
-from ..hooks.wants import LAST_LOGITS, Logits
+from ....store.arrays import require_kind
+from ....store.store import require_store
+from ..hooks.spec import HookSpec, refuse_gradients, require_spec
+from ..hooks.wants import LAST_LOGITS, Logits, require_want
+from ..models.source import require_model
 from ..passes.branches import Wanted
 from ..passes.planner import MEMORY, SweepPlan, plan_runs
 from ..text.rows import one_row
@@ -46,6 +49,9 @@ class Run:
     def __post_init__(self) -> None:
         row = one_row(self.prompt)
         object.__setattr__(self, "prompt", row if isinstance(row, str) else tuple(row))
+        if self.hooks is not None:
+            require_spec(self.hooks)
+        require_want(self.want)
 
 
 def stream(
@@ -61,6 +67,7 @@ def stream(
     """
     from ..hooks.cache import HookCache
 
+    _require_runs(model, runs)
     wanted = [resolve(model, each) for each in runs]
     planned = _planned(model, wanted, memory)
     for block in planned.blocks:
@@ -83,11 +90,13 @@ def run(
     Raises PromptError, HookPointNotFound, InterventionError or PlanError before anything is computed, and
     ConfigError for a store and a model without identity.
     """
+    _require_runs(model, runs)
     if store is None:
         found = dict(stream(model, runs, memory=memory))
     else:
         from .stored_runs import stored
 
+        require_store(store)
         wanted = [resolve(model, each) for each in runs]
         found = stored(
             model, wanted, store, lambda missing: stream(model, [runs[i] for i in missing], memory=memory)
@@ -98,6 +107,14 @@ def run(
 def plan(model: Model, runs: Sequence[Run], *, memory: int | str | None = None) -> SweepPlan:
     """How `stream` would compute these runs; computes nothing. Raises what `stream` raises."""
     return _planned(model, [resolve(model, each) for each in runs], memory)
+
+
+def _require_runs(model: Model, runs: Sequence[Run]) -> None:
+    """Raise ConfigError unless these are a loaded model and a list of `Run`."""
+    require_model(model)
+    require_kind(runs, Sequence, "runs as a list of mizarr.Run", "write [mizarr.Run(prompt)]")
+    for each in runs:
+        require_kind(each, Run, "runs as a list of mizarr.Run", "write [mizarr.Run(prompt)]")
 
 
 def _planned(model: Model, wanted: Sequence[Wanted], memory: int | str | None) -> SweepPlan:

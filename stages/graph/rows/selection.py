@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ....store.arrays import Ints
+from ....store.arrays import Ints, as_count
+from ....store.digest import LARGEST
 from ....store.errors import StageError
 from .influence import partial_influence
 
@@ -34,6 +35,9 @@ class RowSelection:
     at_once: int = 2048
 
     def __post_init__(self) -> None:
+        for value, name in ((self.most, "max_feature_nodes"), (self.at_once, "batch_size")):
+            if value is not None:
+                as_count(value, name, least=-LARGEST, error=StageError)
         if (self.most is not None and self.most < 1) or self.at_once < 1:
             raise StageError(
                 f"expected max_feature_nodes, batch_size and update_interval of 1 or more, found "

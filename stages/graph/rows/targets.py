@@ -10,14 +10,15 @@ on.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from ....store.digest import array_digest
+from ....store.arrays import as_count, as_number
+from ....store.digest import LARGEST, array_digest
 from ....store.errors import PromptError, ShapeError, TokenizerError
 from ...forward.text.rows import one_row
 
@@ -113,6 +114,10 @@ def choose(
     Raises PromptError for ids out of range and an empty list, TokenizerError for strings that are not one
     token, ShapeError for vectors of another width.
     """
+    most, probability = (
+        as_count(most, "max_n_logits", least=-LARGEST, error=PromptError),
+        as_number(probability, "desired_logit_prob", PromptError),
+    )
     if most < 1 or not 0 < probability <= 1:
         raise PromptError(
             f"expected max_n_logits of 1 or more and desired_logit_prob in (0, 1], found {most} and "
@@ -124,7 +129,7 @@ def choose(
         given.tolist()
         if hasattr(given, "tolist")
         else [given]
-        if isinstance(given, str | int)
+        if isinstance(given, str) or not isinstance(given, Iterable)
         else list(given)
     )
     if not items:

@@ -296,7 +296,7 @@ def test_what_was_written_meanwhile_is_seen(made, tmp_path):
 def test_workflows_that_were_computed_are_listed_with_their_results_and_pieces(tmp_path):
     store = open_store(tmp_path / "store", durability="process")
     for _ in range(2):
-        compute("logit_lens", store, prompts=["Alice lives in Paris"])
+        compute("logit_lens", store=store, prompts=["Alice lives in Paris"])
     found = Holdings(store).look()
     front = find_page(found, "index.html")
     (row,) = titled(front, "Computed workflows").rows

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
@@ -47,6 +48,7 @@ def copy(
     from ....store import open_store
 
     store = open_store(source, mode="r")
+    _require_other([source], target)
     records = _chosen(store, runs, results)
     _tell(_copied([store], open_store(target), [records], quiet, codec), as_json)
 
@@ -63,14 +65,25 @@ def merge(sources: Sequence[str], target: str, as_json: bool, quiet: bool) -> No
     """
     from ....store import open_store
 
+    _require_other(sources, target)
     stores = [open_store(each, mode="r") for each in sources]
     _tell(_copied(stores, open_store(target), [list(each.records()) for each in stores], quiet), as_json)
+
+
+def _require_other(sources: Sequence[str], target: str) -> None:
+    """Raise UsageError for a source that is the target."""
+    for source in sources:
+        if source.rstrip("/") == target.rstrip("/") or Path(source).absolute() == Path(target).absolute():
+            raise click.UsageError(f"expected a target beside its sources, found {target!r} twice")
 
 
 def _chosen(store: Store, runs: str | None, results: str | None) -> list[Record]:
     """The records asked for; all where nothing is."""
     if runs is None and results is None:
         return list(store.records())
+    for text, option in ((runs, "--runs"), (results, "--results")):
+        if text is not None and not text.strip(","):
+            raise click.UsageError(f"expected starts of keys with {option}, found {text!r}; leave it out")
     folders = {store.entry(prefix).path for prefix in (runs or "").split(",") if prefix}
     keys = {store.record(prefix).key for prefix in (results or "").split(",") if prefix}
     return [record for record in store.records() if record.data in folders or record.key in keys]

@@ -15,6 +15,7 @@ import click
 from ....store.display.terminal import echo
 from ..options import (
     duration,
+    existing_store,
     json_option,
     print_json,
     print_table,
@@ -294,9 +295,8 @@ def gc(store_path: str, grace: float, quota: int | None, dry_run: bool, as_json:
     Pinned keys, and what they were computed from, always stay.
     """
     from ....pipeline.plan import human_bytes
-    from ....store import open_store
 
-    report = open_store(store_path).gc(grace=grace, quota=quota, dry_run=dry_run)
+    report = existing_store(store_path).gc(grace=grace, quota=quota, dry_run=dry_run)
     if as_json:
         print_json(asdict(report))
         return
@@ -320,11 +320,9 @@ def pin(name: str, key: str | None, remove: bool, store_path: str) -> None:
 
     NAME is yours to choose; KEY is any unique start of a key printed by `mizarr ls`.
     """
-    from ....store import open_store
-
     if remove == (key is not None):
         raise click.UsageError("expected NAME and KEY to pin, or NAME and --remove to let go")
-    store = open_store(store_path)
+    store = existing_store(store_path)
     if key is None:
         store.unpin(name)
         return

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+from .....store.errors import ConfigError
 from ..families import yarn_magnitude
 from ..linear_families import LLAMA
 from ..mixers import LatentAttentionShape
@@ -28,12 +29,23 @@ _USUAL = {
 """Where a config is silent: widths of a head's own and shared keys and of its values (0: as the stream is cut
 into heads), rank of the latent, and of the map to queries."""
 
+_TURNED_BY_HEAD_DIM = ("deepseek_v3", "youtu")
+"""Families whose reference makes rotary angles of head_dim where config.json has it. DeepSeek-V3 and Kimi K2
+have none; what transformers saves is the width of the shared keys."""
+
 
 def _latent(told: Told, rope: RopeConfig | None, window: int | None, layer: int) -> LatentAttentionShape:
     """Of DeepSeek-V2 (2024, section 2.1)."""
     reader = told.reader
     own, shared, values, rank, of_queries = _USUAL[reader.raw["model_type"]]
     widths = reader.integer("qk_nope_head_dim", own), reader.integer("qk_rope_head_dim", shared)
+    if reader.raw["model_type"] in _TURNED_BY_HEAD_DIM and "head_dim" in reader.raw:
+        turned = reader.optional_integer("head_dim") or reader.integer("hidden_size") // told.heads
+        if turned != widths[1]:
+            raise ConfigError(
+                f"{reader.source}: expected head_dim, by which angles are made, to be qk_rope_head_dim="
+                f"{widths[1]}, found {turned}; leave head_dim out"
+            )
     usual = values or reader.integer("hidden_size") // told.heads
     interleaves = reader.flag("rope_interleave", True) if told.family.interleaved_rope else False
     assert rope is not None  # all of them turn

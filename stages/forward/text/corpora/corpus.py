@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -27,6 +27,8 @@ import numpy as np
 from .....pipeline.execute import run
 from .....pipeline.nodes import Estimate
 from .....pipeline.sources import SourceNode
+from .....store.arrays import as_count, as_number, require_kind, shown
+from .....store.digest import LARGEST
 from .....store.errors import PromptError, SourceChanged, TokenizerError
 from .....store.index import file_digests
 from .....store.runs.packed import PackedTokens
@@ -89,21 +91,29 @@ class Corpus:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        named = (self.sources,) if isinstance(self.sources, str | Path) else tuple(self.sources)
+        one = isinstance(self.sources, str | Path) or not isinstance(self.sources, Iterable)
+        named: tuple[Any, ...] = (self.sources,) if one else tuple(self.sources)
+        if not named or not all(isinstance(each, str | Path) and str(each) for each in named):
+            raise PromptError(
+                f"expected files, folders or globs as sources, found {shown(self.sources)}; name them"
+            )
         object.__setattr__(self, "sources", tuple(str(Path(each).expanduser()) for each in named))
+        require_kind(self.labels, Iterable, "labels as names of columns", "write ['label']", PromptError)
         labels = (self.labels,) if isinstance(self.labels, str) else tuple(self.labels)
         object.__setattr__(self, "labels", labels)
-        if not named or not all(map(str, named)):
+        if self.column is not None and (not isinstance(self.column, str) or not self.column):
             raise PromptError(
-                f"expected files, folders or globs as sources, found {self.sources!r}; name them"
+                f"expected the name of a column, found {self.column!r}; leave it out for text, else ids"
             )
-        if self.column == "":
-            raise PromptError("expected the name of a column, found ''; leave it out for text, else ids")
+        as_count(self.seed, "seed", least=0, most=LARGEST, error=PromptError)
         if self.pack and self.context is None:
             raise PromptError("expected pack=True with context=…, the tokens of a prompt, found no context")
-        if self.context is not None and self.context < 1:
+        if (
+            self.context is not None
+            and as_count(self.context, "context", least=-LARGEST, error=PromptError) < 1
+        ):
             raise PromptError(f"expected a context of at least 1 token, found {self.context}")
-        if not 0 < self.share <= 1:
+        if not 0 < as_number(self.share, "share", PromptError) <= 1:
             raise PromptError(f"expected a share of the documents in (0, 1], found {self.share}")
         for name in self.labels:
             if name in _TAKEN or not _NAMEABLE.fullmatch(name):
