@@ -23,7 +23,7 @@ from ...stages.attention.flow import (
 )
 from ...stages.corpus.positions import position_of
 from ...stages.forward.hooks.edges import SteeringSpec
-from ...stages.logits.lens import format_token
+from ...stages.logits.lens import format_text, format_token
 from ..material.answers import encoded, fact, named
 from ..settings import Count, EdgeSettings, ModelSettings, setting
 from ..views import Attention, Data, Figure, Heatmap, Lines, Table, View, bold, dim
@@ -95,7 +95,7 @@ class AttentionPatterns(ModelWorkflow):
                 "layer", "head", ...
             )
             yield Attention(
-                title=f"Who looks where in {self.prompt!r}",
+                title=f"Who looks where in '{format_text(self.prompt)}'",
                 caption="Point at a token, or walk with the arrow keys. The weights of a token sum to 1 over "
                 "what it reads; weights alone do not say what a head does with them.",
                 tokens=tokens,

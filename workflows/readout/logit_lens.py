@@ -16,7 +16,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ...stages.logits.lens import first_appearance, format_probability, format_token, logit_lens, next_tokens
+from ...stages.logits.lens import (
+    first_appearance,
+    format_probability,
+    format_text,
+    format_token,
+    logit_lens,
+    next_tokens,
+)
 from ...stages.logits.readout import readout_node
 from ..settings import AnswerSettings, Count, setting
 from ..subject import answered
@@ -232,7 +239,7 @@ class LogitLens(ModelWorkflow):
             *((name, partial(token, k)) for k, name in enumerate(shown)),
             ("entropy", "entropy", ".2f"),
             ("KL", "kl_from_last", ".2f"),
-            title=f"After each layer of {self.subject.name}: {self.texts[i]!r} …",
+            title=f"After each layer of {self.subject.name}: '{format_text(self.texts[i])}' …",
             caption="entropy of the distribution, KL of it from the last layer's; nats",
         )
 
@@ -249,7 +256,7 @@ class LogitLens(ModelWorkflow):
 
         return Table.of(
             enumerate(answers["prompt"].values[:ROWS].tolist()),
-            ("prompt", lambda one: format_token(self.texts[one[1]])),
+            ("prompt", lambda one: format_text(self.texts[one[1]])),
             ("answer", lambda one: format_token(self.words[one[1]])),
             (f"top {TOP} from", lambda one: since(one[0], TOP), str),
             ("top 1 from", lambda one: since(one[0], 1), str),

@@ -30,7 +30,7 @@ from ...stages.causal.steering import (
     SteeringCalibration,
     exact_factor,
 )
-from ...stages.logits.lens import format_token
+from ...stages.logits.lens import format_text, format_token
 from ...store.arrays import Floats
 from ...store.errors import ConfigError, InterventionError
 from ..material.answers import named, number, target_json, top_changed_json
@@ -236,7 +236,7 @@ class SteeringDoseResponse(EdgeWorkflow):
         moved = replace(moved, lines=(*moved.lines, linear))
         answer = Lines.of(kl, "How far the answer moves", f"thick: layer {self.layer}", **shared)
         query, key = (repr(format_token(tokens[place])) for place in self.edge)
-        title = f"{self.subject.name}: {query} reads {key} more or less in {self.prompt!r}"
+        title = f"{self.subject.name}: {query} reads {key} more or less in '{format_text(self.prompt)}'"
         yield moved
         yield answer
         panels = (moved, answer, findings)
