@@ -264,7 +264,7 @@ class PlaceWorkflow(ModelWorkflow):
 
     def token_told(self, place: int) -> str:
         """A position of the prompt, as claims name it."""
-        return f"{named(self.subject, [self.encoding.ids[place]])[0]!r} ({place})"
+        return f"'{format_token(named(self.subject, [self.encoding.ids[place]])[0])}' ({place})"
 
     @property
     def choice_told(self) -> str:

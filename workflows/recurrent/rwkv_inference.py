@@ -106,7 +106,7 @@ class RwkvInference(PlaceWorkflow):
             "together": self.on_model(StateKnockout(window=layers, **shared | {"top_k": 1})),
             "response": self.on_model(AtOnce(response)),
             "controls": self.on_model(drawn),
-            "attention": attention_flow.on(pattern=pattern, query=self.query, key=0),
+            "attention": attention_flow.on(pattern=pattern, query=self.query),
             **self.facts_node(),
             **self._scored_node(),
         }

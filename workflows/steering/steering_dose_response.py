@@ -199,7 +199,7 @@ class SteeringDoseResponse(EdgeWorkflow):
         """What is claimed; the doses at the one layer, and every layer's curves."""
         told, baseline = self.told, self.calibration.target_baseline
         tokens = named(self.subject, self.encoding.ids)
-        reads, is_read = (f"{tokens[place]!r} ({place})" for place in self.edge)
+        reads, is_read = (f"'{format_token(tokens[place])}' ({place})" for place in self.edge)
         findings = self.findings()
         yield findings
         yield Data(
@@ -271,7 +271,9 @@ class SteeringDoseResponse(EdgeWorkflow):
 
         def most(point: dict[str, Any]) -> str:
             first = point["top_changed"][0]
-            return f"{first['token']!r} {points(first['steered_prob'] - first['baseline_prob'])}"
+            return (
+                f"'{format_token(first['token'])}' {points(first['steered_prob'] - first['baseline_prob'])}"
+            )
 
         return Table.of(
             told,

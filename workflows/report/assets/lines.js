@@ -195,7 +195,7 @@ DRAW.lines = (host, data) => {
     const strip = make("i", { class: "ordered" });
     strip.style.background = `linear-gradient(to right, ${own.map((_, i) => shades.fill(i))})`;
     keys.replaceChildren(ramped ? make("li", {}, own[0].name, strip, own[own.length - 1].name) : "", ...curves.flatMap((curve, i) => {
-      if (ramped && own.includes(curve)) return [];
+      if (!curve.name || (ramped && own.includes(curve))) return [];
       const swatch = make("i", { class: curve.control ? "control" : "" });
       swatch.style.borderColor = colour(i);
       return [make("li", {}, swatch, curve.name)];
