@@ -1,7 +1,7 @@
 // Texts whose tokens are shaded by a number; a token is told under the pointer, or as the arrow keys reach it.
 
-/** A token as running text has it: the space before a word is one, so that lines break there. */
-const running = (word) => word.replace(/^␣(?=[^␣⏎⇥])/, " ");
+/** A token as running text has it: beside letters a space is one, so that lines break there. */
+const running = (word) => (/[^␣⏎⇥]/.test(word) ? word.replaceAll("␣", " ") : word);
 
 DRAW.tokens = (host, data) => {
   const texts = data.texts.map((text) => ({ ...text, points: decode(text.values) }));
