@@ -18,10 +18,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ...store.arrays import Array
 from ...store.errors import ConfigError, MissingExtra
 from ...store.version import __version__
-from ..views import Choice, Figure, Picture, View, paper
-from ..views.blocks import plain, size
+from ..views import Attention, Choice, Figure, Heatmap, Picture, View, paper
+from ..views.blocks import block, plain, size
 from .recipe import asked, command, made
 from .reported import NO_CLAIM
 from .templates import asset, environment, hashed, script
@@ -110,11 +111,14 @@ def _panels(workflow: Reported, views: list[View], *, drawn: bool) -> list[View]
     figures = [view for view in workflow.shown if isinstance(view, Figure)]
     kinds = {panel.panel().kind for figure in figures for panel in figure.panels}
     seen = {_content(view) for view in _options(views) if view.kind in kinds}
+    seen |= {_cells(view.overview) for view in views if isinstance(view, Attention)}  # its grid of heads
     found: list[View] = []
     for figure in figures:
         for panel in (each.panel() for each in figure.panels):
             content = _content(panel)
             if content in seen or not (panel.on_page or drawn):
+                continue
+            if isinstance(panel, Heatmap) and _cells(panel.values) in seen:
                 continue
             seen.add(content)
             titles: dict[str, Any] = {"title": panel.title or figure.title, "caption": panel.caption}
@@ -138,6 +142,11 @@ def _content(view: View) -> str:
     """Digest of what a view shows, without its title and caption."""
     shown = plain(replace(view, title="", caption="", sources=()))
     return hashlib.sha256(f"{view.kind}{shown}".encode()).hexdigest()
+
+
+def _cells(values: Array) -> str:
+    """The numbers of a grid, as a page embeds them."""
+    return str(block(values))
 
 
 def _pictures(workflow: Reported) -> tuple[list[View], str]:
