@@ -18,6 +18,11 @@ NAMES = ("chromium", "chromium-browser", "google-chrome-stable", "google-chrome"
 # No sandbox: root has none in a container. The files opened are the tests' own.
 ARGUMENTS = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking")
 
+CUT = """() => [...document.querySelectorAll("body *")]
+  .filter((e) => getComputedStyle(e).maxHeight !== "none" && e.scrollHeight > e.clientHeight + 1)
+  .map((e) => e.className)"""
+"""Classes of elements whose height has a limit that cuts what is in them."""
+
 
 @contextmanager
 def chromium() -> Iterator[Any]:
@@ -57,6 +62,14 @@ class Opened:
         What scrolled is told late, and hides the tooltip: so the hand does not stay quite still.
         """
         locator.scroll_into_view_if_needed()
+        # Of an element higher than the window that place comes into the middle.
+        locator.evaluate(
+            """(e, y) => {
+              const box = e.getBoundingClientRect(), at = box.top + y * box.height;
+              if (at < 0 || at > innerHeight) scrollBy({ top: at - innerHeight / 2, behavior: "instant" });
+            }""",
+            y,
+        )
         box = locator.bounding_box()
         there = box["x"] + x * box["width"], box["y"] + y * box["height"]
         self.page.mouse.move(*there)

@@ -153,7 +153,7 @@ REPLICATIONS: dict[str, Replication] = {
         CANDLE,
         "attention_patterns",
         (LLAMA, GEMMA, STARCODER),
-        {"prompt": FRANCE},
+        {"prompt": FRANCE, "key": "first"},
         claims=(
             PrintedNumber(LLAMA, ("peak_layer",), 2),
             PrintedNumber(LLAMA, ("peak_weight",), 0.847, 5e-3),

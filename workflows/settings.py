@@ -105,7 +105,10 @@ class EdgeSettings:
     query: int | str = setting(
         "last", 'position that reads: an index, "first", "last", or a phrase of the prompt'
     )
-    key: int | str = setting("first", "position that is read")
+    key: int | str | None = setting(
+        None,
+        "position that is read; none: the one read most of all but the first token and the reader itself",
+    )
 
 
 @dataclass(frozen=True)

@@ -44,24 +44,28 @@ _MAY_BE_LESS = "_effective_attn"
 
 
 @stage(
-    version=1,
+    version=2,
     inputs={"pattern": ("layer", HEAD, "pair")},
     outputs={
         "mean_pattern": Output(
             ("layer", "query_position", "key_position"), "1", "attention weight, mean over heads"
         ),
         "from_query": Output(("layer", "head", "key_position"), "1", "weights of the query chosen"),
-        "to_key": Output(("layer", "head", "query_position"), "1", "weights given to the key chosen"),
+        "largest": Output(
+            ("layer", "query_position", "key_position"), "1", "attention weight, largest of heads"
+        ),
+        "largest_head": Output(
+            ("layer", "query_position", "key_position"), "1", "head of the largest weight"
+        ),
         "entropy": Output(("layer", "head", "query_position"), "nats", "entropy of each query's weights"),
     },
     cells="layer",
 )
-def attention_flow(pattern: xr.DataArray, *, query: int = -1, key: int = 0) -> xr.Dataset:
-    """One prompt's attention, summed up: the mean over heads, and by head what one query reads and who reads
-    one key.
+def attention_flow(pattern: xr.DataArray, *, query: int = -1) -> xr.Dataset:
+    """One prompt's attention, summed up: mean and largest weight of heads, and by head what one query reads.
 
-    pattern: [layer, head, pair] of one prompt, any float dtype.  query, key: positions, negative ones from
-    the end.  Returns float32, keys after a query 0.
+    pattern: [layer, head, pair] of one prompt, any float dtype.  query: a position, negative ones from the
+    end.  Returns float32, heads as integers, keys after a query 0.
     Raises ShapeError for more than one prompt, PromptError for a position out of range.
     """
     import xarray as xr
@@ -74,13 +78,15 @@ def attention_flow(pattern: xr.DataArray, *, query: int = -1, key: int = 0) -> x
     found = {
         "mean_pattern": (("layer", "query_position", "key_position"), weights.mean(1)),
         "from_query": (("layer", "head", "key_position"), weights[:, :, _position(query, length)]),
-        "to_key": (("layer", "head", "query_position"), weights[..., _position(key, length)]),
+        "largest": (("layer", "query_position", "key_position"), weights.max(1)),
         "entropy": (("layer", "head", "query_position"), -(weights * logs).sum(-1)),
     }
     coords: dict[str, Any] = {"head": np.arange(square.sizes["head"])}
     if "layer" in pattern.coords:
         coords["layer"] = pattern["layer"].values
-    return xr.Dataset({name: (dims, x.astype(np.float32)) for name, (dims, x) in found.items()}, coords)
+    told: dict[str, Any] = {name: (dims, x.astype(np.float32)) for name, (dims, x) in found.items()}
+    told["largest_head"] = (found["largest"][0], weights.argmax(1).astype(np.int32))
+    return xr.Dataset(told, coords)
 
 
 def unpacked(pattern: xr.DataArray) -> xr.DataArray:

@@ -37,6 +37,7 @@ __all__ = [
     "final_norm",
     "first_appearance",
     "format_probability",
+    "format_text",
     "format_token",
     "logit_lens",
     "logits",
@@ -234,12 +235,24 @@ def format_probability(p: float) -> str:
 
 
 def format_token(token: str) -> str:
-    """A token on one line: newline, tab and whatever else one cannot see escaped.
+    """A token as tables, figures and pages show it: its whitespace visible, a space as "␣".
 
     >>> format_token(" a\\n")
-    ' a\\\\n'
+    '␣a⏎'
     """
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in token)
+    return format_text(token).replace(" ", "␣")
+
+
+def format_text(text: str) -> str:
+    """A text on one line: newline and tab visible, whatever else one cannot see escaped; spaces as they are.
+
+    >>> format_text("a b\\n\\x0b")
+    'a b⏎\\\\x0b'
+    """
+    signs = {"\n": "⏎", "\t": "⇥"}
+    return "".join(
+        signs.get(c) or (c if c.isprintable() else c.encode("unicode_escape").decode()) for c in text
+    )
 
 
 class _Head:

@@ -17,7 +17,7 @@ import numpy as np
 from ...pipeline.ambient import plain_torch
 from ...store.errors import PromptError
 from ..forward.text.rows import one_row
-from .lens import format_probability, format_token
+from .lens import format_probability, format_text
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -72,7 +72,7 @@ class PromptTest:
         return asdict(self)
 
     def __str__(self) -> str:
-        lines = [f"prompt: {format_token(self.prompt)} ({len(self.prompt_tokens)} tokens)"]
+        lines = [f"prompt: {format_text(self.prompt)} ({len(self.prompt_tokens)} tokens)"]
         for each in self.tokens:
             told = f"rank {each.rank}, logit {each.logit:.2f}, {format_probability(each.probability)}"
             lines.append(f"answer {each.token!r}: {told}")

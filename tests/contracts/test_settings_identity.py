@@ -227,6 +227,7 @@ ONLY_SHOWN = {
     ("factual_routing", "top_k"): "rows of a table",
     ("rwkv_inference", "layer"): "which of all layers, all of them computed, is told in full",
     ("attention_knockout", "layer"): "which of all layers, all of them computed, is told in full",
+    ("attention_patterns", "key"): "which of all keys, all of them stored, is told in full",
     ("attention_patterns", "top_k"): "rows of a table",
     ("head_detection", "top"): "rows of a table",
     ("layer_scan", "controls"): "draws that rearrange what is stored",

@@ -51,7 +51,7 @@ def test_offline_it_says_what_it_would_fetch_and_runs_the_protocol(
     assert "it runs, and replicates nothing" in said.err
     document = json.loads(said.out)
     assert document["is_published_model"] is False and document["claims"] == []
-    expected = build("attention_patterns", prompt="The capital of France is")
+    expected = build("attention_patterns", prompt="The capital of France is", key="first")
     assert document["model_id"] == "specimen"
     assert document["settings"] == json.loads(json.dumps(expected.header()["settings"]))
 

@@ -39,6 +39,7 @@ PACKED = Path(__file__).with_name("before")
 RUN_AGAIN = {
     "float64": "since 22 November, 17:53, models in float64 attend as the reference does: other numbers, so "
     "another model",
+    "attention_patterns": "version 2 of attention_flow has the largest weight of all heads for one key's",
     "inspect_weights": "version 2 reads checkpoints of any format, and of packed ones what is packed",
 }
 """What of the first store is no hit, on purpose, and why."""

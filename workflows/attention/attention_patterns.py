@@ -3,16 +3,19 @@
 Captures the attention weights of every layer (once; they stay in the store), and reads off them where one
 query looks, who looks at one key, and in which layer that edge is strongest (stages/attention/flow.py).
 
-Defaults: the last token as the query, the first as the key: how much attention the first position, often a
-BOS, takes in.
+Defaults: the last token as the query; as the key the token it reads most, but for itself and the first one.
+Models use the first token as an attention sink, which takes most of the weight of many heads and says little
+of what they do; `key=first` asks how much.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from ...stages.attention.flow import (
     attention_flow,
@@ -23,7 +26,7 @@ from ...stages.attention.flow import (
 )
 from ...stages.corpus.positions import position_of
 from ...stages.forward.hooks.edges import SteeringSpec
-from ...stages.logits.lens import format_token
+from ...stages.logits.lens import format_text, format_token
 from ..material.answers import encoded, fact, named
 from ..settings import Count, EdgeSettings, ModelSettings, setting
 from ..views import Attention, Data, Figure, Heatmap, Lines, Table, View, bold, dim
@@ -63,14 +66,25 @@ class AttentionPatterns(ModelWorkflow):
         given = self.settings
         self.prompt, _ = fact(given.model, given.prompt, "")
         self.encoding = encoded(self.subject, self.prompt)
-        self.query, self.key = (position_of(self.encoding, where) for where in (given.query, given.key))
-        # Refuses an edge into the future, unless the model looks there.
-        edge, ahead = SteeringSpec.scale(1.0).edge(self.query, self.key), self.subject.config.looks_ahead
-        edge.resolved(len(self.encoding), ahead=ahead)
+        self.query = position_of(self.encoding, given.query)
+        if given.key is not None:
+            # Refuses an edge into the future, unless the model looks there.
+            edge = SteeringSpec.scale(1.0).edge(self.query, position_of(self.encoding, given.key))
+            edge.resolved(len(self.encoding), ahead=self.subject.config.looks_ahead)
         tokens = self.subject.pack([self.prompt])
         self.captured = self.subject.capture_weights(tokens)
         pattern = self.captured[self.subject.attention_kind]
-        return {"flow": attention_flow.on(pattern=pattern, query=self.query, key=self.key)}
+        return {"flow": attention_flow.on(pattern=pattern, query=self.query)}
+
+    @cached_property
+    def key(self) -> int:
+        """The position that is read: as asked, or the one with the largest mean weight over layers and heads
+        but for the first token and the query; the first token where there is no other."""
+        if self.settings.key is not None:
+            return position_of(self.encoding, self.settings.key)
+        weights = self.flow["from_query"].mean(("layer", "head")).values.copy()
+        weights[[0, self.query]] = 0.0
+        return int(weights.argmax())
 
     @property
     def tokens(self) -> list[str]:
@@ -95,7 +109,7 @@ class AttentionPatterns(ModelWorkflow):
                 "layer", "head", ...
             )
             yield Attention(
-                title=f"Who looks where in {self.prompt!r}",
+                title=f"Who looks where in '{format_text(self.prompt)}'",
                 caption="Point at a token, or walk with the arrow keys. The weights of a token sum to 1 over "
                 "what it reads; weights alone do not say what a head does with them.",
                 tokens=tokens,
@@ -112,6 +126,7 @@ class AttentionPatterns(ModelWorkflow):
         yield Lines.of(
             xr.concat(parts, "heads").assign_coords(heads=names),
             f"How much {reads} reads {is_read}",
+            self._choice_told(reads, is_read),
             control="smallest head",
             y_name="attention weight",
             unit="",
@@ -145,6 +160,15 @@ class AttentionPatterns(ModelWorkflow):
         title = f"Attention of {self.subject.name}"
         yield Figure(name="attention_patterns", title=title, panels=(by_layer, by_head, everybody))
 
+    def _choice_told(self, reads: str, is_read: str) -> str:
+        """Why this key, where nobody named one."""
+        if self.settings.key is not None or self.key == 0:
+            return ""
+        return (
+            f"Of all positions but itself and the first, an attention sink, {reads} reads {is_read} most, "
+            "mean over layers and heads."
+        )
+
     def _tables(
         self, tokens: tuple[str, ...], edge: xr.DataArray, peak: int, weight: float
     ) -> Iterator[Table]:
@@ -162,21 +186,29 @@ class AttentionPatterns(ModelWorkflow):
             for layer in mean["layer"].values.tolist()
         ]
 
-        def attended(rank: int, told: dict[str, Any]) -> Any:
-            one = told["top_attended"][rank]
-            return f"{tokens[one['position']]} ", dim(f"({one['position']}) {one['weight']:.3f}")
+        # The first token, an attention sink, would be the most read one of nearly every layer.
+        row = mean.isel(query_position=self.query).transpose("layer", "key_position").values
+        order = 1 + np.argsort(-row[:, 1:], axis=1, kind="stable")
+        place = {layer: i for i, layer in enumerate(mean["layer"].values.tolist())}
 
-        shown = ("most", "2nd", "3rd", "4th", "5th")[: min(self.settings.top_k, self.query + 1)]
+        def attended(rank: int, told: dict[str, Any]) -> Any:
+            i = place[told["layer"]]
+            position = int(order[i, rank])
+            return f"{tokens[position]} ", dim(f"({position}) {row[i, position]:.3f}")
+
+        shown = ("most", "2nd", "3rd", "4th", "5th")[: min(self.settings.top_k, self.query)]
         yield Table.of(
             layers,
             ("layer", "layer", lambda layer: bold(str(layer))),
+            ("first token", lambda told: row[place[told["layer"]], 0], ".3f"),
             *((name, partial(attended, rank)) for rank, name in enumerate(shown)),
             title=f"Where {tokens[self.query]!r} ({self.query}) looks, mean over the heads of "
             f"{self.subject.name}",
-            caption=f"it looks most at {tokens[key]!r} ({key}) in layer {peak}: {weight:.3f}",
+            caption=f"most, 2nd, …: of all tokens but the first, an attention sink; it looks most at "
+            f"{tokens[key]!r} ({key}) in layer {peak}: {weight:.3f}",
             json={"layers": layers},
         )
-        by_head = self.flow["to_key"].sel(layer=peak)
+        by_head = self.flow.sel(layer=peak).isel(key_position=key)
         incoming = attention_to_position(mean, peak, key).values.tolist()
         readers = [
             {"position": place, "token": self.tokens[place], "weight": incoming[place]}
@@ -184,8 +216,8 @@ class AttentionPatterns(ModelWorkflow):
         ]
 
         def largest(reader: dict[str, Any]) -> str:
-            weights = by_head.isel(query_position=reader["position"]).values
-            return f"{weights.max():.3f} (head {weights.argmax()})"
+            one = by_head.isel(query_position=reader["position"])
+            return f"{float(one['largest']):.3f} (head {int(one['largest_head'])})"
 
         yield Table.of(
             readers,

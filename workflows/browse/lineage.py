@@ -14,21 +14,28 @@ from typing import ClassVar
 
 from ...pipeline.plan import human_bytes
 from ..holdings import HeldFolder, Snapshot
-from ..views import View
+from ..views import View, paper
 
 __all__ = ["Box", "Lineage", "lineage"]
 
 MOST = 24
 """Folders drawn on either side."""
-WIDE, HIGH, ACROSS, DOWN = 196, 48, 250, 64
+WIDE, HIGH, ACROSS, DOWN = 216, 48, 270, 64
 """Of a box, and from one to the next, in units of the drawing."""
+LETTERS = 26
+"""Characters of a name that a box holds, in the monospaced font of browse.css: 7.3 units each."""
 
 
 @dataclass(frozen=True)
 class Box:
-    """A run or result: x, y of its corner; is_freed: whether gc would, given a quota, or at once, free it."""
+    """A run or result.
+
+    shown: its name, as far as the box holds it.  x, y: of its corner.  is_freed: whether gc would, given a
+    quota, or at once, free it.
+    """
 
     name: str
+    shown: str
     told: str
     href: str
     fate: str
@@ -70,7 +77,19 @@ def lineage(held: Snapshot, folder: HeldFolder, way: Callable[[HeldFolder], str]
         fate = held.fate(each)
         told = f"{name.rpartition('/')[2][:8]} · {human_bytes(each.usage.bytes) or '0 B'}"
         is_freed = fate.startswith("goes")
-        boxes.append(Box(each.label, told, way(each), fate, x, y, is_freed, name == folder.data))
+        boxes.append(
+            Box(
+                each.label,
+                paper.fit(each.label, LETTERS),
+                told,
+                way(each),
+                fate,
+                x,
+                y,
+                is_freed,
+                name == folder.data,
+            )
+        )
     paths = [
         _curve(places[source.data], places[name])
         for name in places

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ...stages.logits.lens import format_token
+from ...stages.logits.lens import format_text, format_token
 from ...store import Store
 from ...store.arrays import Array, Floats
 from ...store.errors import CorruptEntry
@@ -64,17 +64,24 @@ class OpenedRun:
     _arrays: dict[tuple[str, int | None], xr.Variable] = field(default_factory=dict, init=False, repr=False)
 
     def texts(self, tokens: Iterable[int]) -> list[str]:
-        """Tokens, by their places on the packed axis, as people read them: of the vocabulary, else as they
-        stand in the prompt's text, else by id."""
+        """Each token, by its place on the packed axis, with its whitespace visible."""
+        return list(map(format_token, self._pieces(tokens)))
+
+    def passage(self, tokens: Iterable[int]) -> str:
+        """The text of neighbouring tokens on one line; its spaces are spaces."""
+        return format_text("".join(self._pieces(tokens)))
+
+    def _pieces(self, tokens: Iterable[int]) -> list[str]:
+        """Tokens of the vocabulary, else as they stand in the prompt's text, else by id."""
         packed = self.entry.tokens
         found = []
         for token in tokens:
             at, number = int(token), int(packed.ids[int(token)])
             if self.has_ids and self.words is not None and number < len(self.words):
-                found.append(format_token(self.words[number]))
+                found.append(self.words[number])
             elif packed.texts is not None and packed.char_start is not None and packed.char_end is not None:
                 text = packed.texts[int(packed.prompt_of(at))]
-                found.append(format_token(text[int(packed.char_start[at]) : int(packed.char_end[at])]))
+                found.append(text[int(packed.char_start[at]) : int(packed.char_end[at])])
             else:
                 found.append(f"[{number}]" if self.has_ids else "?")
         return found

@@ -27,7 +27,7 @@ from ...stages.causal.controls import Null, chosen_at_random
 from ...stages.causal.draws import AtOnce
 from ...stages.causal.grids.ablation import Ablation
 from ...stages.causal.grids.patching_metrics import KL, Metric, Probability, Rank
-from ...stages.logits.lens import format_probability, format_token
+from ...stages.logits.lens import format_probability, format_text, format_token
 from ...store.arrays import Floats
 from ...store.errors import ConfigError
 from ..material.answers import KNOWN, answer_pieces, encoded, fact, named, target_json
@@ -223,7 +223,7 @@ class AblationOfEach(ModelWorkflow):
         )
         return Findings.of(
             over,
-            in_prompt(most, f"in {self.prompt!r}, {told(most)}"),
+            in_prompt(most, f"in '{format_text(self.prompt)}', {told(most)}"),
             in_prompt(least, f"for comparison, {told(least)}"),
             caption=f"The {self.unit} of the largest mean KL ({mean[most]:.3f} nats) on other facts, of "
             f"{given.facts} the {counts[0]} whose answer the model says, scored on {counts[1]} more; for "
@@ -273,7 +273,7 @@ class AblationOfEach(ModelWorkflow):
                 self._change("heads", self.units, "Target without a head"),
                 self._change("layers", layers, "Target without a part"),
             ]
-        title = f"What {self.subject.name} needs: {self.prompt!r}"
+        title = f"What {self.subject.name} needs: '{format_text(self.prompt)}'"
         yield from panels
         yield Figure(name="ablation", title=title, panels=(*panels, findings), columns=2)
         yield self._most()
@@ -328,7 +328,7 @@ class AblationOfEach(ModelWorkflow):
         return Table.of(
             records,
             *columns,
-            title=f"{self.subject.name}: the {self.unit}s that {self.prompt!r} needs most",
+            title=f"{self.subject.name}: the {self.unit}s that '{format_text(self.prompt)}' needs most",
             caption=f"KL(as it is || without the {self.unit}) of the next token, nats",
             sources=(f"{self.unit}s",),
             json={"most": records},

@@ -36,7 +36,7 @@ from ...stages.causal.grids.patching import ActivationPatching, DonorPatching, c
 from ...stages.causal.grids.patching_grid import HEAD_KINDS, KINDS, STATE_KINDS
 from ...stages.causal.grids.patching_metrics import KL, Metric, Probability, Rank, Recovery
 from ...stages.forward.models.files import SHIPPED
-from ...stages.logits.lens import format_probability, format_token
+from ...stages.logits.lens import format_probability, format_text, format_token
 from ...store.arrays import Floats
 from ...store.errors import ConfigError
 from ..material.answers import KNOWN, answer_pieces, encoded, named
@@ -422,7 +422,7 @@ class ActivationPatchingTrace(ModelWorkflow):
             traced, sources = self.traced[i], self.sources(i)
             grids = [self._grid(told, traced, best) for best in told["best"]]
             yield Choice(
-                title=f"{traced.clean!r} put into {traced.corrupted!r}",
+                title=f"'{format_text(traced.clean)}' put into '{format_text(traced.corrupted)}'",
                 caption="Share of the clean prediction that comes back when one state of the clean run "
                 "replaces that of the corrupted one; 0 % as corrupted, 100 % as clean, "
                 "below 0 % farther off than corrupted.",
@@ -433,7 +433,7 @@ class ActivationPatchingTrace(ModelWorkflow):
             yield Figure(
                 name=f"activation_patching_{i}",
                 title=f"Where {self.subject.name} keeps what makes prompts differ",
-                caption=f"States of {traced.clean!r} put into {traced.corrupted!r}",
+                caption=f"States of '{format_text(traced.clean)}' put into '{format_text(traced.corrupted)}'",
                 panels=(*grids, *findings),
             )
             yield self._places(told, sources)
@@ -443,7 +443,9 @@ class ActivationPatchingTrace(ModelWorkflow):
         kind, layers = best["kind"], told["n_layers"]
         values = np.array(told["grids"][kind])
         if "position" in best:
-            (start, last), texts = traced.subject, zip(told["clean_tokens"], told["tokens"], strict=True)
+            start, last = traced.subject
+            clean, corrupted = (map(format_token, told[which]) for which in ("clean_tokens", "tokens"))
+            texts = zip(clean, corrupted, strict=True)
             own: dict[str, Any] = {
                 "columns": tuple(to if at == to else f"{at} → {to}" for at, to in texts),
                 "column_name": "token",
@@ -494,7 +496,8 @@ class ActivationPatchingTrace(ModelWorkflow):
         return Table.of(
             range(told["n_layers"]),
             *columns,
-            title=f"{self.subject.name}: {told['clean_prompt']!r} put into {told['corrupted_prompt']!r}",
+            title=f"{self.subject.name}: '{format_text(told['clean_prompt'])}' put into "
+            f"'{format_text(told['corrupted_prompt'])}'",
             caption=caption,
             sources=sources,
         )
@@ -516,7 +519,11 @@ def _most(grid: list[list[float]], layer: int) -> float:
 
 def _at(told: dict[str, Any], best: dict[str, Any]) -> str:
     """The place of the largest cell, in words."""
-    return f"at {told['tokens'][best['position']]!r}" if "position" in best else f"head {best['head']}"
+    return (
+        f"at '{format_token(told['tokens'][best['position']])}'"
+        if "position" in best
+        else f"head {best['head']}"
+    )
 
 
 def _best(kind: str, percent: xr.DataArray) -> dict[str, Any]:

@@ -23,7 +23,7 @@ import numpy as np
 from ...stages.causal.controls import Null, chosen_at_random
 from ...stages.causal.draws import AtOnce
 from ...stages.causal.knockout import EdgeKnockout, HeadKnockout
-from ...stages.logits.lens import format_token
+from ...stages.logits.lens import format_text, format_token
 from ..material.answers import named, target_json
 from ..material.edge_choice import EdgeWorkflow
 from ..settings import ChosenEdgeSettings, setting
@@ -162,7 +162,7 @@ class AttentionKnockout(EdgeWorkflow):
             low=0.0,
             json={"heads": _sweep_json(self.heads)},
         )
-        title = f"What {self.subject.name} needs to read: {self.prompt!r}"
+        title = f"What {self.subject.name} needs to read: '{format_text(self.prompt)}'"
         yield by_key
         yield by_head
         yield Figure(name="attention_knockout", title=title, panels=(by_key, by_head, findings), columns=2)

@@ -32,7 +32,7 @@ from ...stages.causal.grids.patching_metrics import Probability, Rank
 from ...stages.causal.grids.tracing import CausalTracing
 from ...stages.corpus.positions import phrase_tokens
 from ...stages.forward.models.files import SHIPPED
-from ...stages.logits.lens import format_probability, format_token
+from ...stages.logits.lens import format_probability, format_text, format_token
 from ...store.errors import ConfigError
 from ..material.answers import FRANCE, KNOWN, answer_pieces, encoded, named, target_json
 from ..material.fact_pairs import shipped_pairs
@@ -291,7 +291,7 @@ class CausalTrace(ModelWorkflow):
             spread = interval_of_mean(effect, float(deviation), given.samples)
         word = format_token(named(self.subject, self.pieces[:1])[0])
         return Finding(
-            f"in {self.prompt!r}, {self._claim(kind, site)} raises the probability of {word!r}",
+            f"in '{format_text(self.prompt)}', {self._claim(kind, site)} raises the probability of {word!r}",
             effect,
             Null(np.array([rise[cell] for cell in drawn]), "other places that the noise reaches"),
             spread=spread,
@@ -337,7 +337,7 @@ class CausalTrace(ModelWorkflow):
             )
             for kind, grid in found.items()
         ]
-        title = f"Where {self.subject.name} recalls {word!r}: {self.prompt!r}"
+        title = f"Where {self.subject.name} recalls {word!r}: '{format_text(self.prompt)}'"
         yield from panels
         yield Figure(name="causal_tracing", title=title, panels=(*panels, findings))
         yield Table.of(
@@ -347,12 +347,13 @@ class CausalTrace(ModelWorkflow):
             ("at", lambda one: f"{texts[one['position']]} ({one['position']})"),
             ("probability", "probability", format_probability),
             ("of what was lost", "restored", "{:.0%}".format),
-            title=f"{self.subject.name}: {self.prompt!r} with noise on {self._noised_text(texts)!r}",
+            title=f"{self.subject.name}: '{format_text(self.prompt)}' with noise on {self._noised_text()!r}",
             caption=f"the best place of each kind; {word!r} {shares}",
         )
 
-    def _noised_text(self, texts: list[str]) -> str:
-        return "".join(texts[place] for place in self.noised).strip()
+    def _noised_text(self) -> str:
+        texts = named(self.subject, self.tokens)
+        return format_text("".join(texts[place] for place in self.noised).strip())
 
     def _about(self, clean: float, noised: float, grid: xr.Dataset) -> dict[str, Any]:
         """What is asked, and the two runs nothing was put back in."""

@@ -22,7 +22,7 @@ import numpy as np
 
 from ...stages.causal.counterfact import CounterFactPatching
 from ...stages.causal.factual_routing import FactualRouting
-from ...stages.logits.lens import format_token
+from ...stages.logits.lens import format_text, format_token
 from ..material.answers import named
 from ..material.fact_pairs import SUBJECTS, PairWorkflow, layers_told
 from ..settings import PairSettings
@@ -172,7 +172,7 @@ class CounterFactPatches(PairWorkflow):
             caption += "; here the last token of a fact is the one that predicts"
         first = self.pair_told(0, self.found)
         said = [format_token(first[f"{name}_continuation"]) for name in ("original", "cf")]
-        caption += f"\nfirst pair: {format_token(first['label'])}; said {said[0]!r} and {said[1]!r}"
+        caption += f"\nfirst pair: {format_text(first['label'])}; said {said[0]!r} and {said[1]!r}"
         yield Table.of(
             rows,
             ("layers", lambda row: bold(row["layers"])),
@@ -209,7 +209,7 @@ class CounterFactPatches(PairWorkflow):
                 if held[kind].any()
             ),
         )
-        told = f"{format_token(first['label'])}; framed: the next word changes"
+        told = f"{format_text(first['label'])}; framed: the next word changes"
         one = replace(maps[0], title="One pair: how far the prediction moves", caption=told)
         title = f"Where {model} can be told another fact"
         yield Figure(name="counterfact_patching", title=title, panels=(often, one, findings), columns=2)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ...stages.causal.factual_routing import FactualRouting
-from ...stages.logits.lens import format_token
+from ...stages.logits.lens import format_text
 from ...store.arrays import Floats
 from ..material.answers import named
 from ..material.fact_pairs import SUBJECTS, PairWorkflow, layers_told
@@ -204,7 +204,7 @@ class Routing(PairWorkflow):
             ("next word changes", "pct_is_different", "{:.1f} %".format),
             title=f"{model}: the subject patched, {pairs} pairs",
             caption="sum over heads of the change in the last token's mean attention to the fact, mean of "
-            f"pairs; subject: {rule}, in the first pair {format_token(''.join(tokens))!r}",
+            f"pairs; subject: {rule}, in the first pair {format_text(''.join(tokens))!r}",
             json={
                 **self.about,
                 "n_heads": self.subject.config.attention_heads,

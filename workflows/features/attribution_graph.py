@@ -28,7 +28,7 @@ from ...stages.graph.graph import AttributionGraph, PrunedGraph, graph_node
 from ...stages.graph.logit_effects import logit_effects_node
 from ...stages.graph.pruning import Kept, pruned_graph
 from ...stages.graph.rows.nodes import ERROR, FEATURE, LOGIT, TOKEN
-from ...stages.logits.lens import format_probability, format_token
+from ...stages.logits.lens import format_probability, format_text, format_token
 from ...stages.logits.readout import readout_node
 from ...store.errors import ConfigError
 from ..material.feature_examples import ExampleNodes, corpus_texts, example_nodes, passages
@@ -239,7 +239,7 @@ class AttributionGraphs(Workflow):
             logits,
             ("next token", lambda one: format_token(one["token"])),
             ("probability", "probability", format_probability),
-            title=f"{self.subject.name} explained by {self.dictionary.name}: {format_token(graph.prompt)}",
+            title=f"{self.subject.name} explained by {self.dictionary.name}: {format_text(graph.prompt)}",
             sources=("graph",),
             json={"logits": logits},
         )

@@ -160,7 +160,7 @@ class CltProbe(ModelWorkflow):
                 "suppress_candidates": list(map(str, self.candidates)),
             }
         )
-        token = f"{self.tokens[self.position]!r} ({self.position})"
+        token = f"'{format_token(self.tokens[self.position])}' ({self.position})"
         yield Table.of(
             rows[:ROWS],
             ("feature", _feature, str),

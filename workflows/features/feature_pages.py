@@ -20,6 +20,7 @@ from ...stages.features.corpus.encode import encode_nodes
 from ...stages.features.labels import labels_of
 from ...stages.features.layers.layout import FeatureId
 from ...stages.features.pages.nodes import PageLayout, page_nodes
+from ...stages.logits.lens import format_token
 from ...stages.logits.readout import readout_node
 from ...store.errors import ConfigError
 from ..material.answers import named
@@ -269,10 +270,10 @@ class FeaturePages(ModelWorkflow):
         words = self.material.vocabulary
         if "logits" in self.nodes:
             raised = self.result("logits")["raised"].sel(feature=feature.index).values
-            told.append(f"writes {words[int(raised[0])]!r}")
+            told.append(f"writes '{format_token(words[int(raised[0])])}'")
         token = int(self.result("strongest")["token"].sel(feature=feature.index).values[0])
         if token >= 0:
-            told.append(f"fires on {words[int(self.material.token_id[token])]!r}")
+            told.append(f"fires on '{format_token(words[int(self.material.token_id[token])])}'")
         return ", ".join(told) or "silent here"
 
     def _frequencies(self, count: Any, n_tokens: int) -> xr.DataArray:

@@ -146,7 +146,7 @@ class SaeFeatures(ModelWorkflow):
             ("activation", "activation", ".4f"),
             ("norm of decoder", "decoder_norm", ".4f"),
             title=f"{self.dictionary.name} at {self.hook} of {self.subject.name}: "
-            f"{names[self.position]!r} ({self.position})",
+            f"'{format_token(names[self.position])}' ({self.position})",
             caption=f"{counts[self.position]} active here, {counts[first:].mean():.1f} on average; over "
             f"{where} MSE {about['mse']:.4g}, {100 * about['fraction_of_variance_unexplained']:.1f} % "
             "of the variance unexplained",

@@ -24,7 +24,7 @@ from ...stages.causal.attribution.check import rank_correlation
 from ...stages.causal.attribution.integrated import IntegratedGradients
 from ...stages.causal.controls import Null, interval
 from ...stages.causal.grids.patching_metrics import LogProbability
-from ...stages.logits.lens import format_token
+from ...stages.logits.lens import format_text, format_token
 from ...store.arrays import Floats
 from ..material.unrelated import Unrelated
 from ..settings import Count, setting
@@ -209,7 +209,7 @@ class IntegratedGradientsTrace(AttributedPairs):
         yield Figure(name="integrated_gradients", title=title, panels=panels, columns=2)
         yield Table.of(
             facts,
-            ("prompt", lambda row: format_token(row["clean_prompt"])),
+            ("prompt", lambda row: format_text(row["clean_prompt"])),
             ("answer", "answer"),
             ("log-probability", "log_probability", ".2f"),
             ("of the baseline", "baseline_log_probability", ".2f"),

@@ -157,7 +157,7 @@ class PlaceWorkflow(ModelWorkflow):
         if self.pieces:
             before, after = (np.exp(float(told[f"{run}target_logprob"])) for run in ("baseline_", ""))
             effect += (
-                f"; logit of {self.target!r} lowered by {float(told['logit_diff']):+.4f}, "
+                f"; logit of '{format_token(self.target)}' lowered by {float(told['logit_diff']):+.4f}, "
                 f"probability {format_probability(before)} -> {format_probability(after)}"
             )
         return Table.of(
@@ -264,7 +264,7 @@ class PlaceWorkflow(ModelWorkflow):
 
     def token_told(self, place: int) -> str:
         """A position of the prompt, as claims name it."""
-        return f"{named(self.subject, [self.encoding.ids[place]])[0]!r} ({place})"
+        return f"'{format_token(named(self.subject, [self.encoding.ids[place]])[0])}' ({place})"
 
     @property
     def choice_told(self) -> str:

@@ -89,7 +89,7 @@ def site_told(controls: FeatureControls) -> str:
     place = controls.planned.named_site
     if place is None:
         return "the best position"
-    return f"{controls.planned.tokens[place]!r} ({place})"
+    return f"'{format_token(controls.planned.tokens[place])}' ({place})"
 
 
 def features_table(controls: FeatureControls, labels: FeatureLabels) -> Table:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from ...stages.features.dictionary import Dictionary
 from ...stages.features.effects.sweeps import Dose, InjectionSweep
-from ...stages.logits.lens import format_token
+from ...stages.logits.lens import format_text
 from ...store.errors import ConfigError
 from ..subject import Subject
 from .answers import encoded, named
@@ -55,7 +55,7 @@ class Planned:
     def heading(self) -> str:
         """The model, what kind of text it reads and its last line, for titles of tables."""
         lines = self.prompt.strip().splitlines()
-        told = f"'{'… ' if lines[1:] else ''}{format_token(lines[-1])}'"
+        told = f"'{'… ' if lines[1:] else ''}{format_text(lines[-1])}'"
         return f"{self.subject.name}, {self.preset.kind} {told}"
 
     @property

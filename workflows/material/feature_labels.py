@@ -94,10 +94,10 @@ class FeatureLabels:
     def label(self, feature: FeatureId) -> str:
         """What people call it, what it writes and where it fires."""
         told = [f'"{self.said[feature]}"'] if feature in self.said else []
-        told += [f"writes {self.writes[feature]!r}"] if feature in self.writes else []
+        told += [f"writes '{self.writes[feature]}'"] if feature in self.writes else []
         if feature in self.fires:
             fires = self.fires[feature]
-            told.append("silent here" if fires is None else f"fires on {fires!r}")
+            told.append("silent here" if fires is None else f"fires on '{fires}'")
         return ", ".join(told)
 
     def short(self, feature: FeatureId) -> str:
@@ -105,7 +105,7 @@ class FeatureLabels:
         if feature in self.said:
             return f'{feature} ("{self.said[feature]}")'
         word = self.writes.get(feature, self.fires.get(feature))
-        return str(feature) if word is None else f"{feature} ({word!r})"
+        return str(feature) if word is None else f"{feature} ('{word}')"
 
     def several(self, features: Iterable[FeatureId]) -> str:
         """Each in short, with commas between them."""

@@ -144,7 +144,7 @@ class CorrectionTest(ExchangeWorkflow):
         yield features_table(self.controls, self.labels)
         yield parts_table(self.controls, self.result)
         yield Data(json=self._about() | {"baseline": before, "commitment_only": points[0]})
-        site = f"{planned.tokens[planned.site]!r} ({planned.site})"
+        site = f"'{format_token(planned.tokens[planned.site])}' ({planned.site})"
         yield Table.of(
             points,
             ("strength", "correct_strength", ".2f"),

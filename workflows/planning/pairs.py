@@ -29,7 +29,7 @@ from ...stages.causal.controls import Null
 from ...stages.causal.draws import Draws
 from ...stages.causal.grids.ablation import Ablation
 from ...stages.causal.grids.patching_metrics import Probability, Rank
-from ...stages.logits.lens import format_probability, format_token
+from ...stages.logits.lens import format_probability, format_text, format_token
 from ...store.arrays import Floats
 from ...store.errors import ConfigError
 from ..material.feature_presets import preset_of
@@ -254,7 +254,7 @@ class PlanningPairs(Workflow):
         rows = [row | {"what": _what(each.pair)} for row, each in zip(self.records, self.found, strict=True)]
         return Table.of(
             rows,
-            ("prompt", lambda row: format_token(row["prompt"].splitlines()[-1])),
+            ("prompt", lambda row: format_text(row["prompt"].splitlines()[-1])),
             ("words", lambda row: f"{row['suppress_word']} → {row['inject_word']}"),
             ("before", "baseline_prob", format_probability),
             ("at the site", "prob_at_site", format_probability),

@@ -26,7 +26,7 @@ import numpy as np
 from ...stages.logits.attribution import component_attribution, contrasted_tokens
 from ...stages.logits.attribution_units import head_attribution, neuron_attribution
 from ...stages.logits.component_weights import component_weights_node
-from ...stages.logits.lens import format_token
+from ...stages.logits.lens import format_text, format_token
 from ...stages.logits.logit_directions import MOST_LIKELY, NONE
 from ...stages.logits.readout import readout_node
 from ...store.errors import ConfigError
@@ -287,7 +287,7 @@ class LogitAttribution(ModelWorkflow):
             yield Figure(
                 name=f"logit_attribution_{i}",
                 title=f"What makes {name} say {self.contrast(self.told(i))}",
-                caption=f"after {self.texts[i]!r}",
+                caption=f"after '{format_text(self.texts[i])}'",
                 panels=(*self._parts(part), *([_neurons(neurons)] if neurons else [])),
             )
         if count > 1:
@@ -314,7 +314,7 @@ class LogitAttribution(ModelWorkflow):
 
         return Table.of(
             told,
-            ("prompt", lambda one: format_token(one["prompt"])),
+            ("prompt", lambda one: format_text(one["prompt"])),
             ("answer", lambda one: _word(one["target_token"])),
             ("told from", lambda one: _word(one.get("other_token", ""))),
             (what, "attributed", "+.2f"),
@@ -345,13 +345,13 @@ class LogitAttribution(ModelWorkflow):
         return Table.of(
             range(min(ROWS, len(parts["part"]))),
             *columns,
-            title=f"What counts most for {self.contrast(told)} after {self.texts[0]!r}",
+            title=f"What counts most for {self.contrast(told)} after '{format_text(self.texts[0])}'",
             caption=f"in logits, largest magnitude first, of {told['attributed']:+.2f} in all",
         )
 
 
 def _word(token: str) -> str:
-    return format_token(token).strip()
+    return format_token(token.strip())
 
 
 def _curves(part: xr.Dataset) -> Lines:

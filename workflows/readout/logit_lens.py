@@ -16,11 +16,18 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ...stages.logits.lens import first_appearance, format_probability, format_token, logit_lens, next_tokens
+from ...stages.logits.lens import (
+    first_appearance,
+    format_probability,
+    format_text,
+    format_token,
+    logit_lens,
+    next_tokens,
+)
 from ...stages.logits.readout import readout_node
 from ..settings import AnswerSettings, Count, Natural, setting
 from ..subject import answered
-from ..views import Choice, Data, Figure, Lens, Line, Lines, Table, View, dim
+from ..views import Choice, Data, Figure, Lens, Line, Lines, Table, View, dim, together
 from ..workflow import ModelWorkflow, loaded
 
 if TYPE_CHECKING:
@@ -154,7 +161,7 @@ class LogitLens(ModelWorkflow):
             "unembedding. Click a cell to pin it.",
             sources=("lens", "readout"),
             name="prompt",
-            options=tuple(zip(texts, lenses, strict=True)),
+            options=tuple(zip(map(format_text, texts), lenses, strict=True)),
         )
         for i, lens in enumerate(lenses[: self.settings.heatmaps]):
             known = " Framed: what does come next." if any(lens.target) else ""
@@ -182,13 +189,6 @@ class LogitLens(ModelWorkflow):
         where = "last token" if self.subject.mask is None else "mask"
         shares = tuple(Line(f"answer in the top {k}", (rank <= k).mean(axis=1)) for k in (TOP, 5, 1))
         median = np.median(probability, axis=1)
-        yield Lines(
-            title="Where the answers appear",
-            caption=f"{len(words):,} prompts, at their {where}.",
-            y_name="share of prompts",
-            lines=(*shares, Line("median probability of the answer", median, control=True)),
-            **by_layer,
-        )
         if len(words) <= LINES:
             best = np.argsort(-probability[-1])[:3].tolist()
             ends = {i: f"{words[i]} {format_probability(probability[-1, i])}" for i in best}
@@ -202,7 +202,7 @@ class LogitLens(ModelWorkflow):
             told = f"{len(words)} prompts: middle half, middle nine tenths, median"
         each = Lines(
             title="Where the answer appears",
-            caption=told,
+            caption=f"{told}, at the {where}.",
             y_name="probability of the answer",
             lines=(*lines, Line("median", median, strong=True)),
             **by_layer,
@@ -215,7 +215,7 @@ class LogitLens(ModelWorkflow):
             **by_layer,
         )
         title = f"When {self.subject.name} has the answer"
-        yield Figure(name="logit_lens_answers", title=title, panels=(each, among))
+        yield from together("logit_lens_answers", title, each, among)
 
     def _layers_table(self, i: int) -> Table:
         """The likeliest tokens at the end of one prompt, layer by layer from the last one down."""
@@ -232,7 +232,7 @@ class LogitLens(ModelWorkflow):
             *((name, partial(token, k)) for k, name in enumerate(shown)),
             ("entropy", "entropy", ".2f"),
             ("KL", "kl_from_last", ".2f"),
-            title=f"After each layer of {self.subject.name}: {self.texts[i]!r} …",
+            title=f"After each layer of {self.subject.name}: '{format_text(self.texts[i])}' …",
             caption="entropy of the distribution, KL of it from the last layer's; nats",
         )
 
@@ -249,7 +249,7 @@ class LogitLens(ModelWorkflow):
 
         return Table.of(
             enumerate(answers["prompt"].values[:ROWS].tolist()),
-            ("prompt", lambda one: format_token(self.texts[one[1]])),
+            ("prompt", lambda one: format_text(self.texts[one[1]])),
             ("answer", lambda one: format_token(self.words[one[1]])),
             (f"top {TOP} from", lambda one: since(one[0], TOP), str),
             ("top 1 from", lambda one: since(one[0], 1), str),

@@ -30,7 +30,7 @@ from ...stages.causal.controls import Null, interval, random_means
 from ...stages.causal.recurrence import RecurrentContinuation, Trial
 from ...stages.forward.generation.continuations import GenerationSettings
 from ...stages.forward.generation.stopping import end_ids
-from ...stages.logits.lens import format_probability, format_token
+from ...stages.logits.lens import format_probability, format_text, format_token
 from ...store.arrays import Floats
 from ..material.answers import encoded
 from ..material.samples.rhymes import PRESETS, Condition, FirstLine, block_of, conditions_of, last_word
@@ -383,11 +383,11 @@ class RecurrentFeedback(ModelWorkflow):
         yield Table.of(
             couplets,
             ("line", "id", "d"),
-            ("first line", lambda each: format_token(each["line1"])),
+            ("first line", lambda each: format_text(each["line1"])),
             ("plain", "baseline_word"),
             ("fed", lambda each: bold(each["recurrent_word"])),
             ("", "result"),
-            ("second line", lambda each: format_token(each["recurrent_line"])),
+            ("second line", lambda each: format_text(each["recurrent_line"])),
             ("fed with another rhyme", "foreign_word"),
             title=f"Every line, {self.told.told}",
             caption="OK: both rhyme; RESCUED, REGRESS: only fed, only plain; -: neither; last: where the "

@@ -28,7 +28,7 @@ from ...stages.attention.flow import attention_flow, unpacked
 from ...stages.causal.controls import Null
 from ...stages.causal.draws import AtOnce
 from ...stages.causal.state_writes import WRITE_SCALES, RandomWrites, StateKnockout, StateSteering
-from ...stages.logits.lens import format_probability, format_token
+from ...stages.logits.lens import format_probability, format_text, format_token
 from ...store.arrays import Floats
 from ..material.answers import named, number, target_json, top_changed_json
 from ..material.edge_choice import ROLES, PlaceWorkflow, roles_of
@@ -106,7 +106,7 @@ class RwkvInference(PlaceWorkflow):
             "together": self.on_model(StateKnockout(window=layers, **shared | {"top_k": 1})),
             "response": self.on_model(AtOnce(response)),
             "controls": self.on_model(drawn),
-            "attention": attention_flow.on(pattern=pattern, query=self.query, key=0),
+            "attention": attention_flow.on(pattern=pattern, query=self.query),
             **self.facts_node(),
             **self._scored_node(),
         }
@@ -233,7 +233,7 @@ class RwkvInference(PlaceWorkflow):
         )
         yield curves
         yield self._scales(names)
-        title = f"What {self.subject.name} keeps of {self.prompt!r}"
+        title = f"What {self.subject.name} keeps of '{format_text(self.prompt)}'"
         panels = (sweep, curves, findings)
         yield Figure(name="rwkv_inference", title=title, panels=panels, columns=2)
 
@@ -251,7 +251,7 @@ class RwkvInference(PlaceWorkflow):
             ("rank", "rank", "d"),
             ("token", lambda one: format_token(one["token"])),
             ("probability", "probability", format_probability),
-            title=f"{self.subject.name} after {self.prompt!r}",
+            title=f"{self.subject.name} after '{format_text(self.prompt)}'",
             caption="most likely next tokens, nothing changed",
             sources=("writes",),
             json={"top_tokens": records},

@@ -10,15 +10,19 @@ was written.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import tempfile
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from ...store.arrays import Array
 from ...store.errors import ConfigError, MissingExtra
 from ...store.version import __version__
-from ..views import Picture, View
-from ..views.blocks import size
+from ..views import Attention, Choice, Figure, Heatmap, Picture, View, paper
+from ..views.blocks import block, plain, size
 from .recipe import asked, command, made
 from .reported import NO_CLAIM
 from .templates import asset, environment, hashed, script
@@ -31,6 +35,8 @@ __all__ = ["LIMIT", "check_output", "policy", "render", "write", "write_whole"]
 LIMIT = 20 << 20
 """Bytes of what may be embedded; browsers open more, but not gladly."""
 STYLES = ("report.css", "graph.css")
+DPI = 160
+"""Pixels per inch of a picture, which is shown at 96."""
 
 
 def write(workflow: Reported, path: Path) -> Path:
@@ -73,7 +79,8 @@ def check_output(path: Path) -> None:
 def render(workflow: Reported) -> str:
     """The page as HTML, which fetches nothing: what does not fit is thinned or left out, and says so."""
     pictures, missing = _pictures(workflow)
-    views, pictures = _fitted([view for view in workflow.shown if view.on_page], pictures)
+    views = [view for view in workflow.shown if view.on_page]
+    views, pictures = _fitted([*views, *_panels(workflow, views, drawn=not missing)], pictures)
     style, drawing = "".join(map(asset, STYLES)), script()
     text: str = (
         environment()
@@ -96,8 +103,54 @@ def render(workflow: Reported) -> str:
     return text
 
 
+def _panels(workflow: Reported, views: list[View], *, drawn: bool) -> list[View]:
+    """Panels of figures that `views` do not hold: as views where a page has their kind, else as pictures.
+
+    drawn: whether pictures can be drawn.
+    """
+    figures = [view for view in workflow.shown if isinstance(view, Figure)]
+    kinds = {panel.panel().kind for figure in figures for panel in figure.panels}
+    seen = {_content(view) for view in _options(views) if view.kind in kinds}
+    seen |= {_cells(view.overview) for view in views if isinstance(view, Attention)}  # its grid of heads
+    found: list[View] = []
+    for figure in figures:
+        for panel in (each.panel() for each in figure.panels):
+            content = _content(panel)
+            if content in seen or not (panel.on_page or drawn):
+                continue
+            if isinstance(panel, Heatmap) and _cells(panel.values) in seen:
+                continue
+            seen.add(content)
+            titles: dict[str, Any] = {"title": panel.title or figure.title, "caption": panel.caption}
+            if panel.on_page:
+                found.append(replace(panel, **titles))
+            else:
+                alone = replace(panel, title="", caption="")
+                found.append(Picture(png=paper.png([alone], dpi=DPI), alt=titles["title"], **titles))
+    return found
+
+
+def _options(views: Iterable[View]) -> Iterator[View]:
+    """Views, and those that a `Choice` among them offers."""
+    for view in views:
+        yield view
+        if isinstance(view, Choice):
+            yield from _options(option for _, option in view.options)
+
+
+def _content(view: View) -> str:
+    """Digest of what a view shows, without its title and caption."""
+    shown = plain(replace(view, title="", caption="", sources=()))
+    return hashlib.sha256(f"{view.kind}{shown}".encode()).hexdigest()
+
+
+def _cells(values: Array) -> str:
+    """The numbers of a grid, as a page embeds them."""
+    return str(block(values))
+
+
 def _pictures(workflow: Reported) -> tuple[list[View], str]:
-    """The workflow's figures, and, where they cannot be drawn, why."""
+    """The workflow's figures, which a browser without scripts shows; where they cannot be drawn, why."""
     with tempfile.TemporaryDirectory() as folder:
         try:
             drawn = workflow.draw(Path(folder))

@@ -37,7 +37,7 @@ from ...stages.causal.draws import Draws
 from ...stages.causal.random_pushes import RandomPushes
 from ...stages.corpus.positions import first_difference, position_of
 from ...stages.features.effects.pushes import FeaturePushes, RandomFeaturePushes
-from ...stages.logits.lens import format_probability, format_token
+from ...stages.logits.lens import format_probability, format_text, format_token
 from ...store.errors import ConfigError, MizarrError
 from ..features.sae_features import dictionary_of
 from ..material.answers import answer_pieces, counterpart, encoded, fact, named, number, target_json
@@ -116,8 +116,8 @@ class Case:
     def what(self) -> str:
         """What it is pushed along, in words."""
         if self.feature is not None:
-            return f"pushes of {self.prompt!r} along {self.feature}"
-        one, other = map(format_token, (self.prompt, self.contrastive))
+            return f"pushes of '{format_text(self.prompt)}' along {self.feature}"
+        one, other = map(format_text, (self.prompt, self.contrastive))
         return f"pushes from {one!r} away from {other!r}"
 
     def first_reached(self, layer: int) -> int | None:
@@ -354,7 +354,7 @@ class PushedStatesCases(ModelWorkflow):
     def _pushed(self, case: Case, place: str = "") -> str:
         """What was done in a case."""
         token = named(self.subject, case.experiment.tokens)[case.position]
-        one, other, at = map(format_token, (case.prompt, case.contrastive, token))
+        one, other, at = format_text(case.prompt), format_text(case.contrastive), format_token(token)
         what = f"{one!r} minus {other!r}" if case.feature is None else f"{case.feature} in {one!r}"
         return f"{self.subject.name}: {what}, added at {at!r}{place}"
 
@@ -435,7 +435,7 @@ class PushedStatesCases(ModelWorkflow):
     def _batch_table(self, told: list[dict[str, Any]]) -> Table:
         """A line per case; which were left out."""
         results = [{"group": case.group, **one} for case, one in zip(self.cases, told, strict=True)]
-        left_out = [f"{format_token(one['group'])}: {format_token(one['error'])}" for one in self.skipped]
+        left_out = [f"{format_text(one['group'])}: {format_text(one['error'])}" for one in self.skipped]
 
         def absorbed(one: dict[str, Any]) -> str:
             layers = [layer["absorption_layer"] for layer in one["layer_summaries"]]
@@ -443,8 +443,8 @@ class PushedStatesCases(ModelWorkflow):
 
         return Table.of(
             results,
-            ("group", lambda one: format_token(one["group"])),
-            ("prompt", lambda one: format_token(one["prompt"])),
+            ("group", lambda one: format_text(one["group"])),
+            ("prompt", lambda one: format_text(one["prompt"])),
             ("matrix", "label"),
             ("absorbed", absorbed),
             ("best layer", "best_injection_layer"),

@@ -30,7 +30,7 @@ from ...stages.causal.steering import (
     SteeringCalibration,
     exact_factor,
 )
-from ...stages.logits.lens import format_token
+from ...stages.logits.lens import format_text, format_token
 from ...store.arrays import Floats
 from ...store.errors import ConfigError, InterventionError
 from ..material.answers import named, number, target_json, top_changed_json
@@ -199,7 +199,7 @@ class SteeringDoseResponse(EdgeWorkflow):
         """What is claimed; the doses at the one layer, and every layer's curves."""
         told, baseline = self.told, self.calibration.target_baseline
         tokens = named(self.subject, self.encoding.ids)
-        reads, is_read = (f"{tokens[place]!r} ({place})" for place in self.edge)
+        reads, is_read = (f"'{format_token(tokens[place])}' ({place})" for place in self.edge)
         findings = self.findings()
         yield findings
         yield Data(
@@ -236,7 +236,7 @@ class SteeringDoseResponse(EdgeWorkflow):
         moved = replace(moved, lines=(*moved.lines, linear))
         answer = Lines.of(kl, "How far the answer moves", f"thick: layer {self.layer}", **shared)
         query, key = (repr(format_token(tokens[place])) for place in self.edge)
-        title = f"{self.subject.name}: {query} reads {key} more or less in {self.prompt!r}"
+        title = f"{self.subject.name}: {query} reads {key} more or less in '{format_text(self.prompt)}'"
         yield moved
         yield answer
         panels = (moved, answer, findings)
@@ -271,7 +271,9 @@ class SteeringDoseResponse(EdgeWorkflow):
 
         def most(point: dict[str, Any]) -> str:
             first = point["top_changed"][0]
-            return f"{first['token']!r} {points(first['steered_prob'] - first['baseline_prob'])}"
+            return (
+                f"'{format_token(first['token'])}' {points(first['steered_prob'] - first['baseline_prob'])}"
+            )
 
         return Table.of(
             told,

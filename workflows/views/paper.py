@@ -20,14 +20,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
-from ...stages.logits.lens import format_token
+from ...stages.logits.lens import format_text
 from ...store.errors import MissingExtra
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from rich.table import Table as RichTable
 
-DRAWING = 9
+DRAWING = 10
 """Moves when figures change their looks, so that files drawn before are drawn anew."""
 
 INK, SOFT, FAINT, ACCENT, CONTROL = "#1f2430", "#5b6270", "#8a90a0", "#c2410c", "#9aa1b1"
@@ -64,6 +64,8 @@ WIDEST = 17.0
 """Inches of a row of panels; what does not fit goes into the next one."""
 MARKS = 6
 """Numbers along a logarithmic axis, at most."""
+NAME_STEP = 0.045
+"""Share of the height of axes that a name at the end of a line takes."""
 LOG = ", log scale"
 """Behind the name of such an axis."""
 
@@ -120,20 +122,20 @@ def compose(
                 panels[i].draw(axes)
                 entitle(axes, *words[column], top - points(words[column]))
         if title:
-            lines = textwrap.wrap(format_token(title), int(9.5 * wide))
-            lines += [fit(format_token(told), int(9.5 * wide))] if told else []
+            lines = textwrap.wrap(format_text(title), int(9.5 * wide))
+            lines += [fit(format_text(told), int(9.5 * wide))] if told else []
             text = "\n".join(lines) + "\n"
             figure.suptitle(text, x=0.01, ha="left", fontsize=12, fontweight="bold")
         footer(figure, foot)
     return figure
 
 
-def png(panels: Sequence[Panel]) -> bytes:
-    """Panels as a PNG, for a notebook."""
+def png(panels: Sequence[Panel], *, dpi: int = 100) -> bytes:
+    """Panels as a PNG, for a notebook or a page."""
     file = io.BytesIO()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph .* missing from font")
-        compose(panels).savefig(file, dpi=100, format="png")
+        compose(panels).savefig(file, dpi=dpi, format="png")
     return file.getvalue()
 
 
@@ -346,14 +348,26 @@ def baselines(axes: Any, names: Sequence[str]) -> None:
 
 
 def name_ends(axes: Any, x: float, ends: Sequence[tuple[float, str, Any]]) -> None:
-    """Names at the right end of lines, pushed apart so that none covers another."""
+    """Names at the right end of lines, pushed apart so that none covers another and all lie beside the axes.
+
+    Of more names than there is room for, the uppermost and the lowest line have theirs, and every so many
+    between them.
+    """
     scale = axes.yaxis.get_transform()  # of a logarithmic axis, equal steps are equal factors
-    low, high = scale.transform(axes.get_ylim())
-    last = high
-    for y, text, colour in sorted((end for end in ends if end[0] == end[0]), key=lambda end: -end[0]):
-        last = min(scale.transform(y), last - 0.045 * (high - low))
-        place = x, scale.inverted().transform(last)
-        axes.annotate(f" {text}", place, fontsize=7, va="center", annotation_clip=False, color=colour)
+    low, high = (float(end) for end in scale.transform(axes.get_ylim()))
+    step = NAME_STEP * (high - low)
+    known = sorted((end for end in ends if end[0] == end[0]), key=lambda end: -end[0])
+    if len(known) > (most := int(1 / NAME_STEP)):
+        known = [known[round(i * (len(known) - 1) / (most - 1))] for i in range(most)]
+    places = [float(scale.transform(y)) for y, _, _ in known]
+    for i in range(1, len(places)):
+        places[i] = min(places[i], places[i - 1] - step)
+    for i in reversed(range(len(places))):  # those pushed below the axes push back
+        least = low if i == len(places) - 1 else places[i + 1] + step
+        places[i] = max(places[i], least)
+    for place, (_, text, colour) in zip(places, known, strict=True):
+        where = x, scale.inverted().transform(place)
+        axes.annotate(f" {text}", where, fontsize=7, va="center", annotation_clip=False, color=colour)
 
 
 def ticks(axis: Any, labels: Sequence[str], room: int = 0) -> None:

@@ -57,7 +57,7 @@ class Strip(View):
             turned = 90 if "–" in number else 0
             axes.text(start % PER_ROW - 0.4, -(start // PER_ROW) + 0.34, number, rotation=turned, **small)
         for place, char in enumerate(self.text):
-            shown = "␣" if char == " " else paper.fit(format_token(char), 2)
+            shown = paper.fit(format_token(char), 2)
             middle = {"ha": "center", "va": "center", "fontsize": 9, "family": "monospace"}
             colour = paper.FAINT if char == " " else paper.INK
             axes.text(place % PER_ROW, -(place // PER_ROW), shown, color=colour, **middle)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ...stages.logits.lens import format_probability, format_token
+from ...stages.logits.lens import format_probability, format_text, format_token
 from ..material.answers import named
 from ..views import Figure, Heatmap, Table, Text, Tokens, View, bold
 
@@ -57,8 +57,8 @@ def denoising_views(
     yield Table.of(
         told,
         ("prompt", lambda one: _short(one["prompt"])),
-        ("filled in", lambda one: bold(format_token(one["text"]))),
-        *([("unchanged", lambda one: format_token(one["unchanged_text"]))] if others else []),
+        ("filled in", lambda one: bold(format_text(one["text"]))),
+        *([("unchanged", lambda one: format_text(one["unchanged_text"]))] if others else []),
         ("masks", lambda one: len(one["filled"]), "d"),
         ("passes", "passes", "d"),
         ("sure", lambda one: _mean([each["probability"] for each in one["filled"]]), format_probability),
@@ -153,5 +153,5 @@ def _mean(probabilities: Sequence[float]) -> float:
 
 def _short(text: str, room: int = 60) -> str:
     """The beginning of a prompt, on one line."""
-    shown = format_token(text)
+    shown = format_text(text)
     return shown if len(shown) <= room else shown[:room] + "…"

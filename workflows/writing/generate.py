@@ -28,7 +28,7 @@ from ...stages.forward.generation.stopping import end_ids
 from ...stages.forward.hooks.interventions import Zero
 from ...stages.forward.hooks.spec import HookSpec
 from ...stages.forward.models.files import SHIPPED
-from ...stages.logits.lens import format_probability, format_token
+from ...stages.logits.lens import format_probability, format_text, format_token
 from ...store.errors import ConfigError
 from ..material.answers import FRANCE, encoded, named
 from ..settings import ModelSettings, Natural, setting
@@ -193,11 +193,11 @@ class Generate(ModelWorkflow):
             low=0.0,
             high=1.0,
         )
-        before = [("unchanged", lambda one: format_token(one["unchanged_text"]))]
+        before = [("unchanged", lambda one: format_text(one["unchanged_text"]))]
         yield Table.of(
             told,
             ("prompt", lambda one: _tail(one["prompt"])),
-            ("continuation", lambda one: bold(format_token(one["generated_text"]))),
+            ("continuation", lambda one: bold(format_text(one["generated_text"]))),
             *(before if self.settings.zero else []),
             ("tokens", "generated_tokens", "d"),
             ("sure", lambda one: float(np.exp(np.mean(np.log(one["probabilities"])))), format_probability),
@@ -304,7 +304,7 @@ def _one(dataset: xr.Dataset, row: int) -> xr.Dataset:
 
 def _tail(text: str, room: int = 60) -> str:
     """The end of a prompt, on one line."""
-    shown = format_token(text)
+    shown = format_text(text)
     return shown if len(shown) <= room else "…" + shown[-room:]
 
 

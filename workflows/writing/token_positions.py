@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Self
 
 from ...stages.corpus.positions import words
-from ...stages.logits.lens import format_token
+from ...stages.logits.lens import format_text, format_token
 from ...store.errors import ConfigError, PromptError
 from ..material.answers import encoded, named
 from ..settings import FileSettings, setting
@@ -99,11 +99,11 @@ class TokenPositions(Workflow):
             tokens,
             ("position", "position", "d"),
             ("id", "token_id", "d"),
-            ("token", lambda one: format_token(repr(one["token"]))),
+            ("token", lambda one: f"'{format_token(one['token'])}'"),
             ("piece", lambda one: format_token(one["piece"])),
             ("characters", lambda one: "–" if one["is_special"] else f"{one['start']}-{one['end']}"),
-            ("label", lambda one: format_token(one["label"])),
-            title=f"{text!r} for {name}",
+            ("label", lambda one: format_text(one["label"])),
+            title=f"'{format_text(text)}' for {name}",
             caption="characters are half-open ranges; a token that was added stands for none",
             json={"tokens": tokens},
         )
@@ -140,7 +140,7 @@ class TokenPositions(Workflow):
         ]
         yield Table.of(
             ranges,
-            ("name", lambda one: format_token(one["name"])),
+            ("name", lambda one: format_text(one["name"])),
             ("characters", lambda one: f"{one['start']}-{one['end']}"),
             ("tokens", lambda one: ", ".join(map(str, one["tokens"]))),
             title="Ranges",

@@ -67,17 +67,17 @@ def test_the_flow_of_a_packed_pattern_says_the_same(pattern):
     flow = attention_flow(packed(pattern))
     np.testing.assert_allclose(flow["mean_pattern"], pattern.mean("head"))
     assert flow["from_query"].sel(layer=7)[1].values.tolist() == [0, 0, 1]
-    assert flow["to_key"].sel(layer=3)[0].values.tolist() == [1, 0.5, 0.25]
+    np.testing.assert_array_equal(flow["largest"], pattern.max("head"))
+    np.testing.assert_array_equal(flow["largest_head"], pattern.argmax("head"))
     assert flow["layer"].values.tolist() == [3, 7]
     np.testing.assert_allclose(
         flow["entropy"].sel(layer=3), [[0, np.log(2), 1.5 * np.log(2)], [0, 0, 0]], atol=1e-6
     )
 
 
-def test_other_queries_and_keys_are_read_when_asked_for(pattern):
-    flow = attention_flow(packed(pattern), query=1, key=-1)
+def test_another_query_is_read_when_asked_for(pattern):
+    flow = attention_flow(packed(pattern), query=1)
     np.testing.assert_array_equal(flow["from_query"], pattern.isel(query_position=1))
-    np.testing.assert_array_equal(flow["to_key"], pattern.isel(key_position=2))
 
 
 def test_a_captured_pattern_reads_as_the_reference_has_it(tmp_path_factory, tmp_path):

@@ -12,6 +12,7 @@ from mizarr.stages.logits import lens
 from mizarr.stages.logits.lens import (
     first_appearance,
     format_probability,
+    format_text,
     format_token,
     logit_lens,
     logits,
@@ -153,7 +154,8 @@ def test_probabilities_and_tokens_print_on_one_line():
         "0.010%",
         "5.0e-03%",
     ]
-    assert format_token(" a\n\tb\r\x0b é漢") == " a\\n\\tb\\r\\x0b é漢"
+    assert format_token(" a\n\tb\r\x0b é漢") == "␣a⏎⇥b\\r\\x0b␣é漢"
+    assert format_text(" a\n\tb\r\x0b é漢") == " a⏎⇥b\\r\\x0b é漢"
 
 
 def test_states_of_another_width_and_targets_outside_the_vocabulary_are_refused():

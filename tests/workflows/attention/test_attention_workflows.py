@@ -250,16 +250,17 @@ def test_the_patterns_are_those_of_the_model(patterns, model):
     document = patterns.to_json()
     cache = model.forward(PROMPT, HookSpec().capture("blocks.*.attn.hook_pattern"))
     own = torch.stack([cache[f"blocks.{layer}.attn.hook_pattern"][0] for layer in range(3)]).double()
-    row = own.mean(1)[:, -1]
+    row, key = own.mean(1)[:, -1], document["key"]
+    assert key == 1 + int(row.mean(0)[1:-1].argmax())
     for layer in range(3):
         top = document["layers"][layer]["top_attended"]
         np.testing.assert_allclose([one["weight"] for one in top], row[layer].topk(5).values, atol=1e-6)
         assert top[0]["position"] == int(row[layer].argmax())
         np.testing.assert_allclose(
-            document["layers"][layer]["weight_by_head"], own[layer, :, -1, 0], atol=1e-6
+            document["layers"][layer]["weight_by_head"], own[layer, :, -1, key], atol=1e-6
         )
-    assert document["peak_layer"] == int(row[:, 0].argmax())
-    incoming = own[document["peak_layer"]].mean(0)[:, 0]
+    assert document["peak_layer"] == int(row[:, key].argmax())
+    incoming = own[document["peak_layer"]].mean(0)[key:, key]
     np.testing.assert_allclose([one["weight"] for one in document["incoming"]], incoming, atol=1e-6)
 
 
@@ -298,7 +299,7 @@ def test_tables_and_figures_show_the_prompt_and_name_the_results(name, knockout,
     done = knockout if name == "attention_knockout" else patterns
     (path,) = done.render(Console(width=120), tmp_path)
     printed = capsys.readouterr().out
-    assert "' of'" in printed
+    assert "'␣of'" in printed
     assert path.read_bytes().startswith(b"\x89PNG")
     assert next(iter(done.to_json()["provenance"]["keys"].values()))[:12].encode() in path.read_bytes()
 

@@ -11,6 +11,7 @@ import pytest
 import xarray as xr
 
 from mizarr import capture, compute
+from mizarr.stages.logits.lens import format_token
 from mizarr.store import ResultKey, RunKey, open_store
 from mizarr.workflows.browse import addresses
 from mizarr.workflows.browse.finding import find_news, find_page
@@ -109,7 +110,7 @@ def test_the_lens_of_a_token_is_the_normed_state_through_the_unembedding(made, h
     for row, layer in zip(table.rows, (2, 1, 0), strict=True):
         best = int(share[layer].argmax())
         assert text(row[0]) == str(layer)
-        assert text(row[1]).startswith(f"'{made.words[best]}'")
+        assert text(row[1]).startswith(f"'{format_token(made.words[best])}'")
         assert f"{100 * share[layer, best]:.1f}%" in text(row[1])
 
 

@@ -21,10 +21,11 @@ import pytest
 from mizarr.store import RunKey, open_store
 from mizarr.workflows.browse import addresses
 from mizarr.workflows.browse.finding import find_page
+from mizarr.workflows.browse.lineage import LETTERS
 from mizarr.workflows.browse.render import render
 from mizarr.workflows.cli import run
 from mizarr.workflows.holdings import Holdings
-from tests.browser import chromium
+from tests.browser import CUT, chromium
 from tests.torch_free import without_torch
 from tests.workflows.browse.conftest import HIDDEN, LAYERS, random_tokens, spec
 
@@ -34,6 +35,12 @@ CODE = "import sys; from mizarr.workflows.cli import main; main(sys.argv[1:])"
 
 NAMELESS = "each => !(each.textContent.trim() || each.getAttribute('aria-label') || each.labels?.length)"
 """Of what can be used or is drawn: nothing that a screen reader could say."""
+BOXED = """name => [...document.querySelectorAll(".lineage .box")].every((box) => {
+  const [text, right] = [box.querySelector("text"), box.querySelector("rect").getBoundingClientRect().right];
+  text.textContent = name;
+  return [...box.querySelectorAll("text")].every((each) => each.getBoundingClientRect().right <= right);
+})"""
+"""Whether the longest name that a box of a lineage may hold ends within it."""
 
 
 @dataclass
@@ -208,6 +215,8 @@ def test_pages_draw_themselves_quietly_and_are_walked_by_keys(served, made, widt
             page.wait_for_selector("html[data-ready]")
             inside, outside = page.evaluate("[innerWidth, document.documentElement.scrollWidth]")
             assert outside <= inside, path
+            assert page.evaluate(CUT) == [], path
+            assert page.evaluate(BOXED, "W" * LETTERS), path
             assert page.evaluate("window.hacked") is None
             assert page.locator("h1").count() == 1 and page.locator("main").count() == 1
             unnamed = "a, button, input:not([type=radio]), progress, svg[role]"

@@ -45,10 +45,10 @@ def label(dictionary: str, layer: int, index: int, prompt: str) -> str:
     ids, hook = model.tokenize([prompt])[0], str(features.read_hook(layer))
     states = model.forward([ids], mizarr.HookSpec().capture(hook))[hook][0]
     values = features.layer(layer).encode(states)[:, index]
-    told = f"writes {format_token(model.tokenizer.decode_token(token))!r}, "
+    told = f"writes '{format_token(model.tokenizer.decode_token(token))}', "
     if not values.max() > 0:
         return told + "silent here"
-    return told + f"fires on {format_token(model.tokenizer.decode_token(ids[int(values.argmax())]))!r}"
+    return told + f"fires on '{format_token(model.tokenizer.decode_token(ids[int(values.argmax())]))}'"
 
 
 def test_a_label_is_what_is_known_of_a_feature():

@@ -168,4 +168,4 @@ def test_prompts_print_as_they_are_even_if_they_look_like_markup(tiny_model: Pat
         "logit_lens", store=tmp_path / "s", model=str(tiny_model), prompts=["[bold]a[/]\n"], answers=["b"]
     )
     done.render(Console())
-    assert "[bold]a[/]\\n" in capsys.readouterr().out
+    assert "[bold]a[/]⏎" in capsys.readouterr().out

@@ -9,7 +9,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html.parser import HTMLParser
 from itertools import pairwise
 from pathlib import Path
@@ -28,7 +28,9 @@ from mizarr.workflows.report import page
 from mizarr.workflows.report.recipe import asked, command, made
 from mizarr.workflows.views import (
     Attention,
+    Bars,
     Choice,
+    Figure,
     Heatmap,
     Line,
     Lines,
@@ -334,6 +336,29 @@ def test_what_does_not_fit_is_thinned_or_left_out_and_the_page_says_so(monkeypat
     assert "small enough" in parsed.text
     bare = len(page.render(Plain(Nothing())))
     assert len(text) - bare < 1.3 * page.LIMIT
+
+
+def test_a_panel_is_on_the_page_once_and_its_figure_for_browsers_without_scripts():
+    class Shown(Plain):
+        def views(self) -> list[Any]:
+            grid, other = (
+                Heatmap(
+                    title=name, values=np.eye(2) * scale, rows=("a", "b"), columns=("c", "d"), value_name="v"
+                )
+                for name, scale in (("one", 1), ("two", 2))
+            )
+            again = replace(grid, title="one, framed", caption="the same cells")
+            bars = Bars(x=("a",), lines=(Line("n", np.ones(1)),), x_name="x", y_name="y", title="bars")
+            choice = Choice(name="which", options=(("one", grid),))
+            return [choice, Figure(name="all", title="All", panels=(again, other, bars))]
+
+    text = page.render(Shown(Nothing()))
+    shown, _, without_scripts = text.partition('<noscript><section id="figures">')
+    assert len(Parsed(text).data) == 2, "one grid by the choice, the other from the figure"
+    titles = re.findall(r"<h2>(.*?)</h2>", shown)
+    assert titles == ["two", "bars"]
+    assert shown.count("<img") == 1 and 'alt="bars"' in shown
+    assert without_scripts.count("<img") == 1
 
 
 # The command

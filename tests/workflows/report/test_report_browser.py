@@ -17,9 +17,9 @@ from matplotlib.colors import to_rgb
 from mizarr.stages.attention.flow import unpacked
 from mizarr.stages.logits.lens import format_probability, format_token
 from mizarr.workflows import WORKFLOWS, compute
-from mizarr.workflows.views import Heatmap, Line, Lines, paper
+from mizarr.workflows.views import Bars, Figure, Heatmap, Line, Lines, paper
 from mizarr.workflows.workflow import Workflow
-from tests.browser import Opened, chromium, opened
+from tests.browser import CUT, Opened, chromium, opened
 
 pytestmark = [pytest.mark.browser, pytest.mark.wide]
 
@@ -100,6 +100,7 @@ def test_nothing_sticks_out_of_a_window(name, width, visit):
     here.page.locator("summary").evaluate_all("all => all.forEach(each => each.click())")
     inside, outside = here.page.evaluate("[innerWidth, document.documentElement.scrollWidth]")
     assert outside <= inside
+    assert here.page.evaluate(CUT) == []
 
 
 def test_a_cell_of_a_heatmap_tells_its_value(visit, done):
@@ -246,6 +247,45 @@ class Wide(Workflow):
             title="wide", values=self.values, rows=rows, columns=columns, value_name="x", diverging=True
         )
         return [heatmap]
+
+
+class Deep(Workflow):
+    """A page on a model of 30 layers: a grid, curves, and a figure that has more than these."""
+
+    name, question, settings_type = "deep", "Is all of it here?", Nothing
+    nodes: ClassVar[dict[str, Any]] = {}
+
+    def views(self) -> list[Any]:
+        layers = tuple(map(str, range(30)))
+        grid = Heatmap(
+            title="grid", values=np.eye(30, 9), rows=layers, columns=layers[:9], value_name="v", upward=True
+        )
+        curves = tuple(
+            Line(f"layer {i}", np.arange(3.0) * i, strong=i == 12, faint=i != 12) for i in range(30)
+        )
+        bars = Bars(title="bars", x=layers, lines=(Line("one", np.ones(30)),), x_name="layer", y_name="n")
+        lines = Lines(title="curves", x=(0, 1, 2), x_name="dose", y_name="y", lines=curves)
+        return [grid, lines, Figure(name="deep", title="All of it", panels=(grid, lines, bars))]
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+@pytest.mark.parametrize("width", [400, 1400])
+def test_a_model_of_thirty_layers_is_seen_whole_and_once(width, dark, browser, tmp_path):
+    page = Deep(Nothing()).report(tmp_path / "deep.html")
+    with opened(browser, page, width=width, dark=dark) as here:
+        assert here.page.locator("h2").all_inner_texts()[:3] == ["grid", "curves", "bars"]
+        inner, outer = here.page.locator(".grid").evaluate("e => [e.scrollHeight, e.clientHeight]")
+        assert inner <= outer and inner > 30 * 20, "all layers are in view"
+        picture = here.page.locator(".picture img:visible")
+        box = picture.bounding_box()
+        assert picture.count() == 1 and box["x"] >= 0 and box["x"] + box["width"] <= width
+        from PIL import Image
+
+        pixels = np.asarray(Image.open(io.BytesIO(picture.screenshot())).convert("L"))
+        assert (pixels[2, 2] < 60) == dark, "its paper is that of the page"
+        keys = here.page.locator(".lines .keys li").all_inner_texts()
+        assert keys[:2] == ["layer 0layer 29", "layer 12"]
+        assert here.complaints == []
 
 
 class Many(Workflow):

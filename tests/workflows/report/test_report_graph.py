@@ -23,6 +23,7 @@ from mizarr.stages.features.corpus.examples import top_examples
 from mizarr.stages.forward.capture.capture import CaptureNode
 from mizarr.stages.graph.files.viewer import document
 from mizarr.stages.graph.graph import AttributionGraph, PrunedGraph
+from mizarr.stages.logits.lens import format_text, format_token
 from mizarr.store.errors import ShapeError
 from mizarr.workflows.material.graph_views import examples_of, graph_views
 from mizarr.workflows.report.page import render
@@ -213,10 +214,10 @@ def test_a_page_about_a_graph_has_its_scores_and_its_strongest_features():
     layer, position, feature = graph.active_features[best]
     cells = ["".join(run.text for run in cell) for cell in strongest.rows[0]]
     text = {1: " The", 2: HOSTILE, 3: " of", 4: " a"}[int(position)]
-    assert cells[:2] == [f"L{layer}:{feature}", f"{position} {text}"]
+    assert cells[:2] == [f"L{layer}:{feature}", f"{position} {format_token(text)}"]
     assert float(cells[3]) == pytest.approx(graph.influence[best], abs=1e-4)
     raised = known["effects"]["raised"].values[best]
-    assert cells[4] == " · ".join(WORDS[i].replace("\n", "\\n") for i in raised)
+    assert cells[4] == " · ".join(format_token(WORDS[i]) for i in raised)
     assert {each.sources for each in (scores, element, strongest)} == {("graph",)}
     assert len(views_of(graph.prune())[2].columns) == 4
 
@@ -453,7 +454,7 @@ def test_a_feature_tells_what_it_raises_and_where_it_is_most_active(visit):
         tip = point(here, node)
         said = tip.locator(".effects .token").all_text_contents()
         expected = [
-            WORDS[i].replace("\n", "\\n")
+            format_token(WORDS[i])
             for name in ("raised", "lowered")
             for i in known["effects"][name][first].values
         ]
@@ -464,7 +465,7 @@ def test_a_feature_tells_what_it_raises_and_where_it_is_most_active(visit):
             assert texts == []
             continue
         mine = known["examples"][layer].sel(feature=feature)["token_id"].values
-        assert texts == ["".join(WORDS[i].replace("\n", "\\n") for i in line if i >= 0) for line in mine]
+        assert texts == ["".join(format_text(WORDS[i]) for i in line if i >= 0) for line in mine]
     assert seen == {0, 1, 2}
     assert here.page.evaluate("window.hacked") is None
 

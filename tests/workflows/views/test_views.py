@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -436,6 +437,27 @@ def test_curves_over_logarithmic_axes_are_marked_as_on_a_page_and_have_gaps_wher
     assert view.unplaced == 2
     assert "not drawn: 2 values of 0 or below" in [text.get_text() for text in axes.texts]
     assert (plain(view)["log"], plain(view)["log_x"]) == (True, True), "and so they are on a page"
+
+
+@pytest.mark.parametrize("count", [3, 20, 60])
+def test_names_at_the_ends_of_curves_stay_beside_their_axes(count):
+    lines = tuple(Line(f"layer {i}", np.array([0.0, 0.001 * i]), faint=True) for i in range(count))
+    top = Line("top", np.array([0.0, 1.0]), strong=True)
+    view = Lines(x=(0, 1), x_name="x", y_name="y", lines=(*lines, top))
+    figure = paper.compose([view])
+    figure.canvas.draw()
+    (axes,) = figure.axes
+    boxes = sorted(
+        (text.get_window_extent() for text in axes.texts if text.get_text().startswith(" layer")),
+        key=lambda box: box.y0,
+    )
+    names = [text.get_text().strip() for text in axes.texts]
+    assert {"layer 0", f"layer {count - 1}"} <= set(names)
+    assert len(boxes) == min(count, 22)
+    # Half a line of text may reach beyond the end of the axes.
+    line = boxes[0].height
+    assert boxes[0].y0 >= axes.bbox.y0 - line and boxes[-1].y1 <= axes.bbox.y1 + line
+    assert all(upper.y0 - lower.y0 > 0.8 * line for lower, upper in pairwise(boxes)), "none covers another"
 
 
 def test_names_at_the_ends_of_curves_are_apart_by_factors_where_the_axis_is_logarithmic():

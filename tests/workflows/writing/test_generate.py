@@ -16,7 +16,7 @@ import mizarr
 from mizarr.stages.causal.continuation import Continuation
 from mizarr.stages.forward.generation.continuations import GenerationSettings
 from mizarr.stages.forward.generation.generate import TokenStream, generate
-from mizarr.stages.logits.lens import format_token
+from mizarr.stages.logits.lens import format_text
 from mizarr.store.errors import ConfigError, HookPointNotFound, PromptError, TokenizerError
 from mizarr.workflows import build, compute
 from tests.torch_free import TORCH_BLOCKED
@@ -164,7 +164,7 @@ def test_text_appears_as_it_is_generated_for_somebody_at_a_terminal(
     said = capsys.readouterr()
     shown = re.sub("\x1b\\[\\d*m", "", said.err)  # without colours
     for told in done.to_json()["results"]:
-        assert format_token(told["full_text"]) + "\n\n" in shown
+        assert format_text(told["full_text"]) + "\n\n" in shown
     assert said.out == ""
     planned.run(mizarr.open_store(tmp_path / "loud"), quiet=False)
     assert PROMPTS[0] not in capsys.readouterr().err, "what is stored is not told again"

@@ -83,9 +83,7 @@ def _norms(run: OpenedRun, start: int, stop: int, first: int) -> View:
     if not held:
         return Note(title="Norms", text="No variable with layers and a row for each token is published.")
     names = sorted(held, key=lambda name: (name != "resid_post", name))
-    labels = tuple(
-        f"{start - first + i} {text.strip() or text}" for i, text in enumerate(run.texts(range(start, stop)))
-    )
+    labels = tuple(f"{start - first + i} {text}" for i, text in enumerate(run.texts(range(start, stop))))
     options = tuple(
         (name, heatmap.without_first_token() if start == first else heatmap)
         for name in names[:VARIABLES]

@@ -26,7 +26,7 @@ VARIABLES = 12
 """Variables of a result that are drawn."""
 POINTS, ROWS, COLUMNS, WORDS, SLICES = 2000, 128, 256, 40, 6
 """Of a curve, of a heatmap, of a list of text; matrices of an array of more dims."""
-PROMPT_DIMS = ("position", "token", "key_position")
+PROMPT_DIMS = ("position", "token", "key_position", "query_position")
 """Dims along the tokens of a prompt, where position 0 is its first token."""
 PARAMETERS = 4000
 """Characters of a parameter that are written out."""

@@ -126,7 +126,7 @@ def _prompts(run: OpenedRun, rows: list[int], here: str, digest: str) -> Table:
         if packed.texts is not None:
             return cut(packed.texts[row], SHOWN) or "(empty)"
         start = int(packed.row_start[row])
-        return cut("".join(run.texts(range(start, start + min(40, int(packed.row_size[row]))))), SHOWN)
+        return cut(run.passage(range(start, start + min(40, int(packed.row_size[row])))), SHOWN)
 
     first, last = rows[0], rows[-1]
     return Table.of(

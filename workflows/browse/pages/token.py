@@ -176,12 +176,12 @@ def _similar(run: OpenedRun, variable: str, layer: int | None, token: int, here:
 
 def _before(run: OpenedRun, token: int) -> str:
     start = int(run.entry.tokens.row_start[int(run.entry.tokens.prompt_of(token))])
-    return "".join(run.texts(range(max(start, token - 4), token)))
+    return run.passage(range(max(start, token - 4), token))
 
 
 def _after(run: OpenedRun, token: int) -> str:
     row = run.entry.tokens.row(int(run.entry.tokens.prompt_of(token)))
-    return "".join(run.texts(range(token + 1, min(row.stop, token + 4))))
+    return run.passage(range(token + 1, min(row.stop, token + 4)))
 
 
 def _lens(held: Snapshot, run: OpenedRun, stored: dict[str, list[int | None]], token: int) -> View:

@@ -21,7 +21,7 @@ const ROWS = 100;
 
 /** A token as it is shown alone: line breaks and edges visible. */
 const word = (place) => (place ? visible(words[place - 1]) : "");
-const visible = (text) => text.replace(/\n/g, "⏎").replace(/\t/g, "⇥").replace(/ /g, "·");
+const visible = (text) => text.replace(/\n/g, "⏎").replace(/\t/g, "⇥").replace(/ /g, "␣");
 const inText = (text) => text.replace(/\n/g, "⏎\n");
 const labelOf = (place) => all.labels[feature[place]]?.[0] ?? "";
 const share = (place) => count[place] / all.n_tokens;

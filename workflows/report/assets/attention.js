@@ -115,7 +115,7 @@ DRAW.attention = (host, data) => {
     const largest = largestBeyondFirst();
     colours = scale(0, shade(largest));
     legend.replaceChildren(ramp(colours, "weight, shaded by its root", "", (root) => told(root ** 2)),
-      "down: reads · across: is read", ...(largest < 1 ? ["the scale leaves out the first token"] : []));
+      "down: reads · across: is read", ...(largest < 1 ? [" · the scale leaves out the first token, an attention sink"] : []));
     picker.select(head === null ? null : layer, head);
     board.paint();
     shadeStrip();

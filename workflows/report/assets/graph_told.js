@@ -92,7 +92,7 @@ function teller(graph, data, state) {
     if (!texts.length) return null;
     return make("div", { class: "examples" }, make("h6", {}, "most active in"), ...texts.slice(0, most).map((words) => make("p", { class: "shaded" },
       ...words.map(([word, value]) => {
-        const span = make("span", { title: value ? told(value, "", 3) : null }, notes.words[word]);
+        const span = make("span", { title: value ? told(value, "", 3) : null }, running(notes.words[word]));
         if (value > 0) {
           span.style.background = shades.fill(value / top);
           span.style.color = shades.ink(value / top);

@@ -3,6 +3,7 @@
 
 const FONT = '12px ui-monospace, "SF Mono", "Cascadia Mono", "DejaVu Sans Mono", Menlo, Consolas, monospace';
 const GAP = 8, TILT = -Math.PI / 3;
+const WHOLE = 96; // rows up to which a grid is shown whole; one of more scrolls inside a window
 const pen = document.createElement("canvas").getContext("2d");
 
 function widthOf(text) {
@@ -30,7 +31,7 @@ function grid(host, { rows, columns, cell, fill, ink, text, framed, blocks = [],
   const longest = Math.ceil(Math.max(...columns.map((label) => widthOf(label))));
   const canvas = make("canvas");
   const space = make("div", {}, canvas);
-  const box = make("div", { class: "grid", tabindex: 0, role: "application", "aria-roledescription": "grid",
+  const box = make("div", { class: rows.length > WHOLE ? "grid tall" : "grid", tabindex: 0, role: "application", "aria-roledescription": "grid",
     "aria-label": `${name}: ${rows.length} rows, ${columns.length} columns; arrow keys move, Enter chooses` }, space);
   host.append(box);
   const numeric = columns.every(isNumber);
@@ -97,6 +98,20 @@ function grid(host, { rows, columns, cell, fill, ink, text, framed, blocks = [],
     if (over) frame(context, [...over, ...over], colours.ink, 1.5);
     context.restore();
     labels(context, colours, seen, lines, wide);
+    fade(context, colours.card, wide, high);
+  }
+
+  /** The card's colour over the last cells at a side where there are more. */
+  function fade(context, card, wide, high) {
+    const patch = (x, y, width, height, ...line) => {
+      const veil = context.createLinearGradient(...line);
+      veil.addColorStop(0, `${card}00`);
+      veil.addColorStop(1, card);
+      context.fillStyle = veil;
+      context.fillRect(x, y, width, height);
+    };
+    if (box.scrollLeft + box.clientWidth < box.scrollWidth - 1) patch(wide - 22, 0, 22, high, wide - 22, 0, wide, 0);
+    if (box.scrollTop + box.clientHeight < box.scrollHeight - 1) patch(0, high - 22, wide, 22, 0, high - 22, 0, high);
   }
 
   function frame(context, [row, column, lastRow, lastColumn], colour, width) {

@@ -5,7 +5,7 @@ DRAW.heatmap = (host, data) => {
   const [low, high] = extent(values.values);
   const colours = scale(data.low ?? low, data.high ?? high, data.diverging);
   const numeric = (labels) => labels.every(isNumber);
-  const least = numeric(data.columns) && data.columns.length > 40 ? 6 : 17;
+  const least = !numeric(data.columns) ? 17 : data.columns.length > 40 ? 6 : 9;
   const height = numeric(data.rows) && data.rows.length > 40 ? 6 : 20;
   const long = data.rows.length > 16, square = long && data.rows.length === data.columns.length;
   const exact = (row, column) => told(values.at(row, column), data.unit, values.digits);

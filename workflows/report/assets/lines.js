@@ -1,6 +1,7 @@
 // Curves over a common x: a cursor on the nearest point tells the value of every curve there.
 
 const MARGIN = { left: 52, right: 16, top: 10, bottom: 38 }, HEIGHT = 300, TOLD = 14, MARK_WIDTH = 62;
+const LISTED = 12; // curves in an order beyond which one ramp stands for their names
 
 /** Name of a curve -> its colour on this page, -1 for that of a curve alone: one name, one colour, in every plot. */
 const CURVE_RANKS = new Map();
@@ -73,7 +74,7 @@ DRAW.lines = (host, data) => {
   const box = make("div", { class: "curves" });
   host.append(box);
   let cursor = null, place = { x: () => 0, y: () => 0 };
-  const own = curves.filter((curve) => !curve.control), controls = curves.filter((curve) => curve.control);
+  const own = curves.filter((curve) => !curve.control && !curve.strong), controls = curves.filter((curve) => curve.control);
   const shades = scale(-own.length / 3, own.length - 1); // many curves come in an order, such as layers: one ramp
   const kin = own.map((curve) => curve.family || curve.name), heads = [...new Set(kin)];
   const related = heads.length < kin.length && heads.length <= LINE_COLOURS.light.length;
@@ -81,6 +82,7 @@ DRAW.lines = (host, data) => {
   const ranks = many ? own.map((_, i) => i) : curveRanks(related ? heads : kin, LINE_COLOURS.light.length);
   const colour = (i) => {
     if (curves[i].control) return getComputedStyle(host).getPropertyValue("--faint");
+    if (curves[i].strong) return getComputedStyle(host).getPropertyValue("--accent");
     const place = own.indexOf(curves[i]);
     if (many) return shades.fill(place);
     const rank = ranks[related ? heads.indexOf(kin[place]) : place];
@@ -115,7 +117,9 @@ DRAW.lines = (host, data) => {
     }
     svg.append(make("text", { x: wide - MARGIN.right, y: HEIGHT - 4, "text-anchor": "end" }, named(data.x_name, data.log_x)));
     if (data.at !== null) svg.append(make("line", { class: "marked", x1: place.x(data.at), x2: place.x(data.at), y1: MARGIN.top, y2: HEIGHT - MARGIN.bottom }));
-    curves.forEach((curve, i) => {
+    const order = curves.map((_, i) => i).sort((a, b) => curves[a].strong - curves[b].strong); // strong ones before all others
+    order.forEach((i) => {
+      const curve = curves[i];
       if (curve.around) {
         const edge = (row) => xs.map((x, n) => [x, curve.around.at(row, n)]).filter(([, y]) => Number.isFinite(y))
           .map(([x, y]) => `${place.x(x).toFixed(1)} ${place.y(y).toFixed(1)}`);
@@ -187,10 +191,14 @@ DRAW.lines = (host, data) => {
   const keys = make("ul", { class: "keys" });
   host.append(keys);
   function key() {
-    keys.replaceChildren(...curves.map((curve, i) => {
+    const ramped = many && own.length > LISTED;
+    const strip = make("i", { class: "ordered" });
+    strip.style.background = `linear-gradient(to right, ${own.map((_, i) => shades.fill(i))})`;
+    keys.replaceChildren(ramped ? make("li", {}, own[0].name, strip, own[own.length - 1].name) : "", ...curves.flatMap((curve, i) => {
+      if (!curve.name || (ramped && own.includes(curve))) return [];
       const swatch = make("i", { class: curve.control ? "control" : "" });
       swatch.style.borderColor = colour(i);
-      return make("li", {}, swatch, curve.name);
+      return [make("li", {}, swatch, curve.name)];
     }), make("li", { class: "dim" }, `up: ${named(data.y_name + (data.unit ? ` (${data.unit})` : ""), data.log)}`),
       ...(unplaced ? [make("li", { class: "dim" }, `not drawn: ${unplaced} value${unplaced > 1 ? "s" : ""} of 0 or below`)] : []));
   }

@@ -1,5 +1,8 @@
 // Texts whose tokens are shaded by a number; a token is told under the pointer, or as the arrow keys reach it.
 
+/** A token as running text has it: beside letters a space is one, so that lines break there. */
+const running = (word) => (/[^␣⏎⇥]/.test(word) ? word.replaceAll("␣", " ") : word);
+
 DRAW.tokens = (host, data) => {
   const texts = data.texts.map((text) => ({ ...text, points: decode(text.values) }));
   const [low, high] = extent(texts.flatMap((text) => [...extent(text.points.values)]));
@@ -18,7 +21,7 @@ DRAW.tokens = (host, data) => {
           make("div", { class: "where" }, token(word), ` (${i})`),
         ], document.activeElement === span ? `${word}: ${exact(i)}` : "");
       };
-      const span = make("span", { tabindex: at ? -1 : 0, pointerenter: say, focus: say, pointerleave: hideTip, blur: hideTip }, word);
+      const span = make("span", { tabindex: at ? -1 : 0, pointerenter: say, focus: say, pointerleave: hideTip, blur: hideTip }, running(word));
       const value = text.points.values[i];
       spans.push({ span, shade() {
         span.style.background = Number.isNaN(value) ? "none" : colours.fill(value);

@@ -201,8 +201,8 @@ def _names(axes: Any, told: Sequence[StrongFeature]) -> None:
     height = 1 - 0.07
     for number, one in enumerate(told, 1):
         axes.text(0.045, height, str(number), ha="right", **small)
-        axes.text(0.075, height, f"{one.feature} at {paper.fit(one.token.strip(), 12)!r}", **small)
-        raised = " · ".join(paper.fit(token.strip(), 12) for token in one.raised[:3])
+        axes.text(0.075, height, f"{one.feature} at {paper.fit(one.token, 12)!r}", **small)
+        raised = " · ".join(paper.fit(token, 12) for token in one.raised[:3])
         axes.text(0.53, height, paper.fit(raised, 34), color=paper.SOFT, **small)
         height -= step
     looks = "red raises its target, blue lowers it;\nwidth: influence through the edge; size: of the node"
