@@ -80,6 +80,9 @@ class Workflow:
 
         if self.extra:
             self.require(self.extra, store)
+        if first := self.first_nodes():
+            run(first.values(), store, **options)
+        self.settle(store)
         run(self.nodes.values(), store, **options)
         self.store = store
         with one_look():
@@ -89,6 +92,14 @@ class Workflow:
         told = [note for key in self._keys.values() for note in store.provenance(key)]
         self._seconds = sum(note.get("seconds", 0.0) for note in told)
         self._memory = most_held(told)
+        return self
+
+    def first_nodes(self) -> Mapping[str, ResultNode]:
+        """Nodes whose results decide which of the others are computed at all; `run` computes them first."""
+        return {}
+
+    def settle(self, store: Store) -> Self:
+        """Leave out of `nodes` what is not needed, as the stored results of `first_nodes` say."""
         return self
 
     def require(self, extra: str, store: Store) -> None:

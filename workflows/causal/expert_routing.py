@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import numpy as np
 
 from ...stages.causal.controls import CHANCE
+from ...stages.causal.grids.ablation import Ablation
 from ...stages.corpus.expert_use import NO_TOKEN, expert_use
 from ...stages.forward.text.prompts import pack_encodings
 from ...stages.logits.lens import format_token
@@ -64,7 +65,7 @@ class ExpertRouting(AblationOfEach):
     settings_type = ExpertRoutingSettings
     settings: ExpertRoutingSettings
     unit = "expert"
-    not_claimed: ClassVar[str] = (
+    described: ClassVar[str] = (
         f" Experts that are sent less than {IN_USE:.0%} of all tokens are left out. What experts read is "
         "described, not claimed."
     )
@@ -78,7 +79,7 @@ class ExpertRouting(AblationOfEach):
 
         given = self.settings
         shared = self._shared()
-        units, facts = self._unit_nodes(shared)
+        units = self.on_model(Ablation(**self._grid, **shared))
         tokens, ids = self._corpus()
         captured = self.subject.capture(tokens, f"blocks.*.mlp.hook_{WEIGHTS}")
         use = expert_use.on(
@@ -89,7 +90,7 @@ class ExpertRouting(AblationOfEach):
             draws=given.controls,
             seed=given.seed,
         )
-        return {"use": use, "experts": units, "facts": facts}
+        return {"use": use, "experts": units, **self._fact_nodes(shared["tokens"])}
 
     @property
     def _kind(self) -> str:

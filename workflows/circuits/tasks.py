@@ -26,7 +26,8 @@ from ...stages.forward.edges.layout import Layout
 from ...stages.forward.models.files import SHIPPED
 from ...store.errors import ConfigError
 from ..material.answers import answer_pieces, encoded
-from ..material.fact_pairs import FIELDS, shipped_pairs
+from ..material.fact_data import FIELDS
+from ..material.fact_pairs import shipped_pairs
 from ..settings import CircuitSettings, TaskSettings
 from ..workflow import ModelWorkflow
 

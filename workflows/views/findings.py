@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["Finding", "Findings"]
 
 NO_MORE = "no more than chance"
+NO_CONTROL = "nothing is claimed, as no control was run"
 STROKES = "Dot: the effect, its line 95 % over prompts; grey: random causes of equal size; thin: zero."
 
 
@@ -80,7 +81,9 @@ class Finding:
 
     @property
     def verdict(self) -> str:
-        """ "beyond chance", or that it is no more than that."""
+        """ "beyond chance", that it is no more than that, or that nothing is claimed without a control."""
+        if not self.null.is_run:
+            return NO_CONTROL
         return "beyond chance" if self.is_beyond_chance else NO_MORE
 
     @property
@@ -91,6 +94,8 @@ class Finding:
     @property
     def sentence(self) -> str:
         """The claim with its effect and its null, or that it is no more than chance."""
+        if not self.null.is_run:
+            return f"{self.claim}: {self._told(self.effect)}{self._over}; {NO_CONTROL} (controls=0)."
         verdict = "" if self.is_beyond_chance else f", {NO_MORE}"
         return f"{self.claim}: {self._told(self.effect)}{self._over}{verdict}. {self.beside}"
 
@@ -163,6 +168,12 @@ class Findings(View):
 
     kind: ClassVar[str] = "findings"
     findings: tuple[Finding, ...]
+
+    @classmethod
+    def none(cls, reason: str, sources: tuple[str, ...] = ()) -> Findings:
+        """No findings, and in a sentence why: JSON has it under `not_claimed`."""
+        told = {"findings": [], "not_claimed": reason}
+        return cls(findings=(), title="What was found", caption=reason, json=told, sources=sources)
 
     @classmethod
     def of(cls, *findings: Finding, title: str = "What was found", **told: Any) -> Findings:
