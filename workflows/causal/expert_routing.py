@@ -161,7 +161,10 @@ class ExpertRouting(AblationOfEach):
         """What a token says about its experts, beside rearranged ones."""
         use = self.use
         chance = use["chance"].transpose("layer", "draw").values
-        ends = np.quantile(chance, [CHANCE / 2, 1 - CHANCE / 2], axis=1)
+        rearranged: tuple[Line, ...] = ()
+        if self.settings.controls:
+            ends = np.quantile(chance, [CHANCE / 2, 1 - CHANCE / 2], axis=1)
+            rearranged = (Line("rearranged", chance.mean(1), control=True, band=ends),)
         return Lines(
             title="How far the token decides where it goes",
             caption="mutual information; dashed: token ids rearranged. A router reads states that begin as "
@@ -169,7 +172,7 @@ class ExpertRouting(AblationOfEach):
             x=tuple(use["layer"].values.tolist()),
             lines=(
                 Line("token and its experts", use["information"].values, strong=True),
-                Line("rearranged", chance.mean(1), control=True, band=ends),
+                *rearranged,
             ),
             x_name="layer",
             y_name="information",

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from ...pipeline.nodes import ResultNode
     from ...store import Store
 
-__all__ = ["CHOSEN_ON", "SCORED", "KnownWorkflow"]
+__all__ = ["CHOSEN_ON", "NO_CONTROLS", "SCORED", "KnownWorkflow"]
 
 CHOSEN_ON, SCORED = "to choose on", "to score on"
 """What prompts are for, as messages say it behind "8 facts"."""

@@ -64,7 +64,8 @@ class Finding:
     ) -> Finding:
         """A claim about several prompts: the mean of `effects` [prompt], beside means over these prompts of
         one cause drawn in each, from `others` [prompt, cause] and the cause itself. told: further fields."""
-        null = Null(random_means(np.column_stack([effects, others]), draws, seed=seed), of, side)
+        count = draws if np.size(others) else 0  # without others no control was run
+        null = Null(random_means(np.column_stack([effects, others]), count, seed=seed), of, side)
         return cls(
             claim,
             float(np.mean(effects)),
