@@ -75,16 +75,16 @@ class Checkpoints(Workflow):
         """See `Workflow`: those of every revision."""
         return self._of_each(lambda workflow: workflow.first_nodes())
 
-    def settle(self, store: Store) -> Self:
+    def settle(self, store: Store, *, refuses: bool = True) -> Self:
         """See `Workflow`: every revision leaves out its own."""
-        self.nodes = self._of_each(lambda workflow: workflow.settle(store).nodes)
+        self.nodes = self._of_each(lambda workflow: workflow.settle(store, refuses=False).nodes)
         return self
 
     def run(self, store: Store, **options: Any) -> Self:
         """See `Workflow`; every revision in turn."""
         super().run(store, **options)
         for workflow in self.each.values():
-            workflow.run(store)
+            workflow.open_results(store)
         return self
 
     def result(self, name: str) -> xr.Dataset:

@@ -75,8 +75,6 @@ class Workflow:
         Raises MissingExtra, before anything is computed, where an optional part is missing.
         """
         from ..pipeline import run
-        from ..pipeline.memory import most_held
-        from ..pipeline.nodes import one_look
 
         if self.extra:
             self.require(self.extra, store)
@@ -84,6 +82,13 @@ class Workflow:
             run(first.values(), store, **options)
         self.settle(store)
         run(self.nodes.values(), store, **options)
+        return self.open_results(store)
+
+    def open_results(self, store: Store) -> Self:
+        """Open the results of all nodes, which are stored."""
+        from ..pipeline.memory import most_held
+        from ..pipeline.nodes import one_look
+
         self.store = store
         with one_look():
             self._results = {name: node.open(store) for name, node in self.nodes.items()}
@@ -98,8 +103,12 @@ class Workflow:
         """Nodes whose results decide which of the others are computed at all; `run` computes them first."""
         return {}
 
-    def settle(self, store: Store) -> Self:
-        """Leave out of `nodes` what is not needed, as the stored results of `first_nodes` say."""
+    def settle(self, store: Store, *, refuses: bool = True) -> Self:
+        """Leave out of `nodes` what is not needed, as the stored results of `first_nodes` say.
+
+        refuses: whether to raise ConfigError where nothing is left that is worth showing; one revision of
+        several is never refused.
+        """
         return self
 
     def require(self, extra: str, store: Store) -> None:

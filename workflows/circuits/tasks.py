@@ -142,7 +142,7 @@ class CircuitWorkflow(TaskWorkflow):
         tasks = (task for task in self.tasks if f"{task}_{RANDOM}" in self.nodes)
         return {name: self.nodes[name] for name in (f"{task}_{self.done_node}" for task in tasks)}
 
-    def settle(self, store: Store) -> Self:
+    def settle(self, store: Store, *, refuses: bool = True) -> Self:
         """See `Workflow`: without random circuits of tasks that the model does not do."""
         needless = [
             name.removesuffix(self.done_node) + RANDOM

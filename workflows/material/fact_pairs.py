@@ -146,6 +146,8 @@ class PairWorkflow(KnownWorkflow):
 
     settings: PairSettings
     asked_about = "pairs"
+    # How a fact turns into another is nothing to be told of facts that are not there.
+    describes_unknown = False
 
     def read_pairs(self) -> dict[str, Any]:
         """Pairs and blocks, as an experiment takes them."""

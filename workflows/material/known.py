@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...stages.causal.answer_ranks import AnswerRanks, AskedPrompt
+from ...store.errors import ConfigError
 from ..views import Findings
 from ..workflow import ModelWorkflow
 from .answers import KNOWN
@@ -43,6 +44,8 @@ class KnownWorkflow(ModelWorkflow):
     """With those of `ControlSettings`."""
     asked_about: ClassVar[str] = "facts"
     """What the prompts are, in messages: "facts" or "pairs"."""
+    describes_unknown: ClassVar[bool] = True
+    """Whether what is left without claims is worth showing of prompts that the model does not know."""
     only_claims: tuple[str, ...] = ()
     """Names of the nodes that only claims need; `plan` sets it."""
     groups: Mapping[str, int]
@@ -89,8 +92,8 @@ class KnownWorkflow(ModelWorkflow):
         known = " and ".join(f"{counts[name]} of {total} {whose} {name}" for name, total in totals.items())
         return (
             f"The model knows the answer of {known}; a claim needs {KNOWN}{each}. So no control was run and "
-            f"nothing is claimed: give {whose} that it knows with data=FILE, or ask for no claim with "
-            "controls=0."
+            f"nothing is claimed: give {whose} that it knows with data=FILE, or ask for what describes the "
+            "model alone with controls=0."
         )
 
     def unclaimed(self) -> Findings:
@@ -101,10 +104,13 @@ class KnownWorkflow(ModelWorkflow):
         """See `Workflow`: ranks, where a claim hangs on them."""
         return {NODE: self.nodes[NODE]} if NODE in self.nodes and self.only_claims else {}
 
-    def settle(self, store: Store) -> Self:
-        """See `Workflow`: the nodes that only claims need are left out where there will be none."""
+    def settle(self, store: Store, *, refuses: bool = True) -> Self:
+        """See `Workflow`: the nodes that only claims need are left out where there will be none. Raises
+        ConfigError where unknown prompts are not described."""
         self.store = store
         vars(self).pop("_ranks", None)
         if self.only_claims and self.not_claimed:
+            if refuses and not self.describes_unknown:
+                raise ConfigError(self.not_claimed)
             self.nodes = {name: node for name, node in self.nodes.items() if name not in self.only_claims}
         return self

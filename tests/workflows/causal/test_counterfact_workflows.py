@@ -11,6 +11,7 @@ from rich.console import Console
 
 import mizarr
 from mizarr import HookSpec, Replace
+from mizarr.pipeline import plan
 from mizarr.stages.causal.counterfact import position_map
 from mizarr.store import open_store
 from mizarr.store.errors import ConfigError
@@ -118,7 +119,7 @@ def test_routing_says_which_position_is_the_subject_and_by_which_rule(routing, s
         end = record["original_prompt"].index("\n\n")
         assert encoding.offsets[subject["position"]][1] == end, "the prompts differ in the fact's last word"
         assert subject["token"] == tokenizer.decode_token(encoding.ids[subject["position"]])
-    theirs = compute("factual_routing", **settings, subject="last_fact").to_json()
+    theirs = compute("factual_routing", **settings, subject="last_fact", controls=0).to_json()
     assert theirs["subject_rule"] == "last_fact"
     for result in theirs["results"]:
         assert result["subject"]["position"] == result["fact_positions"][-1]
@@ -257,7 +258,7 @@ def test_the_findings_of_routing_are_moved_attention_beside_unrelated_subjects(r
 
 @pytest.mark.parametrize("name", ["counterfact_patching", "factual_routing"])
 def test_tables_and_figures_show_what_came_out(name, settings, tmp_path: Path, capsys):
-    done = compute(name, **settings)
+    done = compute_as_known(name, **settings)
     files = done.render(Console(width=160), tmp_path)
     assert [path.name for path in files] == [f"{name}.png"]
     assert files[0].read_bytes().startswith(b"\x89PNG")
@@ -267,15 +268,18 @@ def test_tables_and_figures_show_what_came_out(name, settings, tmp_path: Path, c
 
 
 @pytest.mark.parametrize("name", ["counterfact_patching", "factual_routing"])
-def test_of_pairs_that_a_model_does_not_know_nothing_is_claimed(name, settings):
-    done = compute(name, **settings)
-    shown = "patches" if name == "counterfact_patching" else "routing"
-    assert done.nodes.keys() == {"known", shown}, "no control was run"
-    document = done.to_json()
-    assert document["findings"] == [] and len(document["results"]) == 2
-    assert document["not_claimed"].startswith(
-        "The model knows the answer of 0 of 2 pairs to choose on and 0 of 2 pairs to score on; a claim needs"
+def test_of_pairs_that_a_model_does_not_know_nothing_is_claimed(name, settings, tmp_path):
+    said = (
+        r"The model knows the answer of 0 of 2 pairs to choose on and 0 of 2 pairs to score on; a claim needs "
+        r"2 of each\. So no control was run .* data=FILE, .* controls=0\.$"
     )
+    with pytest.raises(ConfigError, match=said):
+        compute(name, **settings | {"store": tmp_path})
+    shown = "patches" if name == "counterfact_patching" else "routing"
+    stored = open_store(tmp_path)
+    planned = build(name, **{name: value for name, value in settings.items() if name != "store"})
+    is_cached = {each: plan([node], stored).is_cached for each, node in planned.nodes.items()}
+    assert is_cached.pop("known") and not any(is_cached.values()), "it stopped before anything else"
     without = compute(name, **settings, controls=0)
     assert list(without.nodes) == [shown]
     assert without.to_json()["not_claimed"] == "Nothing is claimed, as no control was run (controls=0)."
