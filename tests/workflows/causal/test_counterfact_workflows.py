@@ -270,8 +270,8 @@ def test_tables_and_figures_show_what_came_out(name, settings, tmp_path: Path, c
 @pytest.mark.parametrize("name", ["counterfact_patching", "factual_routing"])
 def test_of_pairs_that_a_model_does_not_know_nothing_is_claimed(name, settings, tmp_path):
     said = (
-        r"The model knows the answer of 0 of 2 pairs to choose on and 0 of 2 pairs to score on; a claim needs "
-        r"2 of each\. So no control was run .* data=FILE, .* controls=0\.$"
+        r"The model knows the answer of 0 of 2 pairs to choose on and 0 of 2 pairs to score on; a claim "
+        r"needs 2 of each\. So no control was run .* data=FILE, .* controls=0\.$"
     )
     with pytest.raises(ConfigError, match=said):
         compute(name, **settings | {"store": tmp_path})
