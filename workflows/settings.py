@@ -92,7 +92,7 @@ class ControlSettings:
 
 @dataclass(frozen=True)
 class DataSettings(ControlSettings):
-    """A question about facts that may be the user's own (material/fact_data.py); beside another base."""
+    """A question about facts that may be the user's own (facts/fact_data.py); beside another base."""
 
     data: tuple[str, ...] = setting(
         (),

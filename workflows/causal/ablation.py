@@ -9,8 +9,8 @@ probability in which direction.
 
 Told is the head that loses most on other facts that the model knows, the shipped ones or those of `data`,
 scored on more of them and in this prompt beside other heads drawn at random; where it knows too few, they are
-not run and nothing is claimed (material/known.py). Defaults: a shipped fact on the specimen, for other models
-candle-mi's France; means over shipped facts.
+not run and nothing is claimed (material/facts/known.py). Defaults: a shipped fact on the specimen, for other
+models candle-mi's France; means over shipped facts.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from ...stages.causal.grids.patching_metrics import KL, Metric, Probability
 from ...stages.logits.lens import format_probability, format_token
 from ...store.arrays import Floats
 from ...store.errors import ConfigError
-from ..material.answers import answer_pieces, encoded, fact, named, target_json
-from ..material.fact_data import Fact, enough, facts_of
-from ..material.known import CHOSEN_ON, SCORED, KnownWorkflow
+from ..material.answers import answer_pieces, encoded, named, target_json
+from ..material.facts.fact_data import Fact, enough, facts_of, shown_fact
+from ..material.facts.known import CHOSEN_ON, SCORED, KnownWorkflow
 from ..material.places import in_every_layer
 from ..material.unrelated import Unrelated
 from ..settings import Count, DataSettings, FactSettings, setting
@@ -110,7 +110,7 @@ class AblationOfEach(KnownWorkflow):
     def _shared(self) -> dict[str, Any]:
         """What all grids of the prompt have in common."""
         chosen = self.settings
-        self.prompt, self.target = fact(chosen.model, chosen.prompt, chosen.target, chosen.data)
+        self.prompt, self.target = shown_fact(chosen.model, chosen.prompt, chosen.target, chosen.data)
         self.pieces = answer_pieces(self.subject, self.prompt, self.target)
         metrics: tuple[Metric, ...] = (KL(),)
         if self.pieces:

@@ -16,7 +16,7 @@ logits of the clean and the corrupted answer, or the clean answer's probability.
 Told of every kind is the place that recovers most on other pairs, scored on the pairs shown and more of them,
 beside states of unrelated prompts at the same place. Of these pairs count those that the model knows, whose
 clean answer is its likeliest next token; where it knows too few, none of that is run and nothing is claimed
-(material/known.py). `data` names pairs of one's own in place of the shipped ones. Places are
+(material/facts/known.py). `data` names pairs of one's own in place of the shipped ones. Places are
 a layer and a role: the subject's last token, and for outputs the last token too; the state at the last token
 is left out, as it is the answer itself (and a recurrent one is read by nobody there). A pair of one's own is
 scored alone, known or not.
@@ -45,9 +45,9 @@ from ...stages.logits.lens import format_probability, format_token
 from ...store.arrays import Floats
 from ...store.errors import ConfigError
 from ..material.answers import answer_pieces, encoded, named
-from ..material.fact_data import FIELDS
-from ..material.fact_pairs import pair_records, shipped_pairs
-from ..material.known import CHOSEN_ON, SCORED, KnownWorkflow
+from ..material.facts.fact_data import FIELDS
+from ..material.facts.fact_pairs import pair_records, shipped_pairs
+from ..material.facts.known import CHOSEN_ON, SCORED, KnownWorkflow
 from ..material.places import NAMES, USUAL, check_kinds, in_every_layer
 from ..material.unrelated import Unrelated
 from ..settings import Count, DataSettings, ModelSettings, setting

@@ -13,8 +13,8 @@ Told of every kind is the place, a layer and a role, that restores most on other
 those of `data` (the largest average indirect effect, as the paper calls the rise in probability), scored on
 more of them and in the prompt beside other places that the noise reaches. As in the paper, facts count that
 the model knows: the answer is the likeliest next token of the clean prompt. Where it knows too few, none of
-them is traced and nothing is claimed (material/known.py). States at the last token are left out: they are the
-answer.
+them is traced and nothing is claimed (material/facts/known.py). States at the last token are left out: they
+are the answer.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from ...stages.forward.models.files import SHIPPED
 from ...stages.logits.lens import format_probability, format_token
 from ...store.errors import ConfigError
 from ..material.answers import FRANCE, answer_pieces, encoded, named, target_json
-from ..material.fact_data import enough
-from ..material.fact_pairs import pair_records
-from ..material.known import CHOSEN_ON, SCORED, KnownWorkflow
+from ..material.facts.fact_data import enough
+from ..material.facts.fact_pairs import pair_records
+from ..material.facts.known import CHOSEN_ON, SCORED, KnownWorkflow
 from ..material.places import NAMES, USUAL, check_kinds, in_every_layer
 from ..settings import Count, DataSettings, FactSettings, Natural, Positive, setting
 from ..views import Data, Figure, Finding, Findings, Heatmap, Table, View

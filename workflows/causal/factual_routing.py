@@ -22,8 +22,8 @@ from ...stages.causal.factual_routing import FactualRouting
 from ...stages.logits.lens import format_token
 from ...store.arrays import Floats
 from ..material.answers import named
-from ..material.fact_pairs import SUBJECTS, PairWorkflow, layers_told
-from ..material.known import CHOSEN_ON, SCORED
+from ..material.facts.fact_pairs import SUBJECTS, PairWorkflow, layers_told
+from ..material.facts.known import CHOSEN_ON, SCORED
 from ..settings import Count, PairSettings, setting
 from ..views import Bars, Choice, Figure, Finding, Findings, Heatmap, Line, Table, View, bold
 

@@ -27,8 +27,8 @@ from ...stages.forward.edges.layout import Layout
 from ...stages.forward.models.files import SHIPPED
 from ...store.errors import ConfigError
 from ..material.answers import answer_pieces, encoded
-from ..material.fact_data import FIELDS
-from ..material.fact_pairs import pair_records
+from ..material.facts.fact_data import FIELDS
+from ..material.facts.fact_pairs import pair_records
 from ..settings import CircuitSettings, TaskSettings
 from ..workflow import ModelWorkflow
 

@@ -40,7 +40,7 @@ from ...stages.evaluation.order import LayerOrders, swaps
 from ...stages.evaluation.recall import FactualRecall
 from ...store.errors import ConfigError
 from ..attention.head_detection import ordinary_tokens, repeated_tokens, shuffled, special_prefix
-from ..material.fact_data import FIELDS, read_records
+from ..material.facts.fact_data import FIELDS, read_records
 from ..readout.character_count_helix import line_corpus
 from ..settings import ControlSettings, Count, ModelSettings, Natural, setting
 from ..subject import read_texts, shipped_facts

@@ -1,8 +1,8 @@
 """Pairs of prompts that attribution is asked about: whose answers differ, of as many tokens.
 
 One's own pair, the pairs of `data`, or shipped facts; of the last two count those the model knows, whose
-clean answer is its likeliest next token (material/known.py): gradients of an untrained network find causes,
-too, of nothing anybody said.
+clean answer is its likeliest next token (material/facts/known.py): gradients of an untrained network find
+causes, too, of nothing anybody said.
 
 Border: texts and token ids; loads no model and never imports torch.
 """
@@ -17,9 +17,9 @@ import numpy.typing as npt
 
 from ...store.errors import ConfigError
 from ..material.answers import encoded, require_next
-from ..material.fact_data import FIELDS
-from ..material.fact_pairs import pair_records
-from ..material.known import SCORED, KnownWorkflow
+from ..material.facts.fact_data import FIELDS
+from ..material.facts.fact_pairs import pair_records
+from ..material.facts.known import SCORED, KnownWorkflow
 from ..settings import Count, DataSettings, ModelSettings, setting
 from ..subject import Subject
 

@@ -6,14 +6,12 @@ Border: texts and token ids; loads no model and never imports torch.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ...stages.forward.models.files import SHIPPED
 from ...stages.forward.text.prompts import check_prompts
 from ...store.errors import ConfigError
 from ..subject import shipped_facts
-from .fact_data import facts_of
 
 if TYPE_CHECKING:
     from ...stages.forward.text.tokens import Encoding
@@ -42,15 +40,13 @@ COUNTRIES = ("Germany", "Poland", "Brazil", "Russia", "Canada")
 """candle-mi's default prompt, and what takes France's place in its counterparts."""
 
 
-def fact(model: str, prompt: str, target: str, data: Sequence[str] = ()) -> tuple[str, str]:
-    """The prompt and target asked for; by default the first of `data`, without it the first fact that a
-    specimen says, and for other models the capital of France."""
+def fact(model: str, prompt: str, target: str) -> tuple[str, str]:
+    """The prompt and target asked for; by default the first fact that a specimen says, and for other
+    models the capital of France."""
     if prompt:
         return prompt, target
     if target:
         raise ConfigError(f"expected a prompt for the target {target!r}, found none; set both or neither")
-    if data:
-        return facts_of(data)[0][:2]
     if model not in SHIPPED:
         return FRANCE
     told = shipped_facts()[FIRST_KNOWN[model]]

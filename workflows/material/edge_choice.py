@@ -39,9 +39,9 @@ from ...store.arrays import Floats
 from ...store.errors import ConfigError
 from ..settings import ChosenEdgeSettings, ChosenPlaceSettings
 from ..views import Finding, Findings, Table, points
-from .answers import answer_pieces, encoded, fact, named, top_changed_json
-from .fact_data import enough, facts_of
-from .known import CHOSEN_ON, SCORED, KnownWorkflow
+from .answers import answer_pieces, encoded, named, top_changed_json
+from .facts.fact_data import enough, facts_of, shown_fact
+from .facts.known import CHOSEN_ON, SCORED, KnownWorkflow
 from .relations import relation_of
 
 if TYPE_CHECKING:
@@ -113,7 +113,7 @@ class PlaceWorkflow(KnownWorkflow):
         ConfigError, PromptError or InterventionError for what there is not.
         """
         given, config = self.settings, self.subject.config
-        self.prompt, self.target = fact(given.model, given.prompt, given.target, given.data)
+        self.prompt, self.target = shown_fact(given.model, given.prompt, given.target, given.data)
         self.encoding = encoded(self.subject, self.prompt)
         self.pieces = answer_pieces(self.subject, self.prompt, self.target)
         self.query = position_of(self.encoding, query)

@@ -36,7 +36,7 @@ from ...stages.causal.controls import CHANCE, Null, interval, random_signs
 from ...stages.logits.lens import format_token
 from ...store.arrays import Floats
 from ..material.answers import KNOWN, named, require_next
-from ..material.known import NO_CONTROLS
+from ..material.facts.known import NO_CONTROLS
 from ..settings import ControlSettings, Count, ModelSettings, Share, setting
 from ..views import Data, Figure, Finding, Findings, Heatmap, Note, Table, Text, Tokens, View
 from ..workflow import ModelWorkflow

@@ -15,7 +15,7 @@ import mizarr
 from mizarr.stages.forward.runs.run import Run, stream
 from mizarr.store.errors import ConfigError
 from mizarr.workflows import build, compute
-from mizarr.workflows.material.fact_pairs import shipped_pairs
+from mizarr.workflows.material.facts.fact_pairs import shipped_pairs
 from mizarr.workflows.subject import Subject, shipped_facts
 from tests.known_facts import compute_as_known
 from tests.torch_free import TORCH_BLOCKED

@@ -15,7 +15,7 @@ import mizarr
 from mizarr.stages.causal.grids.tracing import CausalTracing, embedding_deviation
 from mizarr.store.errors import ConfigError, PromptError
 from mizarr.workflows import build, compute
-from mizarr.workflows.material.fact_pairs import shipped_pairs
+from mizarr.workflows.material.facts.fact_pairs import shipped_pairs
 
 GIVEN = {"prompt": "it was the season of", "target": " light", "subject": "season", "facts": 2}
 

@@ -16,7 +16,7 @@ from mizarr.stages.causal.counterfact import position_map
 from mizarr.store import open_store
 from mizarr.store.errors import ConfigError
 from mizarr.workflows import build, compute
-from mizarr.workflows.material.fact_pairs import fact_pairs, layers_told, shipped_pairs
+from mizarr.workflows.material.facts.fact_pairs import fact_pairs, layers_told, shipped_pairs
 from mizarr.workflows.subject import Subject
 from tests.known_facts import compute_as_known
 

@@ -18,15 +18,15 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 import numpy as np
 import numpy.typing as npt
 
-from ...stages.causal.answer_ranks import AnswerRanks, AskedPrompt
-from ...store.errors import ConfigError
-from ..views import Findings
-from ..workflow import ModelWorkflow
-from .answers import KNOWN
+from ....stages.causal.answer_ranks import AnswerRanks, AskedPrompt
+from ....store.errors import ConfigError
+from ...views import Findings
+from ...workflow import ModelWorkflow
+from ..answers import KNOWN
 
 if TYPE_CHECKING:
-    from ...pipeline.nodes import ResultNode
-    from ...store import Store
+    from ....pipeline.nodes import ResultNode
+    from ....store import Store
 
 __all__ = ["CHOSEN_ON", "NO_CONTROLS", "SCORED", "KnownWorkflow"]
 

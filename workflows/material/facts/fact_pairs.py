@@ -11,22 +11,22 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from ...stages.causal.answer_ranks import AskedPrompt
-from ...stages.causal.counterfact import FactTokens, blocks_of, differing_span, position_map
-from ...stages.causal.draws import AtOnce
-from ...stages.causal.factual_routing import FactualRouting
-from ...store.errors import ConfigError
-from ..settings import PairSettings, SubjectRule
-from ..subject import shipped_facts
-from .answers import named, require_next
+from ....stages.causal.answer_ranks import AskedPrompt
+from ....stages.causal.counterfact import FactTokens, blocks_of, differing_span, position_map
+from ....stages.causal.draws import AtOnce
+from ....stages.causal.factual_routing import FactualRouting
+from ....store.errors import ConfigError
+from ...settings import PairSettings, SubjectRule
+from ...subject import shipped_facts
+from ..answers import named, require_next
+from ..relations import relation_of
+from ..unrelated import Unrelated
 from .fact_data import FIELDS, SHIPPED_DATA, read_records
 from .known import CHOSEN_ON, SCORED, KnownWorkflow
-from .relations import relation_of
-from .unrelated import Unrelated
 
 if TYPE_CHECKING:
-    from ...pipeline.nodes import ResultNode
-    from ..subject import Subject
+    from ....pipeline.nodes import ResultNode
+    from ...subject import Subject
 
 __all__ = [
     "SUBJECTS",

@@ -15,11 +15,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from ...store.errors import ConfigError
-from ...store.exchange.outside import json_file
-from ..subject import shipped_facts
+from ....store.errors import ConfigError
+from ....store.exchange.outside import json_file
+from ...subject import shipped_facts
+from ..answers import fact
 
-__all__ = ["FACT", "FIELDS", "SHIPPED_DATA", "Fact", "enough", "facts_of", "read_records"]
+__all__ = ["FACT", "FIELDS", "SHIPPED_DATA", "Fact", "enough", "facts_of", "read_records", "shown_fact"]
 
 FIELDS = ("original_prompt", "counterfactual_prompt", "gt_original_target", "gt_counterfactual_target")
 """Of a record that is a pair of facts."""
@@ -55,6 +56,11 @@ def facts_of(data: Sequence[str]) -> list[Fact]:
                 one, other, target, wrong = (record[name] for name in FIELDS)
                 found += [Fact(one, target, other), Fact(other, wrong, one)]
     return found
+
+
+def shown_fact(model: str, prompt: str, target: str, data: Sequence[str]) -> tuple[str, str]:
+    """The prompt and target asked for; by default the first fact of `data`, without it as `answers.fact`."""
+    return facts_of(data)[0][:2] if data and not (prompt or target) else fact(model, prompt, target)
 
 
 def read_records(path: str, *, single: bool = False) -> list[dict[str, str]]:
