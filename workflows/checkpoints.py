@@ -9,7 +9,7 @@ revision claims, beside its own null, and the numbers of its answer, as curves o
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Self
@@ -23,6 +23,7 @@ from .workflow import Workflow
 if TYPE_CHECKING:
     import xarray as xr
 
+    from ..pipeline.nodes import ResultNode
     from ..store import Store
     from .views import Finding
 
@@ -60,17 +61,30 @@ class Checkpoints(Workflow):
         self.name = first.name  # type: ignore[misc]  # of an instance: that of what is asked
         self.question = first.question  # type: ignore[misc]
         self.descriptive = first.descriptive  # type: ignore[misc]
-        self.nodes = {
+        self.nodes = self._of_each(lambda workflow: workflow.nodes)
+
+    def _of_each(self, nodes: Callable[[Workflow], Mapping[str, ResultNode]]) -> dict[str, ResultNode]:
+        """Nodes of every revision's workflow, by `name@revision`."""
+        return {
             f"{name}@{revision}": node
-            for revision, workflow in each.items()
-            for name, node in workflow.nodes.items()
+            for revision, workflow in self.each.items()
+            for name, node in nodes(workflow).items()
         }
+
+    def first_nodes(self) -> Mapping[str, ResultNode]:
+        """See `Workflow`: those of every revision."""
+        return self._of_each(lambda workflow: workflow.first_nodes())
+
+    def settle(self, store: Store, *, refuses: bool = True) -> Self:
+        """See `Workflow`: every revision leaves out its own."""
+        self.nodes = self._of_each(lambda workflow: workflow.settle(store, refuses=False).nodes)
+        return self
 
     def run(self, store: Store, **options: Any) -> Self:
         """See `Workflow`; every revision in turn."""
         super().run(store, **options)
         for workflow in self.each.values():
-            workflow.run(store)
+            workflow.open_results(store)
         return self
 
     def result(self, name: str) -> xr.Dataset:

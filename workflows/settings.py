@@ -29,6 +29,7 @@ __all__ = [
     "AnswerSettings",
     "ChosenEdgeSettings",
     "CircuitSettings",
+    "DataSettings",
     "ChosenPlaceSettings",
     "ControlSettings",
     "Count",
@@ -86,8 +87,20 @@ class ModelSettings(FileSettings):
 class ControlSettings:
     """A question that makes a claim (views/findings.py); beside another base."""
 
-    controls: Count = setting(50, "random causes of equal size that the effect is held against")
+    controls: Natural = setting(
+        50, "random causes of equal size that the effect is held against; 0: none is run, nothing is claimed"
+    )
     seed: Natural = setting(0, "of what is drawn at random")
+
+
+@dataclass(frozen=True)
+class DataSettings(ControlSettings):
+    """A question about facts that may be the user's own (facts/fact_data.py); beside another base."""
+
+    data: tuple[str, ...] = setting(
+        (),
+        'JSON files of facts or pairs of facts, "shipped" among them for those of mizarr; none: shipped ones',
+    )
 
 
 @dataclass(frozen=True)
@@ -112,7 +125,7 @@ class EdgeSettings:
 
 
 @dataclass(frozen=True)
-class ChosenPlaceSettings(ControlSettings, FactSettings):
+class ChosenPlaceSettings(DataSettings, FactSettings):
     """A question about one position in one layer, chosen on other facts where it is not named."""
 
     layer: int | None = setting(None, "layer told in full; none: the one that matters most on other facts")
@@ -173,10 +186,9 @@ SubjectRule = Literal["whole", "differing", "last_fact"]
 
 
 @dataclass(frozen=True)
-class PairSettings(ControlSettings, ModelSettings):
+class PairSettings(DataSettings, ModelSettings):
     """A question about pairs of facts, patched block by block of layers (fact_pairs.py)."""
 
-    data: str = setting("", "JSON file of CounterFact records; none: pairs of shipped facts")
     limit: Natural = setting(12, "how many pairs, from the first on; 0 takes all")
     block_size: Natural = setting(0, "layers patched together; 0: 4, of small models a third of the layers")
     subject: SubjectRule = setting(
@@ -189,7 +201,7 @@ class PairSettings(ControlSettings, ModelSettings):
 
 
 @dataclass(frozen=True)
-class TaskSettings(ControlSettings, ModelSettings):
+class TaskSettings(DataSettings, ModelSettings):
     """A question about pairs of prompts of tasks (circuits/tasks.py)."""
 
     tasks: tuple[str, ...] = setting(
@@ -204,7 +216,9 @@ class TaskSettings(ControlSettings, ModelSettings):
 class CircuitSettings(TaskSettings):
     """A question about circuits that do a task."""
 
-    controls: Count = setting(20, "random circuits of as many edges that one is held against")
+    controls: Natural = setting(
+        20, "random circuits of as many edges that one is held against; 0: none, nothing is claimed"
+    )
     pairs: Count = setting(8, "pairs the edges are chosen on, and as many others that circuits are run on")
     method: Method = setting("EAP-IG-inputs", "how edges are scored (stages/circuits/methods.py)")
     steps: Count = setting(5, "of integrated gradients")

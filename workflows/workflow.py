@@ -77,18 +77,27 @@ class Workflow:
         Raises MissingExtra, before anything is computed, where an optional part is missing.
         """
         from ..pipeline import run
-        from ..pipeline.memory import most_held
-        from ..pipeline.nodes import one_look
 
         if self.extra:
             self.require(self.extra, store)
+        if first := self.first_nodes():
+            run(first.values(), store, **options)
+        self.settle(store)
         run(self.nodes.values(), store, **options)
+        self.open_results(store)
+        note_question(store, self.name, self.model_name, self._chosen_settings(), self._keys)
+        return self
+
+    def open_results(self, store: Store) -> Self:
+        """Open the results of all nodes, which are stored."""
+        from ..pipeline.memory import most_held
+        from ..pipeline.nodes import one_look
+
         self.store = store
         with one_look():
             self._results = {name: node.open(store) for name, node in self.nodes.items()}
             keys = {name: node.key(store) for name, node in self.nodes.items()}
         self._keys = {name: key.digest for name, key in keys.items() if key is not None}
-        note_question(store, self.name, self.model_name, self._chosen_settings(), self._keys)
         told = [note for key in self._keys.values() for note in store.provenance(key)]
         self._seconds = sum(note.get("seconds", 0.0) for note in told)
         self._memory = most_held(told)
@@ -116,6 +125,18 @@ class Workflow:
             for name, value in given.items()
             if name not in ("model", "device") and value != default[name]
         }
+
+    def first_nodes(self) -> Mapping[str, ResultNode]:
+        """Nodes whose results decide which of the others are computed at all; `run` computes them first."""
+        return {}
+
+    def settle(self, store: Store, *, refuses: bool = True) -> Self:
+        """Leave out of `nodes` what is not needed, as the stored results of `first_nodes` say.
+
+        refuses: whether to raise ConfigError where nothing is left that is worth showing; one revision of
+        several is never refused.
+        """
+        return self
 
     def require(self, extra: str, store: Store) -> None:
         """Raise MissingExtra where an optional part is missing and something is left to compute."""

@@ -57,8 +57,9 @@ class Null:
 
     values: float [draw]. of: what was drawn, in words: "heads of the same layer". side: which effects count
     as large: those above the null, below it, or far from its median. looked_at: how many candidates the cause
-    was chosen among on the same data, itself included. Raises ConfigError for no draws, or draws that are no
-    numbers.
+    was chosen among on the same data, itself included. No draws at all mean that no control was run: the
+    null then has no median, no bounds and no share (NaN), and nothing is beyond chance. Raises ConfigError
+    for draws that are no numbers.
     """
 
     values: Floats
@@ -68,22 +69,27 @@ class Null:
 
     def __post_init__(self) -> None:
         values = np.asarray(self.values, np.float64).ravel()
-        if not len(values) or not np.isfinite(values).all():
-            told = f"{int((~np.isfinite(values)).sum())} that are not" if len(values) else "none"
-            raise ConfigError(
-                f"expected finite draws of {self.of}, found {told}; give controls of at least 1"
-            )
+        if not np.isfinite(values).all():
+            told = f"{int((~np.isfinite(values)).sum())} that are not"
+            raise ConfigError(f"expected finite draws of {self.of}, found {told}; choose other prompts")
         if self.looked_at < 1:
             raise ConfigError(f"expected looked_at of at least 1, found {self.looked_at}")
         object.__setattr__(self, "values", values)
 
     @property
+    def is_run(self) -> bool:
+        """Whether there are any draws to hold an effect against."""
+        return len(self.values) > 0
+
+    @property
     def median(self) -> float:
         """Of the draws, in the unit of the measure."""
-        return float(np.median(self.values))
+        return float(np.median(self.values)) if self.is_run else float("nan")
 
     def bound(self, share: float = 0.95) -> tuple[float, float]:
         """Between which this share of the draws lies, the same share left out on both sides."""
+        if not self.is_run:
+            return float("nan"), float("nan")
         rest = (1.0 - share) / 2.0
         low, high = np.quantile(self.values, [rest, 1.0 - rest])
         return float(low), float(high)
@@ -104,9 +110,9 @@ class Null:
 
         (1 + draws as large) / (1 + draws), as the cause itself is a draw under the null (Phipson & Smyth
         2010, "Permutation p-values should never be zero"), times `looked_at`. NaN for an effect that is no
-        number.
+        number, and without draws.
         """
-        if not np.isfinite(effect):
+        if not np.isfinite(effect) or not self.is_run:
             return float("nan")
         own = (1 + self.as_large(effect)) / (1 + len(self.values))
         return float(min(1.0, own * self.looked_at))

@@ -91,7 +91,7 @@ class StrongestPaths(PairExperiment):
         return {**super().outputs_on(config), "chosen": self.outputs["chosen"]}
 
     def check(self, config: Architecture) -> Layout:
-        """As of every path; and StageError for no draws, none to be told, or more heads to go back to than
+        """As of every path; and StageError for none to be told, or more heads to go back to than
         say anything to the receivers."""
         self._paths(self.chosen_on, self.receivers).check(config)
         paths = self._paths(self.pairs, self.receivers)
@@ -101,7 +101,7 @@ class StrongestPaths(PairExperiment):
                 f"expected pairs to choose on whose metric is in {self.unit}, as of those to score, found "
                 f"{self.chosen_on[0].metric.units}"
             )
-        for name, least in (("strongest", 1), ("draws", 1), ("back", 0)):
+        for name, least in (("strongest", 1), ("draws", 0), ("back", 0)):
             if (found := getattr(self, name)) < least:
                 raise StageError(f"expected {name} of at least {least}, found {found}")
         speaks = paths_there_are(layout, *paths.sets(layout)).any(1)

@@ -23,6 +23,7 @@ import xarray as xr
 
 from mizarr import stages
 from mizarr.pipeline import ConstantNode, Stage, run, stage
+from mizarr.stages.causal.answer_ranks import AnswerRanks
 from mizarr.stages.causal.attribution.check import AttributionCheck
 from mizarr.stages.causal.attribution.integrated import IntegratedGradients
 from mizarr.stages.causal.attribution.patching import AttributionPatching
@@ -297,6 +298,7 @@ EXPERIMENTS: dict[type[Any], tuple[dict[str, Any], dict[str, Any]]] = {
             "at": -2,
         },
     ),
+    AnswerRanks: ({"prompts": (((1, 2), 3, -1),)}, {"prompts": (((1, 2), 3, 0),)}),
     RecurrentContinuation: (
         {"groups": ((Trial((1, 2), (3,)),),), "settings": GenerationSettings(max_tokens=2, eos=(1,))},
         {"groups": ((Trial((1, 2), (4,)),),), "settings": GenerationSettings(max_tokens=3, eos=(1,))},

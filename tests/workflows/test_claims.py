@@ -6,11 +6,13 @@ import importlib
 import inspect
 import json
 import shutil
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from rich.console import Console
 from safetensors.numpy import save_file
 from scipy.stats import binom
 
@@ -18,6 +20,7 @@ import mizarr
 from mizarr.stages.causal.controls import CHANCE
 from mizarr.stages.forward.architectures.families import from_hf_config
 from mizarr.stages.forward.networks.weights import expected_tensors
+from mizarr.store.errors import ConfigError
 from mizarr.workflows import WORKFLOWS, compute
 from tests.random_dictionaries import save_random_plt
 
@@ -103,8 +106,6 @@ AT_DEFAULTS: dict[str, dict[str, Any]] = {
     "ov_qk": {"controls": 30},
     "evaluate": {"limit": 12, "sequences": 8, "facts": 40},
     "steering_convergence": PROMPTS,
-    "counterfact_patching": {},
-    "factual_routing": {},
     "ablation": {},
     "attention_knockout": {},
     "steering_dose_response": {},
@@ -165,3 +166,38 @@ def test_no_change_of_random_weights_is_said_to_cost_more_than_others(kind: str,
         shutil.rmtree(folder)
     assert np.shape(found) == (20, 3)
     assert (np.sum(found, axis=0) <= most(20)).all(), np.sum(found, axis=0)
+
+
+@pytest.mark.parametrize("name", ["counterfact_patching", "factual_routing"])
+def test_random_weights_are_refused_where_nothing_but_claims_is_worth_showing(name: str, tmp_path: Path):
+    model = random_model(tmp_path / "model", 0, **SMALL)
+    with pytest.raises(ConfigError, match=r"The model knows the answer of 0 of 6 pairs .* a claim needs 2"):
+        compute(name, store=tmp_path / "store", model=str(model), limit=2)
+
+
+WITHOUT_CONTROLS: dict[str, dict[str, Any]] = {
+    "circuit_discovery": {"tasks": ["copying"], "pairs": 6, "size": 20},
+    "circuit_evaluation": {"tasks": ["copying"], "pairs": 6, "shares": [0.1, 1.0]},
+    "composition": {},
+    "evaluate": {"limit": 6, "sequences": 4, "length": 20, "facts": 12},
+    "head_detection": {"sequences": 2, "length": 8},
+    "layer_scan": {"samples": 4},
+    "ov_qk": {},
+    "path_patching": {"tasks": ["copying"], "pairs": 6, "back": 0},
+    "planning_in_poems": {},
+    "steering_convergence": {"strength_steps": 1},
+}
+
+
+@pytest.mark.parametrize("name", WITHOUT_CONTROLS)
+def test_without_controls_effects_are_told_and_nothing_is_claimed(name: str, tmp_path: Path):
+    done = compute(name, store=tmp_path / "store", controls=0, **WITHOUT_CONTROLS[name])
+    findings = done.to_json()["findings"]
+    assert findings
+    for found in findings:
+        assert found["verdict"] == "nothing is claimed, as no control was run"
+        assert found["sentence"].endswith("; nothing is claimed, as no control was run (controls=0).")
+        assert found["null"]["draws"] == 0 and found["null"]["share_as_large"] is None
+        assert np.isfinite(found["effect"])
+    done.render(Console(file=StringIO()), tmp_path)
+    assert done.report(tmp_path / "page.html").is_file()

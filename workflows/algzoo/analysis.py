@@ -28,8 +28,9 @@ from ...stages.algzoo.analysis.standardized import is_standardizable, standardiz
 from ...stages.algzoo.analysis.surprise import SIGMAS, surprise_accounting
 from ...stages.algzoo.samples import algzoo_samples
 from ...stages.causal.controls import Null
+from ...store.arrays import Floats
 from ...store.errors import ConfigError
-from ..settings import Count, setting
+from ..settings import Count, Natural, setting
 from ..views import (
     Bars,
     Choice,
@@ -69,7 +70,9 @@ class StoicheiaAnalysisSettings(AlgZooSettings):
     """
 
     analysed: Count = setting(2000, "samples that ablations, roles, regions and explanations are scored on")
-    controls: Count = setting(50, "random bases of the state that the neurons are held against")
+    controls: Natural = setting(
+        50, "random bases of the state that the neurons are held against; 0: none, nothing is claimed"
+    )
     sigmas: tuple[float, ...] = setting(SIGMAS, "noise on the weights, in standard deviations of a matrix")
     realisations: Count = setting(10, "noisy networks of each")
     regions: Count = setting(16, "regions that the explanation by regions tells")
@@ -92,7 +95,7 @@ class StoicheiaAnalysis(AlgZooWorkflow):
     question = "How does a tiny RNN do its task, and how much of it is explained?"
     settings_type = StoicheiaAnalysisSettings
     settings: StoicheiaAnalysisSettings
-    ablation, null = loaded("ablation"), loaded("controls")
+    ablation = loaded("ablation")
     roles, regions, counted = loaded("roles"), loaded("regions"), loaded("accuracy")
 
     def plan(self) -> Mapping[str, ResultNode]:
@@ -114,7 +117,11 @@ class StoicheiaAnalysis(AlgZooWorkflow):
             "accuracy": sampled_accuracy_node(weights, **about, samples=settings.samples, seed=settings.seed),
             "chosen": neuron_ablation.on(weights=weights, samples=fitted),
             "ablation": neuron_ablation.on(**on),
-            "controls": random_ablation.on(**on, draws=settings.controls, seed=settings.seed),
+            **(
+                {"controls": random_ablation.on(**on, draws=settings.controls, seed=settings.seed)}
+                if settings.controls
+                else {}
+            ),
             "roles": neuron_roles.on(**on),
             "regions": linear_regions.on(**on),
         }
@@ -179,11 +186,19 @@ class StoicheiaAnalysis(AlgZooWorkflow):
         if "surprise" in self.nodes:
             yield from self._surprise()
 
+    @cached_property
+    def null(self) -> Floats:
+        """Change by the direction that each random basis needs most, [draw]; empty without controls."""
+        if "controls" not in self.nodes:
+            return np.empty(0)
+        found: Floats = self.result("controls").load()["delta"].min("direction").values
+        return found
+
     def _claim(self) -> Findings:
         hidden = self.network.shape.hidden
         unit = "of accuracy" if self.measure == "accuracy" else "of RMSE"
         null = Null(
-            -self.null["delta"].min("direction").values,
+            -self.null,
             f"random bases of the state, of each the direction of {hidden} that is needed most",
         )
         effect = -float(self.ablation["delta"][self.neuron])
@@ -285,8 +300,8 @@ class StoicheiaAnalysis(AlgZooWorkflow):
             x_name="neuron",
             y_name=f"change of {self.measure}",
             signed=True,
-            levels=((float(np.median(self.null["delta"].min("direction"))), "random bases"),),
-            sources=("ablation", "controls"),
+            levels=((float(np.median(self.null)), "random bases"),) if self.null.size else (),
+            sources=tuple(name for name in ("ablation", "controls") if name in self.nodes),
         )
         maps = (
             Heatmap.of(both, "Without two", f"change of {self.measure}", **told, sources=("ablation",)),

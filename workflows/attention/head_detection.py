@@ -231,7 +231,7 @@ class HeadDetection(ModelWorkflow):
         and elsewhere."""
         one, other = (self.result(name)["score"].load() for name in ("displaced", "displaced_control"))
         lead = (one - other).transpose("displacement", "layer", "head")
-        if lead.sizes["displacement"] == 1:
+        if lead.sizes["displacement"] == 1 and self.settings.controls:
             return Findings.of(caption="no verdict: prompts too short to look anywhere else")
         n_heads = lead[0].size
         layer, head = divmod(int(lead.values[0].argmax()), lead.sizes["head"])

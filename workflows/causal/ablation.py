@@ -7,9 +7,10 @@ as many tokens, drawn at random, which keeps it what the model is used to read
 2022, "Causal scrubbing"). KL from the run as it is says how much the next token hangs on it, the target's
 probability in which direction.
 
-Told is the head that loses most on other shipped facts that the model knows, scored on more of them and in
-this prompt beside other heads drawn at random. Defaults: a shipped fact on the specimen, for other models
-candle-mi's France; means over shipped facts.
+Told is the head that loses most on other facts that the model knows, the shipped ones or those of `data`,
+scored on more of them and in this prompt beside other heads drawn at random; where it knows too few, they are
+not run and nothing is claimed (material/facts/known.py). Defaults: a shipped fact on the specimen, for other
+models candle-mi's France; means over shipped facts.
 """
 
 from __future__ import annotations
@@ -21,22 +22,23 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
-import numpy.typing as npt
 
 from ...stages.causal.controls import Null, chosen_at_random
 from ...stages.causal.draws import AtOnce
 from ...stages.causal.grids.ablation import Ablation
-from ...stages.causal.grids.patching_metrics import KL, Metric, Probability, Rank
+from ...stages.causal.grids.patching_metrics import KL, Metric, Probability
 from ...stages.logits.lens import format_probability, format_text, format_token
 from ...store.arrays import Floats
 from ...store.errors import ConfigError
-from ..material.answers import KNOWN, answer_pieces, encoded, fact, named, target_json
+from ..material.answers import answer_pieces, encoded, named, target_json
+from ..material.facts.fact_data import Fact, enough, facts_of, shown_fact
+from ..material.facts.known import CHOSEN_ON, SCORED, KnownWorkflow
 from ..material.places import in_every_layer
 from ..material.unrelated import Unrelated
-from ..settings import ControlSettings, Count, FactSettings, setting
+from ..settings import Count, DataSettings, FactSettings, setting
 from ..subject import shipped_facts
 from ..views import Data, Figure, Finding, Findings, Heatmap, Table, View, points
-from ..workflow import ModelWorkflow, loaded
+from ..workflow import loaded
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -61,7 +63,7 @@ INSTEAD = {
 
 
 @dataclass(frozen=True)
-class AblationOfEachSettings(ControlSettings, FactSettings):
+class AblationOfEachSettings(DataSettings, FactSettings):
     """What `--set` can change. Raises ConfigError for references where `how` takes none."""
 
     how: Literal["mean", "zero", "resample"] = setting(
@@ -79,14 +81,14 @@ class AblationOfEachSettings(ControlSettings, FactSettings):
             )
 
 
-class AblationOfEach(ModelWorkflow):
+class AblationOfEach(KnownWorkflow):
     """Every head, and the attention and the MLP of every layer."""
 
     name = "ablation"
     question = "Which heads and layers does the answer need?"
     settings_type = AblationOfEachSettings
     settings: AblationOfEachSettings
-    not_claimed: ClassVar[str] = " Layers are described, not claimed: there are too few of them."
+    described: ClassVar[str] = " Layers are described, not claimed: there are too few of them."
     unit: ClassVar[str] = "head"
     """What is taken away one at a time, and the axis that counts it."""
 
@@ -102,18 +104,13 @@ class AblationOfEach(ModelWorkflow):
         """Two grids of the same prompt, and one of other facts."""
         shared = self._shared()
         parts = Ablation(kinds=in_every_layer(self.subject.config, PARTS), over="layer", **shared)
-        units, facts = self._unit_nodes(shared)
-        return {"heads": units, "layers": self.on_model(parts), "facts": facts}
-
-    def _unit_nodes(self, shared: dict[str, Any]) -> tuple[ResultNode, ResultNode]:
-        """Every unit of this prompt, and of other facts."""
-        units = Ablation(**self._grid, **shared)
-        return self.on_model(units), self.on_model(self._on_facts(shared["tokens"]))
+        units = self.on_model(Ablation(**self._grid, **shared))
+        return {"heads": units, "layers": self.on_model(parts), **self._fact_nodes(shared["tokens"])}
 
     def _shared(self) -> dict[str, Any]:
         """What all grids of the prompt have in common."""
         chosen = self.settings
-        self.prompt, self.target = fact(chosen.model, chosen.prompt, chosen.target)
+        self.prompt, self.target = shown_fact(chosen.model, chosen.prompt, chosen.target, chosen.data)
         self.pieces = answer_pieces(self.subject, self.prompt, self.target)
         metrics: tuple[Metric, ...] = (KL(),)
         if self.pieces:
@@ -146,26 +143,28 @@ class AblationOfEach(ModelWorkflow):
             "layers": None if len(layers) == config.num_layers else tuple(layers),
         }
 
-    def _on_facts(self, own: tuple[int, ...]) -> AtOnce:
-        """Every unit in other shipped facts, [draw = fact, layer, head]; none of them is a reference of the
-        mean, or the prompt with these tokens."""
-        limit = self.subject.config.context_length
-        facts = shipped_facts()[MANY:]
-        tokens = ((tuple(self.subject.tokenizer.encode(each["prompt"]).ids), each) for each in facts)
+    def _fact_nodes(self, own: tuple[int, ...]) -> dict[str, ResultNode]:
+        """Every unit in other facts, [draw = fact, layer, head], and which of them the model knows; none
+        where no control is asked for. None of the facts is a reference of the mean, or the prompt with these
+        tokens."""
+        given, limit = self.settings, self.subject.config.context_length
+        if not given.controls:
+            return {}
+        facts = facts_of(given.data)[0 if given.data else MANY :]
+        tokens = ((tuple(self.subject.tokenizer.encode(each.prompt).ids), each) for each in facts)
         fitting = ((ids, each) for ids, each in tokens if ids != own and (limit is None or len(ids) <= limit))
-        chosen = islice(dict(islice(fitting, 4 * self.settings.facts)).items(), 2 * self.settings.facts)
-        heads = tuple(self._on_fact(ids, each) for ids, each in chosen)
-        if len(heads) < 2 * self.settings.facts:
-            raise ConfigError(
-                f"expected {2 * self.settings.facts} shipped facts that fit the model, found {len(heads)}; "
-                "ask for fewer: facts=…"
-            )
-        return AtOnce(heads)
+        several = list(dict(islice(fitting, 4 * given.facts)).items())
+        chosen = enough(several, given.data, 2 * given.facts, f"a {self.unit}")
+        self.only_claims = ("facts",)
+        asked = [(ids, self.subject.answer_id(*each[:2]), -1) for ids, each in chosen]
+        half = len(chosen) // 2
+        units = AtOnce(tuple(self._on_fact(ids, each) for ids, each in chosen))
+        known = self.known_node({CHOSEN_ON: asked[:half], SCORED: asked[half:]})
+        return known | {"facts": self.on_model(units)}
 
-    def _on_fact(self, tokens: tuple[int, ...], told: dict[str, Any]) -> Ablation:
-        answer = self.subject.answer_id(told["prompt"], told["target"])
-        instead = self._instead(tokens, told["target"], FEW)
-        return Ablation(**self._grid, tokens=tokens, metrics=(KL(), Rank(answer)), **instead)
+    def _on_fact(self, tokens: tuple[int, ...], told: Fact) -> Ablation:
+        instead = self._instead(tokens, told.target, FEW)
+        return Ablation(**self._grid, tokens=tokens, metrics=(KL(),), **instead)
 
     @property
     def compared(self) -> list[int]:
@@ -178,22 +177,14 @@ class AblationOfEach(ModelWorkflow):
         found: Floats = self.result("facts")["kl"].transpose("draw", "layer", self.unit).values
         return found
 
-    @cached_property
-    def is_known(self) -> npt.NDArray[np.bool_]:
-        """Whether the model says the answer of each of these facts, bool [fact]."""
-        unpatched = self.result("facts")["unpatched"]
-        return np.array(unpatched.sel(run="clean", metric="rank").values == 0)
-
     def findings(self) -> Findings:
         """The unit that other facts need most, on more of them and here; and the one they need least. Where
         the model knows too few of them nothing is claimed."""
+        if self.not_claimed:
+            return self.unclaimed()
         given, heads = self.settings, self.lost.shape[2]
-        known = np.split(self.is_known, 2)
+        known = [self.is_known(name) for name in (CHOSEN_ON, SCORED)]
         counts = [int(each.sum()) for each in known]
-        if min(counts) < KNOWN:
-            said = f"{counts[0]} and {counts[1]} of {given.facts} other facts to choose on and to score on"
-            caption = f"The model says the answer of {said}, fewer than {KNOWN}: nothing is claimed."
-            return Findings.of(caption=caption, sources=(f"{self.unit}s", "facts"))
         chosen_on, scored = (
             part[rows].reshape(int(rows.sum()), -1)
             for part, rows in zip(np.split(self.lost, 2), known, strict=True)
@@ -226,8 +217,8 @@ class AblationOfEach(ModelWorkflow):
             in_prompt(most, f"in '{format_text(self.prompt)}', {told(most)}"),
             in_prompt(least, f"for comparison, {told(least)}"),
             caption=f"The {self.unit} of the largest mean KL ({mean[most]:.3f} nats) on other facts, of "
-            f"{given.facts} the {counts[0]} whose answer the model says, scored on {counts[1]} more; for "
-            f"comparison that of the least.{self.not_claimed}",
+            f"{len(known[0])} the {counts[0]} whose answer the model says, scored on {counts[1]} more; for "
+            f"comparison that of the least.{self.described}",
             sources=(f"{self.unit}s", "facts"),
         )
 

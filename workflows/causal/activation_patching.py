@@ -10,9 +10,13 @@ models to which candle-mi's prompts differ in length. Of several corrupted promp
 tokens as the clean one is taken; none is an error. An answer of several tokens is refused unless
 `answer_piece=first` says which is meant.
 
-Told of every kind is the place that recovers most on other shipped pairs, scored on the pairs shown and more
-of them, beside states of unrelated prompts at the same place. Of these pairs count those that the model
-knows, whose clean answer is its likeliest next token; where it knows too few, nothing is claimed. Places are
+`metric` says what recovery is a share of: KL of the whole next-token distribution, the difference between the
+logits of the clean and the corrupted answer, or the clean answer's probability.
+
+Told of every kind is the place that recovers most on other pairs, scored on the pairs shown and more of them,
+beside states of unrelated prompts at the same place. Of these pairs count those that the model knows, whose
+clean answer is its likeliest next token; where it knows too few, none of that is run and nothing is claimed
+(material/facts/known.py). `data` names pairs of one's own in place of the shipped ones. Places are
 a layer and a role: the subject's last token, and for outputs the last token too; the state at the last token
 is left out, as it is the answer itself (and a recurrent one is read by nobody there). A pair of one's own is
 scored alone, known or not.
@@ -23,7 +27,7 @@ and so is what heads of a recurrent model read, write and are asked for; its sta
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -31,21 +35,23 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import numpy as np
 import numpy.typing as npt
 
+from ...stages.causal.answer_ranks import AskedPrompt
 from ...stages.causal.draws import AtOnce
 from ...stages.causal.grids.patching import ActivationPatching, DonorPatching, common_ends
 from ...stages.causal.grids.patching_grid import HEAD_KINDS, KINDS, STATE_KINDS
-from ...stages.causal.grids.patching_metrics import KL, Metric, Probability, Rank, Recovery
+from ...stages.causal.grids.patching_metrics import KL, LogitDifference, Metric, Probability, Recovery
 from ...stages.forward.models.files import SHIPPED
 from ...stages.logits.lens import format_probability, format_text, format_token
 from ...store.arrays import Floats
 from ...store.errors import ConfigError
-from ..material.answers import KNOWN, answer_pieces, encoded, named
-from ..material.fact_pairs import shipped_pairs
+from ..material.answers import answer_pieces, encoded, named
+from ..material.facts.fact_data import FIELDS
+from ..material.facts.fact_pairs import pair_records, shipped_pairs
+from ..material.facts.known import CHOSEN_ON, SCORED, KnownWorkflow
 from ..material.places import NAMES, USUAL, check_kinds, in_every_layer
 from ..material.unrelated import Unrelated
-from ..settings import ControlSettings, Count, ModelSettings, setting
+from ..settings import Count, DataSettings, ModelSettings, setting
 from ..views import Choice, Data, Figure, Finding, Findings, Heatmap, Table, View, dim
-from ..workflow import ModelWorkflow
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -59,36 +65,55 @@ CITIES = (
     (
         "The capital of France is",
         "Paris",
-        tuple(f"The capital of {name} is" for name in ("Poland", "Brazil", "Russia", "Canada", "Turkey")),
+        {
+            "The capital of Poland is": "Warsaw",
+            "The capital of Brazil is": "Brasília",
+            "The capital of Russia is": "Moscow",
+            "The capital of Canada is": "Ottawa",
+            "The capital of Turkey is": "Ankara",
+        },
     ),
     (
         "The Space Needle is in downtown",
         "Seattle",
-        (
-            "The Eiffel Tower is in downtown",
-            "The Colosseum is located in downtown",
-            "The Big Ben is located in downtown",
-            "The Great Wall is located in downtown",
-        ),
+        {
+            "The Eiffel Tower is in downtown": "Paris",
+            "The Colosseum is located in downtown": "Rome",
+            "The Big Ben is located in downtown": "London",
+            "The Great Wall is located in downtown": "Beijing",
+        },
     ),
 )
-"""candle-mi's pairs: clean prompt, its answer, corrupted prompts to choose from."""
+"""candle-mi's pairs: clean prompt, its answer, corrupted prompts to choose from with their answers."""
+
+MEASURES = {
+    "kl": "the clean prediction",
+    "logit_difference": "the difference between the logits of both answers",
+    "probability": "the clean answer's probability",
+}
+"""What recovery is a share of, by metric."""
 
 ROLES = ("the subject's last token", "the last token")
 """Positions that other pairs have too."""
 
 
 @dataclass(frozen=True)
-class ActivationPatchingTraceSettings(ControlSettings, ModelSettings):
+class ActivationPatchingTraceSettings(DataSettings, ModelSettings):
     """What `--set` can change.
 
-    Raises ConfigError for a clean prompt or a corrupted one alone, an answer without a prompt, and kinds
-    there are not.
+    Raises ConfigError for a clean prompt or a corrupted one alone, an answer without a prompt, a metric that
+    needs answers which are not given, and kinds there are not.
     """
 
-    prompt: str = setting("", "clean prompt; none: shipped facts, or candle-mi's pairs")
+    prompt: str = setting("", "clean prompt; none: the first pairs of data, shipped facts or candle-mi's")
     answer: str = setting("", "what comes next in the clean prompt; may be empty")
     corrupted: tuple[str, ...] = setting((), "corrupted prompts; the first of as many tokens is taken")
+    wrong: str = setting("", "what comes next in the corrupted prompts; for metric=logit_difference")
+    metric: Literal["kl", "logit_difference", "probability"] = setting(
+        "kl",
+        '"kl" of next-token distributions; "logit_difference", clean answer minus corrupted answer; '
+        '"probability" of the clean answer: what recovery is a share of',
+    )
     kinds: tuple[str, ...] = setting(
         (), "what is patched; none: resid_post, attn_out and mlp_out; z, q, k, v, pattern: by head"
     )
@@ -105,6 +130,15 @@ class ActivationPatchingTraceSettings(ControlSettings, ModelSettings):
             raise ConfigError("expected a clean prompt and corrupted ones, found one without the other")
         if self.answer and not self.prompt:
             raise ConfigError(f"expected a prompt for the answer {self.answer!r}, found none")
+        if self.wrong and not self.answer:
+            raise ConfigError(f"expected an answer beside the wrong one, {self.wrong!r}, found none")
+        needed = {"logit_difference": ("answer", "wrong"), "probability": ("answer",)}.get(self.metric, ())
+        missing = [name for name in needed if self.prompt and not getattr(self, name)]
+        if missing:
+            raise ConfigError(
+                f"metric={self.metric}: expected {' and '.join(needed)} of the prompt, found no "
+                f"{' and no '.join(missing)}; set {'=… and '.join(missing)}=…"
+            )
         if self.pairs < 1:
             raise ConfigError(f"expected at least one pair, found pairs={self.pairs}")
         check_kinds(self.kinds, KINDS)
@@ -112,7 +146,7 @@ class ActivationPatchingTraceSettings(ControlSettings, ModelSettings):
 
 @dataclass(frozen=True)
 class Traced:
-    """A pair chosen: texts, token ids, the subject's first and last position, and the answer's tokens."""
+    """A pair chosen: texts, token ids, the subject's first and last position, and the answers' tokens."""
 
     clean: str
     corrupted: str
@@ -120,6 +154,11 @@ class Traced:
     clean_ids: tuple[int, ...]
     corrupted_ids: tuple[int, ...]
     pieces: tuple[int, ...]
+    """Of the answer."""
+    wrong: str = ""
+    """The corrupted prompt's answer, "" where nobody named it."""
+    wrong_piece: int | None = None
+    """Its first token."""
 
     @property
     def subject(self) -> tuple[int, int]:
@@ -128,7 +167,7 @@ class Traced:
         return start, len(self.clean_ids) - end - 1
 
 
-class ActivationPatchingTrace(ModelWorkflow):
+class ActivationPatchingTrace(KnownWorkflow):
     """One grid of patches per pair and kind."""
 
     name = "activation_patching"
@@ -137,16 +176,12 @@ class ActivationPatchingTrace(ModelWorkflow):
     settings: ActivationPatchingTraceSettings
     CONTROLS: ClassVar[tuple[str, ...]] = ("choice", "scored", "controls")
     """Results beside the pairs shown."""
+    asked_about = "pairs"
 
     @property
     def kinds(self) -> tuple[str, ...]:
         """What is patched: as asked, or what all layers of the model have of the usual."""
         return self.settings.kinds or in_every_layer(self.subject.config, USUAL)
-
-    @property
-    def least_known(self) -> int:
-        """How many pairs to score on must count; a pair of one's own always does."""
-        return 1 if self.settings.prompt else KNOWN
 
     def plan(self) -> Mapping[str, ResultNode]:
         """Per pair of prompts an experiment over positions, and one over heads, as far as kinds are asked."""
@@ -163,49 +198,91 @@ class ActivationPatchingTrace(ModelWorkflow):
             if chosen
         }
         states = grids["pair", "position"]
-        return nodes | (self._control_nodes(states) if states else {})
+        return nodes | (self._control_nodes(states) if states and self.settings.controls else {})
 
     def _control_nodes(self, kinds: tuple[str, ...]) -> dict[str, ResultNode]:
-        """Both roles of other pairs, [draw, layer, position]: to choose on, to score, and with donors."""
+        """Both roles of other pairs, [draw, layer, position]: to choose on, to score, and with donors; and
+        which of these pairs the model knows."""
         given, unrelated = self.settings, Unrelated(self.subject)
-        shown = [(each.clean_ids, each.corrupted_ids) for each in self.traced]
-        targets: dict[tuple[int, ...], tuple[str, ...]] = {
-            each.clean_ids: (each.answer,) for each in self.traced
-        }
-        answers = {each.clean_ids: each.pieces[0] for each in self.traced if each.pieces}
-        pairs, limit = list[tuple[tuple[int, ...], tuple[int, ...]]](), self.subject.config.context_length
-        for record in shipped_pairs(self.subject)[: 4 * given.others + len(shown)]:
-            texts = record["original_prompt"], record["counterfactual_prompt"]
-            one, other = (tuple(self._encoded(text).ids) for text in texts)
-            if (one, other) not in shown and (limit is None or len(one) <= limit):
-                pairs.append((one, other))
-                targets[one] = (record["gt_original_target"], record["gt_counterfactual_target"])
-                answers[one] = self.subject.answer_id(texts[0], record["gt_original_target"])
-        chosen_on, more = pairs[: given.others], pairs[given.others : 2 * given.others]
+        others = self._other_pairs()
+        half = given.others if len(others) >= 2 * given.others else -(-len(others) // 2)
+        chosen_on, more = others[:half], others[half : half + given.others]
         if not chosen_on:
-            raise ConfigError("expected shipped pairs of facts that fit the model, found none")
-        self.scored = shown + ([] if given.prompt else more)
+            raise ConfigError(
+                "expected other pairs to choose a place on, found none that fit the model; give more in "
+                "data=…, or ask for no claim: controls=0"
+            )
+        self.scored = self.traced + ([] if given.prompt else more)
         self.num_donors = given.controls if given.prompt else given.donors
         donors = tuple(
-            DonorPatching(donor=donor, metrics=(Recovery(KL()),), **self._roles(*pair, kinds))
+            DonorPatching(donor=donor, metrics=(Recovery(self._measure(pair)),), **self._roles(pair, kinds))
             for number, pair in enumerate(self.scored)
             for donor in unrelated.to(
-                pair[0], self.num_donors, seed=given.seed + number, targets=targets[pair[0]]
+                pair.clean_ids,
+                self.num_donors,
+                seed=given.seed + number,
+                targets=(pair.answer,) if pair in self.traced else (pair.answer, pair.wrong),
             )
         )
 
-        def patched(pair: tuple[tuple[int, ...], tuple[int, ...]]) -> ActivationPatching:
-            rank = (Rank(answers[pair[0]]),) if pair[0] in answers else ()
-            return ActivationPatching(metrics=(Recovery(KL()), *rank), **self._roles(*pair, kinds))
+        def patched(pair: Traced) -> ActivationPatching:
+            return ActivationPatching(metrics=(Recovery(self._measure(pair)),), **self._roles(pair, kinds))
 
         asked: dict[str, tuple[ActivationPatching, ...]] = {
             "choice": tuple(map(patched, chosen_on)),
             "scored": tuple(map(patched, self.scored)),
             "controls": donors,
         }
-        return {name: self.on_model(AtOnce(each)) for name, each in asked.items()}
+        self.only_claims = tuple(asked)
+        groups = {CHOSEN_ON: [self._question(pair) for pair in chosen_on]}
+        if not given.prompt:  # a pair of one's own is scored, known or not
+            groups[SCORED] = [self._question(pair) for pair in self.scored]
+        return self.known_node(groups) | {name: self.on_model(AtOnce(each)) for name, each in asked.items()}
 
-    def _roles(self, clean: tuple[int, ...], corrupted: tuple[int, ...], kinds: Any) -> dict[str, Any]:
+    def _other_pairs(self) -> list[Traced]:
+        """Pairs that are not shown and fit the model: the rest of `data`, or where nothing is left of it,
+        shipped ones; as many to choose on as to score on."""
+        given, limit = self.settings, self.subject.config.context_length
+        shown = [(each.clean_ids, each.corrupted_ids) for each in self.traced]
+        few = 4 * given.others + len(shown)
+        records = pair_records(self.subject, given.data)[:few]
+        found = self._fitting(records, shown, limit)
+        if given.data and not found:
+            found = self._fitting(shipped_pairs(self.subject)[:few], shown, limit)
+        return found[: 2 * given.others]
+
+    def _fitting(
+        self, records: Sequence[Mapping[str, str]], shown: Sequence[Any], limit: int | None
+    ) -> list[Traced]:
+        """Pairs of some records, but for those shown and those that the model or the metric cannot read."""
+        found = []
+        for record in records:
+            one, other, target, wrong = (record[name] for name in FIELDS)
+            ids, corrupted = (tuple(self._encoded(text).ids) for text in (one, other))
+            if (
+                (ids, corrupted) in shown
+                or len(ids) != len(corrupted)
+                or not (limit is None or len(ids) <= limit)
+            ):
+                continue
+            right, false = (self.subject.answer_id(one, word) for word in (target, wrong))
+            if self.settings.metric != "logit_difference" or right != false:
+                found.append(Traced(one, other, target, ids, corrupted, (right,), wrong, false))
+        return found
+
+    def _measure(self, pair: Traced) -> Metric:
+        """What recovery is a share of, in one pair."""
+        if self.settings.metric == "logit_difference":
+            assert pair.wrong_piece is not None
+            return LogitDifference(pair.pieces[0], pair.wrong_piece)
+        return Probability(pair.pieces[0]) if self.settings.metric == "probability" else KL()
+
+    def _question(self, pair: Traced) -> AskedPrompt:
+        """The clean prompt, its answer's first token, and the position whose logits say it."""
+        return pair.clean_ids, pair.pieces[0], self._asked_at(pair.clean_ids, pair.corrupted_ids)
+
+    def _roles(self, pair: Traced, kinds: Any) -> dict[str, Any]:
+        clean, corrupted = pair.clean_ids, pair.corrupted_ids
         _, end = common_ends(clean, corrupted)
         at = self._asked_at(clean, corrupted)
         return {
@@ -233,13 +310,10 @@ class ActivationPatchingTrace(ModelWorkflow):
     def findings(self) -> Findings:
         """What the best place of other pairs recovers in these, by kind; and of the first kind one that
         recovers nothing in them. Where the model knows too few pairs nothing is claimed."""
+        if self.not_claimed:
+            return self.unclaimed()
         kinds, sources = [kind for kind in self.kinds if not _by_head(kind)], tuple(self.CONTROLS)
-        counts, least = [int(self.is_known(name).sum()) for name in ("choice", "scored")], self.least_known
-        if min(counts[0] - KNOWN, counts[1] - least) < 0:
-            said = f"{counts[0]} of {len(self.is_known('choice'))} pairs to choose on"
-            said += f" and {counts[1]} of {len(self.scored)} to score on" if least > 1 else ""
-            caption = f"The model says the answer of {said}, fewer than {KNOWN}: nothing is claimed."
-            return Findings.of(caption=caption, sources=sources)
+        counts = [int(self.counts(name).sum()) for name in ("choice", "scored")]
         chosen_on = {kind: self._recovered("choice", kind) for kind in kinds}
         means = {
             kind: values.mean(0)[:, : 1 if kind.startswith("resid") or _is_memory(kind) else 2]
@@ -262,13 +336,11 @@ class ActivationPatchingTrace(ModelWorkflow):
             return ROLES
         return ROLES[0], "the token before the mask" if self.subject.config.mask_shift else "the mask"
 
-    def is_known(self, name: str) -> npt.NDArray[np.bool_]:
-        """Which pairs of a result count, bool [pair]: those whose clean answer is the likeliest next token,
-        and a pair of one's own."""
-        found = self.result("choice" if name == "choice" else "scored")["unpatched"]
+    def counts(self, name: str) -> npt.NDArray[np.bool_]:
+        """Which pairs of a result count, bool [pair]: those that the model knows, and a pair of one's own."""
         if name != "choice" and self.settings.prompt:
             return np.ones(len(self.scored), bool)
-        return np.array(found.sel(run="clean", metric="rank").values == 0)
+        return self.is_known(CHOSEN_ON if name == "choice" else SCORED)
 
     def _recovered(self, name: str, kind: str) -> Floats:
         """Percent recovered of one kind in one of the results on roles, in pairs that count: [pair, layer,
@@ -279,7 +351,7 @@ class ActivationPatchingTrace(ModelWorkflow):
             .transpose("draw", "layer", "position")
             .values
         )
-        known = self.is_known(name)
+        known = self.counts(name)
         return found[known.repeat(len(found) // len(known))]
 
     def _found(self, kind: str, cell: int, shape: tuple[int, ...], *, is_quiet: bool = False) -> Finding:
@@ -289,8 +361,8 @@ class ActivationPatchingTrace(ModelWorkflow):
         scored, controls = (self._recovered(name, kind)[:, layer, role] for name in ("scored", "controls"))
         before, said = "for comparison, " if is_quiet else "", "state" if _is_memory(kind) else kind
         return Finding.over(
-            f"{before}clean {said} of layer {layer} at {self._roles_named[role]} brings the clean "
-            "prediction back",
+            f"{before}clean {said} of layer {layer} at {self._roles_named[role]} brings "
+            f"{MEASURES[self.settings.metric]} back",
             scored,
             controls.reshape(len(scored), self.num_donors),
             "times states of unrelated prompts as long",
@@ -300,25 +372,26 @@ class ActivationPatchingTrace(ModelWorkflow):
             held_out=True,
         )
 
-    def _asked(self) -> list[tuple[str, str, tuple[str, ...]]]:
-        """Clean prompts, answers and what may corrupt them."""
+    def _asked(self) -> Sequence[tuple[str, str, Mapping[str, str]]]:
+        """Clean prompts, answers and what may corrupt them, with the answers to that."""
         given = self.settings
         if given.prompt:
-            return [(given.prompt, given.answer, given.corrupted)]
-        cities = () if given.model in SHIPPED else CITIES
+            return [(given.prompt, given.answer, dict.fromkeys(given.corrupted, given.wrong))]
+        cities = () if given.model in SHIPPED or given.data else CITIES
         if fitting := [each for each in cities if self._fits(each[0], each[2])]:
             return fitting[: given.pairs]
+        records = pair_records(self.subject, given.data)[: given.pairs]
         return [
-            (record["original_prompt"], record["gt_original_target"], (record["counterfactual_prompt"],))
-            for record in shipped_pairs(self.subject)[: given.pairs]
+            (one, target, {other: wrong})
+            for one, other, target, wrong in ([record[name] for name in FIELDS] for record in records)
         ]
 
-    def _fits(self, clean: str, candidates: tuple[str, ...]) -> bool:
+    def _fits(self, clean: str, candidates: Iterable[str]) -> bool:
         """Whether any of the candidates has as many tokens."""
         first, *others = (len(self._encoded(text).ids) for text in (clean, *candidates))
         return first in others
 
-    def _chosen(self, clean: str, answer: str, candidates: tuple[str, ...]) -> Traced:
+    def _chosen(self, clean: str, answer: str, candidates: Mapping[str, str]) -> Traced:
         ids = tuple(self._encoded(clean).ids)
         tried = {text: tuple(self._encoded(text).ids) for text in candidates}
         corrupted = next((text for text, other in tried.items() if len(other) == len(ids)), None)
@@ -338,12 +411,23 @@ class ActivationPatchingTrace(ModelWorkflow):
                 f"expected an answer of one token, found {answer!r} as {named(self.subject, pieces)}; choose "
                 "another, or follow its first token: answer_piece=first"
             )
-        return Traced(clean, corrupted, answer, ids, tried[corrupted], pieces)
+        wrong = candidates[corrupted]
+        false = answer_pieces(self.subject, corrupted, wrong, at_mask=True)[:1]
+        if self.settings.metric == "logit_difference" and pieces[:1] == false:
+            raise ConfigError(
+                f"metric=logit_difference: expected answers that begin with different tokens, found "
+                f"{answer!r} and {wrong!r}; choose others, or another metric"
+            )
+        return Traced(
+            clean, corrupted, answer, ids, tried[corrupted], pieces, wrong, false[0] if false else None
+        )
 
     def _experiment(self, traced: Traced, kinds: tuple[str, ...], over: str) -> ActivationPatching:
-        metrics: tuple[Metric, ...] = (Recovery(KL()), KL())
+        metrics: tuple[Metric, ...] = (Recovery(self._measure(traced)), KL())
         if traced.pieces:
             metrics += (Probability(traced.pieces[0]),)
+        if self.settings.metric == "logit_difference":
+            metrics += (self._measure(traced),)
         at = self._asked_at(traced.clean_ids, traced.corrupted_ids)
         return ActivationPatching(
             at=-1 if at == len(traced.clean_ids) - 1 else at,
@@ -391,6 +475,7 @@ class ActivationPatchingTrace(ModelWorkflow):
             "seq_len": len(traced.clean_ids),
             "corrupted_kl": float(unpatched.sel(run="corrupted", metric="kl")),
             "unit": "percent recovered, 0 = corrupted, 100 = clean",
+            "metric": self.settings.metric,
             "kind": kind,
             "window": self.settings.window,
             "grid": first.values.tolist(),
@@ -410,12 +495,21 @@ class ActivationPatchingTrace(ModelWorkflow):
                     kind: grid["probability"].values.tolist() for kind, grid in grids.items()
                 },
             }
+        if self.settings.metric == "logit_difference":
+            runs = unpatched.sel(metric="logit_difference")
+            told |= {
+                "wrong": traced.wrong,
+                "logit_difference": {str(run["run"].values): float(run) for run in runs},
+                "logit_difference_grids": {
+                    kind: grid["logit_difference"].values.tolist() for kind, grid in grids.items()
+                },
+            }
         return told
 
     def views(self) -> Iterator[View]:
         """Per pair the grids of every kind, and the best places."""
         pairs = [self.told(i) for i in range(len(self.traced))]
-        findings = (self.findings(),) if "controls" in self.nodes else ()
+        findings = (self.findings(),) if any(not _by_head(kind) for kind in self.kinds) else ()
         yield from findings
         yield Data(json={"results": pairs})
         for i, told in enumerate(pairs):
@@ -423,9 +517,9 @@ class ActivationPatchingTrace(ModelWorkflow):
             grids = [self._grid(told, traced, best) for best in told["best"]]
             yield Choice(
                 title=f"'{format_text(traced.clean)}' put into '{format_text(traced.corrupted)}'",
-                caption="Share of the clean prediction that comes back when one state of the clean run "
-                "replaces that of the corrupted one; 0 % as corrupted, 100 % as clean, "
-                "below 0 % farther off than corrupted.",
+                caption=f"Share of {MEASURES[self.settings.metric]} that comes back when one state of the "
+                "clean run replaces that of the corrupted one; 0 % as corrupted, 100 % as clean, below 0 % "
+                "farther off than corrupted.",
                 sources=sources,
                 name="patched",
                 options=tuple(zip(told["grids"], grids, strict=True)),
@@ -486,9 +580,15 @@ class ActivationPatchingTrace(ModelWorkflow):
             if any(_by_head(kind) == is_named for kind in told["grids"])
         )
         caption = (
-            f"share of the clean prediction recovered at the best {where}; KL(clean || corrupted) "
-            f"{told['corrupted_kl']:.3f} nats"
+            f"share of {MEASURES[self.settings.metric]} recovered at the best {where}; "
+            f"KL(clean || corrupted) {told['corrupted_kl']:.3f} nats"
         )
+        if "logit_difference" in told:
+            runs = told["logit_difference"]
+            caption += (
+                f"; logit of {told['answer']!r} minus that of {told['wrong']!r}: {runs['clean']:+.2f} clean, "
+                f"{runs['corrupted']:+.2f} corrupted"
+            )
         if "answer_probability" in told:
             shares = {name: format_probability(p) for name, p in told["answer_probability"].items()}
             word = format_token(told["answer_token"])

@@ -24,6 +24,7 @@ from ...stages.causal.controls import Null, chosen_at_random
 from ...stages.causal.draws import AtOnce
 from ...stages.causal.knockout import EdgeKnockout, HeadKnockout
 from ...stages.logits.lens import format_text, format_token
+from ...store.arrays import Floats
 from ..material.answers import named, target_json
 from ..material.edge_choice import EdgeWorkflow
 from ..settings import ChosenEdgeSettings, setting
@@ -78,6 +79,12 @@ class AttentionKnockout(EdgeWorkflow):
             (*self.keys, *(chosen_at_random(rest, needed, seed=self.settings.seed) if rest else ()))
         )
 
+    def lost_here(self, key: int) -> Floats:
+        """See `PlaceWorkflow`: with the edge to one key cut, [layer]."""
+        by_edge = self.edges["kl"].transpose("layer", "edge").values
+        found: Floats = by_edge[:, int(np.flatnonzero(self.edges["key"].values == key)[0])]
+        return found
+
     @cached_property
     def heads(self) -> xr.Dataset:
         """The one edge in every layer and head, [layer, head]."""
@@ -110,7 +117,7 @@ class AttentionKnockout(EdgeWorkflow):
     def findings(self) -> Findings:
         """The edge on other facts and in this prompt, and one that others say does nothing."""
         if not self.is_claimed:
-            return Findings.of(caption=self.choice_told, sources=tuple(self.nodes))
+            return self.unclaimed()
 
         def cut(layer: int, key: int) -> str:
             return f"cutting {self.edge_told((self.query, key))} in layer {layer}"

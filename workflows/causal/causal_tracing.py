@@ -9,10 +9,12 @@ Defaults: a shipped fact on the specimen, for other models candle-mi's France. N
 standard deviations of the embeddings, on 10 samples; attention and MLP outputs are put back in windows of a
 fifth of the layers, as its 10 of 48 are. An answer of several tokens is followed by its first.
 
-Told of every kind is the place, a layer and a role, that restores most on other shipped facts (the largest
-average indirect effect, as the paper calls the rise in probability), scored on more of them and in the prompt
-beside other places that the noise reaches. As in the paper, facts count that the model knows: the answer is
-the likeliest next token of the clean prompt. States at the last token are left out: they are the answer.
+Told of every kind is the place, a layer and a role, that restores most on other facts, the shipped ones or
+those of `data` (the largest average indirect effect, as the paper calls the rise in probability), scored on
+more of them and in the prompt beside other places that the noise reaches. As in the paper, facts count that
+the model knows: the answer is the likeliest next token of the clean prompt. Where it knows too few, none of
+them is traced and nothing is claimed (material/facts/known.py). States at the last token are left out: they
+are the answer.
 """
 
 from __future__ import annotations
@@ -34,12 +36,13 @@ from ...stages.corpus.positions import phrase_tokens
 from ...stages.forward.models.files import SHIPPED
 from ...stages.logits.lens import format_probability, format_text, format_token
 from ...store.errors import ConfigError
-from ..material.answers import FRANCE, KNOWN, answer_pieces, encoded, named, target_json
-from ..material.fact_pairs import shipped_pairs
+from ..material.answers import FRANCE, answer_pieces, encoded, named, target_json
+from ..material.facts.fact_data import enough
+from ..material.facts.fact_pairs import pair_records
+from ..material.facts.known import CHOSEN_ON, SCORED, KnownWorkflow
 from ..material.places import NAMES, USUAL, check_kinds, in_every_layer
-from ..settings import ControlSettings, Count, FactSettings, Natural, Positive, setting
+from ..settings import Count, DataSettings, FactSettings, Natural, Positive, setting
 from ..views import Data, Figure, Finding, Findings, Heatmap, Table, View
-from ..workflow import ModelWorkflow
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -59,7 +62,7 @@ OTHERS = 3
 
 
 @dataclass(frozen=True)
-class CausalTraceSettings(ControlSettings, FactSettings):
+class CausalTraceSettings(DataSettings, FactSettings):
     """What `--set` can change.
 
     Raises ConfigError for some of prompt, target and subject, and kinds there are not.
@@ -104,7 +107,7 @@ class Site:
     rise: float
 
 
-class CausalTrace(ModelWorkflow):
+class CausalTrace(KnownWorkflow):
     """One grid of restored states per kind."""
 
     name = "causal_tracing"
@@ -118,18 +121,28 @@ class CausalTrace(ModelWorkflow):
         self.prompt, self.target = self._fact()
         self.pieces = answer_pieces(self.subject, self.prompt, self.target)
         self.window = chosen.window or max(1, round(self.subject.config.num_layers / 5))
-        others, own = self._other_facts(), Recalled(self.tokens, self.noised, self.pieces[0])
-        halves = {"choice": others[: chosen.facts], "scored": others[chosen.facts :]}
+        own = Recalled(self.tokens, self.noised, self.pieces[0])
         grids: dict[str, ResultNode] = {
             kind: self.on_model(self._tracing(own, kind, chosen.samples)) for kind in self.kinds
         }
-        return grids | {
+        if not chosen.controls:
+            return grids
+        others = self._other_facts()
+        half = len(others) // 2
+        halves = {"choice": others[:half], "scored": others[half:]}
+        claims: dict[str, ResultNode] = {
             f"{name}_{kind}": self.on_model(
                 AtOnce(tuple(self._tracing(each, kind, chosen.fact_samples) for each in facts))
             )
             for kind in self.kinds
             for name, facts in halves.items()
         }
+        self.only_claims = tuple(claims)
+        asked = dict(zip((CHOSEN_ON, SCORED), halves.values(), strict=True))
+        known = self.known_node(
+            {name: [(each.tokens, each.answer, -1) for each in facts] for name, facts in asked.items()}
+        )
+        return known | grids | claims
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -152,11 +165,14 @@ class CausalTrace(ModelWorkflow):
         )
 
     def _other_facts(self) -> list[Recalled]:
-        """Shipped facts with a position for each role, and OTHERS beside: as many to choose on as to score
-        on."""
+        """Facts with a position for each role, and OTHERS beside: as many to choose on as to score on. Of
+        one's own (`data`) there may be fewer than were asked for.
+
+        Raises ConfigError for too few.
+        """
         given, limit = self.settings, self.subject.config.context_length
         wanted, found = 2 * given.facts, dict[tuple[int, ...], Recalled]()
-        for record in shipped_pairs(self.subject):
+        for record in pair_records(self.subject, given.data):
             text, other = record["original_prompt"], record["counterfactual_prompt"]
             ids, others = (tuple(self.subject.tokenizer.encode(each).ids) for each in (text, other))
             noised = _differing(ids, others)
@@ -170,10 +186,7 @@ class CausalTrace(ModelWorkflow):
                 found.setdefault(ids, Recalled(ids, noised, answer, (*roles, *drawn)))
             if len(found) == wanted:
                 return list(found.values())
-        raise ConfigError(
-            f"expected {wanted} shipped facts to choose a place on, found {len(found)} that fit the model; "
-            "ask for fewer: facts=…"
-        )
+        return enough(list(found.values()), given.data, wanted, "a place")
 
     def window_of(self, kind: str) -> int:
         """Layers of a kind that are put back together."""
@@ -182,8 +195,8 @@ class CausalTrace(ModelWorkflow):
     def _fact(self) -> tuple[str, str]:
         """Prompt and target; tokens, and positions that get noise, are kept beside."""
         given = self.settings
-        if not given.prompt and given.model in SHIPPED:
-            pair = shipped_pairs(self.subject)[0]
+        if not given.prompt and (given.model in SHIPPED or given.data):
+            pair = pair_records(self.subject, given.data)[0]
             texts = [pair["original_prompt"], pair["counterfactual_prompt"]]
             ids, others = (tuple(encoded(self.subject, text).ids) for text in texts)
             self.tokens, self.noised = ids, _differing(ids, others)
@@ -205,20 +218,22 @@ class CausalTrace(ModelWorkflow):
     def risen(self) -> dict[str, tuple[Floats, Floats]]:
         """By kind the rise in the answer's probability on the facts that the model knows: those to choose on
         and those to score on, each [fact, layer, position], roles first."""
-        return {kind: (self._rise(f"choice_{kind}"), self._rise(f"scored_{kind}")) for kind in self.kinds}
+        return {
+            kind: (self._rise(f"choice_{kind}", CHOSEN_ON), self._rise(f"scored_{kind}", SCORED))
+            for kind in self.kinds
+        }
 
-    def _rise(self, name: str) -> Floats:
+    def _rise(self, name: str, group: str) -> Floats:
         """Of one result, [fact, layer, position]."""
         found = self.result(name).load()
-        clean, noised = (found["unpatched"].sel(run=run) for run in ("clean", "corrupted"))
-        rise = found["probability"] - noised.sel(metric="probability")
-        is_known = clean.sel(metric="rank").values == 0
-        values: Floats = rise.transpose("draw", "layer", "position").values[is_known]
+        noised = found["unpatched"].sel(run="corrupted", metric="probability")
+        rise = (found["probability"] - noised).transpose("draw", "layer", "position")
+        values: Floats = rise.values[self.is_known(group)]
         return values
 
     @property
-    def is_known(self) -> bool:
-        """Whether the model says the answer, nothing being noised."""
+    def says_answer(self) -> bool:
+        """Whether the model says the answer in the prompt shown, nothing being noised."""
         (first, *_) = self.found.values()
         return float(first["unpatched"].sel(run="clean", metric="rank")) == 0
 
@@ -233,29 +248,23 @@ class CausalTrace(ModelWorkflow):
     def findings(self) -> Findings:
         """Of every kind the place chosen, on other facts and in this one; and one that others say does
         nothing. Of facts that the model does not know nothing is claimed."""
-        given, kinds, known = self.settings, list(self.risen), self.known
-        found: list[Finding | None] = []
-        if min(known) >= KNOWN:
-            sites = {kind: self.site(kind) for kind in kinds}
-            quiet = self.site(kinds[0], is_quiet=True)
-            found = [self._on_others(kind, sites[kind]) for kind in kinds]
-            found.append(self._on_others(kinds[0], quiet, "for comparison, "))
-            found += [self._here(kind, sites[kind]) for kind in kinds if self.is_known]
+        if self.not_claimed:
+            return self.unclaimed()
+        kinds = list(self.risen)
+        known, total = ([number[name] for name in (CHOSEN_ON, SCORED)] for number in self.known_counts)
+        sites = {kind: self.site(kind) for kind in kinds}
+        quiet = self.site(kinds[0], is_quiet=True)
+        found: list[Finding | None] = [self._on_others(kind, sites[kind]) for kind in kinds]
+        found.append(self._on_others(kinds[0], quiet, "for comparison, "))
+        found += [self._here(kind, sites[kind]) for kind in kinds if self.says_answer]
         return Findings.of(
             *filter(None, found),
             caption="Of each kind the place whose state raises the answer's probability most on other facts; "
-            f"for comparison one that moves it least. The model says the answer in {known[0]} of "
-            f"{given.facts} facts to choose on, in {known[1]} of {given.facts} to score on, and "
-            f"{'also' if self.is_known else 'not'} in this prompt; of others nothing is claimed, and nothing "
-            f"where it does in fewer than {KNOWN}.",
+            f"for comparison one that moves it least. The model says the answer in {known[0]} of {total[0]} "
+            f"facts to choose on, in {known[1]} of {total[1]} to score on, and "
+            f"{'also' if self.says_answer else 'not'} in this prompt; of others nothing is claimed.",
             sources=tuple(self.nodes),
         )
-
-    @property
-    def known(self) -> tuple[int, int]:
-        """How many other facts the model knows: to choose on, and to score on."""
-        chosen_on, scored = next(iter(self.risen.values()))
-        return len(chosen_on), len(scored)
 
     def _on_others(self, kind: str, site: Site, before: str = "") -> Finding:
         """A place in facts that had no part in its choice, beside other places of each."""
@@ -371,7 +380,7 @@ class CausalTrace(ModelWorkflow):
 
     def _choice(self) -> dict[str, Any]:
         """The places chosen on other facts, by kind."""
-        if min(self.known) < KNOWN:
+        if self.not_claimed:
             return {}
         sites = {kind: self.site(kind) for kind in self.risen}
         return {"choice": {kind: vars(site) | {"role": ROLES[site.role]} for kind, site in sites.items()}}

@@ -24,7 +24,8 @@ from ...stages.causal.counterfact import CounterFactPatching
 from ...stages.causal.factual_routing import FactualRouting
 from ...stages.logits.lens import format_text, format_token
 from ..material.answers import named
-from ..material.fact_pairs import SUBJECTS, PairWorkflow, layers_told
+from ..material.facts.fact_pairs import SUBJECTS, PairWorkflow, layers_told
+from ..material.facts.known import CHOSEN_ON, SCORED
 from ..settings import PairSettings
 from ..views import Bars, Choice, Figure, Finding, Findings, Heatmap, Line, Table, View, bold, dim
 from ..workflow import loaded
@@ -60,32 +61,35 @@ class CounterFactPatches(PairWorkflow):
     def plan(self) -> Mapping[str, ResultNode]:
         """Every position of every pair, and its subject, in every block."""
         shared = self.read_pairs()
-        return {
-            "patches": self.on_model(CounterFactPatching(**shared)),
-            "subjects": self.on_model(FactualRouting(**shared)),
-            **self.control_nodes(),
-        }
+        nodes: dict[str, ResultNode] = {"patches": self.on_model(CounterFactPatching(**shared))}
+        if controls := self.control_nodes():
+            nodes |= {"subjects": self.on_model(FactualRouting(**shared)), **controls}
+            self.only_claims = (*self.only_claims, "subjects")
+        return nodes
 
     def findings(self) -> Findings:
         """How often the subject's state makes the model say what the counterfactual prompt says, in the block
-        that others choose and in the one in which it does so least."""
+        that others choose and in the one in which it does so least, of pairs that the model knows."""
+        if self.not_claimed:
+            return self.unclaimed()
         choice = self.result("choice").load().isel(draw=0)
         taken = choice["token_id"] == choice["counterfactual_token_id"]
-        often = taken.transpose("pair", "block").values.mean(0)
+        often = taken.transpose("pair", "block").values[self.is_known(CHOSEN_ON)].mean(0)
         # Of several blocks in which nothing happens the last one: it is farthest from the first.
         most, least = int(often.argmax()), len(often) - 1 - int(often[::-1].argmin())
         return Findings.of(
             self._found(most, "putting"),
             self._found(least, "for comparison, putting"),
-            caption=f"The block in which that happens most often on {choice.sizes['pair']} other pairs, and "
-            f"the one in which it happens least; {self.settings.donors} unrelated prompts per pair.",
+            caption=f"The block in which that happens most often on {self.counted()}, and the one in which "
+            f"it happens least; {self.settings.donors} unrelated prompts per pair.",
         )
 
     def _found(self, block: int, begins: str) -> Finding:
         """The subject patched in one block, beside states of unrelated prompts."""
         controls = self.result("controls").load().isel(draw=0)["token_id"]
-        said = self.found["counterfactual_token_id"].values
-        patched = self.result("subjects").load()["token_id"].isel(block=block).values
+        known = self.is_known(SCORED)
+        said = self.found["counterfactual_token_id"].values[known]
+        patched = self.result("subjects").load()["token_id"].isel(block=block).values[known]
         other = self.by_donor(controls.transpose("pair", "block").values)[:, :, block]
         layers = layers_told(self.blocks[block])
         return Finding.over(

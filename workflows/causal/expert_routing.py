@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import numpy as np
 
 from ...stages.causal.controls import CHANCE
+from ...stages.causal.grids.ablation import Ablation
 from ...stages.corpus.expert_use import NO_TOKEN, expert_use
 from ...stages.forward.text.prompts import pack_encodings
 from ...stages.logits.lens import format_token
@@ -64,7 +65,7 @@ class ExpertRouting(AblationOfEach):
     settings_type = ExpertRoutingSettings
     settings: ExpertRoutingSettings
     unit = "expert"
-    not_claimed: ClassVar[str] = (
+    described: ClassVar[str] = (
         f" Experts that are sent less than {IN_USE:.0%} of all tokens are left out. What experts read is "
         "described, not claimed."
     )
@@ -78,7 +79,7 @@ class ExpertRouting(AblationOfEach):
 
         given = self.settings
         shared = self._shared()
-        units, facts = self._unit_nodes(shared)
+        units = self.on_model(Ablation(**self._grid, **shared))
         tokens, ids = self._corpus()
         captured = self.subject.capture(tokens, f"blocks.*.mlp.hook_{WEIGHTS}")
         use = expert_use.on(
@@ -89,7 +90,7 @@ class ExpertRouting(AblationOfEach):
             draws=given.controls,
             seed=given.seed,
         )
-        return {"use": use, "experts": units, "facts": facts}
+        return {"use": use, "experts": units, **self._fact_nodes(shared["tokens"])}
 
     @property
     def _kind(self) -> str:
@@ -160,7 +161,10 @@ class ExpertRouting(AblationOfEach):
         """What a token says about its experts, beside rearranged ones."""
         use = self.use
         chance = use["chance"].transpose("layer", "draw").values
-        ends = np.quantile(chance, [CHANCE / 2, 1 - CHANCE / 2], axis=1)
+        rearranged: tuple[Line, ...] = ()
+        if self.settings.controls:
+            ends = np.quantile(chance, [CHANCE / 2, 1 - CHANCE / 2], axis=1)
+            rearranged = (Line("rearranged", chance.mean(1), control=True, band=ends),)
         return Lines(
             title="How far the token decides where it goes",
             caption="mutual information; dashed: token ids rearranged. A router reads states that begin as "
@@ -168,7 +172,7 @@ class ExpertRouting(AblationOfEach):
             x=tuple(use["layer"].values.tolist()),
             lines=(
                 Line("token and its experts", use["information"].values, strong=True),
-                Line("rearranged", chance.mean(1), control=True, band=ends),
+                *rearranged,
             ),
             x_name="layer",
             y_name="information",

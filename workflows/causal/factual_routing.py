@@ -22,7 +22,8 @@ from ...stages.causal.factual_routing import FactualRouting
 from ...stages.logits.lens import format_text
 from ...store.arrays import Floats
 from ..material.answers import named
-from ..material.fact_pairs import SUBJECTS, PairWorkflow, layers_told
+from ..material.facts.fact_pairs import SUBJECTS, PairWorkflow, layers_told
+from ..material.facts.known import CHOSEN_ON, SCORED
 from ..settings import Count, PairSettings, setting
 from ..views import Bars, Choice, Figure, Finding, Findings, Heatmap, Line, Table, View, bold
 
@@ -61,11 +62,15 @@ class Routing(PairWorkflow):
         return {"routing": self.on_model(routing), **self.control_nodes()}
 
     def findings(self) -> Findings:
-        """How far attention moves for the other subject, in all heads and in the one that moves most."""
+        """How far attention moves for the other subject, in all heads and in the one that moves most, of
+        pairs that the model knows."""
+        if self.not_claimed:
+            return self.unclaimed()
         sizes = {
             name: np.abs(_moved(self.result(name).load().isel(draw=0))) for name in ("choice", "controls")
         }
-        chosen_on, own = sizes["choice"].mean(0), np.abs(self.routing["delta"].values)
+        chosen_on = sizes["choice"][self.is_known(CHOSEN_ON)].mean(0)
+        own = np.abs(self.routing["delta"].values)[self.is_known(SCORED)]
         others = self.by_donor(sizes["controls"])
         block = int(chosen_on.sum((1, 2)).argmax())
         layer, head = map(int, np.unravel_index(int(chosen_on[block].argmax()), chosen_on.shape[1:]))
@@ -73,7 +78,7 @@ class Routing(PairWorkflow):
         above = min(self.blocks[block][0] + 1, chosen_on.shape[1] - 1)
         reached = chosen_on[block, above:]
         still, other = map(int, np.unravel_index(int(reached.argmin()), reached.shape))
-        layers, count = layers_told(self.blocks[block]), len(sizes["choice"])
+        layers = layers_told(self.blocks[block])
         subject = SUBJECTS[self.settings.subject]
         told: dict[str, Any] = {
             "of": "times the states of unrelated prompts as long",
@@ -100,7 +105,7 @@ class Routing(PairWorkflow):
             ),
             of_head(layer, head),
             of_head(above + still, other, "for comparison, "),
-            caption=f"Block and head that move most on {count} other pairs, and the head that moves least; "
+            caption=f"Block and head that move most on {self.counted()}, and the head that moves least; "
             f"{self.settings.donors} unrelated prompts per pair.",
         )
 

@@ -21,7 +21,6 @@ import numpy as np
 
 from ...stages.causal.controls import Null, interval
 from ...stages.circuits.circuit import Circuit
-from ...stages.circuits.evaluation import faithfulness
 from ...stages.circuits.experiment import EdgeExperiment, one_length
 from ...stages.circuits.scores import EdgeEffects, EdgeScores
 from ...stages.circuits.selected import SelectedCircuits
@@ -54,6 +53,7 @@ class CircuitDiscovery(CircuitWorkflow):
     name = "circuit_discovery"
     question = "Which edges between heads and MLPs does a task need?"
     needs = "attention"
+    done_node = "circuit"
     settings_type = CircuitDiscoverySettings
     settings: CircuitDiscoverySettings
 
@@ -86,7 +86,7 @@ class CircuitDiscovery(CircuitWorkflow):
             experiments: dict[str, EdgeExperiment] = {
                 "scores": EdgeScores(pairs=chosen_on, by_position=self.settings.by_position, **self.scoring),
                 "circuit": circuit,
-                "random": self.grown(task, (self.size(task),), self.positions(task)),
+                **self.grown(task, (self.size(task),), self.positions(task)),
             }
             if not self.settings.by_position:
                 experiments["effects"] = EdgeEffects(pairs=chosen_on)
@@ -102,11 +102,11 @@ class CircuitDiscovery(CircuitWorkflow):
     def faithful(self, task: str) -> tuple[float, tuple[float, float], Floats]:
         """Percent of a task that the circuit keeps, between which it lies over pairs, and what random
         circuits keep."""
-        found, random = (self.result(f"{task}_{name}").load() for name in ("circuit", "random"))
+        found = self.result(f"{task}_circuit").load()
         clean, empty = (found[name].values for name in ("clean", "empty"))
         gap = float((clean - empty).mean())
         each = 100 * (found["value"].values[0] - empty) / gap
-        return float(each.mean()), interval(each, seed=self.settings.seed), 100 * faithfulness(random)
+        return float(each.mean()), interval(each, seed=self.settings.seed), self.random_kept(task)
 
     def findings(self) -> Findings:
         """What each circuit keeps of its task, beside random ones; nothing of tasks that the model does not

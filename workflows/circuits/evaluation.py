@@ -66,6 +66,7 @@ class CircuitEvaluation(CircuitWorkflow):
     name = "circuit_evaluation"
     question = "How much of a task does a circuit do, and which of its edges does it need?"
     needs = "attention"
+    done_node = "circuits"
     settings_type = CircuitEvaluationSettings
     settings: CircuitEvaluationSettings
 
@@ -96,7 +97,7 @@ class CircuitEvaluation(CircuitWorkflow):
             }
             experiments: dict[str, EdgeExperiment] = {
                 "circuits": SelectedCircuits(sizes=self.sizes, **told),
-                "random": self.grown(task, self.sizes, alternative=self.settings.alternative),
+                **self.grown(task, self.sizes, alternative=self.settings.alternative),
                 "minimal": SelectedCircuits(
                     sizes=(max(1, self._edges(self.settings.share)),), minimal=True, **told
                 ),
@@ -108,12 +109,12 @@ class CircuitEvaluation(CircuitWorkflow):
 
     def curves(self, task: str) -> dict[str, Floats]:
         """Percent of a task that is kept: by circuits and by the rest [size], by random ones [size, draw]."""
-        found, random = (self.result(f"{task}_{name}").load() for name in ("circuits", "random"))
+        found = self.result(f"{task}_circuits").load()
         rest = found.drop_vars("value").rename(complement="value")
         return {
             "circuit": 100 * faithfulness(found),
             "complement": 100 * faithfulness(rest),
-            "random": 100 * faithfulness(random).reshape(len(self.sizes), -1),
+            "random": self.random_kept(task).reshape(len(self.sizes), -1),
         }
 
     @property
@@ -203,9 +204,9 @@ class CircuitEvaluation(CircuitWorkflow):
             lines=(
                 Line("circuit", told["faithfulness_percent"], strong=True),
                 Line("all but the circuit", told["complement_percent"]),
-                Line("random circuits", np.median(random, axis=1), control=True),
+                *([Line("random circuits", np.median(random, axis=1), control=True)] if random.size else []),
             ),
-            sources=(f"{task}_circuits", f"{task}_random"),
+            sources=tuple(name for name in (f"{task}_circuits", f"{task}_random") if name in self.nodes),
         )
 
     def _table(self, task: str, told: dict[str, Any]) -> Table:

@@ -41,6 +41,12 @@ __all__ = ["PathPatchingTrace", "PathPatchingTraceSettings"]
 
 HEAD, OTHER, QUIETEST = "strong head", "strong MLP or input", "quietest head"
 CHANGES = "random changes of it as long, on the same path"
+BESIDE: tuple[tuple[Any, ...], ...] = (
+    ("random, 95 %", lambda each: "{low_95:+.3f} to {high_95:+.3f}".format(**each["random"])),
+    ("further", "further", "+.3f"),
+    ("p", "p", ".2g"),
+)
+"""Columns of a table that controls give."""
 SIGNS = 200
 """Draws of signs, which cost no runs."""
 
@@ -49,7 +55,9 @@ SIGNS = 200
 class PathPatchingTraceSettings(TaskSettings):
     """What `--set` can change."""
 
-    controls: Count = setting(20, "random changes as long that a sender is held against")
+    controls: Natural = setting(
+        20, "random changes as long that a sender is held against; 0: none, nothing is claimed"
+    )
     pairs: Count = setting(8, "pairs senders are chosen on, and as many others they are scored on")
     receivers: tuple[str, ...] = setting(
         (LOGITS,), 'who hears of the change: logits, m4, a5.h0<q>; several as one: "a5.h0<q>+a5.h1<q>"'
@@ -139,9 +147,9 @@ class PathPatchingTrace(TaskWorkflow):
     def _beyond(self, heard: _Heard, record: Mapping[str, Any], which: str, before: str = "") -> Finding:
         claim = (
             f"{before}{heard.task}: {record['sender']}, {which}, moves right over wrong "
-            f"({record['effect']:+.3g} {heard.unit}) by what it says to {heard.receiver}, further than "
-            "random changes as long do"
+            f"({record['effect']:+.3g} {heard.unit}) by what it says to {heard.receiver}"
         )
+        claim += ", further than random changes as long do" if heard.has_controls else ""
         return self._finding(heard, claim, heard.beyond(record))
 
     def _finding(self, heard: _Heard, claim: str, further: Floats) -> Finding:
@@ -149,7 +157,7 @@ class PathPatchingTrace(TaskWorkflow):
         return Finding(
             claim,
             float(further.mean()),
-            _null(further, self.settings.seed),
+            heard.signs(further),
             heard.unit,
             spread=interval(further, seed=self.settings.seed),
             prompts=heard.pairs,
@@ -247,9 +255,7 @@ class PathPatchingTrace(TaskWorkflow):
             ("on other pairs", "chosen_effect", "+.3f"),
             ("held out", "effect", "+.3f"),
             ("95 %", lambda each: "{:+.3f} to {:+.3f}".format(*each["interval_95"])),
-            ("random, 95 %", lambda each: "{low_95:+.3f} to {high_95:+.3f}".format(**each["random"])),
-            ("further", "further", "+.3f"),
-            ("p", "p", ".2g"),
+            *(BESIDE if heard.has_controls else ()),
             strong=lambda each: each["is_beyond_chance"],
             title=f"{heard.task}: the strongest senders to {heard.receiver}",
             caption=f"Change of right over wrong answer in {heard.unit}, {heard.clean:+.3g} without any; "
@@ -278,6 +284,7 @@ class _Heard:
         }
         self.senders = len(self._effects)
         self.heads = sum(map(is_head, self._effects))
+        self.has_controls = found.sizes["draw"] > 0
 
     @property
     def effects(self) -> dict[str, float]:
@@ -288,7 +295,7 @@ class _Heard:
         """How much further a sender moves the metric, the way it did in the pairs it was chosen on, than
         random changes of it do either way, [pair]."""
         random = self._found["random"].isel(told=record["place"]).transpose("pair", "draw").values
-        found: Floats = self._forward(record) - np.abs(random).mean(1)
+        found: Floats = self._forward(record) - (np.abs(random).mean(1) if self.has_controls else 0.0)
         return found
 
     def beyond_heads(self, record: Mapping[str, Any]) -> Floats | None:
@@ -303,6 +310,11 @@ class _Heard:
     def null(self, place: int) -> Null:
         """Of the sender at a place among those told: means over pairs under each draw."""
         return Null(self._found["random"].isel(told=place).mean("pair").values, CHANGES, "either")
+
+    def signs(self, further: Floats) -> Null:
+        """Means of differences [pair] whose signs are drawn; no draws without controls."""
+        count = SIGNS if self.has_controls else 0
+        return Null(random_signs(further, count, seed=self._seed), "times signs drawn in each pair")
 
     @cached_property
     def told(self) -> list[dict[str, Any]]:
@@ -327,7 +339,7 @@ class _Heard:
                 "random": null.to_json(effect),
             }
             further = self.beyond(record)
-            signs = _null(further, self._seed)
+            signs = self.signs(further)
             record["further"] = mean = float(further.mean())
             found.append(
                 {**record, "p": signs.share_as_large(mean), "is_beyond_chance": signs.is_beyond_chance(mean)}
@@ -348,11 +360,6 @@ class _Heard:
             "effects": self.effects,
             "told": [{name: one for name, one in each.items() if name != "place"} for each in self.told],
         }
-
-
-def _null(further: Floats, seed: int) -> Null:
-    """Means of differences [pair] whose signs are drawn."""
-    return Null(random_signs(further, SIGNS, seed=seed), "times signs drawn in each pair")
 
 
 WORKFLOW = PathPatchingTrace

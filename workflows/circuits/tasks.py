@@ -12,33 +12,39 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import cached_property
 from math import comb
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
 
 from ...stages.causal.controls import CHANCE
 from ...stages.causal.grids.patching_metrics import LogitDifference
 from ...stages.circuits.circuit import Circuit
-from ...stages.circuits.evaluation import CircuitValues
+from ...stages.circuits.evaluation import CircuitValues, faithfulness
+from ...stages.circuits.experiment import EdgeExperiment
 from ...stages.circuits.pairs import Pair
 from ...stages.circuits.tasks.table import TASKS, task_pairs
 from ...stages.forward.edges.layout import Layout
 from ...stages.forward.models.files import SHIPPED
 from ...store.errors import ConfigError
 from ..material.answers import answer_pieces, encoded
-from ..material.fact_pairs import FIELDS, shipped_pairs
+from ..material.facts.fact_data import FIELDS
+from ..material.facts.fact_pairs import pair_records
 from ..settings import CircuitSettings, TaskSettings
 from ..workflow import ModelWorkflow
 
 if TYPE_CHECKING:
     import xarray as xr
 
+    from ...pipeline.nodes import ResultNode
+    from ...store import Store
     from ...store.arrays import Floats
 
 __all__ = ["FACTS", "NAMES", "CircuitWorkflow", "TaskWorkflow", "by_sign"]
 
 FACTS = "facts"
-"""Pairs of shipped facts of one relation."""
+"""Pairs of facts: the shipped ones of one relation, or those of `data`."""
+RANDOM = "random"
+"""Name of what is computed of random circuits, behind that of the task."""
 NAMES = "a3.h0: head 0 of layer 3; a3.h0<q>, <k>, <v>: what its queries, keys, values read; m3: its MLP."
 """What names of nodes mean, for readers of a page."""
 
@@ -56,8 +62,14 @@ class TaskWorkflow(ModelWorkflow):
     @cached_property
     def tasks(self) -> tuple[str, ...]:
         """As asked, or what the model is thought to do. Raises ConfigError for a task there is not."""
-        usual = ("copying", FACTS) if self.settings.model in SHIPPED else ("copying",)
-        chosen = self.settings.tasks or usual
+        given = self.settings
+        usual = ("copying", FACTS) if given.model in SHIPPED else ("copying",)
+        usual = (FACTS,) if given.data else usual
+        chosen = given.tasks or usual
+        if given.data and FACTS not in chosen:
+            raise ConfigError(
+                f"expected {FACTS} among the tasks, as data names facts, found {', '.join(chosen)}"
+            )
         if len(set(chosen)) < len(chosen):
             raise ConfigError(f"expected tasks that differ, found {', '.join(chosen)}")
         for task in chosen:
@@ -80,9 +92,10 @@ class TaskWorkflow(ModelWorkflow):
         return found
 
     def _facts(self, count: int) -> list[Pair]:
-        """Facts told by the first pieces of their answers, where these differ."""
-        found = list[Pair]()
-        for record in shipped_pairs(self.subject):
+        """Pairs of facts, of `data` or the shipped ones, told by the first pieces of their answers, where
+        these differ."""
+        found, data = list[Pair](), self.settings.data
+        for record in pair_records(self.subject, data):
             if len(found) == count:
                 break
             texts, answers = [record[name] for name in FIELDS[:2]], [record[name] for name in FIELDS[2:]]
@@ -121,18 +134,43 @@ class CircuitWorkflow(TaskWorkflow):
         """What experiments that score edges are told."""
         return {"method": self.settings.method, "steps": self.settings.steps}
 
+    done_node: ClassVar[str]
+    """What is computed of a task that says whether the model does it: "circuit"."""
+
+    def first_nodes(self) -> Mapping[str, ResultNode]:
+        """See `Workflow`: what says whether the model does each task that has random circuits."""
+        tasks = (task for task in self.tasks if f"{task}_{RANDOM}" in self.nodes)
+        return {name: self.nodes[name] for name in (f"{task}_{self.done_node}" for task in tasks)}
+
+    def settle(self, store: Store, *, refuses: bool = True) -> Self:
+        """See `Workflow`: without random circuits of tasks that the model does not do."""
+        needless = [
+            name.removesuffix(self.done_node) + RANDOM
+            for name, node in self.first_nodes().items()
+            if not self.is_done(node.open(store))
+        ]
+        self.nodes = {name: node for name, node in self.nodes.items() if name not in needless}
+        return self
+
+    def random_kept(self, task: str) -> Floats:
+        """Percent of a task that random circuits keep, [circuit]; none where none were run."""
+        name = f"{task}_{RANDOM}"
+        return 100 * faithfulness(self.result(name).load()) if name in self.nodes else np.empty(0)
+
     def grown(
         self, task: str, sizes: tuple[int, ...], positions: int | None = None, **told: Any
-    ) -> CircuitValues:
+    ) -> dict[str, EdgeExperiment]:
         """Random circuits of these sizes, as many of each as there are controls, on the pairs of a task.
         positions: how many they tell apart, if any."""
         count, seed = self.settings.controls, self.settings.seed
+        if not count:
+            return {}
         draws = [
             Circuit.growing(self.layout, sizes, seed=seed + 1 + draw, positions=positions)
             for draw in range(count)
         ]
         circuits = tuple(each for of_a_size in zip(*draws, strict=True) for each in of_a_size)
-        return CircuitValues(pairs=self.pairs[task][1], circuits=circuits, **told)
+        return {RANDOM: CircuitValues(pairs=self.pairs[task][1], circuits=circuits, **told)}
 
     def caption(self, not_done: list[str]) -> str:
         """How circuits were chosen and scored, and what names mean."""

@@ -495,6 +495,8 @@ def explain(workflow: Workflow, store_path: str, as_json: bool, cluster: str | N
     from ..settings import as_given
 
     with _store_to_look_into(store_path) as store:
+        if plan(workflow.first_nodes().values(), store).is_cached:
+            workflow.settle(store, refuses=False)
         steps = plan(workflow.nodes.values(), store, Context(cluster=cluster, workers=workers))
     chosen = as_given(workflow.settings)
     if as_json:

@@ -40,7 +40,7 @@ from ...stages.evaluation.order import LayerOrders, swaps
 from ...stages.evaluation.recall import FactualRecall
 from ...store.errors import ConfigError
 from ..attention.head_detection import ordinary_tokens, repeated_tokens, shuffled, special_prefix
-from ..material.fact_pairs import FIELDS, read_records
+from ..material.facts.fact_data import FIELDS, read_records
 from ..readout.character_count_helix import line_corpus
 from ..settings import ControlSettings, Count, ModelSettings, Natural, setting
 from ..subject import read_texts, shipped_facts
@@ -89,7 +89,9 @@ class EvaluateSettings(ControlSettings, ModelSettings):
     mean: tuple[str, ...] = setting((), "the same set to their mean over text that is not scored")
     dictionary: str = setting("", "a dictionary whose reconstructions stand in: measured with and without")
     draws: Count = setting(20, "changes of equal size that what a change costs is held against")
-    controls: Count = setting(1000, "draws of signs, or of answers, that an effect is held against")
+    controls: Natural = setting(
+        1000, "draws of signs, or of answers, that an effect is held against; 0: none, nothing is claimed"
+    )
 
     def __post_init__(self) -> None:
         changes = [name for name in ("zero", "mean", "dictionary") if getattr(self, name)]

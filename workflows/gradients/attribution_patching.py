@@ -101,17 +101,16 @@ class AttributionPatchingTrace(AttributedPairs):
             AttributionCheck(verify=self.settings.verify, seed=self.settings.seed + number, **given(number))
             for number in range(len(self.read))
         )
-        return {
+        return self.known_pairs_node(self.read) | {
             "grid": self.on_model(AttributionPatching(**given(0))),
             "checked": self.on_model(AtOnce(checks)),
-            "known": self.known_node(self.read),
         }
 
     @cached_property
     def effects(self) -> tuple[Floats, Floats]:
         """Estimated and exact effects of the cells of pairs that count, percent [pair, cell]."""
         estimate, exact = (
-            100 * self.checked[name].transpose("draw", "cell").values[self.is_known]
+            100 * self.checked[name].transpose("draw", "cell").values[self.counts]
             for name in ("estimate", "exact")
         )
         return estimate, exact
@@ -120,7 +119,7 @@ class AttributionPatchingTrace(AttributedPairs):
         """What the largest estimate does by a run, and whether estimates rank cells; nothing of pairs that
         the model does not know."""
         if self.not_claimed:
-            return Findings.of(caption=self.not_claimed, sources=("known",))
+            return self.unclaimed()
         given, (estimate, exact) = self.settings, self.effects
         drawn = self.checked["sort"].transpose("draw", "cell").values[0] != LARGEST
         found = (
@@ -152,11 +151,11 @@ class AttributionPatchingTrace(AttributedPairs):
         found.append(Finding(claim, float(ranks.mean()), null, spread=spread, prompts=len(ranks)))
         return Findings.of(
             *found,
-            caption=f"{int(self.is_known.sum())} of {len(self.read)} pairs, whose answer the model says; the "
+            caption=f"{int(self.counts.sum())} of {len(self.read)} pairs, whose answer the model says; the "
             f"{given.verify} largest estimates and as many random cells of each run exactly. Worst miss "
             f"{float(np.abs(estimate - exact).max()):.1f} %. An estimate, which chooses a cell, has "
             "seen no run of it.",
-            sources=("checked", "known"),
+            sources=("checked",),
         )
 
     @property
@@ -217,7 +216,7 @@ class AttributionPatchingTrace(AttributedPairs):
                 name: float(self.checked[name].isel(draw=number).sel(chosen=sort))
                 for name in ("correlation", "rank_correlation", "worst_miss")
             }
-            | {"pair": number, "chosen": sort, "is_known": bool(self.is_known[number])}
+            | {"pair": number, "chosen": sort, "is_known": bool(self.counts[number])}
             for number in range(len(self.read))
             for sort in self.checked["chosen"].values.tolist()
         ]

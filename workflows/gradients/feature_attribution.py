@@ -104,7 +104,7 @@ class FeatureAttributionTrace(AttributedPairs):
                     readout=readout,
                     dictionary=held.as_resource(),
                 )
-        return nodes | {"random": self.on_model(AtOnce(tuple(random))), "known": self.known_node(self.read)}
+        return self.known_pairs_node(self.read) | nodes | {"random": self.on_model(AtOnce(tuple(random)))}
 
     # -- what came out
 
@@ -116,7 +116,7 @@ class FeatureAttributionTrace(AttributedPairs):
     @cached_property
     def counted(self) -> list[int]:
         """Numbers of the pairs that count."""
-        return np.flatnonzero(self.is_known).tolist()
+        return np.flatnonzero(self.counts).tolist()
 
     @cached_property
     def random(self) -> xr.Dataset:
@@ -137,7 +137,7 @@ class FeatureAttributionTrace(AttributedPairs):
     def findings(self) -> Findings:
         """What the largest feature does by a run, and whether estimates rank cells."""
         if self.not_claimed:
-            return Findings.of(caption=self.not_claimed, sources=("known",))
+            return self.unclaimed()
         given = self.settings
         exact = 100 * np.abs(self.random["exact"].transpose("draw", "cause").values[self.counted])
         first = Finding.over(
@@ -198,7 +198,7 @@ class FeatureAttributionTrace(AttributedPairs):
         null = Null(np.abs(exact[1:]), "random features")
         return {
             **pair_json(self.read[number]),
-            "is_known": bool(self.is_known[number]),
+            "is_known": bool(self.counts[number]),
             **self.labels(number).json(feature),
             "position": position,
             "token": named(self.subject, self.read[number].clean)[position],

@@ -74,7 +74,7 @@ class IntegratedGradientsTrace(AttributedPairs):
                     steps=given.steps,
                 )
             )
-        return nodes | {"known": self.known_node(self.read)}
+        return self.known_pairs_node(self.read) | nodes
 
     @cached_property
     def facts(self) -> list[xr.Dataset]:
@@ -87,18 +87,16 @@ class IntegratedGradientsTrace(AttributedPairs):
         """Those that the model knows, of more than one position."""
         return [
             each
-            for each, known in zip(self.facts, self.is_known, strict=True)
+            for each, known in zip(self.facts, self.counts, strict=True)
             if known and each.sizes["position"] > 1
         ]
 
     def findings(self) -> Findings:
         """What the position with the largest share is worth by a run, and whether shares rank positions."""
-        if self.not_claimed or not self.counted:
-            told = (
-                self.not_claimed
-                or "One position differs from the baseline: there is none to hold it against."
-            )
-            return Findings.of(caption=told, sources=("known",))
+        if self.not_claimed:
+            return self.unclaimed()
+        if not self.counted:
+            return Findings.none("One position differs from the baseline: there is none to hold it against.")
         given = self.settings
         largest, others = zip(*map(self._removed, self.counted), strict=True)
         count = min(map(len, others))
@@ -148,7 +146,7 @@ class IntegratedGradientsTrace(AttributedPairs):
         value, base = fact["value"].values.tolist()
         return {
             **pair_json(pair),
-            "is_known": bool(self.is_known[number]),
+            "is_known": bool(self.counts[number]),
             "log_probability": value,
             "baseline_log_probability": base,
             "gap": float(fact["gap"]),

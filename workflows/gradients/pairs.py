@@ -1,7 +1,8 @@
 """Pairs of prompts that attribution is asked about: whose answers differ, of as many tokens.
 
-One's own pair, or shipped facts; of these count those the model knows, whose clean answer is its likeliest
-next token (answers.KNOWN): gradients of an untrained network find causes, too, of nothing anybody said.
+One's own pair, the pairs of `data`, or shipped facts; of the last two count those the model knows, whose
+clean answer is its likeliest next token (material/facts/known.py): gradients of an untrained network find
+causes, too, of nothing anybody said.
 
 Border: texts and token ids; loads no model and never imports torch.
 """
@@ -14,15 +15,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from ...stages.causal.draws import AtOnce
-from ...stages.causal.grids.patching import ActivationPatching
-from ...stages.causal.grids.patching_metrics import KL, Rank
 from ...store.errors import ConfigError
-from ..material.answers import KNOWN, encoded, require_next
-from ..material.fact_pairs import FIELDS, shipped_pairs
-from ..settings import ControlSettings, Count, ModelSettings, setting
+from ..material.answers import encoded, require_next
+from ..material.facts.fact_data import FIELDS
+from ..material.facts.fact_pairs import pair_records
+from ..material.facts.known import SCORED, KnownWorkflow
+from ..settings import Count, DataSettings, ModelSettings, setting
 from ..subject import Subject
-from ..workflow import ModelWorkflow
 
 if TYPE_CHECKING:
     from ...pipeline.nodes import ResultNode
@@ -31,13 +30,13 @@ __all__ = ["AttributedPair", "AttributedPairs", "AttributionSettings"]
 
 
 @dataclass(frozen=True)
-class AttributionSettings(ControlSettings, ModelSettings):
-    """A question about a pair of prompts and their answers, or about shipped ones."""
+class AttributionSettings(DataSettings, ModelSettings):
+    """A question about a pair of prompts and their answers, or about pairs of facts."""
 
-    prompt: str = setting("", "clean prompt; none: shipped facts")
+    prompt: str = setting("", "clean prompt; none: the pairs of data, or shipped facts")
     corrupted: str = setting("", "the same of another answer, of as many tokens")
     answer: str = setting("", "what comes next in the clean prompt; its first token is followed")
-    pairs: Count = setting(8, "how many shipped pairs, where no prompt is named")
+    pairs: Count = setting(8, "how many pairs of facts, where no prompt is named")
 
     def __post_init__(self) -> None:
         given = (self.prompt, self.corrupted, self.answer)
@@ -63,21 +62,24 @@ class AttributedPair:
     wrong: int
 
 
-class AttributedPairs(ModelWorkflow):
+class AttributedPairs(KnownWorkflow):
     """A question about such pairs."""
 
     settings: AttributionSettings
+    asked_about = "pairs"
 
     def read_pairs(self, wrong: str = "") -> tuple[AttributedPair, ...]:
-        """Those asked for, or the first shipped ones that fit the model. wrong: the answer of one's own
-        corrupted prompt. Raises ConfigError for prompts of different lengths or of the same tokens, answers
-        that begin alike, or no pair at all."""
+        """Those asked for, or the first of `data`, else of the shipped ones, that fit the model.
+
+        wrong: the answer of one's own corrupted prompt. Raises ConfigError for prompts of different lengths
+        or of the same tokens, answers that begin alike, or no pair at all.
+        """
         given, subject = self.settings, self.subject
         require_next(subject)
         if given.prompt:
             return (_paired(subject, (given.prompt, given.corrupted), (given.answer, wrong)),)
         found: list[AttributedPair] = []
-        for record in shipped_pairs(subject):
+        for record in pair_records(subject, given.data):
             one, other, answer, wrong = (record[name] for name in FIELDS)
             try:
                 found.append(_paired(subject, (one, other), (answer, wrong)))
@@ -86,40 +88,22 @@ class AttributedPairs(ModelWorkflow):
             if len(found) == given.pairs:
                 break
         if not found:
-            raise ConfigError("expected shipped pairs of facts that fit the model, found none; name a prompt")
+            raise ConfigError(
+                "expected pairs of facts that fit the model, of as many tokens and with answers that begin "
+                "differently, found none; give others in data=…, or name a prompt"
+            )
         return tuple(found)
 
-    def known_node(self, pairs: tuple[AttributedPair, ...]) -> ResultNode:
-        """What says which answers the model knows: the clean runs' ranks, read beside one patch each."""
-        return self.on_model(
-            AtOnce(
-                tuple(
-                    ActivationPatching(
-                        clean=pair.clean,
-                        corrupted=pair.corrupted,
-                        kinds=("resid_pre",),
-                        over="layer",
-                        layers=(0,),
-                        metrics=(KL(), Rank(pair.answer)),
-                    )
-                    for pair in pairs
-                )
-            )
-        )
+    def known_pairs_node(self, pairs: tuple[AttributedPair, ...]) -> dict[str, ResultNode]:
+        """The node that says which pairs the model knows; none for a pair of one's own: it always counts."""
+        if self.settings.prompt:
+            return {}
+        return self.known_node({SCORED: [(pair.clean, pair.answer, -1) for pair in pairs]})
 
     @property
-    def is_known(self) -> npt.NDArray[np.bool_]:
-        """Which pairs count, bool [pair]: a pair of one's own does."""
-        ranks = self.result("known")["unpatched"].sel(run="clean", metric="rank").values
-        return np.array((ranks == 0) | bool(self.settings.prompt))
-
-    @property
-    def not_claimed(self) -> str:
-        """Why nothing is claimed; empty where something is."""
-        count, least = int(self.is_known.sum()), 1 if self.settings.prompt else KNOWN
-        if count >= least:
-            return ""
-        return f"The model says the answer of {count} of {len(self.is_known)} pairs: nothing is claimed."
+    def counts(self) -> npt.NDArray[np.bool_]:
+        """Which pairs count, bool [pair]: those that the model knows, and a pair of one's own."""
+        return np.ones(1, bool) if self.settings.prompt else self.is_known(SCORED)
 
 
 def _paired(subject: Subject, texts: tuple[str, str], answers: tuple[str, str]) -> AttributedPair:

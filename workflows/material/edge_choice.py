@@ -2,14 +2,16 @@
 
 A position of one prompt has no counterpart in another, its kind has: a layer, and the role of the position
 that is read - the first one (BOS, where there is one), the last token of the fact's subject, the one before
-the query. Of other shipped facts, the first half says which layer and role lose most when they are not read
-(KL, mean); the second half, and the prompt that is shown, say what that is worth. What is not read is an
-attention edge that is cut (`EdgeWorkflow`), or what a question says (`on_fact`). Of facts count those that
-the model knows, whose answer is its likeliest next token; where it knows too few, the place is still told of,
-and nothing is claimed.
+the query. Of other facts, the shipped ones or those of `data`, the first half says which layer and role lose
+most when they are not read (KL, mean); the second half, and the prompt that is shown, say what that is worth.
+What is not read is an attention edge that is cut (`EdgeWorkflow`), or what a question says (`on_fact`). Of
+facts count those that the model knows, whose answer is its likeliest next token; where it knows too few, none
+of them is run, the place told of is the one that moves the prompt shown most, and nothing is claimed
+(known.py).
 
-Where a subject ends is said by the relation: it is the token before the longest ending, in words, that
-several shipped facts share ("is developed by").
+Where a subject ends is said by the other prompt of a pair: it is the last token in which they differ. Of a
+fact without one the relation says it: it is the token before the longest ending, in words, that several
+shipped facts share ("is developed by").
 
 Border: texts, positions and measurements; loads no model and never imports torch.
 
@@ -19,7 +21,7 @@ Axes: fact, layer, edge: those of ROLES first, then keys drawn at random.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
@@ -28,6 +30,7 @@ import numpy.typing as npt
 
 from ...stages.causal.controls import chosen_at_random
 from ...stages.causal.draws import AtOnce
+from ...stages.causal.grids.patching import common_ends
 from ...stages.causal.knockout import EdgeKnockout
 from ...stages.corpus.positions import position_of
 from ...stages.forward.hooks.edges import KnockoutSpec
@@ -35,10 +38,10 @@ from ...stages.logits.lens import format_probability, format_token
 from ...store.arrays import Floats
 from ...store.errors import ConfigError
 from ..settings import ChosenEdgeSettings, ChosenPlaceSettings
-from ..subject import shipped_facts
-from ..views import Finding, Table, points
-from ..workflow import ModelWorkflow
-from .answers import KNOWN, answer_pieces, encoded, fact, named, top_changed_json
+from ..views import Finding, Findings, Table, points
+from .answers import answer_pieces, encoded, named, top_changed_json
+from .facts.fact_data import enough, facts_of, shown_fact
+from .facts.known import CHOSEN_ON, SCORED, KnownWorkflow
 from .relations import relation_of
 
 if TYPE_CHECKING:
@@ -72,22 +75,29 @@ class PlaceChoice:
 
 
 class OtherFact(NamedTuple):
-    """A shipped fact, and the first token of its answer."""
+    """A fact the place is chosen or scored on."""
 
     encoding: Encoding
     answer: int
+    """First token of its answer."""
+    roles: Mapping[str, int]
+    """Position of each role."""
 
 
-def roles_of(encoding: Encoding, query: int) -> dict[str, int]:
-    """Positions by role that this query may read; without the subject where the ending is of no relation."""
+def roles_of(encoding: Encoding, query: int, other: Encoding | None = None) -> dict[str, int]:
+    """Positions by role that this query may read; without the subject where nothing says what it is.
+
+    other: the other prompt of a pair, which differs in the subject.
+    """
     found = {"first": 0, "previous": query - 1}
-    end = _subject_end(encoding.text)
-    if end:
+    if other is not None:
+        found["subject"] = len(encoding) - common_ends(encoding.ids, other.ids)[1] - 1
+    elif end := _subject_end(encoding.text):
         found["subject"] = encoding.char_range_to_tokens(end - 1, end)[-1]
     return {role: found[role] for role in ROLES if 0 <= found.get(role, -1) <= query}
 
 
-class PlaceWorkflow(ModelWorkflow):
+class PlaceWorkflow(KnownWorkflow):
     """A question about one position that another one reads in one layer, named or chosen."""
 
     settings: ChosenPlaceSettings
@@ -103,7 +113,7 @@ class PlaceWorkflow(ModelWorkflow):
         ConfigError, PromptError or InterventionError for what there is not.
         """
         given, config = self.settings, self.subject.config
-        self.prompt, self.target = fact(given.model, given.prompt, given.target)
+        self.prompt, self.target = shown_fact(given.model, given.prompt, given.target, given.data)
         self.encoding = encoded(self.subject, self.prompt)
         self.pieces = answer_pieces(self.subject, self.prompt, self.target)
         self.query = position_of(self.encoding, query)
@@ -129,19 +139,35 @@ class PlaceWorkflow(ModelWorkflow):
         return bool(self.open) and (self.named is None or self.settings.layer is None)
 
     def facts_node(self) -> dict[str, ResultNode]:
-        """The node on other facts; none where all is named."""
-        if not self.is_chosen:
+        """The node on other facts, and the one that says which of them the model knows; none where all is
+        named, or no control is asked for."""
+        if not self.is_chosen or not self.settings.controls:
             return {}
         self.others = self._other_facts()
+        # Every fact has as many edges, and short ones have few positions.
+        count = min(self.num_drawn, *(len(each.encoding) - len(ROLES) for each in self.others))
         experiments: list[Experiment] = []
-        for number, (encoding, _) in enumerate(self.others):
-            query = len(encoding) - 1
-            roles = list(roles_of(encoding, query).values())
+        for number, (encoding, _, places) in enumerate(self.others):
+            query, roles = len(encoding) - 1, list(places.values())
             seed = self.settings.seed + number
-            drawn = chosen_at_random(range(query + 1), self.num_drawn, seed=seed, without=roles)
+            drawn = (
+                chosen_at_random(range(query + 1), count, seed=seed, without=roles) if count else list[int]()
+            )
             edges = tuple((query, key) for key in (*roles, *drawn))
             experiments += self.on_fact(tuple(encoding.ids), edges)
-        return {"facts": self.on_model(AtOnce(tuple(experiments)))}
+        self.only_claims = ("facts", *self.only_claims)
+        asked = [(tuple(each.encoding.ids), each.answer, -1) for each in self.others]
+        known = self.known_node({CHOSEN_ON: asked[: self.half], SCORED: asked[self.half :]})
+        return known | {"facts": self.on_model(AtOnce(tuple(experiments)))}
+
+    @property
+    def half(self) -> int:
+        """How many other facts the place is chosen on; as many others score it."""
+        return len(self.others) // 2
+
+    def lost_here(self, key: int) -> Floats:
+        """KL by layer in the prompt shown where one of its `keys` is not read, in nats: [layer]."""
+        raise NotImplementedError
 
     def on_fact(self, tokens: tuple[int, ...], edges: Sequence[tuple[int, int]]) -> Sequence[Experiment]:
         """What is done to each (query, key) of another fact by itself, in every layer."""
@@ -173,49 +199,43 @@ class PlaceWorkflow(ModelWorkflow):
         )
 
     def _other_facts(self) -> list[OtherFact]:
-        """Shipped facts in which every role is another position, no two of the same tokens: as many to choose
-        on as to score on."""
-        wanted, limit = 2 * self.settings.facts, self.subject.config.context_length
-        found: dict[tuple[int, ...], OtherFact] = {}
-        for each in shipped_facts()[:TRIED]:
-            encoding = self.subject.tokenizer.encode(each["prompt"])
-            roles = set(roles_of(encoding, len(encoding) - 1).values())
-            fits = limit is None or len(encoding) <= limit
-            if each["prompt"] != self.prompt and fits and len(roles) == len(ROLES):
-                answer = self.subject.answer_id(each["prompt"], each["target"])
-                found.setdefault(tuple(encoding.ids), OtherFact(encoding, answer))
-            if len(found) == wanted:
-                return list(found.values())
-        raise ConfigError(
-            f"expected {wanted} shipped facts to choose the place on, found {len(found)}; name position and "
-            "layer, or ask for fewer: facts=…"
-        )
+        """Facts in which every role is another position, no two of the same tokens: as many to choose on as
+        to score on. Of one's own there may be fewer than were asked for.
 
-    @cached_property
-    def is_known(self) -> npt.NDArray[np.bool_]:
-        """Whether the answer is the likeliest next token, bool [fact]."""
-        said = self.result("facts")["baseline_id"].transpose("draw", "rank").values[:, 0]
-        return np.array(said.reshape(len(self.others), -1)[:, 0] == [each.answer for each in self.others])
+        Raises ConfigError for too few.
+        """
+        given, limit = self.settings, self.subject.config.context_length
+        # Of the many shipped facts those are taken that have positions to draw from beside the roles.
+        wanted, room = 2 * given.facts, len(ROLES) + (0 if given.data else self.num_drawn)
+        found: dict[tuple[int, ...], OtherFact] = {}
+        for each in facts_of(given.data)[: None if given.data else TRIED]:
+            encoding = self.subject.tokenizer.encode(each.prompt)
+            other = self.subject.tokenizer.encode(each.other) if each.other else None
+            roles = roles_of(encoding, len(encoding) - 1, other)
+            fits = room <= len(encoding) and (limit is None or len(encoding) <= limit)
+            if each.prompt != self.prompt and fits and len(set(roles.values())) == len(ROLES):
+                answer = self.subject.answer_id(each.prompt, each.target)
+                found.setdefault(tuple(encoding.ids), OtherFact(encoding, answer, roles))
+            if len(found) == wanted:
+                break
+        return enough(list(found.values()), given.data, wanted, "position and layer")
 
     @cached_property
     def halves(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Which facts the place is chosen on, and which it is scored on; all where too few are known."""
-        known = self.is_known if self.is_claimed else np.ones(len(self.others), bool)
-        rows, half = np.flatnonzero(known), self.settings.facts
-        return rows[rows < half], rows[rows >= half]
+        """Which facts the place is chosen on, and which it is scored on: those that the model knows."""
+        chosen_on, scored = (np.flatnonzero(self.is_known(name)) for name in (CHOSEN_ON, SCORED))
+        return chosen_on, scored + self.half
 
     @property
     def is_claimed(self) -> bool:
-        """Whether the place was named, or enough facts are known to say something of one that was chosen."""
-        if not self.is_chosen:
-            return True
-        half = self.settings.facts
-        return bool(min(self.is_known[:half].sum(), self.is_known[half:].sum()) >= KNOWN)
+        """Whether controls are run, and the place was named, or enough facts are known to say something of
+        one that was chosen."""
+        return not self.not_claimed
 
     @cached_property
     def chosen(self) -> PlaceChoice | None:
-        """The layer and role that lose most on other facts, of those that settings leave open; None where
-        the place is named."""
+        """The layer and role that lose most on other facts, of those that settings leave open; where nothing
+        is claimed, in the prompt shown. None where the place is named."""
         layers = range(self.last_layer + 1) if self.settings.layer is None else (self.settings.layer,)
         return self._extreme(layers, tuple(self.open), np.argmax) if self.is_chosen else None
 
@@ -228,12 +248,16 @@ class PlaceWorkflow(ModelWorkflow):
         """
         layers = range(self.last_layer + 1)
         roles = tuple(role for role, place in self.roles.items() if place != self.edge[1])
-        return self._extreme(layers, roles, np.argmin) if self.is_chosen and roles else None
+        is_told = self.is_chosen and self.is_claimed and roles
+        return self._extreme(layers, roles, np.argmin) if is_told else None
 
     def _extreme(self, layers: Sequence[int], roles: Sequence[str], pick: Any) -> PlaceChoice:
-        half = self.facts[self.halves[0]].mean(axis=0)
-        columns = [list(ROLES).index(role) for role in roles]
-        lost = half[np.ix_(list(layers), columns)]
+        if self.is_claimed:
+            columns = [list(ROLES).index(role) for role in roles]
+            mean = self.facts[self.halves[0]].mean(axis=0)[:, columns]
+        else:
+            mean = np.stack([self.lost_here(self.roles[role]) for role in roles], axis=1)
+        lost = mean[list(layers)]
         row, column = np.unravel_index(int(pick(lost)), lost.shape)
         return PlaceChoice(layers[int(row)], roles[int(column)], float(lost[row, column]))
 
@@ -270,31 +294,36 @@ class PlaceWorkflow(ModelWorkflow):
     def choice_told(self) -> str:
         """How the place was chosen, for people."""
         if self.chosen is None:
-            return "The place was named."
-        asked = self.settings.facts
-        known = [int(half.sum()) for half in (self.is_known[:asked], self.is_known[asked:])]
-        how = f"{self.rule} moves other facts most (mean KL {self.chosen.lost:.3f} nats)"
+            return self.not_claimed or "The place was named."
+        lost = f"{self.chosen.lost:.3f} nats"
         if not self.is_claimed:
-            return (
-                f"The model says the answer of {known[0]} and {known[1]} of {asked} other facts to choose on "
-                f"and to score on, fewer than {KNOWN}: nothing is claimed. Told of is the layer and {how}."
-            )
+            return f"{self.not_claimed} Told of is the layer and {self._how} (KL {lost})."
+        chosen_on, scored = map(len, self.halves)
         return (
-            f"Layer and {how}, of {asked} the {known[0]} whose answer the model says; scored on {known[1]} "
-            "more. For comparison that of the least."
+            f"Layer and {self._how} (mean KL {lost}), of {self.half} the {chosen_on} whose answer the model "
+            f"says; scored on {scored} more. For comparison that of the least."
         )
+
+    @property
+    def _how(self) -> str:
+        return f"{self.rule} moves {'other facts' if self.is_claimed else 'this prompt'} most"
+
+    def unclaimed(self) -> Findings:
+        """See `KnownWorkflow`; and how the place was chosen."""
+        return replace(super().unclaimed(), caption=self.choice_told)
 
     def choice_json(self) -> dict[str, Any]:
         """How the place was chosen."""
         if self.chosen is None:
             return {}
+        chosen_on, scored = (half.tolist() for half in self.halves) if self.is_claimed else ([], [])
         return {
             "choice": {
-                "rule": f"layer and {self.rule} moves other facts most (mean KL)",
+                "rule": f"layer and {self._how} ({'mean ' if self.is_claimed else ''}KL)",
                 **vars(self.chosen),
                 "candidates": (self.last_layer + 1 if self.settings.layer is None else 1) * len(self.open),
-                "chosen_on": [self.others[row].encoding.text for row in self.halves[0]],
-                "scored_on": [self.others[row].encoding.text for row in self.halves[1]],
+                "chosen_on": [self.others[row].encoding.text for row in chosen_on],
+                "scored_on": [self.others[row].encoding.text for row in scored],
                 "is_claimed": self.is_claimed,
             }
         }

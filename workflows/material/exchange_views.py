@@ -148,7 +148,9 @@ def _parts(controls: FeatureControls, result: Results) -> Iterator[dict[str, Any
         names = {0: "both", 1: f"{controls.company} alone", -1: f"{controls.cause} alone"}
     for i, name in names.items():
         yield told(name, prob[best, i], change[best, [i]])
-    yield told(f"{controls.of}, in its place", controls.drawn(prob.max(0)), controls.drawn(change.max(0)))
+    drawn = controls.drawn(change.max(0))
+    if drawn.size:  # controls=0 draws none
+        yield told(f"{controls.of}, in its place", controls.drawn(prob.max(0)), drawn)
     if controls.elsewhere:
         other = result("elsewhere")
         done = f"{names[0]}, in facts of other kinds, as far from their end"

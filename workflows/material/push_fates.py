@@ -28,14 +28,16 @@ class PushFates:
     """The pushes of one prompt, and random ones.
 
     what: the pushes in words. similarity: [layer, strength, read_layer]. vectors: `ContrastiveVectors` of
-    them, its positive side the prompt where it is pushed. drawn: `RandomPushes` along `draw`. first: by layer
-    pushed the one after which it may be seen. of: what was drawn, in words.
+    them, its positive side the prompt where it is pushed. strengths: of the pushes that are held against
+    random ones. drawn: `RandomPushes` along `draw`, None where none were run. first: by layer pushed the one
+    after which it may be seen. of: what was drawn, in words.
     """
 
     what: str
     similarity: xr.DataArray
     vectors: xr.Dataset
-    drawn: xr.Dataset
+    strengths: tuple[float, ...]
+    drawn: xr.Dataset | None
     first: Mapping[int, int | None]
     of: str = "random directions as long, at the same place"
 
@@ -51,12 +53,6 @@ class PushFates:
         return fates(self.similarity, grid.copy(data=np.array(own)), self.first)
 
     @property
-    def strengths(self) -> list[float]:
-        """Those held against random pushes."""
-        found: list[float] = self.drawn["strength"].values.tolist()
-        return found
-
-    @property
     def held(self) -> dict[tuple[int, float], Fate]:
         """Of the pushes that are held against random ones."""
         return {where: each for where, each in self.of_all.items() if where[1] in self.strengths}
@@ -65,10 +61,11 @@ class PushFates:
     def finding(self) -> Finding | None:
         """The share of their largest distance that the pushes keep to the end; None without a verdict."""
         layers = sorted({layer for (layer, _), each in self.held.items() if each.is_verdict})
-        draws = (self.drawn.isel(draw=number) for number in range(self.drawn.sizes["draw"]))
+        drawn = self.drawn
+        draws = [] if drawn is None else [drawn.isel(draw=number) for number in range(drawn.sizes["draw"])]
         left = [share_left(fates(each["similarity"], each["pushed"], self.first).values()) for each in draws]
         verdicts = [each for each in left if not np.isnan(each)]
-        if not layers or not verdicts:
+        if not layers or (draws and not verdicts):
             return None
         after = f"layer {layers[0]}" if len(layers) == 1 else f"layers {layers[0]} to {layers[-1]}"
         times = " and ".join(f"{strength:g}" for strength in self.strengths)

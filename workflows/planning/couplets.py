@@ -36,6 +36,7 @@ from ...stages.causal.controls import CHANCE, Null, interval, random_signs
 from ...stages.logits.lens import format_token
 from ...store.arrays import Floats
 from ..material.answers import KNOWN, named, require_next
+from ..material.facts.known import NO_CONTROLS
 from ..settings import ControlSettings, Count, ModelSettings, Share, setting
 from ..views import Data, Figure, Finding, Findings, Heatmap, Note, Table, Text, Tokens, View
 from ..workflow import ModelWorkflow
@@ -152,6 +153,8 @@ class CoupletPlanning(ModelWorkflow):
     @cached_property
     def refusal(self) -> str:
         """Why nothing is claimed; empty where something is."""
+        if not self.settings.controls:
+            return NO_CONTROLS
         counts = [int(self.read[name].is_known.sum()) for name in ("choice", "scored")]
         if counts[0] >= KNOWN and counts[1] >= self.fewest and self.rhymes.is_beyond_chance:
             return ""

@@ -65,7 +65,9 @@ class PlanningPairsSettings(ControlSettings, ModelSettings):
     limit: Natural = setting(12, "how many pairs, from the first on; 0 takes all")
     strength: Positive | None = setting(None, "units added and taken away; none: the preset's")
     window: Count = setting(1, "neighbouring layers suppressed together")
-    controls: Count = setting(20, "random features in place of the injected one, at every position")
+    controls: Natural = setting(
+        20, "random features in place of the injected one, at every position; 0: none, nothing is claimed"
+    )
 
 
 class PlanningPairs(Workflow):
@@ -252,14 +254,18 @@ class PlanningPairs(Workflow):
         if self.other is not None:
             also = ((f"on {self.other.preset.dictionary}", lambda row: _yes(there[row["what"]].works)),)
         rows = [row | {"what": _what(each.pair)} for row, each in zip(self.records, self.found, strict=True)]
+        random: tuple[tuple[Any, ...], ...] = (
+            ("random", "null_median", format_probability),
+            ("p", lambda row: row["null"]["share_as_large"], ".2g"),
+        )
+        random = random if self.settings.controls else ()
         return Table.of(
             rows,
             ("prompt", lambda row: format_text(row["prompt"].splitlines()[-1])),
             ("words", lambda row: f"{row['suppress_word']} → {row['inject_word']}"),
             ("before", "baseline_prob", format_probability),
             ("at the site", "prob_at_site", format_probability),
-            ("random", "null_median", format_probability),
-            ("p", lambda row: row["null"]["share_as_large"], ".2g"),
+            *random,
             ("most at", lambda row: f"{format_token(row['max_token'])} ({row['max_position']})"),
             ("works", lambda row: _yes(row["works"])),
             *also,
@@ -283,7 +289,8 @@ class PlanningPairs(Workflow):
         for row, each in enumerate(self.found):
             start = reach[0] - each.site
             own[row, start : start + len(each.tokens)] = each.change[:, OWN]
-            drawn[row, start : start + len(each.tokens)] = each.change[:, RANDOM:].mean(axis=1)
+            if self.settings.controls:
+                drawn[row, start : start + len(each.tokens)] = each.change[:, RANDOM:].mean(axis=1)
         labels = tuple(f"{each.pair.suppress_word} → {each.pair.inject_word}" for each in self.found)
         grid = Heatmap(
             title="Where the exchange makes the other word likelier",
@@ -360,7 +367,7 @@ def _told(each: Exchanged) -> dict[str, Any]:
         "works": each.works,
         "change": each.effect,
         "null": each.null.to_json(each.effect),
-        "null_median": float(np.median(each.probability[each.site, RANDOM:])),
+        "null_median": Null(each.probability[each.site, RANDOM:], "random features").median,
         "sweep": [
             {"position": place, "token": token, "prob": float(value)}
             for place, (token, value) in enumerate(zip(each.tokens, sweep, strict=True))

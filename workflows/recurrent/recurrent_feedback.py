@@ -73,7 +73,9 @@ class RecurrentFeedbackSettings(ControlSettings, ModelSettings):
 
     model: str = setting("", 'hub id, directory, or a shipped one such as "specimen"')
     preset: Literal["specimen", "anacrousis"] = setting("specimen", "lines and conditions, and their model")
-    controls: Count = setting(4, "random directions of equal length fed likewise, in each line")
+    controls: Natural = setting(
+        4, "random directions of equal length fed likewise, in each line; 0: none, nothing is claimed"
+    )
     limit: Natural = setting(0, "first lines, from the first on; 0 takes all")
     sweep: bool = setting(True, "every condition of the protocol, and not only the one that is told")
     blocks: tuple[str, ...] = setting(
@@ -253,10 +255,10 @@ class RecurrentFeedback(ModelWorkflow):
 
     def _finding(self, claim: str, effects: Floats, drawn: Any, plain: Any) -> Finding:
         """Shares of lines beyond those of a plain pass, [line], beside random directions [line, draw]."""
-        others = np.array(drawn, float) - np.array(plain, float)[:, None]
+        others = np.array(drawn, float).reshape(len(effects), -1) - np.array(plain, float)[:, None]
         causes = np.column_stack([effects, others])
         null = Null(
-            random_means(causes, RESAMPLED, seed=self.settings.seed),
+            random_means(causes, RESAMPLED if self.settings.controls else 0, seed=self.settings.seed),
             f"times a direction as long, fed likewise, drawn among {self.settings.controls} random ones of "
             "each line and the one told",
             looked_at=self.preset.looked_at if self._is_presets else 1,

@@ -31,8 +31,8 @@ from ...stages.causal.state_writes import WRITE_SCALES, RandomWrites, StateKnock
 from ...stages.logits.lens import format_probability, format_text, format_token
 from ...store.arrays import Floats
 from ..material.answers import named, number, target_json, top_changed_json
-from ..material.edge_choice import ROLES, PlaceWorkflow, roles_of
-from ..settings import MODEL_HELP, RECURRENT, ChosenPlaceSettings, Count, setting
+from ..material.edge_choice import ROLES, PlaceWorkflow
+from ..settings import MODEL_HELP, RECURRENT, ChosenPlaceSettings, Natural, setting
 from ..views import (
     Attention,
     Data,
@@ -52,7 +52,6 @@ if TYPE_CHECKING:
     import xarray as xr
 
     from ...pipeline.nodes import ResultNode
-    from ...stages.forward.text.tokens import Encoding
 
 __all__ = ["RwkvInference", "RwkvInferenceSettings"]
 
@@ -69,7 +68,9 @@ class RwkvInferenceSettings(ChosenPlaceSettings):
     position: int | str | None = setting(
         None, "token whose write is told; none: the kind of position that matters most on other facts"
     )
-    controls: Count = setting(20, "random values that the effect is held against, for each place")
+    controls: Natural = setting(
+        20, "random values that the effect is held against, for each place; 0: none, nothing is claimed"
+    )
     scales: tuple[float, ...] = setting(WRITE_SCALES, "what its write is multiplied by")
 
 
@@ -99,34 +100,43 @@ class RwkvInference(PlaceWorkflow):
         response = tuple(StateSteering(positions=(key,), doses=given.scales, **shared) for key in self.keys)
         for each in response:
             each.cells(self.subject.config)  # wrong settings are told now, not when it runs
-        places = tuple(dict.fromkeys((*self.keys, *self.roles.values())))
-        drawn = RandomWrites(positions=places, draws=given.controls, seed=given.seed, **shared | {"top_k": 1})
-        return {
+        nodes = {
             "writes": self.on_model(StateKnockout(**shared)),
             "together": self.on_model(StateKnockout(window=layers, **shared | {"top_k": 1})),
             "response": self.on_model(AtOnce(response)),
-            "controls": self.on_model(drawn),
             "attention": attention_flow.on(pattern=pattern, query=self.query),
+        }
+        if not given.controls:
+            return nodes
+        places = tuple(dict.fromkeys((*self.keys, *self.roles.values())))
+        drawn = RandomWrites(positions=places, draws=given.controls, seed=given.seed, **shared | {"top_k": 1})
+        self.only_claims = ("controls", "scored")
+        return {
+            **nodes,
+            "controls": self.on_model(drawn),
             **self.facts_node(),
             **self._scored_node(),
         }
+
+    def lost_here(self, key: int) -> Floats:
+        """See `PlaceWorkflow`: with one write left out, [layer]."""
+        found: Floats = self.writes["kl"].sel(position=key).transpose("layer").values
+        return found
 
     def _scored_node(self) -> dict[str, ResultNode]:
         """The write of every role left out, in the facts on which the choice is scored."""
         if not self.is_chosen:
             return {}
-        scored = self.others[self.settings.facts :]
-        cut = (StateKnockout(tuple(ids.ids), self._roles(ids), top_k=1) for ids, _ in scored)
+        cut = (
+            StateKnockout(tuple(each.encoding.ids), tuple(each.roles.values()), top_k=1)
+            for each in self.others[self.half :]
+        )
         return {"scored": self.on_model(AtOnce(tuple(cut)))}
 
     def on_fact(self, tokens: tuple[int, ...], edges: Sequence[tuple[int, int]]) -> list[RandomWrites]:
         """Random values in the place of every role of another fact."""
         places = tuple(key for _, key in edges)
         return [RandomWrites(tokens, positions=places, draws=FEW, seed=self.settings.seed, top_k=1)]
-
-    @staticmethod
-    def _roles(encoding: Encoding) -> tuple[int, ...]:
-        return tuple(roles_of(encoding, len(encoding) - 1).values())
 
     @cached_property
     def random(self) -> Floats:
@@ -159,7 +169,7 @@ class RwkvInference(PlaceWorkflow):
     def findings(self) -> Findings:
         """The write on other facts and in this prompt, and one that others say does nothing."""
         if not self.is_claimed:
-            return Findings.of(caption=self.choice_told, sources=tuple(self.nodes))
+            return self.unclaimed()
 
         def out(layer: int, place: int) -> str:
             return f"leaving out what {self.token_told(place)} writes in layer {layer}"
@@ -189,7 +199,7 @@ class RwkvInference(PlaceWorkflow):
         rows = self.halves[1]
         return Finding.over(
             f"leaving out what {ROLES[self.chosen.role]} writes in layer {layer} changes the next token",
-            cut[rows - given.facts, layer, role],
+            cut[rows - self.half, layer, role],
             self.random[rows, layer, role],
             "times random values as long, written in their place",
             draws=given.controls,

@@ -146,8 +146,9 @@ class PushedStatesCases(ModelWorkflow):
             nodes |= {
                 self._named("convergence", i): self.on_model(case.experiment),
                 self._named("vectors", i): self.on_model(case.experiment.contrast),
-                self._named("controls", i): self.on_model(self._controls(case.experiment)),
             }
+            if given.controls:
+                nodes[self._named("controls", i)] = self.on_model(self._controls(case.experiment))
         return nodes
 
     def _named(self, result: str, i: int) -> str:
@@ -266,12 +267,14 @@ class PushedStatesCases(ModelWorkflow):
         found = []
         for i, case in enumerate(self.cases):
             similarity = self.found(i)["similarity"]
-            vectors, drawn = (self.result(self._named(name, i)).load() for name in ("vectors", "controls"))
+            vectors, controls = self.result(self._named("vectors", i)).load(), self._named("controls", i)
+            drawn = self.result(controls).load() if controls in self.nodes else None
             first = {layer: case.first_reached(layer) for layer in similarity["layer"].values.tolist()}
             of = PushFates.of
             if case.feature is not None:
                 of = f"other features of layer {case.feature.layer}, as long, at the same place"
-            found.append(PushFates(case.what, similarity, vectors, drawn, first, of))
+            strengths = self.held_against
+            found.append(PushFates(case.what, similarity, vectors, strengths, drawn, first, of))
         return found
 
     def told(self, i: int) -> dict[str, Any]:

@@ -88,15 +88,15 @@ class SteeringDoseResponse(EdgeWorkflow):
         )
         for each in asked:
             each.cells(self.subject.config)  # wrong settings are told now, not when it runs
+        nodes = {"response": self.on_model(asked[0] if len(asked) == 1 else AtOnce(asked))}
+        if not given.controls:
+            return nodes
         others = tuple(
             DoseResponse(edges=((self.query, key),), doses=(max(given.doses),), **shared | {"top_k": 1})
             for key in range(self.query + 1)
         )
-        return {
-            "response": self.on_model(asked[0] if len(asked) == 1 else AtOnce(asked)),
-            "controls": self.on_model(AtOnce(others)),
-            **self.facts_node(),
-        }
+        self.only_claims = ("controls",)
+        return {**nodes, "controls": self.on_model(AtOnce(others)), **self.facts_node()}
 
     def on_fact(self, tokens: tuple[int, ...], edges: Sequence[Edge]) -> list[Experiment]:
         """The strongest dose of each edge."""
@@ -113,6 +113,16 @@ class SteeringDoseResponse(EdgeWorkflow):
         if "draw" in found.dims:
             found = found.isel(draw=self.keys.index(self.edge[1]))
         return found if self.settings.sweep else found.sel(layer=[self.layer])
+
+    def lost_here(self, key: int) -> Floats:
+        """See `PlaceWorkflow`: of one edge at the strongest dose, [layer]; NaN where it is not steered."""
+        found = self.result("response").load()
+        if "draw" in found.dims:
+            found = found.isel(draw=self.keys.index(key))
+        at_most = found["kl"].isel(dose=int(np.argmax(self.settings.doses)))
+        lost: Floats = np.full(self.last_layer + 1, np.nan)
+        lost[at_most["layer"].values] = at_most.values
+        return lost
 
     @cached_property
     def strongest(self) -> xr.Dataset:
@@ -140,7 +150,7 @@ class SteeringDoseResponse(EdgeWorkflow):
     def findings(self) -> Findings:
         """The edge on other facts and in this prompt, and one that others say does nothing."""
         if not self.is_claimed:
-            return Findings.of(caption=self.choice_told, sources=tuple(self.nodes))
+            return self.unclaimed()
         dose, word = max(self.settings.doses), format_token(self.target)
 
         def scaled(layer: int, key: int) -> str:

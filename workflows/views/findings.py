@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["Finding", "Findings"]
 
 NO_MORE = "no more than chance"
+NO_CONTROL = "nothing is claimed, as no control was run"
 STROKES = "Dot: the effect, its line 95 % over prompts; grey: random causes of equal size; thin: zero."
 
 
@@ -63,7 +64,8 @@ class Finding:
     ) -> Finding:
         """A claim about several prompts: the mean of `effects` [prompt], beside means over these prompts of
         one cause drawn in each, from `others` [prompt, cause] and the cause itself. told: further fields."""
-        null = Null(random_means(np.column_stack([effects, others]), draws, seed=seed), of, side)
+        count = draws if np.size(others) else 0  # without others no control was run
+        null = Null(random_means(np.column_stack([effects, others]), count, seed=seed), of, side)
         return cls(
             claim,
             float(np.mean(effects)),
@@ -80,7 +82,9 @@ class Finding:
 
     @property
     def verdict(self) -> str:
-        """ "beyond chance", or that it is no more than that."""
+        """ "beyond chance", that it is no more than that, or that nothing is claimed without a control."""
+        if not self.null.is_run:
+            return NO_CONTROL
         return "beyond chance" if self.is_beyond_chance else NO_MORE
 
     @property
@@ -91,6 +95,8 @@ class Finding:
     @property
     def sentence(self) -> str:
         """The claim with its effect and its null, or that it is no more than chance."""
+        if not self.null.is_run:
+            return f"{self.claim}: {self._told(self.effect)}{self._over}; {NO_CONTROL} (controls=0)."
         verdict = "" if self.is_beyond_chance else f", {NO_MORE}"
         return f"{self.claim}: {self._told(self.effect)}{self._over}{verdict}. {self.beside}"
 
@@ -163,6 +169,12 @@ class Findings(View):
 
     kind: ClassVar[str] = "findings"
     findings: tuple[Finding, ...]
+
+    @classmethod
+    def none(cls, reason: str, sources: tuple[str, ...] = ()) -> Findings:
+        """No findings, and in a sentence why: JSON has it under `not_claimed`."""
+        told = {"findings": [], "not_claimed": reason}
+        return cls(findings=(), title="What was found", caption=reason, json=told, sources=sources)
 
     @classmethod
     def of(cls, *findings: Finding, title: str = "What was found", **told: Any) -> Findings:

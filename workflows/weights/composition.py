@@ -97,7 +97,9 @@ class Composition(ModelWorkflow):
                     "head": j,
                     "score": float(score[a, i, b, j]),
                     "control": float(found["control"].values[a, i, b, j]),
-                    "share_as_large": float(found["share_as_large"].values[a, i, b, j]),
+                    "share_as_large": float(found["share_as_large"].values[a, i, b, j])
+                    if self.settings.controls
+                    else None,
                 }
             )
         return rows
@@ -131,8 +133,11 @@ class Composition(ModelWorkflow):
             ("by", _head),
             ("written by", lambda row: _head(row, "source_")),
             ("score", "score", ".3f"),
-            ("elsewhere", "control", ".3f"),
-            ("as large", "share_as_large", ".2g"),
+            *(
+                (("elsewhere", "control", ".3f"), ("as large", "share_as_large", ".2g"))
+                if given.controls
+                else ()
+            ),
             title=f"What heads of {model} read of each other",
             caption=f"elsewhere: mean score of the same head turned at random, {given.controls} times; "
             "as large: share of these that score as much, the pair itself among them",

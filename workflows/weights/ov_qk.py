@@ -136,15 +136,16 @@ class OvQk(ModelWorkflow):
         for flat in order:
             a, b = (int(each) for each in np.unravel_index(flat, found["copying"].shape))
             here = found.isel(layer=a, head=b)
-            null = here["control"].values
+            null, score = Null(here["control"].values, "the head elsewhere"), float(here["copying"])
+            low, high = null.bound()
             rows.append(
                 {
                     "layer": int(found["layer"].values[a]),
                     "head": b,
-                    "copying": float(here["copying"]),
-                    "control_low": float(np.quantile(null, 0.025)),
-                    "control_high": float(np.quantile(null, 0.975)),
-                    "quantile": float((null < float(here["copying"])).mean()),
+                    "copying": score,
+                    "control_low": low,
+                    "control_high": high,
+                    "quantile": float((null.values < score).mean()) if null.is_run else float("nan"),
                     "ov_norm": float(here["ov_norm"]),
                     "top_share": float(here["top_share"]),
                 }
@@ -157,12 +158,16 @@ class OvQk(ModelWorkflow):
         yield self._findings()
         rows = self.heads()
         shown = rows if len(rows) <= 2 * given.top else [*rows[: given.top], *rows[-given.top :]]
+        elsewhere: tuple[tuple[Any, ...], ...] = (
+            ("elsewhere", lambda row: f"{row['control_low']:+.2f} to {row['control_high']:+.2f}"),
+            ("quantile", "quantile", ".2f"),
+        )
+        elsewhere = elsewhere if given.controls else ()
         yield Table.of(
             shown,
             ("head", lambda row: f"L{row['layer']}H{row['head']}"),
             ("copying", "copying", "+.2f"),
-            ("elsewhere", lambda row: f"{row['control_low']:+.2f} to {row['control_high']:+.2f}"),
-            ("quantile", "quantile", ".2f"),
+            *elsewhere,
             ("norm of OV", "ov_norm", ".3g"),
             ("in one direction", "top_share", ".0%"),
             title=f"Heads of {model} that copy most, and least",

@@ -50,8 +50,14 @@ def test_chance_is_taken_for_more_no_oftener_than_stated():
     assert np.mean(claimed) > 0.01
 
 
-@pytest.mark.parametrize(("values", "said"), [([], "found none"), ([0.0, np.nan], "found 1 that are not")])
-def test_draws_that_are_none_are_refused(values: list[float], said: str):
+def test_without_draws_nothing_is_beyond_chance_and_there_is_no_share():
+    null = Null(np.empty(0), "draws")
+    assert not null.is_run and not null.is_beyond_chance(1e9)
+    assert np.isnan([null.median, *null.bound(), null.share_as_large(1.0)]).all()
+
+
+@pytest.mark.parametrize(("values", "said"), [([0.0, np.nan], "found 1 that are not")])
+def test_draws_that_are_no_numbers_are_refused(values: list[float], said: str):
     with pytest.raises(ConfigError, match=said):
         Null(np.array(values), "heads")
 

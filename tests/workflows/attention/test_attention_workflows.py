@@ -15,8 +15,9 @@ from rich.console import Console
 from mizarr import HookSpec, Knockout
 from mizarr.store.errors import ConfigError, InterventionError, MizarrError, PromptError
 from mizarr.workflows import build, compute
-from mizarr.workflows.material.edge_choice import ROLES, EdgeWorkflow
+from mizarr.workflows.material.edge_choice import ROLES
 from mizarr.workflows.subject import shipped_facts
+from tests.known_facts import compute_as_known
 
 PROMPT, TARGET = "it was the age of", "wisdom"
 RELATIONS = ("is developed by", "they understand", "is located in the continent", "originates from", "is")
@@ -136,16 +137,50 @@ def test_of_facts_that_a_model_does_not_know_nothing_is_claimed(name, tiny_model
     done = compute(name, store=tmp_path, **given)
     (told,) = (view for view in done.shown if view.kind == "findings")
     assert done.to_json()["findings"] == []
-    assert "fewer than 2: nothing is claimed" in told.caption
-    assert not done.to_json()["choice"]["is_claimed"]
-
-
-def test_what_a_model_does_not_know_has_no_part_in_the_choice(tiny_model, tmp_path, monkeypatch):
-    known = np.array([True, False, True, False, True, True])
-    monkeypatch.setattr(EdgeWorkflow, "is_known", known)
-    done = compute(
-        "attention_knockout", store=tmp_path, model=str(tiny_model), facts=3, sweep=False, prompt=PROMPT
+    assert "facts to score on; a claim needs 2 of each. So no control was run and nothing" in told.caption
+    assert not done.nodes.keys() & {"facts", "controls"}, "no control was run"
+    choice = done.to_json()["choice"]
+    assert not choice["is_claimed"] and choice["chosen_on"] == choice["scored_on"] == []
+    lost = np.array([done.lost_here(key) for key in done.keys])
+    place, layer = np.unravel_index(lost.argmax(), lost.shape)
+    assert choice["lost"] == lost.max() and choice["layer"] == layer == done.to_json()["target_layer"]
+    assert done.edge[1] == done.keys[place]
+    assert "moves this prompt most" in choice["rule"] and "moves this prompt most" in told.caption
+    without = compute(name, store=tmp_path, controls=0, **given)
+    assert "known" not in without.nodes
+    assert without.to_json()["choice"] == choice
+    assert without.to_json()["not_claimed"].startswith(
+        "Nothing is claimed, as no control was run (controls=0)."
     )
+
+
+def test_facts_of_a_file_say_where_their_subject_ends_by_the_other_prompt(tiny_model, model, tmp_path):
+    records = [
+        {
+            "original_prompt": f"it was the age of {one} and of",
+            "counterfactual_prompt": f"it was the age of {other} and of",
+            "gt_original_target": "hope",
+            "gt_counterfactual_target": "despair",
+        }
+        for one, other in (("wisdom", "Light"), ("belief", "spring"))
+    ]
+    path = tmp_path / "own.json"
+    path.write_text(json.dumps([{"prompt": PROMPT, "target": "us"}, *records]))
+    given = {"model": str(tiny_model), "facts": 2, "data": str(path)}
+    done = compute_as_known("attention_knockout", store=tmp_path / "s", **given)
+    assert (done.prompt, done.target) == (PROMPT, "us")
+    for other in done.others:
+        text = other.encoding.text
+        end = other.encoding.offsets[other.roles["subject"]][1]
+        assert text[:end].split(" ")[-1] == text.split(" ")[5], "the subject is the sixth word"
+    assert done.groups == {"to choose on": 2, "to score on": 2}
+    assert done.to_json()["findings"][0]["prompts"] == 2
+
+
+def test_what_a_model_does_not_know_has_no_part_in_the_choice(tiny_model, tmp_path):
+    known = {"to choose on": [True, False, True], "to score on": [False, True, True]}
+    given = {"model": str(tiny_model), "facts": 3, "sweep": False, "prompt": PROMPT}
+    done = compute_as_known("attention_knockout", store=tmp_path, known=known, **given)
     texts = [each.encoding.text for each in done.others]
     choice = done.to_json()["choice"]
     assert choice["chosen_on"] == [texts[0], texts[2]] and choice["scored_on"] == texts[4:]
@@ -154,12 +189,9 @@ def test_what_a_model_does_not_know_has_no_part_in_the_choice(tiny_model, tmp_pa
     assert done.to_json()["findings"][0]["prompts"] == 2
 
 
-def test_an_edge_that_nobody_named_is_chosen_on_facts_and_scored_on_others(
-    tiny_model, model, tmp_path, monkeypatch
-):
+def test_an_edge_that_nobody_named_is_chosen_on_facts_and_scored_on_others(tiny_model, model, tmp_path):
     """The choice, the effect on held-out facts and its null, again by plain passes."""
-    monkeypatch.setattr(EdgeWorkflow, "is_known", np.ones(4, bool))
-    done = compute(
+    done = compute_as_known(
         "attention_knockout",
         store=tmp_path / "s",
         model=str(tiny_model),

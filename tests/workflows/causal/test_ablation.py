@@ -14,8 +14,8 @@ import mizarr
 from mizarr import HookSpec, Replace, Zero
 from mizarr.store.errors import ConfigError
 from mizarr.workflows import build, compute
-from mizarr.workflows.causal.ablation import AblationOfEach
 from mizarr.workflows.subject import shipped_facts
+from tests.known_facts import compute_as_known
 
 PROMPT, TARGET = "it was the season of", " light"
 REFERENCES = ["we had everything before us", "it was the epoch of belief"]
@@ -90,7 +90,12 @@ def test_of_facts_that_a_model_does_not_know_nothing_is_claimed(tiny_model: Path
     done = ablated(tiny_model, tmp_path, facts=2)
     (told,) = (view for view in done.shown if view.kind == "findings")
     assert done.to_json()["findings"] == []
-    assert "of 2 other facts to choose on and to score on, fewer than 2: nothing is claimed" in told.caption
+    assert "of 2 facts to choose on and " in told.caption and "; a claim needs 2 of each." in told.caption
+    assert list(done.nodes) == ["heads", "layers", "known"], "no other fact was run"
+    without = ablated(tiny_model, tmp_path, facts=2, controls=0)
+    assert list(without.nodes) == ["heads", "layers"]
+    assert without.to_json()["not_claimed"] == "Nothing is claimed, as no control was run (controls=0)."
+    assert without.to_json()["heads"] == done.to_json()["heads"]
 
 
 def test_which_facts_are_known_is_what_a_plain_pass_says(tmp_path: Path):
@@ -101,17 +106,15 @@ def test_which_facts_are_known_is_what_a_plain_pass_says(tmp_path: Path):
         == specimen.tokenizer.encode(f" {each['target']}", add_special=False).ids[0]
         for each in shipped_facts()[50:70]
     ]
-    assert done.is_known.tolist() == said
+    known = [done.is_known(group) for group in ("to choose on", "to score on")]
+    assert np.concatenate(known).tolist() == said
     assert sum(said) >= 18
 
 
-def test_the_head_told_is_chosen_on_facts_and_scored_on_others(
-    model, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_the_head_told_is_chosen_on_facts_and_scored_on_others(model, tiny_model: Path, tmp_path: Path):
     """Choice, effects and nulls again, by plain passes over the heads of the facts and of the prompt."""
-    monkeypatch.setattr(AblationOfEach, "is_known", np.ones(4, bool))
-    given = {"how": "zero", "facts": 2, "controls": 9}
-    done = ablated(tiny_model, tmp_path, **given)
+    given = {"model": str(tiny_model), "prompt": PROMPT, "how": "zero", "facts": 2, "controls": 9}
+    done = compute_as_known("ablation", store=tmp_path, **given)
     document = done.to_json()
 
     def losses(ids) -> np.ndarray:
@@ -145,7 +148,8 @@ def test_the_head_told_is_chosen_on_facts_and_scored_on_others(
     means = np.add.outer(others[0], others[1]) / 2
     assert over["null"]["draws"] == 9
     assert np.abs(means - over["null"]["median"]).min() < 1e-3 * means.max(), "one of what can be drawn"
-    again = ablated(tiny_model, tmp_path, **given | {"controls": 4, "seed": 1}).to_json()["findings"]
+    given |= {"controls": 4, "seed": 1}
+    again = compute_as_known("ablation", store=tmp_path, **given).to_json()["findings"]
     assert [each["null"]["draws"] for each in again] == [4, 4, 4]
     assert again[0]["null"]["median"] != over["null"]["median"]
 
@@ -168,3 +172,31 @@ def test_the_specimen_needs_few_of_its_heads(tmp_path: Path):
 def test_settings_that_cannot_be_are_refused(given, match, tiny_model: Path):
     with pytest.raises(ConfigError, match=match):
         build("ablation", **{"model": str(tiny_model), "prompt": PROMPT, **given})
+
+
+def test_facts_of_a_file_are_single_ones_or_the_two_of_a_pair(tmp_path: Path):
+    pair = {
+        "original_prompt": "Nicholas Fairbairn worked in the city of",
+        "counterfactual_prompt": "Georg Joseph Beer worked in the city of",
+        "gt_original_target": "London",
+        "gt_counterfactual_target": "Vienna",
+    }
+    facts = [{"prompt": each["prompt"], "target": each["target"]} for each in shipped_facts()[200:203]]
+    path = tmp_path / "facts.json"
+    path.write_text(json.dumps([facts[0], pair, *facts[1:]]))
+    done = build("ablation", data=str(path), how="zero")
+    assert (done.prompt, done.target) == (facts[0]["prompt"], facts[0]["target"])
+    expected = [pair["original_prompt"], pair["counterfactual_prompt"], *(one["prompt"] for one in facts[1:])]
+    encode = done.subject.tokenizer.encode
+    run = [list(each.tokens) for each in done.nodes["facts"].experiment.experiments]
+    assert run == [encode(text).ids for text in expected]
+    assert done.groups == {"to choose on": 2, "to score on": 2}
+    more = build("ablation", data=[str(path), "shipped"], how="zero", facts=3)
+    run = [list(each.tokens) for each in more.nodes["facts"].experiment.experiments]
+    assert run == [encode(text).ids for text in (*expected, *(one["prompt"] for one in shipped_facts()[:2]))]
+    path.write_text(json.dumps([facts[0], {"prompt": "x", "target": ""}]))
+    with pytest.raises(ConfigError, match=r"record 1 of .*: expected target to be a text that is not empty"):
+        build("ablation", data=str(path))
+    path.write_text(json.dumps(facts[:2]))
+    with pytest.raises(ConfigError, match="expected 2 facts in data to choose a head on, found 1 that fit"):
+        build("ablation", data=str(path))

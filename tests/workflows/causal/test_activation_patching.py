@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import subprocess
 import sys
@@ -16,7 +15,9 @@ import mizarr
 from mizarr.stages.forward.runs.run import Run, stream
 from mizarr.store.errors import ConfigError
 from mizarr.workflows import build, compute
-from mizarr.workflows.subject import shipped_facts
+from mizarr.workflows.material.facts.fact_pairs import shipped_pairs
+from mizarr.workflows.subject import Subject, shipped_facts
+from tests.known_facts import compute_as_known
 from tests.torch_free import TORCH_BLOCKED
 
 CLEAN, CORRUPTED = "it was the age of wisdom", "it was the age of despair"
@@ -44,12 +45,11 @@ def done(tiny_model: Path, prompts, tmp_path_factory: pytest.TempPathFactory):
 
 
 @pytest.fixture(scope="module")
-def claiming(done):
+def claiming(tiny_model: Path, prompts, tmp_path_factory: pytest.TempPathFactory):
     """The same, as of a model that says the answers of both other pairs."""
-    as_known = copy.copy(done)
-    vars(as_known).pop("shown", None)
-    as_known.is_known = lambda name: np.ones(2 if name == "choice" else 1, bool)
-    return as_known
+    store = tmp_path_factory.mktemp("claiming") / "store"
+    given = {"prompt": prompts[0], "corrupted": [prompts[1]], "others": 2, "controls": 6}
+    return compute_as_known("activation_patching", store=store, model=str(tiny_model), **given)
 
 
 def test_the_first_corrupted_prompt_of_as_many_tokens_is_taken(done, prompts):
@@ -94,12 +94,15 @@ def test_of_pairs_that_a_model_does_not_know_nothing_is_claimed(done, tiny_model
     given = {"model": str(tiny_model), "kinds": ["attn_out"], "others": 2, "donors": 1}
     given |= {"pairs": 1, "answer_piece": "first"}
     shipped = compute("activation_patching", store=tmp_path, **given)
-    told = {"": done, " and 0 of 3 to score on": shipped}
+    told = {"; a claim needs 2.": done, " and 0 of 3 pairs to score on; a claim needs 2 of each.": shipped}
     for scored, answer in told.items():
         (found,) = (view for view in answer.shown if view.kind == "findings")
         assert answer.to_json()["findings"] == []
-        expected = f"says the answer of 0 of 2 pairs to choose on{scored}, fewer than 2: nothing is claimed"
-        assert expected in found.caption
+        assert f"The model knows the answer of 0 of 2 pairs to choose on{scored}" in found.caption
+        assert "data=FILE" in found.caption and "controls=0" in found.caption
+        assert answer.to_json()["not_claimed"] == found.caption
+        assert answer.nodes.keys() == {"pair_0", "known"}, "no control was run"
+        assert answer.result("known")["rank"].values.min() > 0
 
 
 def test_which_pairs_are_known_is_what_a_plain_pass_says(tmp_path: Path):
@@ -108,6 +111,7 @@ def test_which_pairs_are_known_is_what_a_plain_pass_says(tmp_path: Path):
     answers = {each["prompt"]: each["target"] for each in shipped_facts()}
     for name, count in (("choice", 4), ("scored", 6)):
         prompts = [each.clean for each in done.nodes[name].experiment.experiments]
+        group = "to choose on" if name == "choice" else "to score on"
         said = [
             int(specimen.forward(list(ids)).logits[0, -1].argmax())
             == specimen.tokenizer.encode(f" {answers[text]}", add_special=False).ids[0]
@@ -116,10 +120,10 @@ def test_which_pairs_are_known_is_what_a_plain_pass_says(tmp_path: Path):
             if tuple(specimen.tokenizer.encode(text).ids) == ids
         ]
         assert len(said) == count
-        assert done.is_known(name).tolist() == said
+        assert done.is_known(group).tolist() == said
         assert sum(said) >= count - 1
     prompts = {one["prompts"] for one in done.to_json()["findings"]}
-    assert prompts == {int(done.is_known("scored").sum())}
+    assert prompts == {int(done.is_known("to score on").sum())}
 
 
 def test_findings_are_what_a_place_of_other_pairs_recovers_beside_unrelated_states(
@@ -262,6 +266,16 @@ def test_the_specimen_is_traced_through_pairs_of_its_own_facts(tmp_path: Path):
         ({"answer_piece": "last"}, "only or first"),
         ({"prompt": CLEAN, "corrupted": ["it was"]}, "tokens, as .* has, found none .'it was' has"),
         ({"prompt": CLEAN, "corrupted": [CLEAN]}, "that differs"),
+        (
+            {"prompt": CLEAN, "corrupted": [CORRUPTED], "metric": "probability"},
+            "found no answer; set answer=",
+        ),
+        (
+            {"prompt": CLEAN, "corrupted": [CORRUPTED], "answer": ",", "metric": "logit_difference"},
+            "no wrong",
+        ),
+        ({"metric": "logit_diff"}, "kl, logit_difference or probability"),
+        ({"data": "nowhere.json"}, "at nowhere.json, found No such file"),
     ],
 )
 def test_settings_that_cannot_be_are_refused(given, match, tiny_model: Path):
@@ -299,3 +313,88 @@ for name, given in json.loads(sys.argv[2]).items():
     told = subprocess.run(arguments, capture_output=True, text=True, check=False)
     assert told.returncode == 0, told.stderr
     assert [json.loads(line) for line in told.stdout.splitlines()] == json.loads(json.dumps(here))
+
+
+@pytest.fixture(scope="module")
+def own_pairs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Six shipped pairs in a file of one's own."""
+    path = tmp_path_factory.mktemp("own") / "pairs.json"
+    path.write_text(json.dumps(shipped_pairs(Subject("specimen"))[20:26]))
+    return path
+
+
+def test_pairs_of_a_file_are_shown_chosen_on_and_scored_in_place_of_shipped_ones(
+    own_pairs: Path, tmp_path: Path
+):
+    given = {"kinds": ["attn_out"], "donors": 1, "controls": 20}
+    records, shipped = json.loads(own_pairs.read_text()), shipped_pairs(Subject("specimen"))
+    done = compute("activation_patching", store=tmp_path, data=str(own_pairs), **given)
+    assert [each.clean for each in done.traced] == [each["original_prompt"] for each in records[:2]]
+    encode = done.subject.tokenizer.encode
+
+    def clean(name: str) -> list[tuple[int, ...]]:
+        return [each.clean for each in done.nodes[name].experiment.experiments]
+
+    ids = [tuple(encode(each["original_prompt"]).ids) for each in records]
+    assert (clean("choice"), clean("scored")) == (ids[2:4], ids[:2] + ids[4:])
+    assert done.to_json()["findings"][0]["prompts"] == 4
+    both = build("activation_patching", data=[str(own_pairs), "shipped"], others=3, **given)
+    ids += [tuple(encode(each["original_prompt"]).ids) for each in shipped[:2]]
+    chosen = [each.clean for each in both.nodes["choice"].experiment.experiments]
+    assert chosen == ids[2:5]
+    scored = [each.clean for each in both.nodes["scored"].experiment.experiments]
+    assert scored == ids[:2] + ids[5:8]
+
+
+def test_without_controls_none_is_run_and_the_page_says_that_nothing_is_claimed(
+    own_pairs: Path, tmp_path: Path
+):
+    done = compute("activation_patching", store=tmp_path, data=str(own_pairs), pairs=1, controls=0)
+    assert list(done.nodes) == ["pair_0"]
+    document = done.to_json()
+    assert document["findings"] == []
+    assert document["not_claimed"] == "Nothing is claimed, as no control was run (controls=0)."
+    page = done.report(tmp_path / "page.html").read_text()
+    assert document["not_claimed"] in page and "(p = " not in page
+
+
+@pytest.mark.parametrize("metric", ["logit_difference", "probability"])
+def test_recovery_is_a_share_of_the_metric_that_plain_passes_give(
+    metric: str, own_pairs: Path, tmp_path: Path
+):
+    given = {"kinds": ["mlp_out"], "pairs": 1, "controls": 0, "metric": metric, "data": str(own_pairs)}
+    done = compute("activation_patching", store=tmp_path, **given)
+    found, traced = done.to_json()["results"][0], done.traced[0]
+    model = mizarr.Model.from_pretrained("specimen")
+    record = json.loads(own_pairs.read_text())[0]
+    right, wrong = (
+        model.tokenizer.encode(f" {record[name]}", add_special=False).ids[0]
+        for name in ("gt_original_target", "gt_counterfactual_target")
+    )
+    place, point = traced.subject[1], "blocks.1.hook_mlp_out"
+    state = model.forward(traced.clean_ids, mizarr.HookSpec().capture(point), want=None)[point][0, place][
+        None
+    ]
+    put = mizarr.HookSpec().intervene(point, mizarr.Replace(state, positions=(place,)))
+    passes = (
+        model.forward(traced.clean_ids),
+        model.forward(traced.corrupted_ids),
+        model.forward(traced.corrupted_ids, put),
+    )
+    logits = [each.logits[0, -1].double() for each in passes]
+    values = [
+        float(each[right] - each[wrong] if metric == "logit_difference" else each.softmax(-1)[right])
+        for each in logits
+    ]
+    clean, corrupted, patched = values
+    expected = 100 * (patched - corrupted) / (clean - corrupted)
+    assert found["metric"] == metric
+    assert found["grids"]["mlp_out"][1][place] == pytest.approx(expected, abs=0.05)
+    table = next(view for view in done.shown if view.kind == "table")
+    if metric == "logit_difference":
+        assert found["logit_difference"] == pytest.approx({"clean": clean, "corrupted": corrupted}, abs=1e-3)
+        assert found["logit_difference_grids"]["mlp_out"][1][place] == pytest.approx(patched, abs=1e-3)
+        assert f"logit of {record['gt_original_target']!r} minus that of" in table.caption
+        assert f"{clean:+.2f} clean, {corrupted:+.2f} corrupted" in table.caption
+    else:
+        assert "share of the clean answer's probability" in table.caption

@@ -15,7 +15,7 @@ import mizarr
 from mizarr.stages.causal.grids.tracing import CausalTracing, embedding_deviation
 from mizarr.store.errors import ConfigError, PromptError
 from mizarr.workflows import build, compute
-from mizarr.workflows.material.fact_pairs import shipped_pairs
+from mizarr.workflows.material.facts.fact_pairs import shipped_pairs
 
 GIVEN = {"prompt": "it was the season of", "target": " light", "subject": "season", "facts": 2}
 
@@ -74,7 +74,9 @@ def test_one_noise_has_no_spread(tiny_model: Path, tmp_path: Path):
         "causal_tracing", store=tmp_path, model=str(tiny_model), samples=1, kinds=["mlp_out"], **GIVEN
     )
     assert one.to_json()["mlp_out"]["std"] is None
-    assert list(one.nodes) == ["mlp_out", "choice_mlp_out", "scored_mlp_out"]
+    assert list(one.nodes) == ["known", "mlp_out"], "of facts that nobody knows none is traced"
+    planned = build("causal_tracing", model=str(tiny_model), kinds=["mlp_out"], **GIVEN)
+    assert list(planned.nodes) == ["known", "mlp_out", "choice_mlp_out", "scored_mlp_out"]
 
 
 FEW = {"facts": 2, "fact_samples": 2, "controls": 30}
@@ -163,7 +165,11 @@ def test_of_facts_that_a_model_does_not_know_nothing_is_claimed(done):
     (told,) = (view for view in done.shown if view.kind == "findings")
     assert done.to_json()["findings"] == []
     assert "choice" not in done.to_json()
-    assert re.search(r"in [01] of 2 facts to choose on, in [01] of 2 to score on, and not in", told.caption)
+    said = (
+        r"knows the answer of [01] of 2 facts to choose on and [01] of 2 facts to score on; a claim needs 2"
+    )
+    assert re.search(said, told.caption)
+    assert done.to_json()["not_claimed"] == told.caption
 
 
 def test_the_specimen_recalls_a_fact_where_its_subject_was(recalled):
@@ -206,3 +212,32 @@ def test_settings_that_cannot_be_are_refused(given, match, tiny_model: Path):
 def test_a_subject_that_is_not_in_the_prompt_is_refused(tiny_model: Path):
     with pytest.raises(PromptError, match="winter"):
         build("causal_tracing", model=str(tiny_model), **{**GIVEN, "subject": "winter"})
+
+
+def test_facts_of_a_file_are_traced_in_place_of_shipped_ones(tmp_path: Path):
+    subject = build("causal_tracing").subject
+    path = tmp_path / "own.json"
+    records = [
+        record
+        for record in shipped_pairs(subject)
+        if len(ids := subject.tokenizer.encode(record["original_prompt"]).ids) - ids_differ(subject, record)
+        > 5
+    ][10:15]
+    path.write_text(json.dumps(records))
+    done = build("causal_tracing", data=str(path), kinds=["mlp_out"])
+    assert (done.prompt, done.target) == (records[0]["original_prompt"], records[0]["gt_original_target"])
+    halves = [
+        [list(each.tokens) for each in done.nodes[name].experiment.experiments]
+        for name in ("choice_mlp_out", "scored_mlp_out")
+    ]
+    ids = [subject.tokenizer.encode(record["original_prompt"]).ids for record in records[1:]]
+    assert halves == [ids[:2], ids[2:]]
+    assert list(build("causal_tracing", kinds=["mlp_out"], controls=0).nodes) == ["mlp_out"]
+
+
+def ids_differ(subject, record: dict[str, str]) -> int:
+    """First position at which a pair's first prompt differs from its second."""
+    one, other = (
+        subject.tokenizer.encode(record[name]).ids for name in ("original_prompt", "counterfactual_prompt")
+    )
+    return next(i for i, (a, b) in enumerate(zip(one, other, strict=True)) if a != b)

@@ -11,11 +11,14 @@ from rich.console import Console
 
 import mizarr
 from mizarr import HookSpec, Replace
+from mizarr.pipeline import plan
 from mizarr.stages.causal.counterfact import position_map
+from mizarr.store import open_store
 from mizarr.store.errors import ConfigError
 from mizarr.workflows import build, compute
-from mizarr.workflows.material.fact_pairs import fact_pairs, layers_told, shipped_pairs
+from mizarr.workflows.material.facts.fact_pairs import fact_pairs, layers_told, shipped_pairs
 from mizarr.workflows.subject import Subject
+from tests.known_facts import compute_as_known
 
 QUESTION = "\n\nwisdom or hope?\n\nso:"
 RECORDS = [
@@ -47,12 +50,12 @@ def settings(tiny_model: Path, data: Path, tmp_path_factory: pytest.TempPathFact
 
 @pytest.fixture(scope="module")
 def patching(settings):
-    return compute("counterfact_patching", **settings)
+    return compute_as_known("counterfact_patching", **settings)
 
 
 @pytest.fixture(scope="module")
 def routing(settings):
-    return compute("factual_routing", top_k=3, **settings)
+    return compute_as_known("factual_routing", top_k=3, **settings)
 
 
 def test_tokens_are_labelled_by_the_text_before_the_first_blank_line(patching, tiny_model: Path):
@@ -116,7 +119,7 @@ def test_routing_says_which_position_is_the_subject_and_by_which_rule(routing, s
         end = record["original_prompt"].index("\n\n")
         assert encoding.offsets[subject["position"]][1] == end, "the prompts differ in the fact's last word"
         assert subject["token"] == tokenizer.decode_token(encoding.ids[subject["position"]])
-    theirs = compute("factual_routing", **settings, subject="last_fact").to_json()
+    theirs = compute("factual_routing", **settings, subject="last_fact", controls=0).to_json()
     assert theirs["subject_rule"] == "last_fact"
     for result in theirs["results"]:
         assert result["subject"]["position"] == result["fact_positions"][-1]
@@ -246,7 +249,7 @@ def test_the_findings_of_routing_are_moved_attention_beside_unrelated_subjects(r
         assert (
             means.min() * 0.999 <= found["null"]["low_95"] <= found["null"]["high_95"] <= means.max() * 1.001
         )
-    fewer = compute("factual_routing", top_k=3, **settings, controls=7, seed=2)
+    fewer = compute_as_known("factual_routing", top_k=3, **settings, controls=7, seed=2)
     assert fewer.to_json()["findings"][0]["null"]["draws"] == 7
     keys = [done.to_json()["provenance"]["keys"] for done in (routing, fewer)]
     assert keys[0]["controls"] != keys[1]["controls"]
@@ -255,13 +258,60 @@ def test_the_findings_of_routing_are_moved_attention_beside_unrelated_subjects(r
 
 @pytest.mark.parametrize("name", ["counterfact_patching", "factual_routing"])
 def test_tables_and_figures_show_what_came_out(name, settings, tmp_path: Path, capsys):
-    done = compute(name, **settings)
+    done = compute_as_known(name, **settings)
     files = done.render(Console(width=160), tmp_path)
     assert [path.name for path in files] == [f"{name}.png"]
     assert files[0].read_bytes().startswith(b"\x89PNG")
     printed = capsys.readouterr().out
     assert "0-1" in printed
     assert "%" in printed
+
+
+@pytest.mark.parametrize("name", ["counterfact_patching", "factual_routing"])
+def test_of_pairs_that_a_model_does_not_know_nothing_is_claimed(name, settings, tmp_path):
+    said = (
+        r"The model knows the answer of 0 of 2 pairs to choose on and 0 of 2 pairs to score on; a claim "
+        r"needs 2 of each\. So no control was run .* data=FILE, .* controls=0\.$"
+    )
+    with pytest.raises(ConfigError, match=said):
+        compute(name, **settings | {"store": tmp_path})
+    shown = "patches" if name == "counterfact_patching" else "routing"
+    stored = open_store(tmp_path)
+    planned = build(name, **{name: value for name, value in settings.items() if name != "store"})
+    is_cached = {each: plan([node], stored).is_cached for each, node in planned.nodes.items()}
+    assert is_cached.pop("known") and not any(is_cached.values()), "it stopped before anything else"
+    without = compute(name, **settings, controls=0)
+    assert list(without.nodes) == [shown]
+    assert without.to_json()["not_claimed"] == "Nothing is claimed, as no control was run (controls=0)."
+
+
+def test_claims_are_about_the_pairs_that_the_model_knows(settings):
+    """Two of three pairs are known: effects are those of these two."""
+    records = [*RECORDS, RECORDS[0] | {"original_prompt": f"we had everything before{QUESTION}"}]
+    path = settings["store"].parent / "three.json"
+    path.write_text(json.dumps(records))
+    done = compute_as_known("factual_routing", **settings | {"data": str(path)})
+    whole = done.to_json()["findings"][0]
+    done = build(
+        "factual_routing", **{k: v for k, v in settings.items() if k != "store"} | {"data": str(path)}
+    )
+    done.is_known = lambda group: np.arange(done.groups[group]) < 2
+    told = done.run(open_store(settings["store"])).to_json()["findings"][0]
+    moved = np.abs(done.routing["delta"].values)
+    block = next(b for b in range(2) if f"layers {layers_told(done.blocks[b])} " in told["claim"])
+    assert told["prompts"] == 2 and whole["prompts"] == 3
+    assert told["effect"] == pytest.approx(moved[:2, block].sum((1, 2)).mean())
+
+
+def test_pairs_of_several_files_are_read_in_order_and_the_rest_is_chosen_on(data, tiny_model: Path):
+    given = {"model": str(tiny_model), "limit": 1, "others": 2}
+    own = build("factual_routing", data=str(data), **given)
+    both = build("factual_routing", data=[str(data), "shipped"], **given | {"limit": 3})
+    assert [each.original for each in own.pairs] == [RECORDS[0]["original_prompt"]]
+    shipped = [record["original_prompt"] for record in shipped_pairs(own.subject)[:1]]
+    assert [each.original for each in both.pairs] == [each["original_prompt"] for each in RECORDS] + shipped
+    (chosen_on,) = own.nodes["choice"].experiment.experiments[0].pairs
+    assert list(chosen_on.original) == own.subject.tokenizer.encode(RECORDS[1]["original_prompt"]).ids
 
 
 def test_shipped_pairs_share_a_relation_and_a_length_and_differ_in_their_answer():
@@ -286,7 +336,7 @@ def test_published_records_are_read_and_labelled(tiny_model: Path):
     if not path.is_file():
         pytest.skip(f"no published records at {path}")
     subject = Subject("specimen")
-    pairs = fact_pairs(subject, str(path), 0)
+    pairs = fact_pairs(subject, (str(path),), 0)
     assert len(pairs) == len(json.loads(path.read_text()))
     for each in pairs:
         positions, sources = zip(*each.pair.subject, strict=True)

@@ -15,6 +15,7 @@ from mizarr import HookPoint, HookSpec, Model, Zero
 from mizarr.stages.causal.controls import CHANCE
 from mizarr.store.errors import ConfigError
 from mizarr.workflows import build, compute
+from tests.known_facts import compute_as_known
 
 from ...stages.forward.random_hybrids import save_random_hybrid
 
@@ -87,8 +88,8 @@ def test_random_weights_are_said_to_need_no_expert_more_than_chance(tmp_path):
         save_random_hybrid(folder, "mixtral", seed, tokenizer=False, vocab_size=2048)
         for file in ("tokenizer.json", "tokenizer_config.json"):
             shutil.copy(SPECIMEN / file, folder)
-        found = compute("expert_routing", store=tmp_path / "store", model=str(folder), pieces=4, seed=seed)
-        assert not found.findings().findings
-        found.is_known = np.ones(len(found.lost), bool)
+        given = {"store": tmp_path / "store", "model": str(folder), "pieces": 4, "seed": seed}
+        assert not compute("expert_routing", **given).findings().findings
+        found = compute_as_known("expert_routing", **given)
         verdicts += [each.verdict == "beyond chance" for each in found.findings().findings[:1]]
     assert sum(verdicts) <= binom.ppf(0.999, len(verdicts), CHANCE), verdicts

@@ -86,7 +86,7 @@ def test_it_is_told_in_every_form(name, request, tmp_path):
 
 def test_by_position_the_circuit_is_read_where_copying_reads(tmp_path):
     """What it claims is what its edges give by themselves, beside random ones as large."""
-    given = {"tasks": "copying", "by_position": True, "size": 400, "controls": 3, "pairs": 3, "steps": 2}
+    given = {"tasks": "copying", "by_position": True, "size": 400, "controls": 3, "pairs": 5, "steps": 2}
     asked = compute("circuit_discovery", store=tmp_path / "store", **given)
     told = asked.to_json()["circuits"]["copying"]
     circuit = Circuit.from_json(told["circuit"])

@@ -15,7 +15,7 @@ from mizarr.store.errors import MizarrError
 from mizarr.workflows.cli import run as mizarr_command
 from mizarr.workflows.material import probe_targets
 from mizarr.workflows.material.convergence_batch import read_batch
-from mizarr.workflows.material.fact_pairs import read_records
+from mizarr.workflows.material.facts.fact_data import read_records
 from mizarr.workflows.material.samples.marker_samples import read_samples
 
 DIGITS = "9" * 5_000

@@ -19,8 +19,9 @@ from mizarr.stages.causal.steering import DOSE_LEVELS
 from mizarr.store.errors import ConfigError, MizarrError, PromptError
 from mizarr.workflows import build, compute
 from mizarr.workflows.material.answers import counterpart, fact
-from mizarr.workflows.material.edge_choice import ROLES, EdgeWorkflow, roles_of
+from mizarr.workflows.material.edge_choice import ROLES, roles_of
 from mizarr.workflows.subject import Subject
+from tests.known_facts import compute_as_known
 
 PROMPT, OTHER, TARGET = "it was the age of", "it was the epoch of", "wisdom"
 
@@ -140,17 +141,14 @@ def test_the_finding_is_the_strongest_dose_beside_edges_of_as_much_attention(dos
         assert found["null"]["as_large"] == as_large
 
 
-def test_an_edge_nobody_named_is_the_one_that_moves_other_facts_most(
-    tiny_model, model, tmp_path, monkeypatch
-):
+def test_an_edge_nobody_named_is_the_one_that_moves_other_facts_most(tiny_model, model, tmp_path):
     """The choice, the effect on held-out facts and its null, again by plain passes over every edge drawn."""
-    monkeypatch.setattr(EdgeWorkflow, "is_known", np.ones(4, bool))
     given = {"model": str(tiny_model), "prompt": "A spring is developed by", "doses": [0.5, 3.0]}
-    done = compute("steering_dose_response", store=tmp_path / "s", facts=2, controls=200, **given)
+    done = compute_as_known("steering_dose_response", store=tmp_path / "s", facts=2, controls=200, **given)
     document = done.to_json()
     moved, weight = np.zeros((4, 3, 6)), np.zeros((4, 3, 6))
     edges = [each.edges[0] for each in done.nodes["facts"].experiment.experiments]
-    for number, (encoding, _) in enumerate(done.others):
+    for number, (encoding, *_) in enumerate(done.others):
         own = edges[6 * number : 6 * number + 6]
         assert [key for _, key in own[:3]] == list(roles_of(encoding, len(encoding) - 1).values())
         points = [f"blocks.{layer}.attn.hook_pattern" for layer in range(3)]

@@ -27,6 +27,19 @@ def test_an_effect_that_draws_reach_is_no_more_than_chance():
     assert "13 do as much (p = 0.27)" in found.sentence
 
 
+def test_an_effect_without_a_control_claims_nothing_and_has_no_p_value():
+    null = Null(np.empty(0), "edges")
+    found = Finding("cutting the edge", 0.5, null, unit="nats", spread=(0.4, 0.6), prompts=3)
+    assert found.sentence == (
+        "cutting the edge: +0.5 nats (95 % over 3 prompts: +0.4 nats to +0.6 nats); nothing is claimed, as "
+        "no control was run (controls=0)."
+    )
+    told = Findings.of(found).json["findings"][0]
+    assert told["verdict"] == "nothing is claimed, as no control was run"
+    assert told["null"]["draws"] == 0 and np.isnan(told["null"]["share_as_large"])
+    assert found.strip["draws"] == []
+
+
 def test_a_cause_chosen_among_many_says_so_and_pays():
     found = Finding("cutting the edge", 1.0, Null(NULL.values, "edges", looked_at=20))
     assert not found.is_beyond_chance

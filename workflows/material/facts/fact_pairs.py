@@ -9,28 +9,34 @@ import sys
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...stages.causal.counterfact import FactTokens, blocks_of, differing_span, position_map
-from ...stages.causal.draws import AtOnce
-from ...stages.causal.factual_routing import FactualRouting
-from ...store.errors import ConfigError
-from ...store.exchange.outside import json_file
-from ..settings import PairSettings, SubjectRule
-from ..subject import shipped_facts
-from ..workflow import ModelWorkflow
-from .answers import named, require_next
-from .relations import relation_of
-from .unrelated import Unrelated
+from ....stages.causal.answer_ranks import AskedPrompt
+from ....stages.causal.counterfact import FactTokens, blocks_of, differing_span, position_map
+from ....stages.causal.draws import AtOnce
+from ....stages.causal.factual_routing import FactualRouting
+from ....store.errors import ConfigError
+from ...settings import PairSettings, SubjectRule
+from ...subject import shipped_facts
+from ..answers import named, require_next
+from ..relations import relation_of
+from ..unrelated import Unrelated
+from .fact_data import FIELDS, SHIPPED_DATA, read_records
+from .known import CHOSEN_ON, SCORED, KnownWorkflow
 
 if TYPE_CHECKING:
-    from ...pipeline.nodes import ResultNode
-    from ..subject import Subject
+    from ....pipeline.nodes import ResultNode
+    from ...subject import Subject
 
-__all__ = ["SUBJECTS", "FactPair", "PairWorkflow", "fact_pairs", "layers_told", "shipped_pairs"]
-
-FIELDS = ("original_prompt", "counterfactual_prompt", "gt_original_target", "gt_counterfactual_target")
+__all__ = [
+    "SUBJECTS",
+    "FactPair",
+    "PairWorkflow",
+    "fact_pairs",
+    "layers_told",
+    "pair_records",
+    "shipped_pairs",
+]
 
 
 @dataclass(frozen=True)
@@ -59,29 +65,23 @@ SUBJECTS: Mapping[SubjectRule, str] = {
 them, or the last token of the fact, as candle-mi has it."""
 
 
-def fact_pairs(subject: Subject, data: str, limit: int, *, rule: SubjectRule = "whole") -> list[FactPair]:
-    """The first pairs of a file, or of the shipped facts for an empty path; limit 0 takes all.
+def fact_pairs(
+    subject: Subject, data: Sequence[str], limit: int, *, rule: SubjectRule = "whole"
+) -> list[FactPair]:
+    """The first pairs of files, or of the shipped facts for none (`pair_records`); limit 0 takes all.
 
     rule: see SUBJECTS.
     """
-    records = read_records(data) if data else shipped_pairs(subject)
-    chosen = records[: limit or None]
-    if not chosen:
-        raise ConfigError("expected at least one pair of facts, found none; see data=… and limit=…")
-    return [_tokenised(subject, record, rule) for record in chosen]
+    return [_tokenised(subject, record, rule) for record in pair_records(subject, data)[: limit or None]]
 
 
-def read_records(path: str) -> list[dict[str, str]]:
-    """A JSON list of records; ConfigError for one without the four fields."""
-    records = json_file(Path(path).expanduser(), ConfigError, "name a JSON list of CounterFact records")
-    for i, record in enumerate(records if isinstance(records, list) else [records]):
-        missing = [name for name in FIELDS if not isinstance(record, dict) or name not in record]
-        if missing:
-            raise ConfigError(
-                f"record {i} of {path!r}: expected the fields {', '.join(FIELDS)}, it lacks "
-                f"{', '.join(missing)}"
-            )
-    return list(records)
+def pair_records(subject: Subject, data: Sequence[str]) -> list[dict[str, str]]:
+    """Pairs of files as records, in their order; the shipped ones for no file (fact_data.py)."""
+    return [
+        record
+        for path in data or (SHIPPED_DATA,)
+        for record in (shipped_pairs(subject) if path == SHIPPED_DATA else read_records(path))
+    ]
 
 
 def shipped_pairs(subject: Subject) -> list[dict[str, str]]:
@@ -141,10 +141,13 @@ def _tokenised(subject: Subject, record: dict[str, str], rule: SubjectRule) -> F
     return FactPair(texts[0], texts[1], targets[0], targets[1], pair, tuple(labels))
 
 
-class PairWorkflow(ModelWorkflow):
+class PairWorkflow(KnownWorkflow):
     """A question about pairs of facts, patched block by block of layers."""
 
     settings: PairSettings
+    asked_about = "pairs"
+    # How a fact turns into another is nothing to be told of facts that are not there.
+    describes_unknown = False
 
     def read_pairs(self) -> dict[str, Any]:
         """Pairs and blocks, as an experiment takes them."""
@@ -156,36 +159,58 @@ class PairWorkflow(ModelWorkflow):
         return {"pairs": tuple(each.pair for each in self.pairs), "block_size": self.block_size}
 
     def control_nodes(self) -> dict[str, ResultNode]:
-        """The subject patched in other pairs, to choose on, and from unrelated prompts in these pairs."""
+        """The subject patched in other pairs, to choose on, and from unrelated prompts in these pairs; and
+        which of all these pairs the model knows. None where no control is asked for."""
         given = self.settings
+        if not given.controls:
+            return {}
         shown = {each.pair.original for each in self.pairs}
         records = (_tokenised(self.subject, record, given.subject) for record in self._other_records())
-        others = tuple(each.pair for each in records if each.pair.original not in shown)[: given.others]
-        if not others:
-            raise ConfigError("expected other pairs of facts to choose the block on, found none")
+        chosen_on = [each for each in records if each.pair.original not in shown][: given.others]
+        if not chosen_on:
+            raise ConfigError(
+                "expected other pairs of facts to choose the block on, found none that fit the model; give "
+                "more in data=…, or ask for no claim: controls=0"
+            )
         unrelated, from_unrelated = Unrelated(self.subject), list[FactTokens]()
         for number, each in enumerate(self.pairs):
             pair, targets = each.pair, (each.target, each.counterfactual_target)
             seed = given.seed + number
             donors = unrelated.to(pair.counterfactual, given.donors, seed=seed, targets=targets)
             from_unrelated += [replace(pair, counterfactual=donor) for donor in donors]
-        experiments = {"choice": others, "controls": tuple(from_unrelated)}
-        return {
+        experiments = {"choice": tuple(each.pair for each in chosen_on), "controls": tuple(from_unrelated)}
+        self.only_claims = (*self.only_claims, *experiments)
+        asked = {CHOSEN_ON: chosen_on, SCORED: self.pairs}
+        return self.known_node(
+            {name: [self._asked(each) for each in pairs] for name, pairs in asked.items()}
+        ) | {
             name: self.on_model(AtOnce((FactualRouting(pairs=pairs, block_size=self.block_size),)))
             for name, pairs in experiments.items()
         }
 
+    def _asked(self, pair: FactPair) -> AskedPrompt:
+        """The original prompt of a pair and the first token of its answer."""
+        return pair.pair.original, self.subject.answer_id(pair.original, pair.target), -1
+
     def _other_records(self) -> list[dict[str, str]]:
-        """Shipped pairs that are not shown, a few more than needed."""
-        limit = self.subject.config.context_length
-        first = 0 if self.settings.data else len(self.pairs)
-        records = shipped_pairs(self.subject)[first : first + 4 * self.settings.others]
+        """Pairs that are not shown, a few more than needed: the rest of `data`, or where nothing is left of
+        it, shipped ones."""
+        limit, given = self.subject.config.context_length, self.settings
+        first, few = len(self.pairs), 4 * given.others
+        records = pair_records(self.subject, given.data)[first : first + few]
+        records = records or shipped_pairs(self.subject)[:few]
         fits = (limit or sys.maxsize).__ge__
         return [r for r in records if fits(len(self.subject.tokenizer.encode(r["original_prompt"])))]
 
     def by_donor(self, values: Any) -> Any:
-        """Of the node "controls" [pair and donor, …]: [pair, donor, …]."""
-        return values.reshape(len(self.pairs), self.settings.donors, *values.shape[1:])
+        """Of the node "controls" [pair and donor, …], of the pairs that the model knows: [pair, donor, …]."""
+        by_pair = values.reshape(len(self.pairs), self.settings.donors, *values.shape[1:])
+        return by_pair[self.is_known(SCORED)]
+
+    def counted(self) -> str:
+        """How many pairs the claims are about, for captions."""
+        counts = [int(self.is_known(name).sum()) for name in (CHOSEN_ON, SCORED)]
+        return f"{counts[0]} other pairs whose answer the model says, scored on {counts[1]}"
 
     @property
     def about(self) -> dict[str, Any]:
