@@ -743,7 +743,7 @@ def test_every_field_of_a_pair_is_in_the_key_of_what_reads_it(field, specimen):
 @pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(GenerationSettings)])
 def test_every_setting_of_a_generation_is_in_the_key_of_its_continuation(field):
     drawing = GenerationSettings(temperature=1.0, seed=0, eos=(), top_k=4, top_p=0.5)
-    others = {"stop": "x", "eos": (1,), "capture_positions": "every", "top_p": 0.25}
+    others = {"stop": "x", "eos": (1,), "capture_positions": "every", "top_p": 0.25, "cache": True}
     value = others.get(field, another(getattr(drawing, field)))
     one, other = (Continuation(((1,),), each) for each in (drawing, replace(drawing, **{field: value})))
     assert canonical_json(one.params()) != canonical_json(other.params())

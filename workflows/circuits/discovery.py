@@ -216,8 +216,8 @@ class CircuitDiscovery(CircuitWorkflow):
         return CircuitDrawing(
             title=f"{task}: the circuit",
             caption=f"the strongest {len(shown)} of {len(pruned)} edges from the input to the logits",
-            sources=tuple(source for source, _, _ in names),
-            destinations=tuple(destination for _, _, destination in names),
+            upstream=tuple(source for source, _, _ in names),
+            downstream=tuple(destination for _, _, destination in names),
             weights=scores[rows, columns],
             weight_name="|score|",
             n_layers=self.layout.num_layers,

@@ -24,21 +24,21 @@ THINNEST, WIDEST = 0.4, 3.2
 class CircuitDrawing(View):
     """Nodes named as in a graph of edges ("input", "a2.h1", "m0", "logits"), and edges between them.
 
-    sources, destinations: names, "a2.h1<k>" for a head's keys. weights: float [edge], by which edges are
+    upstream, downstream: names of the nodes that each edge joins, "a2.h1<k>" for a head's keys. weights: float [edge], by which edges are
     wide; those above zero have another colour than those below. n_layers, n_heads: of the model.
     """
 
     kind: ClassVar[str] = "circuit"
     on_page: ClassVar[bool] = False
-    sources: tuple[str, ...]
-    destinations: tuple[str, ...]
+    upstream: tuple[str, ...]
+    downstream: tuple[str, ...]
     weights: Array
     weight_name: str
     n_layers: int
     n_heads: int
 
     def __post_init__(self) -> None:
-        for name in ("sources", "destinations"):
+        for name in ("upstream", "downstream"):
             labels.expect(name, np.array(getattr(self, name)), (len(self.weights),))
 
     def inches(self) -> tuple[float, float]:
@@ -51,11 +51,11 @@ class CircuitDrawing(View):
 
         largest = float(np.abs(self.weights).max(initial=0.0)) or 1.0
         for number in np.argsort(np.abs(self.weights), kind="stable").tolist():
-            node, _, kind = self.destinations[number].partition("<")
+            node, _, kind = self.downstream[number].partition("<")
             share = abs(float(self.weights[number])) / largest
             axes.add_patch(
                 FancyArrowPatch(
-                    self._place(self.sources[number]),
+                    self._place(self.upstream[number]),
                     self._place(node),
                     connectionstyle=f"arc3,rad={BENT.get(kind.rstrip('>'), 0.05)}",
                     arrowstyle="-|>",
@@ -68,7 +68,7 @@ class CircuitDrawing(View):
                     zorder=1,
                 )
             )
-        nodes = dict.fromkeys((*self.sources, *(name.partition("<")[0] for name in self.destinations)))
+        nodes = dict.fromkeys((*self.upstream, *(name.partition("<")[0] for name in self.downstream)))
         box = {"boxstyle": "round,pad=0.25", "fc": "white", "ec": paper.SOFT, "lw": 0.7}
         for node in nodes:
             axes.text(*self._place(node), node, fontsize=7, ha="center", va="center", bbox=box, zorder=2)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from ....pipeline.memory import setting_up
 from ....store.arrays import shown
-from ....store.errors import ConfigError, PlanError, SourceChanged
+from ....store.errors import ConfigError, MizarrError, PlanError, SourceChanged
 from ....store.keys import ModelIdentity
 from ..architectures.architecture import Architecture
 from ..networks.kernels.tuning import tuning
@@ -200,6 +200,11 @@ def require_by_name(model: Any, given: Mapping[str, Any]) -> None:
     for name, value in given.items():
         said = str(value).removeprefix("torch.")
         is_own = own.get(name) == said or (name == "device" and own[name].startswith(f"{said}:"))
+        if name == "revision" and value is not None:
+            with suppress(MizarrError):
+                # A branch or tag of the hub's cache stands for the commit that was loaded.
+                files, loaded = resolve_runnable(model.name, value), model.identity
+                is_own = loaded == files.identity(own["dtype"], loaded and loaded.attention)
         if value is not None and not is_own:
             raise ConfigError(
                 f"expected {name} beside a model's name, found {name}={shown(value)} beside a loaded model; "

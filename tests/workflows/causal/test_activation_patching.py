@@ -262,7 +262,7 @@ def test_the_specimen_is_traced_through_pairs_of_its_own_facts(tmp_path: Path):
         ({"answer": "of"}, "expected a prompt"),
         ({"kinds": ["resid_pots"]}, "nearest is 'resid_post'"),
         ({"kinds": ["result"]}, "expected kinds among"),
-        ({"pairs": 0}, "at least one pair"),
+        ({"pairs": 0}, "pairs to be int of at least 1"),
         ({"answer_piece": "last"}, "only or first"),
         ({"prompt": CLEAN, "corrupted": ["it was"]}, "tokens, as .* has, found none .'it was' has"),
         ({"prompt": CLEAN, "corrupted": [CLEAN]}, "that differs"),

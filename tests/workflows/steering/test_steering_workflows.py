@@ -468,7 +468,7 @@ def test_tables_and_figures_name_the_results(name, doses, pushes, tmp_path, caps
         ("steering_dose_response", {"ratio": 0.0}, "ratio to be above 0"),
         ("steering_dose_response", {"query": 1, "key": 2}, "no weight there"),
         ("steering_convergence", {"contrastive": None}, "name one: contrastive="),
-        ("steering_convergence", {"strength_steps": 0}, "strength_steps of at least 1"),
+        ("steering_convergence", {"strength_steps": 0}, "strength_steps to be int of at least 1"),
         ("steering_convergence", {"max_strength": 0.0}, "max_strength above 0"),
         ("steering_convergence", {"threshold": 2.0}, "threshold"),
         ("steering_convergence", {"inject_position": 99}, "found 99"),
