@@ -46,11 +46,11 @@ def _spelt(character: re.Match[str]) -> str:
     return f"\\x{code:02x}" if code < 0x20 else f"\\u{code:04x}"
 
 
-def echo(text: object = "", *, err: bool = False) -> None:
-    """Print a line to stdout, or to stderr."""
+def echo(text: object = "", *, err: bool = False, nl: bool = True) -> None:
+    """Print a line to stdout, or to stderr; without its line break where `nl` is False."""
     import click  # finds an encoding where the locale names none
 
-    click.echo(escaped(str(text)), err=err)
+    click.echo(escaped(str(text)), err=err, nl=nl)
 
 
 def escape_reports_of_python() -> None:

@@ -25,6 +25,7 @@ from ...store.version import __version__
 from .completion import completion
 from .doctor import doctor
 from .features import features
+from .generate import generate
 from .models import models
 from .options import SuggestingGroup
 from .replicate import replicate
@@ -57,7 +58,7 @@ def cli() -> None:
     """
 
 
-RUNNING = (demo, capture, workflows, compute, report, replicate, train, train_zoo, explain, stages)
+RUNNING = (demo, capture, generate, workflows, compute, report, replicate, train, train_zoo, explain, stages)
 STORED = (ls, show, browse, site, export, import_, copy, merge, verify, pin, gc)
 ABOUT = (doctor, completion)
 for command in (*RUNNING, *STORED, models, features, *ABOUT):
