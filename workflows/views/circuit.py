@@ -24,7 +24,8 @@ THINNEST, WIDEST = 0.4, 3.2
 class CircuitDrawing(View):
     """Nodes named as in a graph of edges ("input", "a2.h1", "m0", "logits"), and edges between them.
 
-    upstream, downstream: names of the nodes that each edge joins, "a2.h1<k>" for a head's keys. weights: float [edge], by which edges are
+    upstream, downstream: names of the nodes that each edge joins, "a2.h1<k>" for a head's keys.
+    weights: float [edge], by which edges are
     wide; those above zero have another colour than those below. n_layers, n_heads: of the model.
     """
 
