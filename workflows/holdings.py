@@ -91,7 +91,7 @@ class HeldFolder:
 
 @dataclass(frozen=True)
 class AskedQuestion:
-    """A question that was asked of the store, with what answers it."""
+    """A workflow that was computed: its stored results, and the folders these were made from."""
 
     question: Question
     results: Mapping[str, HeldFolder]
@@ -144,9 +144,7 @@ class Snapshot:
     @cached_property
     def asked_runs(self) -> list[HeldFolder]:
         """Runs that were captured for their own sake, or that no stored result was made from."""
-        return [
-            run for run in self.runs if any(map(is_capture, run.notes)) or run.data not in self._made_from
-        ]
+        return [run for run in self.runs if any(map(is_capture, run.notes)) or not self.made_of(run)]
 
     @cached_property
     def other_results(self) -> list[HeldFolder]:
@@ -155,13 +153,8 @@ class Snapshot:
         return [
             folder
             for folder in self.results
-            if not folder.is_cell and folder.data not in asked and folder.data not in self._made_from
+            if not folder.is_cell and folder.data not in asked and not self.made_of(folder)
         ]
-
-    @cached_property
-    def _made_from(self) -> set[str]:
-        """Folders that a stored result was made from."""
-        return {source.data for folder in self.results for source in self.made_from(folder)}
 
     def _pieces(self, results: Iterable[HeldFolder]) -> tuple[HeldFolder, ...]:
         """All that some results were made from, over any number of steps, without these."""

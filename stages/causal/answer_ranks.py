@@ -67,11 +67,11 @@ class AnswerRanks(Experiment):
         return [{"prompts": [[list(ids), answer, at] for ids, answer, at in self.prompts]}]
 
     def runs(self, prepared: None, cell: CellLabels) -> Sequence[Run]:
-        """Every prompt as it is."""
+        """One forward pass per prompt, without interventions."""
         return [Run(ids, None, Logits((at,))) for ids, _, at in cell["prompts"]]
 
     def sketch(self, config: Architecture, cell: CellLabels) -> Sequence[Run]:
-        """The same, as they need no model to be made."""
+        """The runs themselves: making them needs no loaded model."""
         return self.runs(None, cell)
 
     def measure(self, prepared: None, cell: CellLabels, result: HookCache) -> Any:

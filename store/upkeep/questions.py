@@ -6,7 +6,6 @@ key, and is written once per question.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from datetime import datetime
 from typing import Any
 
 from ..catalog import Catalog
+from ..digest import digest
 from ..provenance import get_provenance, put_provenance
 
 __all__ = ["Question", "is_capture", "note_capture", "note_question"]
@@ -49,9 +49,8 @@ class Question:
 
     @property
     def digest(self) -> str:
-        """Names the question among others: 64 hex digits, of all but when it was asked."""
-        text = json.dumps([self.workflow, self.model, self.settings, self.results], sort_keys=True)
-        return hashlib.sha256(text.encode()).hexdigest()
+        """64 hex digits of workflow, model, settings and result keys; the time is left out."""
+        return digest("question", self.workflow, self.model, self.settings, self.results)
 
     @classmethod
     def of_note(cls, note: Mapping[str, Any]) -> Question | None:

@@ -67,8 +67,6 @@ class LayerScanSettings(ControlSettings, ModelSettings):
     def __post_init__(self) -> None:
         if self.unit not in UNITS:
             raise ConfigError(f"expected unit 'characters' or 'bytes', found {self.unit!r}")
-        if self.samples < 1:
-            raise ConfigError(f"expected samples to be at least 1, found {self.samples}")
         if not self.corpus and (self.condition_a or self.condition_b):
             raise ConfigError(
                 "expected a corpus with condition_a and condition_b, found none; set corpus=FILE"

@@ -30,12 +30,10 @@ LETTERS = 26
 class Box:
     """A run or result.
 
-    shown: its name, as far as the box holds it.  x, y: of its corner.  is_freed: whether gc would, given a
-    quota, or at once, free it.
+    x, y: of its corner.  is_freed: whether gc would, given a quota, or at once, free it.
     """
 
     name: str
-    shown: str
     told: str
     href: str
     fate: str
@@ -43,6 +41,11 @@ class Box:
     y: float
     is_freed: bool
     is_self: bool
+
+    @property
+    def shown(self) -> str:
+        """The name, as far as the box holds it."""
+        return paper.fit(self.name, LETTERS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,19 +80,7 @@ def lineage(held: Snapshot, folder: HeldFolder, way: Callable[[HeldFolder], str]
         fate = held.fate(each)
         told = f"{name.rpartition('/')[2][:8]} · {human_bytes(each.usage.bytes) or '0 B'}"
         is_freed = fate.startswith("goes")
-        boxes.append(
-            Box(
-                each.label,
-                paper.fit(each.label, LETTERS),
-                told,
-                way(each),
-                fate,
-                x,
-                y,
-                is_freed,
-                name == folder.data,
-            )
-        )
+        boxes.append(Box(each.label, told, way(each), fate, x, y, is_freed, name == folder.data))
     paths = [
         _curve(places[source.data], places[name])
         for name in places

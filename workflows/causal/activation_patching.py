@@ -139,8 +139,6 @@ class ActivationPatchingTraceSettings(DataSettings, ModelSettings):
                 f"metric={self.metric}: expected {' and '.join(needed)} of the prompt, found no "
                 f"{' and no '.join(missing)}; set {'=… and '.join(missing)}=…"
             )
-        if self.pairs < 1:
-            raise ConfigError(f"expected at least one pair, found pairs={self.pairs}")
         check_kinds(self.kinds, KINDS)
 
 

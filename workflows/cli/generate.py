@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
@@ -17,9 +17,10 @@ from .options import (
     revision_option,
     trust_option,
 )
+from .runs import DTYPES
 
-if TYPE_CHECKING:
-    from ...stages.forward.generation.generate import NewToken
+_SETTINGS = ("max_tokens", "temperature", "top_k", "top_p", "seed", "stop")
+"""Options that are fields of GenerationSettings; all others say which model it is."""
 
 
 @click.command(epilog="Example: mizarr generate specimen 'Once upon a time' --max-tokens 10")
@@ -45,11 +46,7 @@ if TYPE_CHECKING:
 @click.option("--stop", multiple=True, metavar="TEXT", help="A text that ends the generation; repeatable.")
 @click.option("--chat", is_flag=True, help="Put each prompt, as said by a user, into the chat template.")
 @click.option(
-    "--dtype",
-    type=click.Choice(["float32", "float16", "bfloat16"]),
-    default="float32",
-    show_default=True,
-    help="What the model computes in.",
+    "--dtype", type=DTYPES, default="float32", show_default=True, help="What the model computes in."
 )
 @revision_option
 @trust_option
@@ -60,15 +57,9 @@ if TYPE_CHECKING:
 def generate(
     model: str,
     prompts: tuple[str, ...],
-    max_tokens: int,
-    temperature: float,
-    top_k: int | None,
-    top_p: float | None,
-    seed: int,
-    stop: tuple[str, ...],
     chat: bool,
     as_json: bool,
-    **source: Any,
+    **options: Any,
 ) -> None:
     """Continue each PROMPT with MODEL, token by token.
 
@@ -76,29 +67,22 @@ def generate(
     token; mizarr.generate in Python also takes interventions.
     """
     from ...stages.forward.generation.continuations import GenerationSettings
-    from ...stages.forward.generation.generate import generate as run_generation
+    from ...stages.forward.generation.generate import TokenStream
     from ...stages.forward.models.model import Model
 
-    how: dict[str, Any] = {
-        "temperature": temperature,
-        "seed": seed,
-        "top_k": top_k,
-        "top_p": top_p,
-        "stop": stop,
-    }
-    GenerationSettings(max_tokens, **how)  # refuses settings that contradict each other before a model loads
-    loaded = Model.from_pretrained(model, **source)
+    # Settings first: those that contradict each other are refused before a model loads.
+    settings = GenerationSettings(**{name: options.pop(name) for name in _SETTINGS})
+    loaded = Model.from_pretrained(model, **options)
     given = [loaded.chat(prompt) for prompt in prompts] if chat else list(prompts)
+    stream = TokenStream(loaded, given, settings=settings)
     # With one prompt its tokens are printed as they come; those of several come in turn.
     is_streamed = len(prompts) == 1 and not as_json
-
-    def show(token: NewToken) -> None:
-        if is_streamed:
-            echo(token.text, nl=False)
-
     if is_streamed and not chat:
         echo(prompts[0], nl=False)
-    results = run_generation(loaded, given, max_tokens=max_tokens, on_token=show, **how)
+    for token in stream:
+        if is_streamed:
+            echo(token.text, nl=False)
+    results = stream.result()
     if as_json:
         print_json([asdict(result) for result in results])
     elif is_streamed:

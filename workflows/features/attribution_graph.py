@@ -112,10 +112,6 @@ class AttributionGraphsSettings(ModelSettings):
         for name in ("node_threshold", "edge_threshold"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ConfigError(f"expected {name} from 0 to 1, found {getattr(self, name)!r}")
-        if self.top_k < 1 or self.corpus_tokens < 1:
-            raise ConfigError(
-                f"expected top_k and corpus_tokens of at least 1, found {self.top_k} and {self.corpus_tokens}"
-            )
 
 
 class AttributionGraphs(Workflow):

@@ -56,10 +56,6 @@ class CltProbeSettings(ModelSettings):
     top: Count = setting(20, "features listed over all layers")
     search: str = setting("", "word to look for in what features write, one token; none: the fact's own")
 
-    def __post_init__(self) -> None:
-        if self.top_k < 1 or self.top < 1:
-            raise ConfigError(f"expected top_k and top of at least 1, found {self.top_k} and {self.top}")
-
 
 class CltProbe(ModelWorkflow):
     """A place in a prompt, and a word."""

@@ -75,7 +75,7 @@ class PlaceChoice:
 
 
 class OtherFact(NamedTuple):
-    """A fact the place is chosen or scored on."""
+    """The tokens of a fact other than the prompt shown, used to choose or to score a layer and position."""
 
     encoding: Encoding
     answer: int
@@ -139,8 +139,9 @@ class PlaceWorkflow(KnownWorkflow):
         return bool(self.open) and (self.named is None or self.settings.layer is None)
 
     def facts_node(self) -> dict[str, ResultNode]:
-        """The node on other facts, and the one that says which of them the model knows; none where all is
-        named, or no control is asked for."""
+        """The node that intervenes in other facts, and the node that ranks their answers.
+
+        Empty where layer and position are named, or with controls=0."""
         if not self.is_chosen or not self.settings.controls:
             return {}
         self.others = self._other_facts()
@@ -162,7 +163,7 @@ class PlaceWorkflow(KnownWorkflow):
 
     @property
     def half(self) -> int:
-        """How many other facts the place is chosen on; as many others score it."""
+        """Number of other facts used to choose the layer and position; as many more score the choice."""
         return len(self.others) // 2
 
     def lost_here(self, key: int) -> Floats:
@@ -222,7 +223,7 @@ class PlaceWorkflow(KnownWorkflow):
 
     @cached_property
     def halves(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Which facts the place is chosen on, and which it is scored on: those that the model knows."""
+        """Indices into `others` of the facts to choose on and to score on, those that the model knows."""
         chosen_on, scored = (np.flatnonzero(self.is_known(name)) for name in (CHOSEN_ON, SCORED))
         return chosen_on, scored + self.half
 
@@ -309,7 +310,7 @@ class PlaceWorkflow(KnownWorkflow):
         return f"{self.rule} moves {'other facts' if self.is_claimed else 'this prompt'} most"
 
     def unclaimed(self) -> Findings:
-        """See `KnownWorkflow`; and how the place was chosen."""
+        """The sentence of `KnownWorkflow`, with a caption on how layer and position were chosen."""
         return replace(super().unclaimed(), caption=self.choice_told)
 
     def choice_json(self) -> dict[str, Any]:

@@ -85,11 +85,8 @@ class PushedStatesSettings(ControlSettings, FactSettings):
     batch_file: str = setting("", "JSON file with several experiments, in place of prompt and contrastive")
 
     def __post_init__(self) -> None:
-        if self.strength_steps < 1 or not self.max_strength > 0:
-            raise ConfigError(
-                "expected strength_steps of at least 1 and max_strength above 0, found "
-                f"{self.strength_steps} and {self.max_strength}"
-            )
+        if not self.max_strength > 0:
+            raise ConfigError(f"expected max_strength above 0, found {self.max_strength}")
         if self.feature and (self.contrastive or self.batch_file):
             raise ConfigError("expected either a feature or counterparts to push along, found both")
         if self.dictionary and not self.feature:

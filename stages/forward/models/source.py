@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -191,6 +191,17 @@ def require_model(value: Any, expected: str = "a loaded model") -> None:
         )
 
 
+def _is_at(model: Model, revision: Any, dtype: str) -> bool:
+    """Whether a loaded model has the weights of a revision of its name, a branch, tag or commit."""
+    if model.identity is None:
+        return False
+    try:
+        files = resolve_runnable(model.name, revision)
+    except MizarrError:
+        return False
+    return model.identity == files.identity(dtype, model.identity.attention)
+
+
 def require_by_name(model: Any, given: Mapping[str, Any]) -> None:
     """Raise ConfigError where a loaded model comes with arguments of loading that it was not loaded with."""
     if isinstance(model, str | Path):
@@ -201,10 +212,7 @@ def require_by_name(model: Any, given: Mapping[str, Any]) -> None:
         said = str(value).removeprefix("torch.")
         is_own = own.get(name) == said or (name == "device" and own[name].startswith(f"{said}:"))
         if name == "revision" and value is not None:
-            with suppress(MizarrError):
-                # A branch or tag of the hub's cache stands for the commit that was loaded.
-                files, loaded = resolve_runnable(model.name, value), model.identity
-                is_own = loaded == files.identity(own["dtype"], loaded and loaded.attention)
+            is_own = _is_at(model, value, own["dtype"])
         if value is not None and not is_own:
             raise ConfigError(
                 f"expected {name} beside a model's name, found {name}={shown(value)} beside a loaded model; "

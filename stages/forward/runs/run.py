@@ -112,9 +112,10 @@ def plan(model: Model, runs: Sequence[Run], *, memory: int | str | None = None) 
 def _require_runs(model: Model, runs: Sequence[Run]) -> None:
     """Raise ConfigError unless these are a loaded model and a list of `Run`."""
     require_model(model)
-    require_kind(runs, Sequence, "runs as a list of mizarr.Run", "write [mizarr.Run(prompt)]")
-    for each in runs:
-        require_kind(each, Run, "runs as a list of mizarr.Run", "write [mizarr.Run(prompt)]")
+    expected, remedy = "runs as a list of mizarr.Run", "write [mizarr.Run(prompt)]"
+    require_kind(runs, Sequence, expected, remedy)
+    for one in runs:
+        require_kind(one, Run, expected, remedy)
 
 
 def _planned(model: Model, wanted: Sequence[Wanted], memory: int | str | None) -> SweepPlan:

@@ -161,7 +161,7 @@ def test_where_fewer_have_a_path_places_stay_empty(model):
     ("given", "error", "message"),
     [
         ({"strongest": 0}, StageError, "expected strongest of at least 1, found 0"),
-        ({"draws": 0}, StageError, "expected draws of at least 1, found 0"),
+        ({"draws": -1}, StageError, "expected draws of at least 0, found -1"),
         ({"back": -1}, StageError, "expected back of at least 0, found -1"),
         ({"back": 21}, StageError, "expected at most 20 heads to go back to"),
         ({"back": 1, "receivers": ("a0.h1<q>",)}, StageError, "at most 0 heads .* found back=1"),

@@ -219,7 +219,7 @@ def test_table_and_figure_show_every_layer_and_name_the_result(done, tmp_path, c
         ({"corpus": None, "condition_a": "x"}, ConfigError, "set corpus=FILE"),
         ({"unit": "byte"}, ConfigError, "'characters' or 'bytes', found 'byte'"),
         ({"start_layer": 3}, ConfigError, r"layers in 0\.\.2, .*found 3 to 2"),
-        ({"samples": 0}, ConfigError, "samples to be at least 1"),
+        ({"samples": 0}, ConfigError, "samples to be int of at least 1"),
     ],
 )
 def test_wrong_input_gives_one_clear_line_before_anything_runs(tiny_model, corpus, given, error, message):

@@ -155,7 +155,7 @@ def test_settings_are_those_of_the_graph(given: dict[str, Any], tmp_path: Path):
     ({"dictionary": None}, "expected transcoders made for .*; set dictionary="),
     ({"preset": "gemma2-2b"}, "did you mean 'gemma2-2b-"),
     ({"node_threshold": 1.2}, "node_threshold from 0 to 1"),
-    ({"corpus_tokens": 0}, "corpus_tokens of at least 1"),
+    ({"corpus_tokens": 0}, "expected corpus_tokens to be int of at least 1"),
     ({"targets": ["the season"]}, "to be one token"),
     ({"targets": [300]}, r"target ids in 0\.\.299"),
     ({"max_feature_nodes": 0}, "max_feature_nodes"),

@@ -80,7 +80,7 @@ def test_a_figure_and_a_document_come_out(probe, tmp_path: Path):
 @pytest.mark.parametrize(("changed", "said"), [
     ({"word": "verse"}, "expected a token 'verse' in the prompt"),
     ({"search": "Darrieux"}, "a word that is one token"),
-    ({"top": 0}, "top_k and top of at least 1"),
+    ({"top": 0}, "expected top to be int of at least 1"),
 ])  # fmt: skip
 def test_what_does_not_fit_is_told(changed, said: str, clt: Path):
     with pytest.raises(mizarr.MizarrError, match=said):

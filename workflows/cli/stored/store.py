@@ -132,13 +132,14 @@ def _run_row(folder: HeldFolder) -> dict[str, Any]:
 def _question_row(held: Snapshot, asked: AskedQuestion) -> dict[str, Any]:
     from ....pipeline.plan import human_bytes
     from ....store.upkeep.listing import model_label
+    from ...views.paper import fit
 
     question, first = asked.question, next(iter(asked.results.values()))
     values = (
         next(iter(question.results.values()))[:12],
         question.workflow,
         model_label(question.model),
-        _cut(question.settings_line, _IN_TABLE),
+        fit(question.settings_line, _IN_TABLE),
         human_bytes(asked.bytes),
         _minute(question.at),
         held.pin(first) or None,
@@ -193,22 +194,19 @@ def _about(provenance: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str]]
     from ....pipeline.progress import clock
     from ....store.upkeep.listing import model_label
     from ....store.upkeep.questions import Question
+    from ...views.paper import fit
 
     for question in filter(None, map(Question.of_note, provenance)):
-        told = f"{question.workflow} {model_label(question.model)} {_cut(question.settings_line)}"
+        told = f"{question.workflow} {model_label(question.model)} {fit(question.settings_line, _LONGEST)}"
         yield "asked by", f"{told}, {_minute(question.at)}"
-    for note in provenance:
-        if model := note.get("model"):
-            yield "model", str(model)
-            break
-    for note in provenance:
-        if "request" in note:
-            request = note["request"]
-            if request.get("params"):
-                yield "settings", _cut(json.dumps(request["params"], ensure_ascii=False, default=str))
-            if inputs := note.get("parents") or request.get("inputs"):
-                yield "made from", ", ".join(inputs)
-            break
+    if model := next((note["model"] for note in provenance if note.get("model")), None):
+        yield "model", str(model)
+    if made := next((note for note in provenance if "request" in note), None):
+        request = made["request"]
+        if request.get("params"):
+            yield "settings", fit(json.dumps(request["params"], ensure_ascii=False, default=str), _LONGEST)
+        if inputs := made.get("parents") or request.get("inputs"):
+            yield "made from", ", ".join(inputs)
     timed = [note for note in provenance if "seconds" in note]
     if timed:
         last = timed[-1]
@@ -219,11 +217,6 @@ def _about(provenance: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str]]
             f"{name} {last['versions'][name]}" for name in ("mizarr", "torch") if name in last["versions"]
         ]
         yield "computed", ", ".join(words)
-
-
-def _cut(text: str, longest: int = _LONGEST) -> str:
-    """The first characters of a text, "…" in place of the rest."""
-    return text if len(text) <= longest else f"{text[: longest - 1]}…"
 
 
 def _short_repr() -> AbstractContextManager[None]:

@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 
 class Fact(NamedTuple):
-    """A prompt and what comes next in it."""
+    """A prompt, the word that completes it, and the other prompt of its pair."""
 
     prompt: str
     target: str
