@@ -119,7 +119,7 @@ class Workflow:
     def _chosen_settings(self) -> dict[str, Any]:
         """Settings that differ from their defaults, as plain values, without the model and the device."""
         given = as_given(self.settings)
-        default = as_given(self.settings_type())
+        default = as_given(type(self.settings)())
         return {
             name: value
             for name, value in given.items()
