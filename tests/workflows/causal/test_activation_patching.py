@@ -304,8 +304,9 @@ for name, given in json.loads(sys.argv[2]).items():
     )
     settings = {
         "activation_patching": {"pairs": 1, "kinds": ["mlp_out"]},
-        "counterfact_patching": {"limit": 1},
-        "factual_routing": {"limit": 1},
+        # A claim needs two pairs to score on.
+        "counterfact_patching": {"limit": 2},
+        "factual_routing": {"limit": 2},
     }
     store = tmp_path / "store"
     here = [compute(name, store=store, **given).to_json() for name, given in settings.items()]
