@@ -35,6 +35,7 @@ PAIR = {"prompt": PROMPT, "corrupted": [OTHER], "answer": "French", "answer_piec
 FEW_PAIRS = {"limit": 2, "others": 2}
 ATTENDS = r"expected a model that attends, found \w+ \(rwkv6\)"
 MADE_FOR = "has features of layer 5, rwkv6 has layers 0 to 1; it was made for specimen"
+KNOWS_NONE = "The model knows the answer of 0 of 2 pairs to choose on"
 NO_FILE = "expected a file of AlgZoo, .safetensors or .pth, found a folder"
 NO_DICTIONARY = "expected a dictionary for .*rwkv6, found none"
 ASKED: dict[str, tuple[dict[str, Any], str]] = {
@@ -51,8 +52,8 @@ ASKED: dict[str, tuple[dict[str, Any], str]] = {
     "path_patching": ({}, ATTENDS),
     "causal_tracing": ({"prompt": PROMPT, "target": "French", "subject": "Danielle", "samples": 2}, ""),
     "ablation": ({"prompt": PROMPT, "target": "French", "facts": 2, "how": "zero"}, ""),
-    "counterfact_patching": (FEW_PAIRS, ""),
-    "factual_routing": (FEW_PAIRS, ""),
+    "counterfact_patching": (FEW_PAIRS, KNOWS_NONE),
+    "factual_routing": (FEW_PAIRS, KNOWS_NONE),
     "attention_knockout": ({}, ATTENDS),
     "attention_patterns": ({}, ""),
     "head_detection": ({"sequences": 2, "length": 12}, ""),

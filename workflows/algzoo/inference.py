@@ -57,7 +57,7 @@ class StoicheiaInference(AlgZooWorkflow):
 
     name = "stoicheia_inference"
     question = "What does a tiny network say, and what does it hold on the way?"
-    descriptive = "Answers of the network beside the right ones, and what it holds on the way."
+    descriptive = "Outputs of the network beside the targets, and its hidden states."
     settings_type = StoicheiaInferenceSettings
     settings: StoicheiaInferenceSettings
     held, counted = loaded("states"), loaded("accuracy")

@@ -71,9 +71,7 @@ class StoicheiaSweep(Workflow):
 
     name = "stoicheia_sweep"
     question = "How wide must a network be for how many numbers?"
-    descriptive = (
-        "How often networks of several sizes are right; seeds of one size differ by where training ended."
-    )
+    descriptive = "Accuracy of networks of several sizes; networks of one size differ by training seed."
     settings_type = StoicheiaSweepSettings
     settings: StoicheiaSweepSettings
 

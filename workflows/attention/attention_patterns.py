@@ -54,7 +54,7 @@ class AttentionPatterns(ModelWorkflow):
     name = "attention_patterns"
     question = "Who looks where?"
     needs = "weights"
-    descriptive = "Where heads look in this prompt."
+    descriptive = "Which tokens each head attends to in this prompt."
     settings_type = AttentionPatternsSettings
     settings: AttentionPatternsSettings
 

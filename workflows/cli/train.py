@@ -136,7 +136,7 @@ def train(
 
     chosen = _settings(config, given)
     _check_against(chosen, against)
-    check_output(out / RESULT)
+    check_output(out / FIGURES)
     asked = partial(resolve_runnable, trust_layout=trust_layout, backend=backend)
     models = [asked(model, adapter=adapter).name]
     models += [] if against is None else [asked(against).name]

@@ -121,8 +121,8 @@ class AttributionGraphs(Workflow):
     question = "Which tokens and features bring about the next token, and by which paths?"
     needs = "attention"
     descriptive = (
-        "What each token and feature adds to the next ones while attention, norms and errors are held as the "
-        "prompt made them; no feature is switched off to see whether the answer goes."
+        "Direct effects of tokens and features on later features and logits, with attention patterns, "
+        "normalisation scales and error nodes held at their values on the prompt. No feature is ablated."
     )
     settings_type = AttributionGraphsSettings
 

@@ -62,7 +62,7 @@ class CltProbe(ModelWorkflow):
 
     name = "clt_probe"
     question = "Which features stand for what is at a place in a prompt, and which would write a given word?"
-    descriptive = "Which features are active at a place, and which point along a word's embedding."
+    descriptive = "Which features are active at a position, and which decode towards a word's embedding."
     settings_type = CltProbeSettings
     settings: CltProbeSettings
 

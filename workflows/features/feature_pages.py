@@ -90,7 +90,7 @@ class FeaturePages(ModelWorkflow):
 
     name = "feature_pages"
     question = "What does each feature of a dictionary stand for, as far as a corpus tells?"
-    descriptive = "Where features of a dictionary are active in a corpus, and what they write."
+    descriptive = "Where features of a dictionary are active in a corpus, and which logits they raise."
     settings_type = FeaturePagesSettings
     settings: FeaturePagesSettings
 

@@ -57,7 +57,7 @@ class SaeFeatures(ModelWorkflow):
 
     name = "sae_features"
     question = "Which features does a sparse autoencoder see in a prompt, and how much of it do they explain?"
-    descriptive = "Which features an autoencoder finds active in a prompt, and how much of it they rebuild."
+    descriptive = "Features of a sparse autoencoder active in a prompt, and how well they reconstruct it."
     settings_type = SaeFeaturesSettings
     settings: SaeFeaturesSettings
 

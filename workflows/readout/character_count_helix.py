@@ -121,7 +121,7 @@ class CharacterCountHelix(ModelWorkflow):
 
     name = "character_count_helix"
     question = "How does the model know where it is in a line?"
-    descriptive = "Where the mean states by character count lie, beside those of shuffled counts."
+    descriptive = "PCA of the mean state per character count, beside the same with shuffled counts."
     settings_type = CharacterCountHelixSettings
     settings: CharacterCountHelixSettings
 

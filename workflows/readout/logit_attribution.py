@@ -70,7 +70,7 @@ class LogitAttribution(ModelWorkflow):
 
     name = "logit_attribution"
     question = "Which layers, heads and neurons make the model say it?"
-    descriptive = "How the logit is made up of what each part writes."
+    descriptive = "The logit as a sum of what each component writes to the residual stream."
     settings_type = LogitAttributionSettings
     settings: LogitAttributionSettings
 

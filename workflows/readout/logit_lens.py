@@ -60,7 +60,7 @@ class LogitLens(ModelWorkflow):
 
     name = "logit_lens"
     question = "At which layer does the model know what comes next?"
-    descriptive = "What the states after each layer say when they are read as the last one is."
+    descriptive = "The state after each layer, decoded as if it were the last layer's."
     settings_type = LogitLensSettings
     settings: LogitLensSettings
 
@@ -259,7 +259,7 @@ class LogitLens(ModelWorkflow):
                 format_probability,
             ),
             title=f"Answers: the most likely token at the end of {best} of {n} prompts",
-            caption=f"{more}an answer of several tokens is followed by its first one",
+            caption=f"{more}a multi-token answer is tracked by its first token",
         )
 
 

@@ -90,7 +90,7 @@ class Probe(ModelWorkflow):
 
     name = "probe"
     question = "In which layer can it be read off the state?"
-    descriptive = "How well a straight line tells the target from the states, beside shuffled targets."
+    descriptive = "How well a linear probe predicts the target from the states, beside shuffled targets."
     settings_type = ProbeSettings
     extra = "probing"
     settings: ProbeSettings

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = ["NO_CLAIM", "Reported"]
 
-NO_CLAIM = "It says what is there, not what depends on it."
+NO_CLAIM = "This describes the model and makes no causal claim."
 """Stands behind what a question describes."""
 
 

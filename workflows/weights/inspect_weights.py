@@ -108,7 +108,7 @@ class InspectWeights(Workflow):
 
     name = "inspect_weights"
     question = "What are a model's matrices like?"
-    descriptive = "The sizes of the matrices in the checkpoint."
+    descriptive = "Norms and spectra of the weight matrices in the checkpoint."
     settings_type = InspectWeightsSettings
 
     def __init__(self, settings: InspectWeightsSettings, model: Model | None = None) -> None:

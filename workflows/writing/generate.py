@@ -80,7 +80,7 @@ class Generate(ModelWorkflow):
 
     name = "generate"
     question = "What does the model say next?"
-    descriptive = "What the model continues these prompts with, under these settings."
+    descriptive = "Text that the model generates after these prompts, under these settings."
     settings_type = GenerateSettings
     settings: GenerateSettings
 

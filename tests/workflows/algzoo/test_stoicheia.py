@@ -115,7 +115,7 @@ def test_analysis_runs_on_files_of_either_format_and_is_plain_json(name, store, 
 def test_the_claim_stands_beside_bases_with_as_many_directions_to_choose_among(store):
     done = compute("stoicheia_analysis", store=store, **QUICK)
     (finding,) = done.to_json()["findings"]
-    null = -done.null["delta"].min("direction").values
+    null = -done.result("controls")["delta"].min("direction").values
     assert finding["null"]["median"] == pytest.approx(np.median(null))
     assert finding["effect"] == pytest.approx(-float(done.ablation["delta"][done.neuron]))
     assert done.neuron == int(done.result("chosen")["delta"].argmin("neuron")), (
