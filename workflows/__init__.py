@@ -94,10 +94,11 @@ def build(
         settings["model"] = model = str(model)
     loaded = model if hasattr(model, "network") else None
     if loaded is not None:
-        from ..stages.forward.models.source import require_by_name
+        from ..stages.forward.models.reference import ModelRef
 
-        how = {name: settings.get(name) for name in ("revision", "dtype", "device")}
-        require_by_name(loaded, how | {"backend": backend, "adapter": adapter})
+        names = ("revision", "dtype", "device")
+        given = {name: settings[name] for name in names if settings.get(name) is not None}
+        ModelRef(loaded, **given, trust_layout=trust_layout, backend=backend, adapter=adapter)
         settings["model"] = loaded.name
     elif trust_layout or backend is not None or adapter is not None:
         settings["model"] = _named(model, settings.get("revision"), trust_layout, backend, adapter)
@@ -123,13 +124,15 @@ def _named(
     adapter: str | Path | None,
 ) -> str:
     """The name of a model that says how it runs, as settings hold it."""
-    from ..stages.forward.models.files import resolve_runnable
+    from ..stages.forward.models.reference import ModelRef
 
     if model is None:
         what = "trust_layout" if trust_layout else "adapter" if backend is None else "backend"
         raise ConfigError(f"expected the model {what} is about, found none; name it with model=…")
-    found = resolve_runnable(model, revision, trust_layout=trust_layout, backend=backend, adapter=adapter)
-    return found.name
+    reference = ModelRef(
+        model, revision=revision, trust_layout=trust_layout, backend=backend, adapter=adapter
+    )
+    return reference.files().name
 
 
 def compute(

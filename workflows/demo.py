@@ -57,32 +57,21 @@ def run(
     console: Console | None = None,
     talk: Console | None = None,
     model: str = "specimen",
-    revision: str | None = None,
-    device: str | None = None,
-    trust_layout: bool = False,
-    backend: str | None = None,
-    adapter: str | Path | None = None,
     quiet: bool = False,
+    **loading: Any,
 ) -> Demo:
     """Run the workflows of the demo on `model`, print tables to `console`, draw into `folder`.
 
     folder: None draws nothing.  console: for tables, default stdout; talk: for the rest, default stderr.
+    loading: options of `ModelRef`.
     """
     from ..store.display.console import EscapingConsole
 
     console, talk = console or EscapingConsole(), talk or EscapingConsole(stderr=True, quiet=quiet)
     done = Demo()
     started = time.monotonic()
-    chosen: dict[str, Any] = {
-        "model": model,
-        "revision": revision,
-        "device": device,
-        "trust_layout": trust_layout,
-        "backend": backend,
-        "adapter": adapter,
-    }
     for name, settings in DEMO.items():
-        workflow = build(name, **chosen, **settings)
+        workflow = build(name, model=model, **loading, **settings)
         talk.print(f"\n[bold]{workflow.question}[/bold]  [dim]{name}[/dim]", highlight=False)
         done.ran += _run(workflow, store, talk, quiet)
         done.workflows.append(workflow)

@@ -13,15 +13,20 @@ import dataclasses
 import types
 import typing
 from collections.abc import Iterator, Mapping, Sized
-from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 
+from ..pipeline.options import options_of
 from ..stages.circuits.names import Method
+from ..stages.forward.models.reference import ModelRef
 from ..stages.forward.text.rows import as_text
 from ..store.digest import LARGEST
 from ..store.errors import ConfigError, nearest
+
+if TYPE_CHECKING:
+    from ..stages.forward.models.model import Model
 
 __all__ = [
     "MODEL_HELP",
@@ -65,13 +70,27 @@ def setting(default: Any, description: str) -> Any:
     return dataclasses.field(default=default, metadata={"help": description})
 
 
+def loading(name: str) -> Any:
+    """A field of a settings dataclass that is the option `name` of `ModelRef`."""
+    (item,) = [item for item in options_of(ModelRef) if item.name == name]
+    text: str = item.metadata["help"].removesuffix(".")
+    return setting(item.default, text if text.startswith("cpu") else text[0].lower() + text[1:])
+
+
 @dataclass(frozen=True)
 class FileSettings:
     """A question about the files of one model."""
 
     model: str = setting("specimen", MODEL_HELP)
-    revision: str | None = setting(None, "branch, tag or commit of a hub id; none: main")
-    device: str | None = setting(None, "cpu, cuda or cuda:1, in no key; none: a GPU where there is one")
+    revision: str | None = loading("revision")
+    device: str | None = loading("device")
+
+    def reference(self, loaded: Model | None = None, model: str = "") -> ModelRef:
+        """The model that is asked about.
+
+        loaded: the model itself, where the caller gave one. model: its name, where it is not the setting.
+        """
+        return ModelRef(loaded or model or self.model, revision=self.revision, device=self.device)
 
 
 @dataclass(frozen=True)
@@ -79,8 +98,14 @@ class ModelSettings(FileSettings):
     """A question about one model that computes."""
 
     dtype: Literal["float32", "float16", "bfloat16", "float64"] = setting(
-        "float32", "what the model computes in"
+        "float32", "dtype that the model computes in"
     )
+
+    def reference(self, loaded: Model | None = None, model: str = "") -> ModelRef:
+        """See `FileSettings`."""
+        found = super().reference(loaded, model)
+        # A loaded model says itself what it computes in; a default beside it asks for nothing.
+        return found if loaded is not None else replace(found, dtype=self.dtype)
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..stages.forward.architectures.points import STATE_ROOMS
+from ..stages.forward.models.reference import ModelRef
 from ..store.errors import ConfigError, PromptError, SourceChanged, TokenizerError
 from ..store.runs.packed import PackedTokens
 
@@ -60,35 +61,22 @@ SPECIMEN_FOLDER = Path(__file__).parents[1] / "stages" / "forward" / "specimen"
 class Subject:
     """A model by name, or a loaded one that came from files, ready to tokenise for."""
 
-    def __init__(
-        self,
-        model: str | Model,
-        dtype: str = "float32",
-        *,
-        revision: str | None = None,
-        device: str | None = None,
-    ) -> None:
-        """revision: of a hub id. device: where a model by name computes. dtype: what a model by name computes
-        in."""
+    def __init__(self, model: ModelRef | Model | str) -> None:
         from ..stages.forward.models.files import resolve_runnable
 
-        self._model = None if isinstance(model, str) else model
-        self.files: ModelFiles = resolve_runnable(model if isinstance(model, str) else model.name, revision)
-        self.dtype, self.device = dtype, device
-        if not isinstance(model, str):
-            if device is not None:
-                raise ConfigError(
-                    f"expected no device beside a loaded model, found {device!r}; {model.name} computes on "
-                    f"{model.device}, so load it there: Model.from_pretrained(…, device={device!r})"
-                )
-            identity = model.require_identity()
+        self.reference = ModelRef.of(model)
+        loaded = self.reference.loaded
+        self.dtype = self.reference.dtype or "float32"
+        self.files: ModelFiles = self.reference.files() if loaded is None else resolve_runnable(loaded.name)
+        if loaded is not None:
+            identity = loaded.require_identity()
             self.dtype = identity.dtype
             # A readout and a tokenizer come from the files, so the states they are put to must as well.
             self.files.confirm(identity)
-            held, words = model._tokenizer, self.files.tokenizer()
+            held, words = loaded._tokenizer, self.files.tokenizer()
             if held and held.digest != (words and words.digest):
                 raise SourceChanged(
-                    f"expected the tokenizer of {model.name} as it was when the model was loaded, found "
+                    f"expected the tokenizer of {loaded.name} as it was when the model was loaded, found "
                     f"another in {self.files.directory}; load the model again"
                 )
 
@@ -158,11 +146,7 @@ class Subject:
         """The model as nodes work with it."""
         from ..stages.forward.models.source import ModelSource
 
-        if self._model is not None:
-            return ModelSource(self._model)
-        return ModelSource(
-            self.files.name, revision=self.files.revision, dtype=self.dtype, device=self.device
-        )
+        return ModelSource(self.reference)
 
     def on_model(self, experiment: Experiment) -> ExperimentNode:
         """The node that does an experiment on the model."""
@@ -176,16 +160,7 @@ class Subject:
         spec = HookSpec()
         for hook in hooks:
             spec = spec.capture(hook)
-        if self._model is not None:
-            return CaptureNode(self._model, tokens, spec)
-        return CaptureNode(
-            self.files.name,
-            tokens,
-            spec,
-            revision=self.files.revision,
-            dtype=self.dtype,
-            device=self.device,
-        )
+        return CaptureNode(self.reference, tokens, spec)
 
     def capture_weights(self, tokens: PackedTokens, layers: Sequence[int] | None = None) -> CaptureNode:
         """The node that stores how much positions read of each other, as `attention_kind`, in some layers or

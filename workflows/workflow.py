@@ -315,7 +315,7 @@ class ModelWorkflow(Workflow):
     def __init__(self, settings: ModelSettings, model: Model | None = None) -> None:
         super().__init__(settings)
         self.model: str | Model = model or settings.model
-        self.subject = Subject(self.model, settings.dtype, revision=settings.revision, device=settings.device)
+        self.subject = Subject(settings.reference(model))
         self.subject.require(self.needs, self.name)
         self.nodes = self.plan()
 

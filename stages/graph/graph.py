@@ -25,10 +25,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from ...pipeline.options import split_options, takes_options
 from ...store.display import html
 from ...store.errors import PlanError
 from .node import GraphNode
-from .options import GraphOptions
+from .options import AttributionOptions, GraphOptions
 from .pruning import Kept, kept_part
 from .rows.influence import GraphRows, Influence, influence, scores
 from .rows.nodes import NodeCounts, counts_of, node_labels
@@ -49,58 +50,41 @@ _IN_MEMORY = 1 << 28
 """Bytes up to which `adjacency` is a plain array."""
 
 
+@takes_options(AttributionOptions)
 def attribution_graph(
     model: Model | str | Path,
     dictionary: Dictionary | str | Path,
     prompt: Any,
     *,
     store: Store | None = None,
-    targets: Any = None,
-    max_n_logits: int = 10,
-    desired_logit_prob: float = 0.95,
-    max_feature_nodes: int | None = None,
-    batch_size: int = 512,
-    update_interval: int = 4,
-    zero_positions: int = 1,
-    arithmetic: str = "float32",
-    memory: int | str | None = None,
     cluster: str | None = None,
     workers: int = 0,
     progress: bool = False,
+    **options: Any,
 ) -> AttributionGraph:
-    """The attribution graph of one prompt; in a store it is computed once, and goes on when it was killed.
+    """The attribution graph of one prompt; in a store it is computed once, and continues after a kill.
 
-    prompt: a text, which gets a BOS in front if it has none, or token ids. targets: which logits to explain:
-    token ids, strings of one token each, or (label, weight, vector [hidden]) triples; default the likeliest
-    tokens that reach `desired_logit_prob` together, at most `max_n_logits`. max_feature_nodes: so many
-    features get a row, chosen greedily by influence, batch_size * update_interval between two rankings;
-    default all. zero_positions: the first positions that have neither features nor errors (Gemma 3's
-    instruction-tuned dictionaries: 4). arithmetic: of the linear maps, "float32" or "float64". memory: bytes
-    the computation may take beside the model, or "2GiB"; default 1 GiB. cluster, workers: who computes rows
-    where there are many (see `pipeline.run`), the model by its name. Without a store the graph is kept in
-    memory.
+    Args:
+        model: a loaded model, or the name of one.
+        dictionary: transcoders made for the model.
+        prompt: a text, which gets a BOS in front if it has none, or token ids.
+        store: where rows are kept; without one the graph is held in memory.
+        cluster: address of a Dask scheduler whose workers compute the rows of large graphs; they load the
+            model by its name.
+        workers: number of processes of this machine that do (see `pipeline.run`).
+        progress: show a progress bar on stderr.
+        options: see below.
 
-    Raises DictionaryError for a dictionary that does not fit the model, PromptError, TokenizerError or
-    ShapeError for prompts and targets that make no sense, PlanError where memory cannot be enough, or workers
-    cannot see model or store; nothing is stored then.
+    Raises:
+        DictionaryError: for a dictionary that does not fit the model.
+        PromptError, TokenizerError, ShapeError: for prompts and targets that make no sense.
+        PlanError: where memory cannot be enough, or workers cannot see model or store; nothing is stored
+            then.
     """
     from ...pipeline import run
     from ...store import open_store
 
-    node = graph_node(
-        model,
-        dictionary,
-        prompt,
-        targets=targets,
-        max_n_logits=max_n_logits,
-        desired_logit_prob=desired_logit_prob,
-        max_feature_nodes=max_feature_nodes,
-        batch_size=batch_size,
-        update_interval=update_interval,
-        zero_positions=zero_positions,
-        arithmetic=arithmetic,
-        memory=memory,
-    )
+    node = graph_node(model, dictionary, prompt, **options)
     if store is not None:
         run(node, store, cluster=cluster, workers=workers, quiet=not progress)
         return AttributionGraph(node.open(store))
@@ -115,38 +99,33 @@ def attribution_graph(
         return AttributionGraph(node.open(kept).load())
 
 
+@takes_options(AttributionOptions)
 def graph_node(
     model: Model | ModelSource | str | Path,
     dictionary: Dictionary | str | Path,
     prompt: Any,
-    *,
-    targets: Any = None,
-    max_n_logits: int = 10,
-    desired_logit_prob: float = 0.95,
-    max_feature_nodes: int | None = None,
-    batch_size: int = 512,
-    update_interval: int = 4,
-    zero_positions: int = 1,
-    arithmetic: str = "float32",
-    memory: int | str | None = None,
+    **options: Any,
 ) -> GraphNode:
     """The same as a node of a workflow's graph: planned, nothing computed, no torch imported."""
     from ..features.dictionary import Dictionary
     from ..forward.models.source import ModelSource
 
+    (chosen,) = split_options("attribution_graph", options, AttributionOptions)
+    given = AttributionOptions(**chosen)
     source = model if isinstance(model, ModelSource) else ModelSource(model)
     opened = dictionary if isinstance(dictionary, Dictionary) else Dictionary.from_pretrained(dictionary)
-    chosen = choose(
-        targets,
+    targets = choose(
+        given.targets,
         tokenizer=source.tokenizer,
         vocab_size=source.config.vocab_size,
         hidden_size=source.config.hidden_size,
-        most=max_n_logits,
-        probability=desired_logit_prob,
+        most=given.max_n_logits,
+        probability=given.desired_logit_prob,
     )
-    selection = RowSelection(max_feature_nodes, batch_size * update_interval)
-    options = GraphOptions(chosen, selection, zero_positions, arithmetic)
-    return GraphNode(source, opened, prompt_tokens(prompt, source.tokenizer), options, memory=memory)
+    selection = RowSelection(given.max_feature_nodes, given.batch_size * given.update_interval)
+    about = GraphOptions(targets, selection, given.zero_positions, given.arithmetic)
+    tokens = prompt_tokens(prompt, source.tokenizer)
+    return GraphNode(source, opened, tokens, about, memory=given.memory)
 
 
 class AttributionGraph:

@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from ...pipeline.ambient import plain_torch
+from ...pipeline.options import option, split_options, takes_options
 from ...store.errors import ConfigError, InterventionError, PromptError
 from ..forward.architectures.points import HookPoint
 from ..forward.generation.sampling import sample_token
@@ -68,46 +69,68 @@ class FeatureGeneration:
     activations: Tensor | None
 
 
+@dataclass(frozen=True)
+class FeatureRunOptions:
+    """How a pass with features set to other values is made, and what it returns."""
+
+    constrained_layers: Sequence[int] | None = option(
+        None, "Layers that are frozen at a clean pass, and that set features write to; default none."
+    )
+    freeze_attention: bool = option(True, "Hold attention patterns at those of a clean pass.")
+    apply_activation_function: bool = option(
+        True, "Return features after the activation function; False returns pre-activations."
+    )
+    return_activations: bool = option(True, "Return the features of every layer and position.")
+    zero_positions: int = option(
+        1,
+        "Number of first positions at which features count as 0, in the result and as the present value of a "
+        "set feature.",
+    )
+
+
+@takes_options(FeatureRunOptions)
 @plain_torch()
 def feature_intervention(
     model: Model,
     dictionary: Dictionary,
     prompt: Any,
     interventions: Sequence[Given] = (),
-    *,
-    constrained_layers: Sequence[int] | None = None,
-    freeze_attention: bool = True,
-    apply_activation_function: bool = True,
-    return_activations: bool = True,
-    zero_positions: int = 1,
+    **options: Any,
 ) -> FeatureRun:
     """Run a prompt with features set to other values; see the module's docstring.
 
-    prompt: as for `attribution_graph`. constrained_layers: those that are frozen and written to.
-    apply_activation_function: False gives pre-activations. zero_positions: the first positions at which
-    features count as 0, in what is returned and as the present value of a set feature.
-    Raises InterventionError for positions or layers there are not, DictionaryError for features.
+    Args:
+        model: a loaded model.
+        dictionary: transcoders made for it.
+        prompt: as for `attribution_graph`.
+        interventions: (layer, position or slice, feature, value) of each set feature.
+        options: see below.
+
+    Raises:
+        InterventionError: for positions or layers that do not exist.
+        DictionaryError: for features that do not exist.
     """
+    (chosen,) = split_options("feature_intervention", options, FeatureRunOptions)
+    given = FeatureRunOptions(**chosen)
     require_attention(model.config, model.name)
     require_transcoders(dictionary, model.config, model.name)
     tokens = _tokens(model, prompt)
     settings = _checked(interventions, dictionary, len(tokens))
-    frozen = _frozen(
-        model, dictionary, tokens, settings, constrained_layers, freeze_attention, zero_positions
-    )
+    frozen = _frozen(model, dictionary, tokens, settings, given)
     taps = FeatureTaps(
         dictionary,
         settings,
         frozen,
-        zero_positions=zero_positions,
-        keep=dictionary.layers if return_activations else (),
-        before=not apply_activation_function,
+        zero_positions=given.zero_positions,
+        keep=dictionary.layers if given.return_activations else (),
+        before=not given.apply_activation_function,
     )
     logits = model.tapped(torch.tensor([tokens], device=model.device), taps, ALL_LOGITS)
     assert logits is not None  # they are wanted
-    return FeatureRun(logits[0], _stacked(taps) if return_activations else None)
+    return FeatureRun(logits[0], _stacked(taps) if given.return_activations else None)
 
 
+@takes_options(FeatureRunOptions)
 @plain_torch()
 def generate_with_features(
     model: Model,
@@ -119,20 +142,27 @@ def generate_with_features(
     temperature: float = 0.0,
     seed: int | None = None,
     stop: Sequence[int] = (),
-    constrained_layers: Sequence[int] | None = None,
-    freeze_attention: bool = True,
-    apply_activation_function: bool = True,
-    return_activations: bool = True,
-    zero_positions: int = 1,
+    **options: Any,
 ) -> FeatureGeneration:
     """Continue a prompt with features set to other values.
 
     What is frozen is frozen while the prompt is read. Interventions whose slice has no end are made at every
     new token as well, with nothing frozen; the others at the prompt alone, whose keys and values are kept.
-    temperature, seed: as for `mizarr.generate`. stop: ids after which it ends. Raises what
-    `feature_intervention` raises, PromptError for more tokens than the context holds, ConfigError for rope
-    tables that change with the length.
+
+    Args:
+        model, dictionary, prompt, interventions: as for `feature_intervention`.
+        max_new_tokens: most tokens that are generated.
+        temperature, seed: as for `mizarr.generate`.
+        stop: token ids after which the generation ends.
+        options: see below.
+
+    Raises:
+        PromptError: for more tokens than the context holds.
+        ConfigError: for rope tables that change with the length.
+        InterventionError, DictionaryError: as `feature_intervention`.
     """
+    (chosen,) = split_options("generate_with_features", options, FeatureRunOptions)
+    run_options = FeatureRunOptions(**chosen)
     require_attention(model.config, model.name)
     require_transcoders(dictionary, model.config, model.name)
     tokens = _tokens(model, prompt)
@@ -149,19 +179,17 @@ def generate_with_features(
         )
     settings = _checked(interventions, dictionary, len(tokens))
     going_on = [each for each in settings if each.is_open_ended]
-    frozen = _frozen(
-        model, dictionary, tokens, settings, constrained_layers, freeze_attention, zero_positions
-    )
-    keep = tuple(dictionary.layers) if return_activations else ()
-    given: dict[str, Any] = {"keep": keep, "before": not apply_activation_function}
-    taps = FeatureTaps(dictionary, settings, frozen, zero_positions=zero_positions, **given)
+    frozen = _frozen(model, dictionary, tokens, settings, run_options)
+    keep = tuple(dictionary.layers) if run_options.return_activations else ()
+    given: dict[str, Any] = {"keep": keep, "before": not run_options.apply_activation_function}
+    taps = FeatureTaps(dictionary, settings, frozen, zero_positions=run_options.zero_positions, **given)
     cache = Cache()
     generator = None if seed is None else torch.Generator().manual_seed(seed)
     found, parts = list(tokens), []
     logits = []
     for _ in range(max_new_tokens):
         logits.append(model.read_on([found], cache, taps)[0])
-        if return_activations:
+        if run_options.return_activations:
             parts.append(_stacked(taps))
         token = sample_token(logits[-1], temperature=temperature, generator=generator)
         found.append(token)
@@ -169,7 +197,7 @@ def generate_with_features(
             break
         here = [_at_newest(each) for each in going_on if _reaches(each, len(found) - 1)]
         taps = FeatureTaps(dictionary, here, Frozen(), zero_positions=0, **given)
-    activations = torch.cat(parts, dim=1) if return_activations else None
+    activations = torch.cat(parts, dim=1) if run_options.return_activations else None
     return FeatureGeneration(tuple(found), torch.stack(logits), activations)
 
 
@@ -204,19 +232,17 @@ def _frozen(
     dictionary: Dictionary,
     tokens: Sequence[int],
     settings: Sequence[SetFeature],
-    constrained: Sequence[int] | None,
-    freeze_attention: bool,
-    zero_positions: int,
+    options: FeatureRunOptions,
 ) -> Frozen:
     """What the mode holds at the values of a clean pass, which is made here if it is needed."""
     layers = range(model.config.num_layers)
-    chosen = frozenset(constrained or ())
+    chosen = frozenset(options.constrained_layers or ())
     if not chosen <= set(layers):
         raise InterventionError(
             f"expected constrained_layers within 0..{len(layers) - 1}, found "
             f"{sorted(chosen - set(layers))[0]}"
         )
-    if not settings or not (chosen or freeze_attention):
+    if not settings or not (chosen or options.freeze_attention):
         return Frozen()
     points = [HookPoint.pattern(layer) for layer in layers]
     if chosen >= set(layers):
@@ -231,7 +257,7 @@ def _frozen(
         layer: dictionary.layer(layer).encode(reads[layer]) for layer in {each.layer for each in settings}
     }
     for found in activations.values():
-        found[:zero_positions] = 0
+        found[: options.zero_positions] = 0
     skipped = {layer for layer in chosen if dictionary.layer(layer).W_skip is not None}
     return Frozen(values, activations, {layer: reads[layer] for layer in skipped}, chosen)
 

@@ -1,4 +1,4 @@
-"""What decides a graph, besides model, dictionary and prompt.
+"""Options of an attribution graph, as callers give them and as its key holds them.
 
 Border: plain values, made by users and workflows.
 """
@@ -8,10 +8,42 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from ...pipeline.options import option
 from .rows.selection import RowSelection
 from .rows.targets import TargetChoice
 
-__all__ = ["GraphOptions"]
+__all__ = ["AttributionOptions", "GraphOptions"]
+
+
+@dataclass(frozen=True)
+class AttributionOptions:
+    """What a caller may choose of an attribution graph."""
+
+    targets: Any = option(
+        None,
+        "Logits to explain: token ids, strings of one token each, or (label, weight, vector [hidden]) "
+        "triples; default the likeliest tokens.",
+    )
+    max_n_logits: int = option(10, "Most tokens explained by default.", kind="count")
+    desired_logit_prob: float = option(
+        0.95, "Total probability that the tokens explained by default reach, if `max_n_logits` can."
+    )
+    max_feature_nodes: int | None = option(
+        None, "Number of features with incoming edges, chosen greedily by influence; default all."
+    )
+    batch_size: int = option(
+        512, "With `update_interval`: batch_size * update_interval features between two rankings."
+    )
+    update_interval: int = option(4, "Batches between two rankings of features.")
+    zero_positions: int = option(
+        1,
+        "Number of first positions that have neither features nor errors (Gemma 3's instruction-tuned "
+        "dictionaries: 4).",
+    )
+    arithmetic: str = option("float32", "Dtype of the linear maps.", choices=("float32", "float64"))
+    memory: int | str | None = option(
+        None, 'Bytes the computation may take beside the model, or "2GiB"; default 1 GiB.', kind="bytes"
+    )
 
 
 @dataclass(frozen=True, eq=False)

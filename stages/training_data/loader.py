@@ -13,11 +13,13 @@ torch; `to_torch` does.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 import numpy as np
 import numpy.typing as npt
 
+from ...pipeline.options import option, split_options, takes_options
 from ...store.arrays import as_count, as_indices, require_kind
 from ...store.digest import digest
 from ...store.errors import ConfigError
@@ -38,77 +40,112 @@ __all__ = ["ActivationLoader"]
 Arrays = dict[str, npt.NDArray[Any]]
 
 
+@dataclass(frozen=True)
+class LoaderOptions:
+    """How rows are shuffled, cut into batches and converted.
+
+    Raises:
+        ConfigError: for settings that do not fit each other.
+    """
+
+    batch: int = option(4096, "Rows per batch.", kind="count")
+    seed: int = option(
+        0,
+        "Seed of the order, which is a function of it, the epoch, the prompts chosen and the segments of the "
+        "run, and of nothing else.",
+    )
+    buffer_tokens: int = option(
+        1 << 15, "Rows shuffled together in memory; two such buffers are held.", kind="count"
+    )
+    block_tokens: int = option(1 << 10, "Neighbouring tokens that enter a buffer together.", kind="count")
+    epochs: int | None = option(1, "Passes over the rows; None without end.", kind="count")
+    drop_last: bool = option(False, "Leave out the last batch where it is shorter.")
+    skip_positions: int = option(0, "Number of first positions of each prompt that are left out.")
+    without: Iterable[int] = option((), "Token ids whose rows are left out, such as BOS and padding.")
+    normalise: str | None = option(
+        None, "Method that scales rows by `statistics`; see normalisation.py. Default none."
+    )
+    statistics: xr.Dataset | dict[str, xr.Dataset] | None = option(
+        None, "Statistics of the rows (`state_statistics`); by variable where there are several."
+    )
+    dtype: Literal["float32", "stored"] = option(
+        "float32", "Dtype of batches, or that of the store.", choices=("float32", "stored")
+    )
+    labels: bool = option(False, "Whether batches hold run, prompt, position and token_id of their rows.")
+
+    def __post_init__(self) -> None:
+        _check(
+            batch=self.batch,
+            buffer_tokens=self.buffer_tokens,
+            block_tokens=self.block_tokens,
+            epochs=self.epochs,
+        )
+        if self.dtype not in ("float32", "stored"):
+            raise ConfigError(f"expected dtype 'float32' or 'stored', found {self.dtype!r}")
+        if self.buffer_tokens < self.block_tokens:
+            raise ConfigError(
+                f"expected buffer_tokens of at least block_tokens={self.block_tokens}, found "
+                f"{self.buffer_tokens}"
+            )
+        without = tuple(self.without) if isinstance(self.without, Iterator) else self.without
+        object.__setattr__(self, "without", tuple(as_indices(without, "without")))
+        if self.normalise is not None and self.dtype == "stored":
+            raise ConfigError("expected dtype 'float32' of rows that are normalised, found 'stored'")
+
+
 class ActivationLoader:
     """Shuffled batches of the rows of one stored run, or of several of one model.
 
-    states: a dataset as `capture` or `store.entry(…).open()` gives it, also with some prompts or layers
-    selected; or several. variables, layers: which; by default all that are there. A single number of a layer
-    leaves out the axis. batch, buffer_tokens: rows of a batch, and of those shuffled together in memory (two
-    such buffers are held); block_tokens: neighbouring tokens that come into a buffer together. seed: order is
-    a function of it, the epoch, the prompts chosen and how the run is cut into segments, and of nothing else.
-    epochs: None without end. drop_last: leave out the last batch where it is shorter. skip_positions: first
-    positions of each prompt that are left out; without: token ids that are (BOS, padding). normalise: how
-    rows are scaled, by the statistics given (`state_statistics`; by variable where there are several). dtype:
-    "float32", or "stored". labels: whether batches tell run, prompt, position and token_id of their rows.
-
     A batch is a dict: variable -> [row, layer, width], heads laid side by side; it is the caller's to change,
-    and may be a part of the buffer, to be copied where it is kept. Each iteration goes on at `position`, the
-    number of the next batch; every row comes once an epoch. Raises ConfigError for settings that do not fit,
-    EntryNotFound, ShapeError for variables without a row per token; when a batch is read, ShapeError where
-    numbers are not finite, CorruptEntry where a file is damaged.
+    and may be a part of the buffer, to be copied where it is kept. Each iteration continues at `position`,
+    the number of the next batch; every row comes once an epoch.
+
+    Args:
+        states: a dataset as `capture` or `store.entry(…).open()` returns it, also with some prompts or layers
+            selected; or several.
+        variables: names of the variables; default all.
+        layers: layers; default all. A single number leaves out the layer axis.
+        options: see below.
+
+    Raises:
+        ConfigError: for settings that do not fit.
+        EntryNotFound, ShapeError: for variables without a row per token.
+        ShapeError: when a batch is read whose numbers are not finite.
+        CorruptEntry: when a batch is read from a damaged file.
     """
 
+    @takes_options(LoaderOptions)
     def __init__(
         self,
         states: xr.Dataset | StoredActivations | EndToEnd | Sequence[xr.Dataset | StoredActivations],
         variables: Sequence[str] | str | None = None,
         layers: Sequence[int] | int | None = None,
-        *,
-        batch: int = 4096,
-        seed: int = 0,
-        buffer_tokens: int = 1 << 15,
-        block_tokens: int = 1 << 10,
-        epochs: int | None = 1,
-        drop_last: bool = False,
-        skip_positions: int = 0,
-        without: Iterable[int] = (),
-        normalise: str | None = None,
-        statistics: xr.Dataset | dict[str, xr.Dataset] | None = None,
-        dtype: Literal["float32", "stored"] = "float32",
-        labels: bool = False,
+        **options: Any,
     ) -> None:
-        _check(batch=batch, buffer_tokens=buffer_tokens, block_tokens=block_tokens, epochs=epochs)
-        if dtype not in ("float32", "stored"):
-            raise ConfigError(f"expected dtype 'float32' or 'stored', found {dtype!r}")
-        if buffer_tokens < block_tokens:
-            raise ConfigError(
-                f"expected buffer_tokens of at least block_tokens={block_tokens}, found {buffer_tokens}"
-            )
+        (chosen,) = split_options("ActivationLoader", options, LoaderOptions)
+        given = LoaderOptions(**chosen)
         source = _source(states)
         if variables is not None:
             require_kind(variables, Iterable, "variables as names", "write ['resid_post']")
-        without = as_indices(tuple(without) if isinstance(without, Iterator) else without, "without")
-        chosen = None if layers is None else as_indices(layers, "layers")
+        wanted = None if layers is None else as_indices(layers, "layers")
         self._is_single = layers is not None and not hasattr(layers, "__iter__")
-        self.cells = _cells(states, source, variables, chosen)
+        self.cells = _cells(states, source, variables, wanted)
         source.require(cell for cells in self.cells.values() for cell in cells)
-        self.dtype, self.labels = dtype, labels
-        self._scaled = _normalisations(self.cells, normalise, statistics)
-        if normalise is not None and dtype == "stored":
-            raise ConfigError("expected dtype 'float32' of rows that are normalised, found 'stored'")
+        self.dtype, self.labels = given.dtype, given.labels
+        self._scaled = _normalisations(self.cells, given.normalise, given.statistics)
         self.position = 0
         self._batches = Batches(
             Joined(
-                source.leaving_out(positions=skip_positions, tokens=tuple(without)),
+                source.leaving_out(positions=given.skip_positions, tokens=tuple(given.without)),
                 {(variable, None): cells for variable, cells in self.cells.items()},
             ),
             tuple((variable, None) for variable in self.cells),
-            batch=batch,
-            window=buffer_tokens,
-            block=block_tokens,
-            seed=seed,
-            epochs=epochs,
-            drop_last=drop_last,
+            batch=given.batch,
+            window=given.buffer_tokens,
+            block=given.block_tokens,
+            seed=given.seed,
+            epochs=given.epochs,
+            drop_last=given.drop_last,
         )
 
     @property

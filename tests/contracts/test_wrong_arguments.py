@@ -17,7 +17,7 @@ POINT = "blocks.0.hook_resid_post"
 
 # Expression -> how its message begins.
 TABLE = r"""
-Model.from_pretrained(None) -> expected a model directory, a hub id such as org/name, or one of specimen,
+Model.from_pretrained(None) -> expected a model, its hub id or its folder, found None; load it:
 Model.from_pretrained(Path("nowhere")) -> nowhere is no directory, and not in the local cache
 Model.from_pretrained(Path("folder")) -> expected a model in folder, found no config.json; give the folder
 Model.from_pretrained(Path("a_file")) -> expected a model's directory, found the file a_file; give the folder
@@ -142,7 +142,7 @@ cap(p=[nan]) -> expected prompt 0 as a text or token ids, found nan (float); lea
 cap(p=[[1.5]]) -> expected token ids, whole numbers, in prompt 0, found 1.5 (float) at position 0; convert
 cap(p=[[99999]]) -> expected token ids in 0..2047, found 99999 in the prompt; was it encoded with another
 cap(store=None) -> expected an open store, found None; write store=mizarr.open_store('activations'), with the
-cap(dtype="float64x") -> expected dtype beside a model's name, found dtype='float64x' beside a loaded model;
+cap(dtype="float64x") -> expected dtype to be one of float32, float16, bfloat16, float64, found 'float64x'
 cap(storage_dtype="int4") -> expected storage_dtype to be one of float32, float16, bfloat16, float64, int8,
 cap(batch_tokens=0) -> expected batch_tokens of at least 1, found 0
 cap(batch_tokens=1.5) -> expected batch_tokens to be a whole number, found 1.5; write batch_tokens=1

@@ -8,22 +8,13 @@ from typing import Any
 import click
 
 from ...store.display.terminal import echo
-from .options import (
-    adapter_option,
-    backend_option,
-    device_option,
-    json_option,
-    print_json,
-    revision_option,
-    trust_option,
-)
-from .runs import DTYPES
+from .options import LOADING, command, declares, given_options, json_option, print_json
 
 _SETTINGS = ("max_tokens", "temperature", "top_k", "top_p", "seed", "stop")
-"""Options that are fields of GenerationSettings; all others say which model it is."""
+"""Options that are fields of GenerationSettings."""
 
 
-@click.command(epilog="Example: mizarr generate specimen 'Once upon a time' --max-tokens 10")
+@command(epilog="Example: mizarr generate specimen 'Once upon a time' --max-tokens 10")
 @click.argument("model")
 @click.argument("prompts", nargs=-1, required=True, metavar="PROMPT...")
 @click.option(
@@ -45,14 +36,7 @@ _SETTINGS = ("max_tokens", "temperature", "top_k", "top_p", "seed", "stop")
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of the draws.")
 @click.option("--stop", multiple=True, metavar="TEXT", help="A text that ends the generation; repeatable.")
 @click.option("--chat", is_flag=True, help="Put each prompt, as said by a user, into the chat template.")
-@click.option(
-    "--dtype", type=DTYPES, default="float32", show_default=True, help="What the model computes in."
-)
-@revision_option
-@trust_option
-@backend_option
-@adapter_option
-@device_option
+@declares(LOADING)
 @json_option
 def generate(
     model: str,
@@ -71,8 +55,8 @@ def generate(
     from ...stages.forward.models.model import Model
 
     # Settings first: those that contradict each other are refused before a model loads.
-    settings = GenerationSettings(**{name: options.pop(name) for name in _SETTINGS})
-    loaded = Model.from_pretrained(model, **options)
+    settings = GenerationSettings(**{name: options[name] for name in _SETTINGS})
+    loaded = Model.from_pretrained(model, **given_options(options, LOADING))
     given = [loaded.chat(prompt) for prompt in prompts] if chat else list(prompts)
     stream = TokenStream(loaded, given, settings=settings)
     # With one prompt its tokens are printed as they come; those of several come in turn.

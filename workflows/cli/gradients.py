@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from ...stages.forward.hooks.spec import HookSpec
     from ...stages.forward.models.source import ModelSource
 
-__all__ = ["METRICS", "gradient_options", "told_metric"]
+__all__ = ["GRADIENT_OPTIONS", "METRICS", "gradient_options", "told_metric"]
 
 METRICS: Mapping[str, tuple[str, int]] = {
     "logit_difference": ("LogitDifference", 2),
@@ -32,6 +32,10 @@ METRICS: Mapping[str, tuple[str, int]] = {
 }
 """Name -> the metric of stages/causal/grids/patching_metrics.py, and how many tokens it names: those with a
 gradient, but for functions of one's own."""
+
+
+GRADIENT_OPTIONS = ("metric", "at", "baseline")
+"""Names of the options that say what gradients are of."""
 
 
 def gradient_options(command: Callable[..., int | None]) -> Callable[..., int | None]:

@@ -13,14 +13,14 @@ import click
 
 from ...store.display.terminal import echo
 from .options import (
+    LOADING,
+    DeclaredCommand,
     SuggestingGroup,
-    adapter_option,
-    backend_option,
+    declares,
     json_option,
     print_json,
     print_table,
     quiet_option,
-    revision_option,
 )
 
 if TYPE_CHECKING:
@@ -38,9 +38,9 @@ def models() -> None:
     """Fetch checkpoints, and look into them."""
 
 
-@models.command(epilog="Example: mizarr models fetch HuggingFaceTB/SmolLM2-135M")
+@models.command(epilog="Example: mizarr models fetch HuggingFaceTB/SmolLM2-135M", cls=DeclaredCommand)
 @click.argument("repo")
-@revision_option
+@declares(LOADING.only("revision"))
 @json_option
 @quiet_option
 def fetch(repo: str, revision: str | None, as_json: bool, quiet: bool) -> None:
@@ -110,13 +110,11 @@ def families(as_json: bool) -> None:
     EscapingConsole().print(table)
 
 
-@models.command(epilog="Example: mizarr models inspect specimen")
+@models.command(epilog="Example: mizarr models inspect specimen", cls=DeclaredCommand)
 @click.argument("model")
-@revision_option
+@declares(LOADING.only("revision", "backend", "adapter"))
 @click.option("--shapes-only", is_flag=True, help="Read headers, not values: no norms, but at once.")
 @click.option("--time", "is_timed", is_flag=True, help="Load it, too, and time a pass; tells its memory.")
-@backend_option
-@adapter_option
 @json_option
 @quiet_option
 def inspect(

@@ -6,12 +6,16 @@ Knows no command and no science.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import functools
+import importlib
 import itertools
 import json
 import shutil
 import sys
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
@@ -37,26 +41,101 @@ store_option = click.option(
     help="Directory of the store, or its URL: s3://, gs:// or az:// and BUCKET/PREFIX.",
 )
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of text.")
-revision_option = click.option(
-    "--revision", metavar="NAME", help="Branch, tag or commit of a hub id; default main."
-)
-device_option = click.option("--device", help="cpu, cuda or cuda:1; default a GPU where there is one.")
-trust_option = click.option(
-    "--trust-layout",
-    is_flag=True,
-    help="Run a model of unknown family without checking it against transformers; what it gives is marked.",
-)
-backend_option = click.option(
-    "--backend",
-    type=click.Choice(["native", "transformers"]),
-    help="Who computes the model: mizarr, or transformers behind a bridge; default what its name says.",
-)
-adapter_option = click.option(
-    "--adapter",
-    type=click.Path(exists=True, file_okay=False),
-    help="Folder of a LoRA adapter, as PEFT saves it, to merge into the model; default what its name says.",
-)
 quiet_option = click.option("--quiet", "-q", is_flag=True, help="No progress bars.")
+
+
+@dataclass(frozen=True)
+class Declared:
+    """Fields of an options dataclass as options of a command. The dataclass is imported when the command is
+    used, so that the help of other commands does not wait for it."""
+
+    module: str
+    """Where the dataclass is, below the package."""
+    kind: str
+    """Name of the dataclass."""
+    names: tuple[str, ...] = ()
+    """Its fields that the command takes; empty for all."""
+
+    def only(self, *names: str) -> Declared:
+        """Some of these options."""
+        return replace(self, names=names)
+
+    def options(self) -> list[click.Option]:
+        """The options; one that is left out is None, or False for a flag."""
+        from ...pipeline.options import options_of
+
+        package = __name__.partition(".workflows.")[0]
+        kind = getattr(importlib.import_module(f"{package}.{self.module}"), self.kind)
+        fields = {item.name: item for item in options_of(kind)}
+        return [_option_of(fields[name]) for name in self.names or fields]
+
+
+LOADING = Declared("stages.forward.models.reference", "ModelRef")
+STORING = Declared("stages.forward.capture.capture", "CaptureOptions")
+RUNNING = Declared("pipeline.options", "RunOptions", ("cluster", "workers", "log"))
+PLACE = RUNNING.only("cluster", "workers")
+NAMED = LOADING.only("trust_layout", "backend", "adapter")
+"""How a model that is named elsewhere is run."""
+
+
+def _option_of(item: dataclasses.Field[Any]) -> click.Option:
+    """A dataclass field as an option of the command line."""
+    about, flag = item.metadata, f"--{item.name.replace('_', '-')}"
+    how: dict[str, Any] = {"help": about["help"]}
+    if item.default is not None and about["kind"] != "bytes":
+        how |= {"default": item.default, "show_default": True}
+    if about["metavar"]:
+        how["metavar"] = about["metavar"]
+    if isinstance(item.default, bool):
+        return click.Option([flag], **how | {"is_flag": True, "show_default": False})
+    if about["choices"]:
+        how["type"] = click.Choice(about["choices"])
+    elif about["kind"] == "bytes":
+        how |= {"callback": size, "metavar": "SIZE"}
+    elif about["kind"] == "folder":
+        how["type"] = click.Path(exists=True, file_okay=False)
+    elif about["kind"] == "file":
+        how |= {"type": click.Path(dir_okay=False), "metavar": "FILE"}
+    elif about["kind"] == "count" or isinstance(item.default, int):
+        how["type"] = click.IntRange(min=1 if about["kind"] == "count" else 0)
+    return click.Option([flag], **how)
+
+
+def declares(*declared: Declared) -> Callable[[Command], Command]:
+    """Give a command the options of dataclasses; see `command`."""
+
+    def decorate(function: Command) -> Command:
+        function.declared = (*getattr(function, "declared", ()), *declared)  # type: ignore[attr-defined]
+        return function
+
+    return decorate
+
+
+class DeclaredCommand(click.Command):
+    """A command that takes, besides its own options, those its function `declares`."""
+
+    @property
+    def params(self) -> list[click.Parameter]:
+        """All options; those of dataclasses are made at the first use."""
+        if self._awaited:
+            groups, self._awaited = self._awaited, ()
+            # The list itself grows: click appends to it and takes away from it.
+            self._params += [option for group in groups for option in group.options()]
+        return self._params
+
+    @params.setter
+    def params(self, own: list[click.Parameter]) -> None:
+        self._params = own
+        self._awaited: tuple[Declared, ...] = getattr(self.callback, "declared", ())
+
+
+command = functools.partial(click.command, cls=DeclaredCommand)
+
+
+def given_options(options: Mapping[str, Any], *declared: Declared) -> dict[str, Any]:
+    """Keyword arguments of what was said on the command line: options that were left out are left out."""
+    names = {option.name for group in declared for option in group.options()}
+    return {name: value for name, value in options.items() if name in names and value is not None}
 
 
 def with_options(command: Command, *options: Callable[[Command], Command]) -> Command:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ...store.display.terminal import echo
-from .options import json_option, print_json, print_table, store_option
+from .options import command, json_option, print_json, print_table, store_option
 from .runs import run_options
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 DIFFERS = 1
 
 
-@click.command(epilog="Example: mizarr replicate logit-lens")
+@command(epilog="Example: mizarr replicate logit-lens")
 @click.argument("name", required=False)
 @click.option("--model", help="One of the models it was published on; default the first.")
 @click.option("--fetch", is_flag=True, help="Download what is not here; HF_TOKEN opens gated models.")

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ...store.display.terminal import echo
-from .options import print_json
+from .options import command, print_json
 from .runs import on_workflow, run_options
 
 if TYPE_CHECKING:
     from ..workflow import Workflow
 
 
-@click.command(
+@command(
     help="""Compute a workflow as far as it is not cached; write its answer as one HTML page.
 
     The page holds tables, heatmaps and curves to look into, figures, and how each result was made. It opens

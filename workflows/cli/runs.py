@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -18,21 +18,24 @@ from ...stages.extras import require
 from ...store.display.terminal import echo
 from .. import build
 from .completion import setting_names, workflow_names
-from .gradients import gradient_options, told_metric
+from .gradients import GRADIENT_OPTIONS, gradient_options, told_metric
 from .options import (
-    adapter_option,
-    backend_option,
-    device_option,
+    LOADING,
+    NAMED,
+    PLACE,
+    RUNNING,
+    STORING,
+    command,
+    declares,
+    given_options,
     json_option,
     positions,
     print_json,
     print_table,
     quiet_option,
-    revision_option,
     settings,
     size,
     store_option,
-    trust_option,
     with_options,
 )
 from .prompts import PromptSources, prompt_options
@@ -45,22 +48,6 @@ if TYPE_CHECKING:
     from ..workflow import Workflow
 
 HOOKS_EXAMPLE = "--hooks 'blocks.*.hook_resid_post'"
-_OF_A_SOURCE = ("revision", "dtype", "device", "trust_layout", "backend", "adapter")
-"""Options that say which model it is, and where."""
-DTYPES = click.Choice(["float32", "float16", "bfloat16"])
-STORED = click.Choice([*DTYPES.choices, "int8"])
-
-cluster_option = click.option(
-    "--cluster", metavar="ADDRESS", help="Dask scheduler, such as tcp://127.0.0.1:8786; default threads here."
-)
-
-workers_option = click.option(
-    "--workers",
-    type=click.IntRange(min=0),
-    default=0,
-    metavar="N",
-    help="So many processes of this machine share the work, a GPU each where there are GPUs; 0 and 1: none.",
-)
 
 
 def on_workflow(command: Callable[..., int | None]) -> Callable[..., None]:
@@ -90,9 +77,7 @@ def on_workflow(command: Callable[..., int | None]) -> Callable[..., None]:
         click.option(
             "--model", help='Hub id, directory, a shipped one such as "specimen"; short for --set model=….'
         ),
-        trust_option,
-        backend_option,
-        adapter_option,
+        declares(NAMED),
         click.option(
             "--set",
             "parameters",
@@ -111,8 +96,7 @@ def run_options(command: Callable[..., int | None]) -> Callable[..., int | None]
     """How a workflow is run, as `Workflow.run` takes it."""
     return with_options(
         command,
-        cluster_option,
-        workers_option,
+        declares(PLACE),
         click.option(
             "--threads", type=click.IntRange(min=1), help="Threads of this process; default one per core."
         ),
@@ -123,7 +107,7 @@ def run_options(command: Callable[..., int | None]) -> Callable[..., int | None]
     )
 
 
-@click.command(epilog="Example: mizarr demo --output demo")
+@command(epilog="Example: mizarr demo --output demo")
 @click.option(
     "--output",
     type=click.Path(file_okay=False, path_type=Path),
@@ -132,11 +116,7 @@ def run_options(command: Callable[..., int | None]) -> Callable[..., int | None]
     help="Folder for the store and the figures.",
 )
 @click.option("--model", default="specimen", show_default=True, help='Hub id, directory or "specimen".')
-@revision_option
-@device_option
-@trust_option
-@backend_option
-@adapter_option
+@declares(LOADING.only("revision", "device", "trust_layout", "backend", "adapter"))
 @json_option
 @quiet_option
 def demo(output: Path, as_json: bool, **chosen: Any) -> None:
@@ -160,7 +140,7 @@ def demo(output: Path, as_json: bool, **chosen: Any) -> None:
         print_json(done.to_json())
 
 
-@click.command(epilog=f"Example: mizarr capture specimen 'It was the best of times' --text {HOOKS_EXAMPLE}")
+@command(epilog=f"Example: mizarr capture specimen 'It was the best of times' --text {HOOKS_EXAMPLE}")
 @click.argument("model")
 @prompt_options
 @click.option("--hooks", multiple=True, required=True, metavar="GLOB", help="Hook points; repeat for more.")
@@ -178,54 +158,13 @@ def demo(output: Path, as_json: bool, **chosen: Any) -> None:
     "largest with their token ids, or logsumexp.",
 )
 @store_option
-@revision_option
-@click.option(
-    "--dtype", type=DTYPES, default="float32", show_default=True, help="What the model computes in."
-)
-@click.option(
-    "--storage-dtype",
-    type=STORED,
-    help="What is stored; default what the model computes in. int8: a byte a number, a scale for every 64.",
-)
-@trust_option
-@backend_option
-@adapter_option
-@device_option
-@click.option("--batch-tokens", type=click.IntRange(min=1), help="Tokens per forward pass.")
-@click.option("--memory", callback=size, metavar="SIZE", help="What buffers may take; default 1GiB.")
-@click.option(
-    "--order",
-    type=click.Choice(["auto", "batch", "layer"]),
-    default="auto",
-    show_default=True,
-    help="Each batch through all layers, or all batches through some layers after others: for models larger "
-    "than memory.",
-)
-@click.option(
-    "--memory-limit",
-    callback=size,
-    metavar="SIZE",
-    help="What weights, buffers and a batch may take; default what there is left, or MIZARR_MEMORY.",
-)
-@cluster_option
-@workers_option
+@declares(LOADING, STORING, RUNNING)
 @click.option(
     "--durability",
     type=click.Choice(["disk", "process"]),
     default="disk",
     show_default=True,
     help="Survive a power cut, or a killed process only (faster).",
-)
-@click.option(
-    "--codec",
-    type=click.Choice(["zstd", "none"]),
-    help="Compress what is new, to the same numbers and keys; default as the run it grows out of, or none.",
-)
-@click.option(
-    "--log",
-    type=click.Path(dir_okay=False),
-    metavar="FILE",
-    help="A JSON line for every segment committed: tokens, bytes, rate, time left.",
 )
 @gradient_options
 @click.option("--dry-run", is_flag=True, help="Say what is cached and what the rest would take; do nothing.")
@@ -238,20 +177,8 @@ def capture(
     model: str,
     prompts: PromptSources,
     hooks: tuple[str, ...],
-    positions: Any,
-    reduce: str | None,
-    store_path: str,
-    cluster: str | None,
-    workers: int,
-    durability: Literal["disk", "process"],
-    log: str | None,
-    metric: str | None,
-    at: int | None,
-    baseline: str | None,
     dry_run: bool,
-    exact: bool,
     as_json: bool,
-    quiet: bool,
     **options: Any,
 ) -> None:
     """Run MODEL over PROMPTS and store activations.
@@ -268,22 +195,26 @@ def capture(
     --metric 'logit_difference=["yes", "no"]', words of the model or token ids.
     """
     from ...pipeline import Context, plan, run
+    from ...pipeline.options import RunOptions
     from ...stages.forward.capture.capture import CaptureNode
     from ...stages.forward.hooks.spec import HookSpec
+    from ...stages.forward.models.reference import ModelRef
     from ...stages.forward.models.source import ModelSource
     from ...stages.forward.text.corpora.estimate import estimated_size
     from ...store import open_store
 
+    exact, quiet = options["exact"], options["quiet"]
     if exact and not dry_run:
         raise click.UsageError(
             "expected --exact with --dry-run, found it alone; prompts that run are counted"
         )
-    given = {name: value for name, value in options.items() if value is not None}
-    source = ModelSource(model, **{name: given[name] for name in _OF_A_SOURCE if name in given})
-    wanted = HookSpec().capture(*hooks, positions=positions, reduce=_reduction(reduce))
-    spec = told_metric(wanted, source, metric=metric, at=at, baseline=baseline)
-    asked = partial(CaptureNode, model, hooks=spec, **given)
-    where = Context(cluster=cluster, workers=workers)
+    reference = ModelRef(model, **given_options(options, LOADING))
+    source = ModelSource(reference)
+    wanted = HookSpec().capture(*hooks, positions=options["positions"], reduce=_reduction(options["reduce"]))
+    spec = told_metric(wanted, source, **{name: options[name] for name in GRADIENT_OPTIONS})
+    asked = partial(CaptureNode, reference, hooks=spec, **given_options(options, STORING))
+    running = RunOptions(**given_options(options, RUNNING), progress=not quiet)
+    where = Context(cluster=running.cluster, workers=running.workers)
     with contextlib.ExitStack() as held:
         # Everything that can be wrong with the request is found here, before a store is made.
         corpus, about = held.enter_context(prompts.corpus()), None
@@ -293,9 +224,9 @@ def capture(
         if corpus is not None:
             corpus.files  # noqa: B018 - raises where there are none
         if dry_run:
-            store = held.enter_context(_store_to_look_into(store_path))
+            store = held.enter_context(_store_to_look_into(options["store_path"]))
         else:
-            store = open_store(store_path, durability=durability)
+            store = open_store(options["store_path"], durability=options["durability"])
         if dry_run and corpus is not None and not exact:
             nodes = corpus.nodes(source.tokenizer)
             sampled = None if all(each.status(store).is_cached for each in nodes) else corpus
@@ -315,7 +246,7 @@ def capture(
             return
         if corpus is not None and about is not None:
             node.take_texts(store, corpus, about)
-        run(node, store, cluster=cluster, workers=workers, quiet=quiet, log=log)
+        run(node, store, **running.keywords)
         node.note_asked(store)
         if about is not None:
             node.keep_labels(store, about)
@@ -389,7 +320,7 @@ def _print_plan(steps: Plan, as_json: bool) -> None:
     print_table(columns, [dict(zip(columns, row, strict=True)) for row in steps.rows()])
 
 
-@click.command(
+@command(
     help="""Compute a workflow as far as it is not cached; print the answer.
 
     mizarr workflows lists the questions, and mizarr workflows WORKFLOW the settings of one.
@@ -476,7 +407,7 @@ def _askable_models() -> Iterator[tuple[str, str | None]]:
     yield from chosen.items()
 
 
-@click.command(
+@command(
     help="""Say for each stage: cached, or will run because …
 
     And what it would read, write and take in memory, and about how long it would take, as far as something
@@ -487,8 +418,7 @@ def _askable_models() -> Iterator[tuple[str, str | None]]:
     epilog="Example: mizarr explain logit_lens --model specimen",
 )
 @on_workflow
-@cluster_option
-@workers_option
+@declares(PLACE)
 def explain(workflow: Workflow, store_path: str, as_json: bool, cluster: str | None, workers: int) -> None:
     """See `help` above."""
     from ...pipeline import Context, plan

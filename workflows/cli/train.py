@@ -6,9 +6,8 @@ import dataclasses
 import json
 import signal
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,8 +15,10 @@ import click
 
 from ...store.display.terminal import echo
 from .options import (
-    adapter_option,
-    backend_option,
+    NAMED,
+    command,
+    declares,
+    given_options,
     json_option,
     print_json,
     print_table,
@@ -25,15 +26,17 @@ from .options import (
     settings,
     size,
     store_option,
-    trust_option,
 )
 from .prompts import PromptSources, prompt_options
-from .runs import DTYPES, STORED
+
+DTYPES = click.Choice(["float32", "float16", "bfloat16"])
+"""Of stored activations and of the dictionary's files; int8 is for activations alone."""
 
 if TYPE_CHECKING:
     from ...stages.features.training.settings import TrainingSettings
     from ...stages.features.training.trainer import Source, Training
     from ...stages.training_data.stored import StoredActivations
+    from ...store import Store
 
 __all__ = ["train"]
 
@@ -53,14 +56,10 @@ def _list_settings(context: click.Context, _: click.Parameter, wanted: bool) -> 
     context.exit()
 
 
-@click.command(
-    epilog="Example: mizarr train specimen prompts.txt --set layers=[3] --set features=1024 --out sae"
-)
+@command(epilog="Example: mizarr train specimen prompts.txt --set layers=[3] --set features=1024 --out sae")
 @click.argument("model")
 @prompt_options
-@trust_option
-@backend_option
-@adapter_option
+@declares(NAMED)
 @click.option(
     "--against",
     metavar="MODEL",
@@ -95,7 +94,11 @@ def _list_settings(context: click.Context, _: click.Parameter, wanted: bool) -> 
 )
 @store_option
 @click.option(
-    "--storage-dtype", type=STORED, default="float16", show_default=True, help="Of the stored activations."
+    "--storage-dtype",
+    type=click.Choice([*DTYPES.choices, "int8"]),
+    default="float16",
+    show_default=True,
+    help="Of the stored activations.",
 )
 @click.option("--dtype", type=DTYPES, default="float32", show_default=True, help="Of the dictionary's files.")
 @click.option("--memory", callback=size, metavar="SIZE", help="What buffers of the capture may take.")
@@ -105,20 +108,12 @@ def _list_settings(context: click.Context, _: click.Parameter, wanted: bool) -> 
 def train(
     model: str,
     prompts: PromptSources,
-    trust_layout: bool,
-    backend: str | None,
-    adapter: str | None,
     against: str | None,
     out: Path,
     config: Path | None,
     given: dict[str, Any],
-    store_path: str,
-    storage_dtype: str,
-    dtype: str,
-    memory: int | None,
-    save_every: int,
     as_json: bool,
-    quiet: bool,
+    **options: Any,
 ) -> None:
     """Train a dictionary on MODEL's activations on PROMPTS.
 
@@ -130,32 +125,36 @@ def train(
     PROMPTS are given as to mizarr capture, but for pairs: files of prompts, or folders, globs, archives and
     files with --context and its like as a corpus of documents, which are cut into contexts.
     """
-    from ...stages.forward.models.files import resolve_runnable
+    from ...stages.forward.models.reference import ModelRef
     from ...stages.training_data.several import SideBySide
+    from ...store import open_store
     from ..report.page import check_output
 
     chosen = _settings(config, given)
     _check_against(chosen, against)
     check_output(out / FIGURES)
-    asked = partial(resolve_runnable, trust_layout=trust_layout, backend=backend)
-    models = [asked(model, adapter=adapter).name]
-    models += [] if against is None else [asked(against).name]
+    quiet, loading = options["quiet"], given_options(options, NAMED)
+    models = [ModelRef(model, **loading).files().name]
+    if against is not None:
+        # An adapter is made for one model.
+        models.append(ModelRef(against, **loading | {"adapter": None}).files().name)
+    storing = {"storage_dtype": options["storage_dtype"]}
+    if options["memory"] is not None:
+        storing["memory"] = options["memory"]
+    hooks = _hooks(chosen)
     with prompts.corpus() as corpus:
         # Read once, also from stdin, before anything is captured.
         plain = prompts.read() if corpus is None else None
-        runs = [
-            _captured(
-                name, plain if corpus is None else corpus, chosen, store_path, storage_dtype, memory, quiet
-            )
-            for name in models
-        ]
+        read = plain if corpus is None else corpus
+        store = open_store(options["store_path"])
+        runs = [_captured(name, read, hooks, store, quiet, storing) for name in models]
     source = runs[0] if against is None else SideBySide(tuple(runs))
-    training = _train(chosen, source, out, save_every, quiet)
+    training = _train(chosen, source, out, options["save_every"], quiet)
     if not (out / RESULT).exists():
         if training.places:
             _finish_crosscoder(training, models, out)
         else:
-            _finish(training, models[0], out, dtype)
+            _finish(training, models[0], out, options["dtype"])
     found = json.loads((out / FIGURES).read_text("utf-8"))
     if as_json:
         print_json(found)
@@ -211,33 +210,31 @@ def _settings(config: Path | None, given: dict[str, Any]) -> TrainingSettings:
     return chosen
 
 
-def _captured(
-    model: str,
-    prompts: Any,
-    chosen: TrainingSettings,
-    store_path: str,
-    dtype: str,
-    memory: int | None,
-    quiet: bool,
-) -> StoredActivations:
-    """The activations the settings ask for, captured as far as they are not stored. prompts: a `Corpus`, or
-    texts or token ids."""
-    from ...pipeline import run
+def _hooks(chosen: TrainingSettings) -> list[str]:
+    """Hook points that the dictionary reads and writes, in the layers it is trained on ("*": all)."""
     from ...stages.forward.architectures.points import BY_NAME
-    from ...stages.forward.capture.capture import MEMORY, CaptureNode
+
+    layers = ["*"] if chosen.layers is None else list(map(str, chosen.layers))
+    kinds = dict.fromkeys((chosen.read, chosen.writes))
+    return [BY_NAME[kind].path.format(layer) for kind in kinds for layer in layers]
+
+
+def _captured(
+    model: str, prompts: Any, hooks: list[str], store: Store, quiet: bool, storing: Mapping[str, Any]
+) -> StoredActivations:
+    """Activations at these hook points, captured as far as they are not stored.
+
+    prompts: a `Corpus`, texts or token ids. storing: fields of `CaptureOptions`.
+    """
+    from ...pipeline import run
+    from ...stages.forward.capture.capture import CaptureNode
     from ...stages.forward.models.source import ModelSource
     from ...stages.forward.text.corpora.corpus import Corpus
     from ...stages.training_data.stored import StoredActivations
-    from ...store import open_store
 
-    layers = ["*"] if chosen.layers is None else list(map(str, chosen.layers))
-    hooks = [
-        BY_NAME[kind].path.format(layer) for kind in {chosen.read: 0, chosen.writes: 0} for layer in layers
-    ]
     if isinstance(prompts, Corpus):
-        prompts = prompts.tokens(ModelSource(model).tokenizer, open_store(store_path), quiet=quiet)
-    node = CaptureNode(model, prompts, hooks, storage_dtype=dtype, memory=memory or MEMORY)
-    store = open_store(store_path)
+        prompts = prompts.tokens(ModelSource(model).tokenizer, store, quiet=quiet)
+    node = CaptureNode(model, prompts, hooks, **storing)
     run(node, store, quiet=quiet)
     return StoredActivations.of_run(store, node.run_key, node.tokens, node.dtype, node.cells)
 

@@ -129,9 +129,7 @@ class AttributionGraphs(Workflow):
     def __init__(self, settings: AttributionGraphsSettings, model: Model | None = None) -> None:
         super().__init__(settings)
         chosen = chosen_preset(settings)
-        self.subject = Subject(
-            model or chosen.model, settings.dtype, revision=settings.revision, device=settings.device
-        )
+        self.subject = Subject(settings.reference(model, chosen.model))
         self.subject.require(self.needs, self.name)
         node = graph_node(
             self.subject.source,

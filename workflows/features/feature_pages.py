@@ -20,6 +20,7 @@ from ...stages.features.corpus.encode import encode_nodes
 from ...stages.features.labels import labels_of
 from ...stages.features.layers.layout import FeatureId
 from ...stages.features.pages.nodes import PageLayout, page_nodes
+from ...stages.forward.models.reference import ModelRef
 from ...stages.logits.lens import format_token
 from ...stages.logits.readout import readout_node
 from ...store.errors import ConfigError
@@ -100,7 +101,7 @@ class FeaturePages(ModelWorkflow):
         self.dictionary = dictionary_of(given.dictionary, given.model, "sae")
         models = [self.subject]
         if given.against:
-            models.append(Subject(given.against, dtype=given.dtype, device=given.device))
+            models.append(Subject(ModelRef(given.against, dtype=given.dtype, device=given.device)))
         self.dictionary.require_models([each.files.name for each in models])
         for each in models:
             self.dictionary.require_fit(each.config, each.name)

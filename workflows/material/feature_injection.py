@@ -36,9 +36,7 @@ class Planned:
         self, preset: FeaturePreset, model: Model | None, settings: ModelSettings, *, ending: str = ""
     ) -> None:
         self.preset, self.ending = preset, ending
-        self.subject = Subject(
-            model or preset.model, settings.dtype, revision=settings.revision, device=settings.device
-        )
+        self.subject = Subject(settings.reference(model, preset.model))
         self.prompt = preset.prompt + ending
         self.encoding = encoded(self.subject, self.prompt)
         self.dictionary = Dictionary.from_pretrained(preset.dictionary)

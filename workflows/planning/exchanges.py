@@ -103,7 +103,7 @@ class Exchanges:
     ) -> None:
         """controls: how many random features, and their seed. on: dtype, revision and device."""
         self.preset, self.pairs, self.controls = preset, tuple(pairs), controls
-        self.subject = Subject(model or preset.model, on.dtype, revision=on.revision, device=on.device)
+        self.subject = Subject(on.reference(model, preset.model))
         self.dictionary = Dictionary.from_pretrained(preset.dictionary)
         self.dictionary.require_fit(self.subject.config, self.subject.name)
 

@@ -113,7 +113,7 @@ class InspectWeights(Workflow):
 
     def __init__(self, settings: InspectWeightsSettings, model: Model | None = None) -> None:
         super().__init__(settings)
-        self.subject = Subject(model or settings.model, revision=settings.revision)
+        self.subject = Subject(settings.reference(model))
         if not any(self.subject.config.tensors.layers):
             raise ConfigError(
                 f"expected a model whose layers' tensors have names here, found {self.subject.name}, which "

@@ -57,7 +57,7 @@ class TokenPositions(Workflow):
 
     def __init__(self, settings: TokenPositionsSettings, model: Model | None = None) -> None:
         super().__init__(settings)
-        self.subject = Subject(model or settings.model, revision=settings.revision)
+        self.subject = Subject(settings.reference(model))
         if not settings.text:
             raise PromptError("expected a text, found an empty one")
         self.encoding = encoded(self.subject, settings.text)

@@ -28,6 +28,7 @@ import numpy as np
 
 from ....pipeline import Node, Output, Part, Port, StageNode, stage
 from ....pipeline.context import Selection
+from ....pipeline.options import RunOptions, split_options, takes_options
 from ....store.errors import DictionaryError, ShapeError
 from ...forward.architectures.points import HookPoint
 from ..dictionary import Dictionary
@@ -202,6 +203,7 @@ def encode_nodes(
     return found
 
 
+@takes_options(RunOptions)
 def encode_corpus(
     dictionary: Dictionary,
     model: Model | str | Path,
@@ -212,20 +214,34 @@ def encode_corpus(
     layers: Sequence[int] | None = None,
     zero_positions: int = 0,
     device: str | None = None,
-    cluster: str | None = None,
-    workers: int = 0,
-    progress: bool = True,
+    **options: Any,
 ) -> xr.Dataset:
-    """Capture what a dictionary reads of some prompts, encode it, and open what is active: see
-    `active_table`.
+    """Capture what a dictionary reads of some prompts, encode it, and open the active features.
 
-    against: the second model of a crosscoder of two. What is stored is not computed again. Raises what
-    capture raises, and DictionaryError for a misfit.
+    What is stored is not computed again.
+
+    Args:
+        dictionary: sparse autoencoder, transcoders or crosscoder.
+        model: a loaded model, or the name of one.
+        prompts: as for `mizarr.capture`.
+        store: where states and features are kept.
+        against: the second model of a crosscoder of two.
+        layers: layers of the dictionary; default all.
+        zero_positions: number of first positions of each prompt whose features count as 0.
+        device: where model and dictionary compute.
+        options: see below.
+
+    Returns:
+        A row for each active feature; see `active_table`.
+
+    Raises:
+        DictionaryError: for a dictionary that does not fit the model; and what `capture` raises.
     """
     from ....pipeline import run
     from ...forward.capture.capture import CaptureNode
 
-    hooks = [list(map(str, each)) for each in dictionary.reads(layers)]
+    (running,) = split_options("encode_corpus", options, RunOptions)
+    hooks = [list(map(str, points)) for points in dictionary.reads(layers)]
     states = [CaptureNode(model, prompts, hooks[0], device=device)]
     if against is not None:
         states.append(CaptureNode(against, prompts, hooks[-1], device=device))
@@ -240,7 +256,7 @@ def encode_corpus(
         zero_positions=zero_positions,
         device=device,
     )
-    run(list(nodes.values()), store, cluster=cluster, workers=workers, quiet=not progress)
+    run(list(nodes.values()), store, **RunOptions(**running).keywords)
     return active_table({layer: node.open(store) for layer, node in nodes.items()})
 
 

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from ....pipeline.context import Selection
 from ....pipeline.memory import measured
 from ....pipeline.nodes import Estimate, Part, Ports, Status, remembered
+from ....pipeline.options import RunOptions, option, split_options, takes_options
 from ....pipeline.plan import as_bytes
 from ....pipeline.reasons import last_timed
 from ....store.arrays import as_count, shown
@@ -48,7 +49,8 @@ from ....store.upkeep.recoding import PLAINLY, check_codec
 from ..architectures.points import LOGITS
 from ..hooks.reductions import Encoder, Reduction
 from ..hooks.spec import BoundSpec, HookSpec, as_spec, layers_by_variable
-from ..models.source import COMPUTED_IN, ModelSource, require_by_name
+from ..models.reference import COMPUTED_IN, ModelRef
+from ..models.source import ModelSource
 from ..runs.duration import PassWork, expected_duration
 from ..text.corpora.corpus import Corpus
 from ..text.prompts import pack
@@ -65,90 +67,113 @@ if TYPE_CHECKING:
     from ....store import Store
     from ..models.model import Model
 
-BATCH_TOKENS = 2048
 WORTH_A_LOOK = 1 << 16
 """Tokens of a new run from which it is asked whether another one begins with the same prompts."""
 MEMORY = 1 << 30
 """Bytes for segment buffers unless told otherwise."""
 
-_STORED = (*COMPUTED_IN, "int8")
+STORED_IN = (*COMPUTED_IN, "int8")
 """Names of the dtypes that activations may be stored in."""
 
 
+@dataclass(frozen=True)
+class CaptureOptions:
+    """How activations are computed and stored. Only `storage_dtype` decides what a later capture finds.
+
+    Raises:
+        ConfigError, PlanError: for an option that has no such value.
+    """
+
+    storage_dtype: str | None = option(
+        None,
+        "Dtype of the stored activations; default what the model computes in. int8 keeps a byte per number "
+        "and a scale per 64, and reads as float32 within half a scale.",
+        choices=STORED_IN,
+    )
+    batch_tokens: int = option(2048, "Tokens per forward pass; halved where memory runs out.", kind="count")
+    segment_tokens: int | None = option(
+        None, "Tokens per segment of the store; default as many as `memory` holds.", kind="count"
+    )
+    memory: int | str = option(
+        MEMORY, 'Bytes of the segment buffers, or "2GiB"; default 1 GiB.', kind="bytes"
+    )
+    order: Order = option(
+        "auto",
+        "Each batch through all layers (batch), or all batches through some layers after others (layer), so "
+        "that weights larger than memory are read once; auto does so where they do not fit.",
+        choices=("auto", "batch", "layer"),
+    )
+    memory_limit: int | str | None = option(
+        None,
+        "Bytes that weights, buffers and a batch may take; default what is left, or MIZARR_MEMORY.",
+        kind="bytes",
+    )
+    codec: str | None = option(
+        None,
+        "Compression of what is newly stored (zstd, none), to the same numbers and keys; default that of the "
+        "run it extends, or none.",
+        choices=("zstd", "none"),
+    )
+
+    def __post_init__(self) -> None:
+        check_codec(self.codec)
+        as_count(self.batch_tokens, "batch_tokens")
+        if self.segment_tokens is not None:
+            as_count(self.segment_tokens, "segment_tokens")
+        if self.storage_dtype is not None and self.storage_dtype not in STORED_IN:
+            raise ConfigError(
+                f"expected storage_dtype to be one of {', '.join(STORED_IN)}, found "
+                f"{shown(self.storage_dtype)}"
+            )
+        as_count(as_bytes(self.memory), "memory")
+        as_bytes(self.memory_limit)
+
+    @property
+    def buffer_bytes(self) -> int:
+        """`memory` in bytes."""
+        return as_bytes(self.memory) or MEMORY
+
+
+@takes_options(ModelRef, CaptureOptions, RunOptions)
 def capture(
-    model: Model | str | Path,
+    model: Model | ModelRef | str | Path,
     prompts: Any,
     hooks: HookSpec | str | Sequence[str],
     *,
     store: Store,
-    revision: str | None = None,
-    dtype: str | None = None,
-    storage_dtype: str | None = None,
-    batch_tokens: int = BATCH_TOKENS,
-    segment_tokens: int | None = None,
-    memory: int | str = MEMORY,
-    order: Order = "auto",
-    memory_limit: int | str | None = None,
-    device: str | None = None,
-    progress: bool = True,
-    log: str | Path | None = None,
-    cluster: str | None = None,
-    workers: int = 0,
-    trust_layout: bool = False,
-    backend: str | None = None,
-    adapter: str | Path | None = None,
-    codec: str | None = None,
+    **options: Any,
 ) -> xr.Dataset:
     """Store activations of prompts at the hook points of a spec, and open them: labelled, lazy.
 
-    model: a loaded model, or the name of one (and revision), which is then loaded only if something is
-    missing. prompts: texts, token ids, PackedTokens, or a Corpus, whose labels come along. dtype: of the
-    computation (default float32). storage_dtype: default that of the computation; "int8" keeps a byte a
-    number and a scale for every 64, and reads as float32 within half a scale. batch_tokens: positions per
-    forward pass, halved where memory runs out. segment_tokens, memory: length of a segment, or the bytes its
-    buffers may take. log: a file that gets a JSON line for every segment committed. order: "batch" takes each
-    batch through all layers; "layer" all batches through as many layers as fit, then through the next, so
-    that weights larger than memory are read once; "auto" does so where they do not fit. memory_limit: bytes
-    ("4GiB") that weights, buffers and a batch may take, default what there is left. cluster: address of a
-    Dask scheduler whose workers compute segments. workers: so many processes of this machine do (see
-    `pipeline.run`), the model by its name. trust_layout, backend, adapter: see `Model.from_pretrained`.
-    codec: "zstd" keeps what is new in fewer bytes, which decide no key; "none" plainly; default as the run
-    that this one goes on from, or plainly. What is stored is not computed again; a killed capture goes on
-    where it was.
-    Raises PromptError, HookPointNotFound, StoreFull, …
+    What is stored already is not computed again; a killed capture continues where it stopped.
+
+    Args:
+        model: a loaded model, or the name of one, which is loaded only if something is missing. A cluster
+            and workers load it by its name.
+        prompts: texts, token ids, PackedTokens, or a Corpus, whose labels become coordinates.
+        hooks: hook points or globs, or a HookSpec.
+        store: see `mizarr.open_store`.
+        options: see below.
+
+    Raises:
+        PromptError, HookPointNotFound, ConfigError, PlanError: for a request that makes no sense, before
+            anything is computed.
+        StoreFull: when the disk is full; what was committed stays.
     """
     from ....pipeline import run
 
     require_store(store)
-    how = {"revision": revision, "dtype": dtype, "device": device, "backend": backend, "adapter": adapter}
-    require_by_name(model, how)
+    loading, storing, running = split_options("capture", options, ModelRef, CaptureOptions, RunOptions)
+    reference, where = ModelRef.of(model, **loading), RunOptions(**running)
     corpus, about = prompts if isinstance(prompts, Corpus) else None, None
     if corpus is not None:
-        words = ModelSource(model, revision=revision, dtype=dtype).tokenizer
-        prompts, about = corpus.read(words, store, quiet=not progress)
-    node = CaptureNode(
-        model,
-        prompts,
-        hooks,
-        revision=revision,
-        dtype=dtype,
-        storage_dtype=storage_dtype,
-        batch_tokens=batch_tokens,
-        segment_tokens=segment_tokens,
-        memory=memory,
-        order=order,
-        memory_limit=memory_limit,
-        device=device,
-        trust_layout=trust_layout,
-        backend=backend,
-        adapter=adapter,
-        codec=codec,
-    )
+        prompts, about = corpus.read(ModelSource(reference).tokenizer, store, quiet=not where.progress)
+    node = CaptureNode(reference, prompts, hooks, **storing)
     if corpus is not None and about is not None:
         node.require_other_names(about.coords)
         node.take_texts(store, corpus, about)
     with node.source.just_identified():
-        run(node, store, cluster=cluster, workers=workers, quiet=not progress, log=log)
+        run(node, store, **where.keywords)
     node.note_asked(store)
     if about is not None:
         node.keep_labels(store, about)
@@ -163,54 +188,26 @@ class CaptureNode(Ports):
 
     inputs: tuple[Node, ...] = ()
 
+    @takes_options(ModelRef, CaptureOptions)
     def __init__(
         self,
-        model: Model | str | Path,
+        model: Model | ModelRef | str | Path,
         prompts: Any,
         hooks: HookSpec | str | Sequence[str],
         *,
-        revision: str | None = None,
-        dtype: str | None = None,
-        storage_dtype: str | None = None,
-        batch_tokens: int = BATCH_TOKENS,
-        segment_tokens: int | None = None,
-        memory: int | str = MEMORY,
-        order: Order = "auto",
-        memory_limit: int | str | None = None,
-        device: str | None = None,
-        trust_layout: bool = False,
-        backend: str | None = None,
-        adapter: str | Path | None = None,
-        codec: str | None = None,
         name: str = "capture",
+        **options: Any,
     ) -> None:
-        check_codec(codec)
-        as_count(batch_tokens, "batch_tokens")
-        if segment_tokens is not None:
-            as_count(segment_tokens, "segment_tokens")
-        if storage_dtype is not None and storage_dtype not in _STORED:
-            raise ConfigError(
-                f"expected storage_dtype to be one of {', '.join(_STORED)}, found {shown(storage_dtype)}"
-            )
-        self.codec = codec
-        self.name, self.memory_limit = name, as_bytes(memory_limit)
-        self.batch_tokens, self.segment_tokens = batch_tokens, segment_tokens
-        self.memory = as_count(as_bytes(memory), "memory")
-        self.source = ModelSource(
-            model,
-            revision=revision,
-            dtype=dtype,
-            device=device,
-            trust_layout=trust_layout,
-            backend=backend,
-            adapter=adapter,
-        )
-        self.dtype = storage_dtype or self.source.dtype
+        loading, storing = split_options("CaptureNode", options, ModelRef, CaptureOptions)
+        self.options = CaptureOptions(**storing)
+        self.name = name
+        self.source = ModelSource(ModelRef.of(model, **loading))
+        self.dtype = self.options.storage_dtype or self.source.dtype
         self._lowered: dict[str, Any] = {}
         self.spec = self._bind(hooks)
         self._require_logits()
         self._require_dictionaries()
-        self.order = order_of(order, self.source.config, self.spec, self.source.name)
+        self.order = order_of(self.options.order, self.source.config, self.spec, self.source.name)
         self._over: dict[str, int] = {}
         with_scales(self.specs())
         self.tokens = pack(prompts, self.source.tokenizer, self.source.config, self.source.name)
@@ -454,12 +451,13 @@ class CaptureNode(Ports):
             noted.result()
 
     def _load(self, context: Context) -> Model:
-        return load_for(self.source, self.order, self.memory_limit, self._beside(), context.progress.say)
+        limit = as_bytes(self.options.memory_limit)
+        return load_for(self.source, self.order, limit, self._beside(), context.progress.say)
 
     def _beside(self) -> Beside:
         itemsize, longest = ITEMSIZE[self.source.dtype], int(self.tokens.row_size.max(initial=0))
         of_place = self.source.config.bytes_per_token(itemsize) + VOCABULARY_BYTES * bool(self._of_logits)
-        of_pass = of_place * max(self.batch_tokens, longest)
+        of_pass = of_place * max(self.options.batch_tokens, longest)
         length = min(self._segment_tokens(), self.tokens.n_tokens)
         by_layer: dict[int | None, list[VariableLayer]] = {}
         for cell in self.cells:
@@ -486,7 +484,7 @@ class CaptureNode(Ports):
 
         total = sum(len(entry.segments[n]) for n in entry.missing(self.cells))
         task = context.progress.task(self.name, total=total, unit="tokens")
-        batch = BatchSize(self.batch_tokens, context.progress.say)
+        batch = BatchSize(self.options.batch_tokens, context.progress.say)
         try:
             if goes_by_layers(self.order, model):
                 return harvest_by_layers(model, entry, self.spec, batch=batch, advance=task.advance)
@@ -514,7 +512,7 @@ class CaptureNode(Ports):
             "hooks": self.spec.canonical(),
             **({} if objective is None else {"gradient_of": objective.canonical(prompts)}),
             **({"dictionaries": [each.name for each in encoders]} if (encoders := self._encoders) else {}),
-            "batch_tokens": self.batch_tokens,
+            "batch_tokens": self.options.batch_tokens,
         }
 
     # -- helpers -------------------------------------------------------------------------------------------
@@ -639,8 +637,8 @@ class CaptureNode(Ports):
 
     def _codec(self, begun: LabelledEntry | None) -> str:
         """Of arrays that are new: as was asked, or as the run has them that this one goes on from."""
-        if self.codec is not None or begun is None:
-            return "" if self.codec in (None, PLAINLY) else str(self.codec)
+        if self.options.codec is not None or begun is None:
+            return "" if self.options.codec in (None, PLAINLY) else str(self.options.codec)
         names = begun.specs.keys() & {spec.variable for spec in self.specs()}
         return next((found for name in sorted(names) if (found := begun.layout(name).codec)), "")
 
@@ -651,16 +649,23 @@ class CaptureNode(Ports):
         return store.planned_entry(self.run_key, self.tokens, self.specs(), self._segment_tokens())
 
     def _segment_tokens(self) -> int:
-        if self.segment_tokens is not None:
-            return self.segment_tokens
+        if self.options.segment_tokens is not None:
+            return self.options.segment_tokens
         width = self.source.config.hidden_size
         of_run = all(spec.packed == "segment" for spec in self.specs())
-        return self._sizes.segment_tokens(self.cells, width, self.memory, of_run=of_run)
+        return self._sizes.segment_tokens(self.cells, width, self.options.buffer_bytes, of_run=of_run)
 
     def _for_workers(self, context: Context) -> Any:
         import torch
 
-        job = (self.name, self.source.for_workers(), self.run_key, self.dtype, self.spec, self.batch_tokens)
+        job = (
+            self.name,
+            self.source.for_workers(),
+            self.run_key,
+            self.dtype,
+            self.spec,
+            self.options.batch_tokens,
+        )
         shared = context.workers if context.cluster is None else 1
         return WorkerJob(*job, max(1, torch.get_num_threads() // shared))
 

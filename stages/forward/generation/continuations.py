@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 import numpy as np
 
+from ....pipeline.options import option
 from ....store.arrays import as_count, as_indices, as_number, require_kind
 from ....store.digest import LARGEST
 from ....store.errors import ConfigError, HookPointNotFound, PromptError, nearest
@@ -34,21 +35,43 @@ Kept = Literal["new", "every"]
 
 @dataclass(frozen=True)
 class GenerationSettings:
-    """How tokens are chosen, and when to stop; see `generate`.
+    """How tokens are chosen, and when to stop.
 
-    cache: keep keys and values, or (False) read every position anew at each step; None keeps them where that
-    gives the tokens of reading anew.
+    Raises:
+        ConfigError: for a value that is out of range, and for settings that contradict each other.
     """
 
-    max_tokens: int = 20
-    temperature: float = 0.0
-    seed: int | Sequence[int] | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    stop: str | int | Sequence[str | int] = ()
-    eos: int | Sequence[int] | None = None
-    cache: bool | None = None
-    capture_positions: Kept = "new"
+    max_tokens: int = option(
+        20, "Most new tokens of each prompt; a full context ends it earlier.", kind="count"
+    )
+    temperature: float = option(
+        0.0,
+        "0 takes the most likely token, the smallest id on a tie; above, tokens are drawn from "
+        "softmax(logits / temperature).",
+    )
+    seed: int | Sequence[int] | None = option(
+        None,
+        "Seed of the draws, one for all prompts or one each; a prompt with its seed gives the same tokens "
+        "in any batch.",
+    )
+    top_k: int | None = option(None, "Number of most likely tokens to draw among.", kind="count")
+    top_p: float | None = option(None, "Draw among the fewest tokens of this total probability.")
+    stop: str | int | Sequence[str | int] = option(
+        (), "Token ids or texts that end a prompt's continuation; texts are looked for in what is generated."
+    )
+    eos: int | Sequence[int] | None = option(
+        None, "Token ids that end a sequence; default those the model names, () for none."
+    )
+    cache: bool | None = option(
+        None,
+        "Keep keys and values (True), or read all positions anew at each step (False); None keeps them where "
+        "the tokens are the same.",
+    )
+    capture_positions: Kept = option(
+        "new",
+        "Positions captured at each step: the newest (new), or every one so far (every).",
+        choices=("new", "every"),
+    )
 
     def __post_init__(self) -> None:
         as_count(self.max_tokens, "max_tokens")

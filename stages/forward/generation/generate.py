@@ -23,13 +23,14 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ....pipeline.ambient import each_in_plain_torch
+from ....pipeline.options import split_options, takes_options
 from ....store.arrays import shown
 from ....store.errors import ConfigError, ModelNotFound, PromptError
 from ..hooks.interventions import Held
@@ -40,10 +41,10 @@ from ..hooks.wants import LAST_LOGITS
 from ..models.files import resolve
 from ..models.finite import is_fit, not_finite
 from ..models.model import Model, Prompts
-from ..models.source import require_model
+from ..models.reference import require_model
 from ..passes.kept import Cache
 from ..text.rows import as_rows
-from .continuations import Generation, GenerationResult, GenerationSettings, Kept
+from .continuations import Generation, GenerationResult, GenerationSettings
 from .growing import GONE_THROUGH_AGAIN, spec_so_far, why_read_anew
 from .sampling import sample_token
 from .stopping import GeneratedText, Reason, Stop, end_ids
@@ -70,52 +71,40 @@ class NewToken:
     finish_reason: Reason | None
 
 
+@takes_options(GenerationSettings)
 def generate(
     model: Model,
     prompts: Prompts,
     hooks: HookSpec | None = None,
     *,
-    max_tokens: int = 20,
-    temperature: float = 0.0,
-    seed: int | Sequence[int] | None = None,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    stop: str | int | Sequence[str | int] = (),
-    eos: int | Sequence[int] | None = None,
-    cache: bool | None = None,
-    capture_positions: Kept = "new",
     on_token: Callable[[NewToken], None] | None = None,
     recurrent: RecurrentPass | None = None,
+    **options: Any,
 ) -> Generation:
     """Continue each prompt, token by token.
 
-    prompts: as for `Model.forward`. Those of one length are read together, none is ever padded, and each
-    gives what it would give alone. hooks: interventions act at every step, on positions of the grown
-    sequence; -1 is the newest one of each step; a position that is still to come is left in peace until it is
-    there. Captures are kept step by step: of the newest position (``capture_positions="new"``), or of every
-    one so far ("every").
+    Prompts of one length are read together and none is padded; each gives what it would give alone.
 
-    temperature: 0 takes the most likely token, the smallest id on a tie; above, draws from softmax(logits /
-    temperature), cut to the `top_k` most likely tokens and to the smallest set of total probability `top_p`.
-    seed: one for all prompts or one for each; a prompt with its seed gives the same tokens in any company.
+    Args:
+        model: a loaded model.
+        prompts: as for `Model.forward`.
+        hooks: interventions act at every step, on positions of the grown sequence: -1 is the newest position
+            of each step, and a position that does not exist yet is left alone. Captures are kept step by
+            step (`capture_positions`).
+        on_token: called with every new token.
+        recurrent: layers to run again at every step, fed at positions of each prompt; with ``cache=True`` a
+            position is fed once, when it is new.
+        options: see below.
 
-    max_tokens: of each prompt; the context ends it as well, so that what is given can be read in one pass.
-    stop: token ids, and strings, which are looked for in the generated text. eos: ids that end a sequence,
-    default those the model names; () for none. cache: None keeps keys and values where that gives the tokens
-    of reading every position anew; True keeps them in any case, False never (see the module's first lines).
-    on_token: called with every token as it comes. recurrent: layers to go through again at every step, fed at
-    positions of each prompt; with ``cache=True`` a position is fed once, when it is new.
-
-    Raises PromptError, HookPointNotFound, InterventionError, ConfigError, before anything is computed.
+    Raises:
+        PromptError, HookPointNotFound, InterventionError, ConfigError: before anything is computed.
     """
     if on_token is not None and not callable(on_token):
         raise ConfigError(
             f"expected on_token as a function of a token, found {shown(on_token)}; leave it out"
         )
-    chosen = GenerationSettings(
-        max_tokens, temperature, seed, top_k, top_p, stop, eos, cache, capture_positions
-    )
-    stream = TokenStream(model, prompts, hooks, chosen, recurrent)
+    (chosen,) = split_options("generate", options, GenerationSettings)
+    stream = TokenStream(model, prompts, hooks, GenerationSettings(**chosen), recurrent)
     for new in stream:
         if on_token is not None:
             on_token(new)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ....pipeline.ambient import each_in_plain_torch, plain_torch
+from ....pipeline.options import split_options, takes_options
 from ....pipeline.plan import as_bytes
 from ....store.arrays import as_index, shown
 from ....store.display import html
@@ -45,6 +46,7 @@ from ..text.prompts import no_tokenizer, pair_ids, tokenize
 from .fingerprint import fingerprint, tensor_bytes, weights_digest
 from .finite import not_finite, require_finite
 from .memory import keep_freed_memory
+from .reference import ModelRef
 from .residency import room_for, told
 from .streamed import StreamedWeights, stream
 
@@ -93,46 +95,42 @@ class Model:
         self._tokenizer = tokenizer
 
     @classmethod
+    @takes_options(ModelRef)
     @plain_torch()
     def from_pretrained(
         cls,
-        name: str | Path,
+        name: ModelRef | str | Path,
         *,
-        revision: str | None = None,
-        dtype: str | torch.dtype = "float32",
-        device: str | torch.device | None = None,
         progress: bool | None = None,
-        trust_layout: bool = False,
-        backend: str | None = None,
-        adapter: str | Path | None = None,
         max_memory: int | str | None = None,
+        **options: Any,
     ) -> Model:
         """Load a model by hub id, local directory, or name of one that ships with mizarr: "specimen",
         "specimen-guided", "specimen-rwkv", "specimen-experts".
 
-        dtype: of the computation, default float32 whatever the checkpoint holds. device: default CUDA when
-        there is one, else CPU. progress: show a bar on stderr; None does so for large checkpoints on a
-        terminal. trust_layout: run a family no row names without checking it against transformers; what it
-        computes is then kept under keys of its own, and its name says so. backend: "transformers" has
-        transformers compute it behind a bridge, which offers the points it can find and check (DESIGN.md);
-        None for what the name says, else "native", or "transformers" with a warning for a family that is not
-        known and whose layout is none of ours. adapter: folder of a LoRA adapter as PEFT saves it, merged
-        into the weights and part of the identity. What happens to the files later does not touch the model.
+        The dtype is float32 by default, whatever the checkpoint holds. A family that is not known is run by
+        transformers, with a warning, where it is installed. Changing the files later does not affect the
+        model.
 
-        max_memory: bytes ("4GiB") the weights may take; None for what the machine has left, or MIZARR_MEMORY
-        says. Where they take more, layers come and go (`streamed`): a pass reads those that are not in memory
-        from the files, which must stay as they are. Numbers are the same.
-        Raises ModelNotFound, ConfigError (with a compatibility report), WeightsError, SourceChanged for files
-        that are written meanwhile.
+        Args:
+            name: hub id, directory or shipped name.
+            progress: show a bar on stderr; None does so for large checkpoints on a terminal.
+            max_memory: bytes ("4GiB") that the weights may take; None for what the machine has left, or
+                MIZARR_MEMORY. Where they take more, each pass reads the layers that are not in memory from
+                the files (`streamed`), which must stay as they are. Numbers are the same.
+            options: see below.
+
+        Raises:
+            ModelNotFound, ConfigError (with a compatibility report), WeightsError.
+            SourceChanged: for files that are written meanwhile.
         """
         from ..networks.table import build, of_weights
         from ..networks.weights import unread_line
-        from . import files
 
-        place, numbers = as_device(device), as_dtype(dtype)
-        found = files.resolve_runnable(
-            name, revision, trust_layout=trust_layout, backend=backend, adapter=adapter
-        )
+        (loading,) = split_options("from_pretrained", options, ModelRef)
+        reference = ModelRef.of(name, **loading)
+        place, numbers = as_device(reference.device), as_dtype(reference.dtype or "float32")
+        found = reference.files()
         config, told_as = found.architecture(), dtype_name(numbers)
         room = room_for(config, numbers.itemsize, place, as_bytes(max_memory), found.name)
         streamed = None

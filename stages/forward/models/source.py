@@ -6,7 +6,7 @@ Border: files, identity and loading; knows no prompts and no stores. Never impor
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ....pipeline.memory import setting_up
-from ....store.arrays import shown
-from ....store.errors import ConfigError, MizarrError, PlanError, SourceChanged
+from ....store.errors import PlanError, SourceChanged
 from ....store.keys import ModelIdentity
 from ..architectures.architecture import Architecture
 from ..networks.kernels.tuning import tuning
-from .files import ModelFiles, resolve_runnable
+from .files import ModelFiles
+from .reference import ModelRef
 
 if TYPE_CHECKING:
     from ..text.tokens import Tokenizer
@@ -27,44 +27,28 @@ if TYPE_CHECKING:
 
 
 class ModelSource:
-    """A model by name (with revision, dtype and device), or one that is loaded already.
+    """A model by reference, which is loaded when something must be computed, or one that is loaded already.
 
     Pickled it is its name: whoever needs weights elsewhere loads them there.
     """
 
-    def __init__(
-        self,
-        model: Model | str | Path,
-        *,
-        revision: str | None = None,
-        dtype: str | None = None,
-        device: str | None = None,
-        trust_layout: bool = False,
-        backend: str | None = None,
-        adapter: str | Path | None = None,
-    ) -> None:
-        self._model: Model | None = None
+    def __init__(self, model: ModelRef | Model | str | Path) -> None:
+        reference = ModelRef.of(model)
+        self._model: Model | None = reference.loaded
         self._looked = False
         self.files: ModelFiles | None = None
         """None for a loaded model."""
-        if dtype is not None:
-            dtype = str(dtype).removeprefix("torch.")
-            if dtype not in COMPUTED_IN:
-                raise ConfigError(f"expected dtype to be one of {', '.join(COMPUTED_IN)}, found {dtype!r}")
-        if isinstance(model, str | Path):
-            self.files = resolve_runnable(
-                model, revision, trust_layout=trust_layout, backend=backend, adapter=adapter
-            )
+        if self._model is None:
+            self.files = reference.files()
             # The name carries trust, backend and adapter to workers.
-            self.name, self.revision = self.files.name, revision
-            self.dtype, self.device = dtype or "float32", device
+            self.name, self.revision = self.files.name, reference.revision
+            self.dtype, self.device = reference.dtype or "float32", reference.device
             self.config: Architecture = self.files.architecture()
         else:
-            require_model(model, "a model, its hub id or its folder")
-            self._model = model
-            self.name, self.revision = model.name, None
-            self.dtype, self.device = str(model.dtype).removeprefix("torch."), str(model.device)
-            self.config = model.config
+            self.name, self.revision = self._model.name, None
+            self.dtype = str(self._model.dtype).removeprefix("torch.")
+            self.device = str(self._model.device)
+            self.config = self._model.config
 
     @cached_property
     def identity(self) -> ModelIdentity:
@@ -176,50 +160,6 @@ class ModelSource:
         return f"ModelSource({self.name!r}, {self.dtype})"
 
 
-COMPUTED_IN = ("float32", "float16", "bfloat16", "float64")
-"""Names of the dtypes that a model may compute in."""
-
-
-def require_model(value: Any, expected: str = "a loaded model") -> None:
-    """Raise ConfigError unless a value is a loaded model.
-
-    expected: what may be given, as the message begins.
-    """
-    if not hasattr(value, "network"):
-        raise ConfigError(
-            f"expected {expected}, found {shown(value)}; load it: mizarr.Model.from_pretrained('specimen')"
-        )
-
-
-def _is_at(model: Model, revision: Any, dtype: str) -> bool:
-    """Whether a loaded model has the weights of a revision of its name, a branch, tag or commit."""
-    if model.identity is None:
-        return False
-    try:
-        files = resolve_runnable(model.name, revision)
-    except MizarrError:
-        return False
-    return model.identity == files.identity(dtype, model.identity.attention)
-
-
-def require_by_name(model: Any, given: Mapping[str, Any]) -> None:
-    """Raise ConfigError where a loaded model comes with arguments of loading that it was not loaded with."""
-    if isinstance(model, str | Path):
-        return
-    require_model(model, "a model, its hub id or its folder")
-    own = {"dtype": str(model.dtype).removeprefix("torch."), "device": str(model.device)}
-    for name, value in given.items():
-        said = str(value).removeprefix("torch.")
-        is_own = own.get(name) == said or (name == "device" and own[name].startswith(f"{said}:"))
-        if name == "revision" and value is not None:
-            is_own = _is_at(model, value, own["dtype"])
-        if value is not None and not is_own:
-            raise ConfigError(
-                f"expected {name} beside a model's name, found {name}={shown(value)} beside a loaded model; "
-                "give it to mizarr.Model.from_pretrained, or leave it out"
-            )
-
-
 @dataclass(frozen=True)
 class _Place:
     """Where a model is found, and how it is computed."""
@@ -276,9 +216,8 @@ def _load(place: _Place, identity: ModelIdentity, tokenizer: str | None, max_mem
     with setting_up():
         from .model import Model
 
-        model = Model.from_pretrained(
-            name, revision=place.revision, dtype=place.dtype, device=place.device, max_memory=max_memory
-        )
+        reference = ModelRef(name, revision=place.revision, dtype=place.dtype, device=place.device)
+        model = Model.from_pretrained(reference, max_memory=max_memory)
     if (found := model.require_identity()) != identity:
         raise SourceChanged(
             f"expected {name} to be model {identity.short}, as when this was planned, found {found.short}: "

@@ -32,6 +32,7 @@ from ....store.errors import SourceChanged
 from ....store.keys import ResultKey
 from ....store.runs.shards import DTYPES
 from ..hooks.spec import HookSpec
+from ..models.reference import ModelRef
 from ..models.source import ModelSource
 from ..passes.branches import Wanted
 from ..passes.planner import MEMORY, SweepPlan, plan_runs
@@ -158,13 +159,12 @@ class Experiment(ABC):
 
     def on(
         self,
-        model: Model | ModelSource | str | Path,
+        model: Model | ModelRef | ModelSource | str | Path,
         *,
-        dtype: str | None = None,
         memory: int | str | None = None,
     ) -> ExperimentNode:
-        """This experiment on a model, as a node of a workflow's graph. dtype: of a model by name."""
-        source = model if isinstance(model, ModelSource) else ModelSource(model, dtype=dtype)
+        """This experiment on a model, as a node of a workflow's graph."""
+        source = model if isinstance(model, ModelSource) else ModelSource(model)
         return ExperimentNode(self, source, memory=memory)
 
 

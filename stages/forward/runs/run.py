@@ -18,7 +18,7 @@ from ....store.arrays import require_kind
 from ....store.store import require_store
 from ..hooks.spec import HookSpec, refuse_gradients, require_spec
 from ..hooks.wants import LAST_LOGITS, Logits, require_want
-from ..models.source import require_model
+from ..models.reference import require_model
 from ..passes.branches import Wanted
 from ..passes.planner import MEMORY, SweepPlan, plan_runs
 from ..text.rows import one_row

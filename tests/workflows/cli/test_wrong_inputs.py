@@ -75,7 +75,7 @@ with --reduce features: -> expected a directory, or a hub reference such as org/
 with --reduce features:nope -> expected a directory, or a hub reference such as
 hook hook_logits --reduce topk:0 -> expected a reduction such as norm, mean, run_mean, logsumexp, topk:10,
 hook hook_logits --reduce topk:99999999 -> expected at most the 2048 logits of specimen, found
-with --dtype float64 -> '--dtype': 'float64' is not one of 'float32', 'float16', 'bfloat16'. (see mizarr
+with --dtype float8 -> '--dtype': 'float8' is not one of 'float32', 'float16', 'bfloat16', 'float64'. (see
 with --storage-dtype int4 -> '--storage-dtype': 'int4' is not one of 'float32', 'float16', 'bfloat16',
 with --device cuda:99 -> expected a device such as cpu, cuda or cuda:1 that this machine has, found 'cuda:99'
 with --device gpu -> expected a device such as cpu, cuda or cuda:1 that this machine has, found 'gpu' (no

@@ -1,0 +1,130 @@
+"""Which model is meant, and how it is loaded: one value that functions, commands and nodes pass on.
+
+Border: names and options; opens no weights and never imports torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ....pipeline.options import option, options_of
+from ....store.arrays import require_kind, shown
+from ....store.errors import ConfigError, MizarrError
+from .files import ModelFiles, resolve_runnable
+
+if TYPE_CHECKING:
+    from .model import Model
+
+__all__ = ["COMPUTED_IN", "ModelRef", "require_model"]
+
+COMPUTED_IN = ("float32", "float16", "bfloat16", "float64")
+"""Names of the dtypes that a model may compute in."""
+
+
+@dataclass(frozen=True)
+class ModelRef:
+    """A model by name, or one that is loaded already, with the options of loading it.
+
+    Raises:
+        ConfigError: for an option that has no such value, and for one beside a loaded model that was loaded
+            otherwise.
+    """
+
+    model: Any
+    """A loaded `Model`; or a hub id, a directory, or the name of a model that ships with mizarr."""
+
+    revision: str | None = option(None, "Branch, tag or commit of a hub id; default main.", metavar="NAME")
+    dtype: str | None = option(
+        None, "Dtype that the model computes in; default float32.", choices=COMPUTED_IN
+    )
+    device: str | None = option(None, "cpu, cuda or cuda:1; default a GPU where there is one.")
+    trust_layout: bool = option(
+        False,
+        "Run a model of unknown family without checking it against transformers; its results are marked.",
+    )
+    backend: str | None = option(
+        None,
+        "Implementation of the model: mizarr's own (native), or transformers behind a bridge; default what "
+        "the model's name says.",
+        choices=("native", "transformers"),
+    )
+    adapter: str | Path | None = option(
+        None,
+        "Folder of a LoRA adapter, as PEFT saves it, to merge into the weights; default what the model's "
+        "name says.",
+        kind="folder",
+    )
+
+    def __post_init__(self) -> None:
+        if self.dtype is not None:
+            name = str(self.dtype).removeprefix("torch.")
+            object.__setattr__(self, "dtype", name)
+            if name not in COMPUTED_IN:
+                raise ConfigError(f"expected dtype to be one of {', '.join(COMPUTED_IN)}, found {name!r}")
+        require_kind(self.trust_layout, bool, "trust_layout as a flag", "write True or False")
+        if not isinstance(self.model, str | Path):
+            self._require_as_loaded()
+
+    @classmethod
+    def of(cls, model: ModelRef | Model | str | Path, **options: Any) -> ModelRef:
+        """A reference to this model with these options; a reference is changed by them."""
+        return replace(model, **options) if isinstance(model, ModelRef) else cls(model, **options)
+
+    @property
+    def loaded(self) -> Model | None:
+        """The model, where it is loaded already."""
+        return None if isinstance(self.model, str | Path) else self.model
+
+    def files(self) -> ModelFiles:
+        """The files of a model by name. Raises ModelNotFound, ConfigError, also for a loaded model."""
+        require_kind(self.model, (str, Path), "a model by name", "write 'org/name', or a folder")
+        return resolve_runnable(
+            self.model,
+            self.revision,
+            trust_layout=self.trust_layout,
+            backend=self.backend,
+            adapter=self.adapter,
+        )
+
+    def _require_as_loaded(self) -> None:
+        """Raise ConfigError for options beside a loaded model that it was not loaded with."""
+        require_model(self.model, "a model, its hub id or its folder")
+        own = {"dtype": str(self.model.dtype).removeprefix("torch."), "device": str(self.model.device)}
+        for item in options_of(ModelRef):
+            name, value = item.name, getattr(self, item.name)
+            if value == item.default:
+                continue
+            is_own = own.get(name) == value or (name == "device" and own[name].startswith(f"{value}:"))
+            if name == "revision":
+                is_own = _is_at(self.model, value, own["dtype"])
+            if not is_own:
+                raise ConfigError(
+                    f"expected {name} beside a model's name, found {name}={shown(value)} beside a loaded "
+                    "model; give it to mizarr.Model.from_pretrained, or leave it out"
+                )
+
+
+def require_model(value: Any, expected: str = "a loaded model") -> None:
+    """Raise ConfigError unless a value is a loaded model.
+
+    Args:
+        value: what the caller gave.
+        expected: what may be given, as the message begins.
+    """
+    if not hasattr(value, "network"):
+        raise ConfigError(
+            f"expected {expected}, found {shown(value)}; load it: mizarr.Model.from_pretrained('specimen')"
+        )
+
+
+def _is_at(model: Model, revision: Any, dtype: str) -> bool:
+    """Whether a loaded model has the weights of this branch, tag or commit of its name."""
+    if model.identity is None:
+        return False
+    try:
+        files = resolve_runnable(model.name, revision)
+    except MizarrError:
+        return False
+    return model.identity == files.identity(dtype, model.identity.attention)
