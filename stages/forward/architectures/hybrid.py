@@ -41,7 +41,7 @@ from .architecture import (
 )
 from .hybrid_tensors import Spelling, hybrid_tensors
 from .mixers import AttentionShape, ChannelShape, MixerShape, SharedBlockShape
-from .points import HookPoint
+from .points import SPLIT_INPUTS, HookPoint
 from .rwkv import UNLIMITED
 from .transformer import RopeConfig
 
@@ -92,7 +92,7 @@ class LayerShape:
                 "expected a shared block ahead of a mixer whose norm stands before it, found none"
             )
 
-    @property
+    @cached_property
     def norm_names(self) -> tuple[str, ...]:
         """Of the norms it has: "ln1" and "ln2" before what they are read by, "_post" behind."""
         suffixes = {"after": ("_post",), "around": ("", "_post")}.get(self.norms, ("",))
@@ -122,6 +122,8 @@ class LayerShape:
         """Of the hook points it has."""
         found = ["resid_pre", "resid_post"]
         found += [f"{norm}_{part}" for norm in self.norm_names for part in ("scale", "normalized")]
+        if self.has_split_inputs:
+            found += SPLIT_INPUTS
         if self.mixers:
             found += ["attn_out", *(kind for shape in self.mixers for kind in shape.held_points)]
         if self.channel_mixer is not None:
@@ -131,6 +133,13 @@ class LayerShape:
         if self.shared is not None:
             found += self.shared.points
         return tuple(found)
+
+    @cached_property
+    def has_split_inputs(self) -> bool:
+        """Whether each head of its attention can be shown another stream than the layer reads: q, k and v are
+        linear maps of the normed stream, and of nothing else."""
+        attends = any(isinstance(mixer, AttentionShape) and not mixer.norms_values for mixer in self.mixers)
+        return attends and self.norms in ("before", "around") and self.reads_normed and self.shared is None
 
     @property
     def all_mixers(self) -> tuple[MixerShape, ...]:
@@ -154,7 +163,8 @@ class LayerShape:
         mixers = [_named(shape) for shape in self.mixers]
         channel_mixer = self.channel_mixer and _named(self.channel_mixer)
         shared = self.shared and _named(self.shared)
-        found = vars(self) | {"mixers": mixers, "channel_mixer": channel_mixer, "shared": shared}
+        own = {field.name: getattr(self, field.name) for field in fields(self)}
+        found = own | {"mixers": mixers, "channel_mixer": channel_mixer, "shared": shared}
         return without_later(self, found)
 
 
@@ -180,7 +190,7 @@ class HybridConfig(Architecture):
     """
 
     kind: ClassVar[str] = "hybrid"
-    version: ClassVar[str] = "hybrid/1"
+    version: ClassVar[str] = "transformer/1"
 
     model_type: str
     hidden_size: int
@@ -257,8 +267,9 @@ class HybridConfig(Architecture):
 
     @property
     def context_length(self) -> int:
-        """See `Architecture`; state spaces bound nothing."""
-        return self.max_position_embeddings or UNLIMITED
+        """See `Architecture`; unlimited for state spaces. Dynamic rope stretches it by its factor."""
+        stretch = max((rope.factor for rope in self._ropes if rope.scheme == "dynamic"), default=1.0)
+        return int((self.max_position_embeddings or UNLIMITED) * stretch)
 
     @cached_property
     def axis_sizes(self) -> AxisSizes:

@@ -45,7 +45,7 @@ LAYER_TYPES = {
     "moe": "moe",
 }
 """What configs of several years call the same."""
-SHARED = (("head", "kv_head"), ("ssm_head", "ssm_group"), ("linear_head", "linear_group"))
+SHARED = (("ssm_head", "ssm_group"), ("linear_head", "linear_group"))
 """Axes of heads, and of what groups of them share."""
 BACKBONE = Spelling(
     embed="backbone.embeddings",

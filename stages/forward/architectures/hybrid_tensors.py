@@ -40,7 +40,7 @@ from .mixers import (
     SharedBlockShape,
 )
 
-__all__ = ["Spelling", "hybrid_tensors"]
+__all__ = ["LLAMA", "Spelling", "hybrid_tensors"]
 
 Named = Iterator[tuple[str, Stored]]
 Factors = tuple[tuple[int, float], ...]
@@ -118,6 +118,17 @@ class Spelling:
     is_transposed: bool = False
     block: str = "shared_transformer."
     after_block: str = "mamba_decoder."
+
+
+LLAMA = Spelling(
+    final_norm="model.norm",
+    ln2="post_attention_layernorm",
+    mixer="linear_attn.",
+    mlp="mlp.",
+    experts="mlp.",
+    router="gate",
+)
+"""Names of tensors in Llama's checkpoints, which most families follow."""
 
 
 class _Block(Protocol):

@@ -17,7 +17,7 @@ from ....store.errors import ConfigError
 from .families import Family, read_activation, read_rope
 from .hybrid import HybridConfig, LayerShape
 from .hybrid_families import HybridFamily, TensorShapes, checked, require_silu, rope_of
-from .hybrid_tensors import Spelling
+from .hybrid_tensors import LLAMA, Spelling
 from .linear_mixers import GatedDeltaShape, LightningShape, LinearUnitShape, ShortConvolutionShape
 from .mixers import (
     AttentionShape,
@@ -31,15 +31,6 @@ from .transformer import ConfigReader
 
 __all__ = ["KIN", "LINEAR", "either", "read_linear"]
 
-LLAMA = Spelling(
-    final_norm="model.norm",
-    ln2="post_attention_layernorm",
-    mixer="linear_attn.",
-    mlp="mlp.",
-    experts="mlp.",
-    router="gate",
-)
-"""What most of them have from Llama's checkpoints."""
 OF_MIXTRAL = ("w1", "w3", "w2")
 """Gate, up and down projections, as Mixtral has them."""
 

@@ -167,7 +167,7 @@ class AttentionShape(MixerShape):
 
     kind: ClassVar[str] = "attention"
     points: ClassVar[tuple[str, ...]] = _ATTENTION
-    reaches_later: ClassVar[frozenset[str]] = frozenset(("k", "v", "rot_k"))
+    reaches_later: ClassVar[frozenset[str]] = frozenset(("k_input", "v_input", "k", "v", "rot_k"))
 
     num_attention_heads: int
     num_kv_heads: int
@@ -203,6 +203,11 @@ class AttentionShape(MixerShape):
     norms_values: bool = later(False, everywhere=True)
 
     def __post_init__(self) -> None:
+        if self.num_attention_heads % self.num_kv_heads:
+            raise ConfigError(
+                f"expected num_attention_heads ({self.num_attention_heads}) to be a multiple of "
+                f"num_key_value_heads, found {self.num_kv_heads}; correct config.json, or fetch it again"
+            )
         if self.turning is not None and self.turning.dim > self.head_dim:
             raise ConfigError(
                 f"expected at most head_dim={self.head_dim} rotary dimensions, found {self.turning.dim}; "

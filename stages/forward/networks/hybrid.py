@@ -49,7 +49,7 @@ from .mixers.routed_attention import RoutedAttention
 from .mixers.shared_block import SharedBlock
 from .mixers.short_convolution import ShortConvolution
 from .norms import apply_norm, normalise
-from .weights import NormWeights, made, parts_of
+from .weights import NormWeights, Weights, made, parts_of
 
 __all__ = ["Hybrid", "HybridLayer", "block", "tensors_of"]
 
@@ -113,6 +113,10 @@ def block(take: Take, config: HybridConfig, layer: int) -> HybridLayer:
 class Hybrid(Ends[HybridConfig, HybridLayer]):
     """The network of every hybrid (`Network` in loop.py)."""
 
+    def __init__(self, config: HybridConfig, weights: Weights[HybridLayer]) -> None:
+        super().__init__(config, weights)
+        self._carries_embedding = any(block.shared for block in config.blocks)
+
     def embed(
         self,
         ids: Tensor,
@@ -126,7 +130,8 @@ class Hybrid(Ends[HybridConfig, HybridLayer]):
         if self.config.embedding_scale is not None:
             scale: float | Tensor = self.config.embedding_scale
             if self.config.rounds_embedding_scale:
-                scale = torch.tensor(scale, dtype=x.dtype)
+                # Rounded to float32, then to the model's dtype, as transformers keeps the factor in a buffer.
+                scale = torch.tensor(scale, dtype=torch.float32).to(x.dtype)
             x = x * scale
         if (dropped := self.config.dropped_token) is not None:
             share = (shares or share_of)(dropped, ids)[..., None]
@@ -188,9 +193,7 @@ class Hybrid(Ends[HybridConfig, HybridLayer]):
     ) -> Tensor:
         """What a mixer gives of normed h; attention is told which stream that is the norm of, as its heads
         may be shown others."""
-        block = self.config.blocks[layer]
-        has_norm = block.norms == "before" and "ln1" in block.norm_names
-        if not isinstance(mixer, SelfAttention) or not has_norm:
+        if not isinstance(mixer, SelfAttention) or not self.config.blocks[layer].has_split_inputs:
             return mixer(h, layer, history, taps)
         c, norm = self.config, self.norm_of("ln1", layer)
         source = StreamRead(
@@ -200,7 +203,7 @@ class Hybrid(Ends[HybridConfig, HybridLayer]):
 
     def _beside(self, carried: Carried) -> Carried:
         """What is carried beside the stream: the embedding, once it has been shown, where layers read it."""
-        if not any(block.shared for block in self.config.blocks):
+        if not self._carries_embedding:
             return {}
         # A copy: somebody may write over the stream.
         return {START: carried[START] if START in carried else carried[STREAM].clone()}

@@ -16,7 +16,6 @@ from ..checkpoints.checkpoint import Files, checkpoint_of
 from . import hybrid, rwkv, weights
 from .bridge import network as bridge
 from .carrying import network as carrying
-from .decoder import Decoder
 from .hybrid import Hybrid
 from .loop import Network
 from .pairs import network as pairs
@@ -25,7 +24,6 @@ from .rwkv import Rwkv
 __all__ = ["NETWORKS", "build", "of_weights", "over"]
 
 NETWORKS: dict[str, tuple[Callable[..., Any], Callable[[Any, Any], Network]]] = {
-    "transformer": (weights.block, Decoder),
     "rwkv": (rwkv.block, Rwkv),
     "hybrid": (hybrid.block, Hybrid),
     "carrying": (carrying.block, carrying.Carrying),

@@ -11,8 +11,8 @@ from dataclasses import replace
 
 from .....store.errors import ConfigError
 from ..families import confirm_derived
-from ..hybrid_tensors import Spelling
-from ..linear_families import LLAMA, OF_MIXTRAL
+from ..hybrid_tensors import LLAMA, Spelling
+from ..linear_families import OF_MIXTRAL
 from ..transformer import ConfigReader
 from .diffusion import DIFFUSION
 from .encoders import ENCODERS

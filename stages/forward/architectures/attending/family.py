@@ -15,8 +15,7 @@ from typing import Any, Literal
 from .....store.errors import ConfigError
 from ..architecture import HeadTransform
 from ..families import Bias, Family, asks_to_look_ahead, described, has_bias, read_activation
-from ..hybrid_tensors import Spelling
-from ..linear_families import LLAMA
+from ..hybrid_tensors import LLAMA, Spelling
 from ..mixers import ChannelShape, MixerShape, MlpShape, RelativeShape
 from ..transformer import ConfigReader, RopeConfig
 

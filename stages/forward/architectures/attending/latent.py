@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from .....store.errors import ConfigError
 from ..families import yarn_magnitude
-from ..linear_families import LLAMA
+from ..hybrid_tensors import LLAMA
 from ..mixers import LatentAttentionShape
 from ..transformer import ConfigReader, RopeConfig
 from .experts import grouped_experts, sigmoid_experts

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from ..linear_families import LLAMA
+from ..hybrid_tensors import LLAMA
 from ..mixers import DifferentialShape
 from ..transformer import ConfigReader, RopeConfig
 from .family import Attends, Factors

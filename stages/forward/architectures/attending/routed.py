@@ -9,7 +9,8 @@ import math
 from dataclasses import replace
 
 from .....store.errors import ConfigError
-from ..linear_families import LLAMA, OF_MIXTRAL
+from ..hybrid_tensors import LLAMA
+from ..linear_families import OF_MIXTRAL
 from ..mixers import AttentionShape, RoutedAttentionShape
 from ..transformer import ConfigReader, RopeConfig
 from .experts import (

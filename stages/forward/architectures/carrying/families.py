@@ -17,7 +17,7 @@ from .....store.errors import ConfigError
 from ..families import Family, listed_windows, read_activation, read_rope
 from ..hybrid import LayerShape
 from ..hybrid_families import HybridFamily, TensorShapes, checked
-from ..linear_families import LLAMA
+from ..hybrid_tensors import LLAMA
 from ..mixers import AttentionShape, ChannelShape, ExpertsShape, MlpAndExpertsShape, MlpShape
 from ..transformer import ConfigReader, RopeConfig
 from .config import CarryingConfig
