@@ -16,7 +16,7 @@ Axes: as in points.py.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar, Literal
 
@@ -35,9 +35,7 @@ from .architecture import (
     Reach,
     Tensors,
     WeightCounts,
-    later,
     plain,
-    without_later,
 )
 from .hybrid_tensors import Spelling, hybrid_tensors
 from .mixers import AttentionShape, ChannelShape, MixerShape, SharedBlockShape
@@ -71,13 +69,13 @@ class LayerShape:
     channel_mixer: ChannelShape | None = None
     norms: Literal["before", "after", "around", "of stream", "of sums"] = "before"
     carried: tuple[float, float] = (1.0, 1.0)
-    is_parallel: bool = later(False)
-    has_two_norms: bool = later(True)
-    shared: SharedBlockShape | None = later(None)
-    post_factor: float = later(1.0)
-    source: int | None = later(None)
-    reads_normed: bool = later(True)
-    has_gains: bool = later(False)
+    is_parallel: bool = False
+    has_two_norms: bool = True
+    shared: SharedBlockShape | None = None
+    post_factor: float = 1.0
+    source: int | None = None
+    reads_normed: bool = True
+    has_gains: bool = False
 
     def __post_init__(self) -> None:
         if not self.mixers and self.channel_mixer is None:
@@ -163,9 +161,7 @@ class LayerShape:
         mixers = [_named(shape) for shape in self.mixers]
         channel_mixer = self.channel_mixer and _named(self.channel_mixer)
         shared = self.shared and _named(self.shared)
-        own = {field.name: getattr(self, field.name) for field in fields(self)}
-        found = own | {"mixers": mixers, "channel_mixer": channel_mixer, "shared": shared}
-        return without_later(self, found)
+        return plain(self) | {"mixers": mixers, "channel_mixer": channel_mixer, "shared": shared}
 
 
 @dataclass(frozen=True)
@@ -201,26 +197,26 @@ class HybridConfig(Architecture):
     norm_type: Literal["rms", "gemma_rms", "layer"] = "rms"
     max_position_embeddings: int | None = None
     embedding_scale: float | None = None
-    rounds_embedding_scale: bool = later(False)
+    rounds_embedding_scale: bool = False
     logit_factor: float = 1.0
     final_logit_softcapping: float | None = None
     has_wide_stream: bool = False
-    position_rows: int = later(0)
-    first_position: int = later(0)
+    position_rows: int = 0
+    first_position: int = 0
     tie_word_embeddings: bool = False
-    norm_biases: Literal["of layer norms", "in layers", "none"] = later("of layer norms")
-    has_position_waves: bool = later(False)
-    has_embedding_norm: bool = later(False)
-    has_norm_weights: bool = later(True)
-    has_unit_norms: bool = later(False)
-    has_head_bias: bool = later(False)
-    embedding_width: int | None = later(None)
-    token_types: int = later(0)
-    unknown_token: int | None = later(None)
-    dropped_token: int | None = later(None)
-    has_final_norm: bool = later(True)
-    has_final_norm_bias: bool = later(True)
-    transform: HeadTransform | None = later(None)
+    norm_biases: Literal["of layer norms", "in layers", "none"] = "of layer norms"
+    has_position_waves: bool = False
+    has_embedding_norm: bool = False
+    has_norm_weights: bool = True
+    has_unit_norms: bool = False
+    has_head_bias: bool = False
+    embedding_width: int | None = None
+    token_types: int = 0
+    unknown_token: int | None = None
+    dropped_token: int | None = None
+    has_final_norm: bool = True
+    has_final_norm_bias: bool = True
+    transform: HeadTransform | None = None
 
     def __post_init__(self) -> None:
         for shape in (shape for block in self.blocks for shape in block.shapes):
@@ -252,11 +248,9 @@ class HybridConfig(Architecture):
     def fields(self) -> dict[str, Any]:
         """Every field, as plain values; of equal blocks one, and which of them each layer is."""
         distinct = list(dict.fromkeys(self.blocks))
-        own = {field.name: getattr(self, field.name) for field in fields(self)}
-        return without_later(self, own) | {
-            "spelling": asdict(self.spelling),
+        own = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "blocks"}
+        return {name: plain(value) if is_dataclass(value) else value for name, value in own.items()} | {
             "blocks": [block.fields for block in distinct],
-            **({} if self.transform is None else {"transform": asdict(self.transform)}),
             "layers": [distinct.index(block) for block in self.blocks],
         }
 
@@ -349,4 +343,4 @@ class HybridConfig(Architecture):
 
 def _named(shape: MixerShape | ChannelShape) -> dict[str, Any]:
     """A shape as plain values, with what it is: two kinds may have the same fields."""
-    return {"kind": shape.kind} | without_later(shape, plain(shape))
+    return {"kind": shape.kind} | plain(shape)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 from ....store.errors import ConfigError
-from .architecture import AttentionMixer, ConvolutionMixer, Heads, RecurrentMixer, later
+from .architecture import AttentionMixer, ConvolutionMixer, Heads, RecurrentMixer
 from .transformer import ActivationName, RopeConfig
 
 __all__ = [
@@ -139,7 +139,7 @@ class RelativeShape:
     shares_maps: bool = False
     norm_eps: float | None = None
     has_key_bias: bool = True
-    looks_back: bool = later(False, everywhere=True)
+    looks_back: bool = False
 
 
 @dataclass(frozen=True)
@@ -181,26 +181,26 @@ class AttentionShape(MixerShape):
     norm_type: Literal["rms", "gemma_rms", "layer"] = "rms"
     qk_norm_eps: float = 1e-6
     factors: tuple[float, float, float] = (1.0, 1.0, 1.0)
-    layout: Literal["separate", "by part", "by head", "by fourths"] = later("separate")
-    has_norm_weights: bool = later(True, everywhere=True)
-    norms_behind_rope: bool = later(False, everywhere=True)
-    clip: float | None = later(None, everywhere=True)
-    soft_cap: float | None = later(None, everywhere=True)
-    slopes: tuple[float, ...] = later((), everywhere=True)
-    has_sinks: bool = later(False, everywhere=True)
-    growth: tuple[float, int] | None = later(None, everywhere=True)
-    is_bidirectional: bool = later(False, everywhere=True)
-    has_norm_bias: bool = later(True, everywhere=True)
-    has_frequencies: bool = later(False, everywhere=True)
-    relative: RelativeShape | None = later(None, everywhere=True)
-    inner_norm_eps: float | None = later(None, everywhere=True)
-    groups: tuple[int, ...] | None = later(None, everywhere=True)
-    is_chunked: bool = later(False, everywhere=True)
-    growth_start: int = later(0, everywhere=True)
-    rises_by_values: bool = later(False, everywhere=True)
-    source: int | None = later(None, everywhere=True)
-    has_key_values: bool = later(False, everywhere=True)
-    norms_values: bool = later(False, everywhere=True)
+    layout: Literal["separate", "by part", "by head", "by fourths"] = "separate"
+    has_norm_weights: bool = True
+    norms_behind_rope: bool = False
+    clip: float | None = None
+    soft_cap: float | None = None
+    slopes: tuple[float, ...] = ()
+    has_sinks: bool = False
+    growth: tuple[float, int] | None = None
+    is_bidirectional: bool = False
+    has_norm_bias: bool = True
+    has_frequencies: bool = False
+    relative: RelativeShape | None = None
+    inner_norm_eps: float | None = None
+    groups: tuple[int, ...] | None = None
+    is_chunked: bool = False
+    growth_start: int = 0
+    rises_by_values: bool = False
+    source: int | None = None
+    has_key_values: bool = False
+    norms_values: bool = False
 
     def __post_init__(self) -> None:
         if self.num_attention_heads % self.num_kv_heads:
@@ -285,7 +285,7 @@ class GatedAttentionShape(AttentionShape):
     kind: ClassVar[str] = "gated_attention"
     points: ClassVar[tuple[str, ...]] = ("attn_gate", *_ATTENTION)
 
-    has_gate_projection: bool = later(False, everywhere=True)
+    has_gate_projection: bool = False
 
     @property
     def heads(self) -> Heads:
@@ -411,9 +411,9 @@ class LatentAttentionShape(MixerShape):
     query_rank: int | None = None
     has_bias: bool = False
     norm_eps: float = 1e-6
-    turning: RopeConfig | None = later(None, everywhere=True)
-    scale: float | None = later(None, everywhere=True)
-    factor: float = later(1.0, everywhere=True)
+    turning: RopeConfig | None = None
+    scale: float | None = None
+    factor: float = 1.0
 
     @property
     def rope(self) -> RopeConfig | None:
@@ -466,8 +466,8 @@ class MambaShape(MixerShape):
     has_conv_bias: bool = True
     norms: Literal["plain", "weighted"] | None = None
     norm_eps: float = 1e-6
-    groups: int = later(1)
-    layout: Literal["by part", "by group"] = later("by part")
+    groups: int = 1
+    layout: Literal["by part", "by group"] = "by part"
 
     @property
     def fact(self) -> RecurrentMixer:
@@ -567,9 +567,9 @@ class MlpShape(ChannelShape):
     """Whether gate and up projection are one tensor."""
     has_bias: bool = False
     factors: tuple[float, float] = (1.0, 1.0)
-    inner_norm_eps: float | None = later(None, everywhere=True)
-    groups: tuple[int, ...] | None = later(None, everywhere=True)
-    sparsity: float = later(0.0, everywhere=True)
+    inner_norm_eps: float | None = None
+    groups: tuple[int, ...] | None = None
+    sparsity: float = 0.0
 
     @property
     def fact(self) -> Literal["MLP", "gated MLP"]:
@@ -626,11 +626,11 @@ class ExpertsShape(ChannelShape):
     latent_size: int | None = None
     has_bias: bool = False
     factor: float = 1.0
-    has_routed_bias: bool = later(False, everywhere=True)
-    limits: tuple[float, float] | None = later(None, everywhere=True)
-    jitter: float = later(0.0, everywhere=True)
-    is_transposed: bool = later(False, everywhere=True)
-    has_output_bias: bool = later(False, everywhere=True)
+    has_routed_bias: bool = False
+    limits: tuple[float, float] | None = None
+    jitter: float = 0.0
+    is_transposed: bool = False
+    has_output_bias: bool = False
 
     def __post_init__(self) -> None:
         if self.chosen > self.count:

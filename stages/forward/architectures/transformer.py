@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ....store.errors import ConfigError
-from .architecture import EVERYWHERE, LATER, later
 
 Norm = Literal["rms", "gemma_rms", "layer"]
 ActivationName = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "xielu"]
@@ -43,11 +42,11 @@ class RopeConfig:
     long_factor: tuple[float, ...] = ()
     attention_factor: float | None = None
     interleaved: bool = False
-    bounds: tuple[float, float] = later((32.0, 1.0), everywhere=True)
-    is_truncated: bool = later(True, everywhere=True)
-    is_backwards: bool = later(False, everywhere=True)
-    frequencies: Any = field(default=None, compare=False, repr=False, metadata={LATER: EVERYWHERE})
-    turning: int = later(0, everywhere=True)
+    bounds: tuple[float, float] = (32.0, 1.0)
+    is_truncated: bool = True
+    is_backwards: bool = False
+    frequencies: Any = field(default=None, compare=False, repr=False)
+    turning: int = 0
 
     def __post_init__(self) -> None:
         if self.dim % 2 or self.dim <= 0:

@@ -18,7 +18,7 @@ from functools import cached_property
 from typing import ClassVar, Literal
 
 from .....store.digest import digest
-from ..architecture import Architecture, AttentionMixer, AxisSizes, Heads, Layer, Reach, Tensors, later, plain
+from ..architecture import Architecture, AttentionMixer, AxisSizes, Heads, Layer, Reach, Tensors, plain
 from ..mixers import AttentionShape, RelativeShape
 from ..points import HookPoint
 from ..rwkv import UNLIMITED
@@ -88,10 +88,10 @@ class PairConfig(Architecture):
     has_head_bias: bool = False
     tie_word_embeddings: bool = True
     final_logit_softcapping: float | None = None
-    has_position_waves: bool = later(False, everywhere=True)
-    ends_with_slowest_wave: bool = later(True, everywhere=True)
-    norms_target_tokens: bool = later(False, everywhere=True)
-    unknown_token: int | None = later(None, everywhere=True)
+    has_position_waves: bool = False
+    ends_with_slowest_wave: bool = True
+    norms_target_tokens: bool = False
+    unknown_token: int | None = None
 
     @property
     def num_layers(self) -> int:  # type: ignore[override]
