@@ -76,9 +76,9 @@ from mizarr.stages.features.effects.ranked import RankedExchanges, RankedSweep, 
 from mizarr.stages.features.effects.sweeps import Dose, InjectionSweep
 from mizarr.stages.features.layers.layout import DictionaryLayout
 from mizarr.stages.forward.architectures.architecture import HeadTransform
-from mizarr.stages.forward.architectures.hybrid import HybridConfig, LayerShape
-from mizarr.stages.forward.architectures.hybrid_tensors import Spelling
-from mizarr.stages.forward.architectures.mixers import AttentionShape, MlpShape, RelativeShape
+from mizarr.stages.forward.architectures.composed import ComposedArchitecture, LayerSpec
+from mizarr.stages.forward.architectures.layer_tensors import Spelling
+from mizarr.stages.forward.architectures.mixers import AttentionSpec, MlpSpec, RelativeSpec
 from mizarr.stages.forward.architectures.points import HookPoint
 from mizarr.stages.forward.architectures.transformer import RopeConfig
 from mizarr.stages.forward.edges.layout import Layout as GraphLayout
@@ -760,12 +760,14 @@ def test_which_words_end_a_continuation_is_never_left_to_files():
 
 # -- keys, configurations, runs
 
-ATTENTION = AttentionShape(4, 2, 4, RopeConfig(1e4, 4))
-CONFIG = HybridConfig("llama", 16, 32, (LayerShape((ATTENTION,), MlpShape(24, "silu")),), Spelling(), 1e-5)
-AXES = [field.name for field in dataclasses.fields(HybridConfig) if field.name != "spelling"]
+ATTENTION = AttentionSpec(4, 2, 4, RopeConfig(1e4, 4))
+CONFIG = ComposedArchitecture(
+    "llama", 16, 32, (LayerSpec((ATTENTION,), MlpSpec(24, "silu")),), Spelling(), 1e-5
+)
+AXES = [field.name for field in dataclasses.fields(ComposedArchitecture) if field.name != "spelling"]
 
 
-def with_attention(attention: AttentionShape) -> HybridConfig:
+def with_attention(attention: AttentionSpec) -> ComposedArchitecture:
     return replace(CONFIG, blocks=(replace(CONFIG.blocks[0], mixers=(attention,)),))
 
 
@@ -786,7 +788,7 @@ def test_every_axis_of_an_architecture_is_in_its_digest(field):
     assert replace(CONFIG, **{field: other}).digest != CONFIG.digest
 
 
-@pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(AttentionShape)])
+@pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(AttentionSpec)])
 def test_every_axis_of_attention_is_in_the_digest(field):
     value = getattr(ATTENTION, field)
     given = {
@@ -798,7 +800,7 @@ def test_every_axis_of_attention_is_in_the_digest(field):
         "layout": "by part",
         "growth": (0.1, 8),
         "groups": (1, 1, 1, 1),
-        "relative": RelativeShape(8, 2, 4, ("bias",), looks_back=True),
+        "relative": RelativeSpec(8, 2, 4, ("bias",), looks_back=True),
         "slopes": (0.5,) * 4,
     }.get(field, 7 if value is None else another(value))
     heads = {"num_kv_heads": 4} if field == "slopes" else {}

@@ -190,7 +190,7 @@ class Heads:
     scores or values.
 
     count: of queries; kv_count: of keys and values, each shared by as many queries. size: of a head. layout:
-    of queries, keys and values in one tensor, as `AttentionShape` says it. rope: how queries and keys turn,
+    of queries, keys and values in one tensor, as `AttentionSpec` says it. rope: how queries and keys turn,
     None for not. are_normed: queries and keys, before they meet. clip: the largest entry of queries, keys and
     values. is_gated: whether what a head has read is multiplied by a gate; gates_beside: whether a head's
     gate stands behind its query in one tensor. slopes: what scores rise by with the position of a key.
@@ -642,8 +642,8 @@ def require_tied(copy: str, original: str, same: bool) -> None:
 
 
 def plain(value: Any) -> dict[str, Any]:
-    """The fields of a dataclass as plain values, dataclasses in them included; fields that hold weights, which
-    do not count when two are compared, are left out."""
+    """The fields of a dataclass, and of dataclasses in it, as plain values; without fields that hold weights,
+    which comparisons leave out."""
     return {each.name: _plain(getattr(value, each.name)) for each in fields(value) if each.compare}
 
 

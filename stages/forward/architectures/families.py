@@ -12,9 +12,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from ....store.errors import ConfigError, nearest
-from .hybrid import HybridConfig, LayerShape
-from .hybrid_tensors import LLAMA
-from .mixers import AttentionShape, MlpShape
+from .composed import ComposedArchitecture, LayerSpec
+from .layer_tensors import LLAMA
+from .mixers import AttentionSpec, MlpSpec
 from .transformer import ActivationName, ConfigReader, Norm, RopeConfig, RopeScheme
 
 Windows = Literal["none", "all", "listed", "alternating", "from_max_window_layers"]
@@ -224,7 +224,7 @@ def described(model_type: str, family: Family) -> dict[str, str]:
     }
 
 
-def from_hf_config(raw: dict[str, Any], source: str = "config.json") -> HybridConfig:
+def from_hf_config(raw: dict[str, Any], source: str = "config.json") -> ComposedArchitecture:
     """The architecture that the config.json of one of `FAMILIES` describes.
 
     Raises ConfigError for a missing or unknown model_type, a missing required key, a value of the wrong type,
@@ -253,7 +253,7 @@ def model_type_of(raw: dict[str, Any], source: str = "config.json") -> str:
     return model_type
 
 
-def read_family(reader: ConfigReader, model_type: str, family: Family) -> HybridConfig:
+def read_family(reader: ConfigReader, model_type: str, family: Family) -> ComposedArchitecture:
     """The architecture of a Llama-like decoder: every layer attends and has an MLP.
 
     reader: config.json. family: defaults and switches of its family.
@@ -272,7 +272,7 @@ def read_family(reader: ConfigReader, model_type: str, family: Family) -> Hybrid
     eps, caps = reader.number(family.eps_key, family.eps), family.soft_caps
     windows = read_windows(reader, family, num_layers)
     scalar = family.query_scalar and reader.positive("query_pre_attn_scalar", family.query_scalar)
-    attention = AttentionShape(
+    attention = AttentionSpec(
         num_attention_heads=heads,
         num_kv_heads=kv_heads_of(reader, family, heads),
         head_dim=head_dim,
@@ -287,7 +287,7 @@ def read_family(reader: ConfigReader, model_type: str, family: Family) -> Hybrid
         is_bidirectional=is_bidirectional,
         norm_type=family.norm,
     )
-    mlp = MlpShape(
+    mlp = MlpSpec(
         reader.integer("intermediate_size"),
         read_activation(reader, family),
         is_gated=family.mlp != "plain",
@@ -296,9 +296,9 @@ def read_family(reader: ConfigReader, model_type: str, family: Family) -> Hybrid
     )
     norms: Literal["around", "before"] = "around" if family.post_norms else "before"
     windows = both_ways(windows) if is_bidirectional else windows
-    blocks = {window: LayerShape((replace(attention, window=window),), mlp, norms) for window in set(windows)}
+    blocks = {window: LayerSpec((replace(attention, window=window),), mlp, norms) for window in set(windows)}
     mlp_parts = {"plain": ("c_fc", "c_proj"), "gated_fused": ("gate_up_proj", "down_proj")}
-    return HybridConfig(
+    return ComposedArchitecture(
         model_type=model_type,
         hidden_size=hidden,
         vocab_size=reader.integer("vocab_size"),

@@ -1,7 +1,7 @@
-"""What a layer of a hybrid is made of: mixers and channel mixers, each a value of sizes and switches.
+"""What a layer is made of: mixers and channel mixers, each a value of sizes and switches.
 
 A mixer says here which hook points it has, at which of them a change reaches later positions, how large its
-axes are and what a token costs; hybrid_tensors.py says which tensors it is made of, and networks/mixers/ has
+axes are and what a token costs; layer_tensors.py says which tensors it is made of, and networks/mixers/ has
 the class that computes it, by `kind`. Another mixer is a class here, a function there, and a file there.
 
 Torch-free. Axes: as in points.py.
@@ -19,20 +19,20 @@ from .architecture import AttentionMixer, ConvolutionMixer, Heads, RecurrentMixe
 from .transformer import ActivationName, RopeConfig
 
 __all__ = [
-    "AttentionShape",
-    "ChannelShape",
-    "DifferentialShape",
-    "ExpertsShape",
-    "GatedAttentionShape",
-    "LatentAttentionShape",
-    "Mamba2Shape",
-    "MambaShape",
-    "MixerShape",
-    "MlpAndExpertsShape",
-    "MlpShape",
-    "RelativeShape",
-    "RoutedAttentionShape",
-    "SharedBlockShape",
+    "AttentionSpec",
+    "ChannelMixerSpec",
+    "DifferentialSpec",
+    "ExpertsSpec",
+    "GatedAttentionSpec",
+    "LatentAttentionSpec",
+    "Mamba2Spec",
+    "MambaSpec",
+    "MixerSpec",
+    "MlpAndExpertsSpec",
+    "MlpSpec",
+    "RelativeSpec",
+    "RoutedAttentionSpec",
+    "SharedBlockSpec",
 ]
 
 _ATTENTION = ("q", "k", "v", "rot_q", "rot_k", "scores", "attn_scores", "pattern", "z", "result")
@@ -55,7 +55,7 @@ _WRITTEN = frozenset(
 )
 
 
-class MixerShape(ABC):
+class MixerSpec(ABC):
     """A mixer without its weights."""
 
     kind: ClassVar[str]
@@ -72,8 +72,8 @@ class MixerShape(ABC):
 
     @property
     @abstractmethod
-    def fact(self) -> AttentionMixer | RecurrentMixer | ConvolutionMixer:
-        """What others are told of it."""
+    def summary(self) -> AttentionMixer | RecurrentMixer | ConvolutionMixer:
+        """Torch-free summary of this mixer, as `Architecture.layers` shows it."""
 
     @property
     @abstractmethod
@@ -90,7 +90,7 @@ class MixerShape(ABC):
         return None
 
 
-class ChannelShape(ABC):
+class ChannelMixerSpec(ABC):
     """A channel mixer without its weights."""
 
     kind: ClassVar[str]
@@ -98,8 +98,8 @@ class ChannelShape(ABC):
 
     @property
     @abstractmethod
-    def fact(self) -> Literal["MLP", "gated MLP", "experts"]:
-        """What others are told of it."""
+    def summary(self) -> Literal["MLP", "gated MLP", "experts"]:
+        """Torch-free summary of this mixer, as `Architecture.layers` shows it."""
 
     @property
     @abstractmethod
@@ -121,7 +121,7 @@ class ChannelShape(ABC):
 
 
 @dataclass(frozen=True)
-class RelativeShape:
+class RelativeSpec:
     """What scores have besides products of queries and keys, by how far a key is from its query.
 
     rows: of a table by distance, of which the first half are keys behind the query; distances from `near` on
@@ -143,7 +143,7 @@ class RelativeShape:
 
 
 @dataclass(frozen=True)
-class AttentionShape(MixerShape):
+class AttentionSpec(MixerSpec):
     """Attention with grouped queries (`AttentionSizes` in networks/attention.py).
 
     turning: None for no positions at all. scale: what q k^T is multiplied by. norms: of queries and keys,
@@ -192,7 +192,7 @@ class AttentionShape(MixerShape):
     is_bidirectional: bool = False
     has_norm_bias: bool = True
     has_frequencies: bool = False
-    relative: RelativeShape | None = None
+    relative: RelativeSpec | None = None
     inner_norm_eps: float | None = None
     groups: tuple[int, ...] | None = None
     is_chunked: bool = False
@@ -225,8 +225,8 @@ class AttentionShape(MixerShape):
             )
 
     @property
-    def fact(self) -> AttentionMixer:
-        """See `MixerShape`."""
+    def summary(self) -> AttentionMixer:
+        """See `MixerSpec`."""
         scale = 1 / math.sqrt(self.head_dim) if self.scale is None else self.scale
         return AttentionMixer(
             scale,
@@ -239,7 +239,7 @@ class AttentionShape(MixerShape):
 
     @property
     def held_points(self) -> tuple[str, ...]:
-        """See `MixerShape`; keys and values are met where they are made."""
+        """See `MixerSpec`; keys and values are met where they are made."""
         made = () if self.source is None else ("k", "v", "rot_k")
         return tuple(kind for kind in self.points if kind not in made)
 
@@ -250,7 +250,7 @@ class AttentionShape(MixerShape):
             self.num_attention_heads,
             self.num_kv_heads,
             self.head_dim,
-            self.fact,
+            self.summary,
             self.layout,
             rope=self.turning,
             are_normed=self.norms is not None,
@@ -263,12 +263,12 @@ class AttentionShape(MixerShape):
 
     @property
     def rope(self) -> RopeConfig | None:
-        """See `MixerShape`."""
+        """See `MixerSpec`."""
         return self.turning
 
     @property
     def axis_sizes(self) -> dict[str, int]:
-        """See `MixerShape`."""
+        """See `MixerSpec`."""
         return {"head": self.num_attention_heads, "kv_head": self.num_kv_heads, "d_head": self.head_dim}
 
     def bytes_per_token(self, itemsize: int) -> int:
@@ -277,7 +277,7 @@ class AttentionShape(MixerShape):
 
 
 @dataclass(frozen=True)
-class GatedAttentionShape(AttentionShape):
+class GatedAttentionSpec(AttentionSpec):
     """Attention whose heads are multiplied by a sigmoid of what entered before they are projected (Qiu et
     al., Gated Attention, 2025): the query projection gives queries and gates, head by head, unless gates have
     one of their own (has_gate_projection)."""
@@ -289,12 +289,12 @@ class GatedAttentionShape(AttentionShape):
 
     @property
     def heads(self) -> Heads:
-        """See `AttentionShape`."""
+        """See `AttentionSpec`."""
         return replace(super().heads, is_gated=True, gates_beside=not self.has_gate_projection)
 
 
 @dataclass(frozen=True)
-class DifferentialShape(MixerShape):
+class DifferentialSpec(MixerSpec):
     """Attention of pairs of heads, of which one pattern is taken from the other (Ye et al., Differential
     Transformer, 2024, section 2.1).
 
@@ -304,9 +304,9 @@ class DifferentialShape(MixerShape):
 
     kind: ClassVar[str] = "differential_attention"
     points: ClassVar[tuple[str, ...]] = (*_ATTENTION[:-2], "diff_read", "diff_z")
-    reaches_later: ClassVar[frozenset[str]] = AttentionShape.reaches_later
+    reaches_later: ClassVar[frozenset[str]] = AttentionSpec.reaches_later
 
-    attention: AttentionShape
+    attention: AttentionSpec
     start: float
     norm_eps: float
 
@@ -318,18 +318,18 @@ class DifferentialShape(MixerShape):
             )
 
     @property
-    def fact(self) -> AttentionMixer:
-        """See `MixerShape`."""
-        return self.attention.fact
+    def summary(self) -> AttentionMixer:
+        """See `MixerSpec`."""
+        return self.attention.summary
 
     @property
     def rope(self) -> RopeConfig | None:
-        """See `MixerShape`."""
+        """See `MixerSpec`."""
         return self.attention.rope
 
     @property
     def axis_sizes(self) -> dict[str, int]:
-        """See `MixerShape`."""
+        """See `MixerSpec`."""
         pairs = self.attention.num_attention_heads // 2
         own = {"diff_head": pairs, "diff_value": 2 * self.attention.head_dim}
         return self.attention.axis_sizes | own
@@ -341,7 +341,7 @@ class DifferentialShape(MixerShape):
 
 
 @dataclass(frozen=True)
-class RoutedAttentionShape(MixerShape):
+class RoutedAttentionSpec(MixerSpec):
     """A mixture of attention (Zhang et al., Mixture of Attention Heads, 2022, section 3): experts make
     queries and write what these read; all share keys and values.
 
@@ -351,7 +351,7 @@ class RoutedAttentionShape(MixerShape):
 
     kind: ClassVar[str] = "routed_attention"
     points: ClassVar[tuple[str, ...]] = ("moa_router_logits", "moa_weights", *_ATTENTION[:-2], "moa_z")
-    reaches_later: ClassVar[frozenset[str]] = AttentionShape.reaches_later
+    reaches_later: ClassVar[frozenset[str]] = AttentionSpec.reaches_later
 
     experts: int
     chosen: int
@@ -367,18 +367,18 @@ class RoutedAttentionShape(MixerShape):
             )
 
     @property
-    def fact(self) -> AttentionMixer:
-        """See `MixerShape`."""
+    def summary(self) -> AttentionMixer:
+        """See `MixerSpec`."""
         return AttentionMixer(1 / math.sqrt(self.head_dim))
 
     @property
     def rope(self) -> RopeConfig | None:
-        """See `MixerShape`."""
+        """See `MixerSpec`."""
         return self.turning
 
     @property
     def axis_sizes(self) -> dict[str, int]:
-        """See `MixerShape`."""
+        """See `MixerSpec`."""
         heads = {"head": self.chosen * self.kv_heads, "kv_head": self.kv_heads, "d_head": self.head_dim}
         return heads | {"expert": self.experts, "slot": self.chosen}
 
@@ -388,7 +388,7 @@ class RoutedAttentionShape(MixerShape):
 
 
 @dataclass(frozen=True)
-class LatentAttentionShape(MixerShape):
+class LatentAttentionSpec(MixerSpec):
     """Attention whose keys and values are made of one narrow latent (DeepSeek-V2, 2024, section 2.1).
 
     own_size, shared_size: entries of a head's keys that are its own, and those that all heads share, behind
@@ -417,7 +417,7 @@ class LatentAttentionShape(MixerShape):
 
     @property
     def rope(self) -> RopeConfig | None:
-        """See `MixerShape`."""
+        """See `MixerSpec`."""
         return self.turning
 
     @property
@@ -426,13 +426,13 @@ class LatentAttentionShape(MixerShape):
         return self.own_size + self.shared_size
 
     @property
-    def fact(self) -> AttentionMixer:
-        """See `MixerShape`."""
+    def summary(self) -> AttentionMixer:
+        """See `MixerSpec`."""
         return AttentionMixer(1 / math.sqrt(self.key_size) if self.scale is None else self.scale)
 
     @property
     def axis_sizes(self) -> dict[str, int]:
-        """See `MixerShape`."""
+        """See `MixerSpec`."""
         return {
             "head": self.heads,
             "latent": self.rank + self.shared_size,
@@ -446,12 +446,12 @@ class LatentAttentionShape(MixerShape):
 
 
 @dataclass(frozen=True)
-class MambaShape(MixerShape):
+class MambaSpec(MixerSpec):
     """Mamba-1 (Gu and Dao, Mamba, 2023, algorithm 2): every channel has a state of its own.
 
     rank: of the map to step sizes. norms: of step sizes, B and C before they are used: None, "plain" without
     weights (Falcon-Mamba), "weighted" (Jamba). groups: of channels, each of which has maps of its own to step
-    sizes, B and C (Zamba). layout: how a checkpoint holds them, see hybrid_tensors.py.
+    sizes, B and C (Zamba). layout: how a checkpoint holds them, see layer_tensors.py.
     """
 
     kind: ClassVar[str] = "mamba"
@@ -470,13 +470,13 @@ class MambaShape(MixerShape):
     layout: Literal["by part", "by group"] = "by part"
 
     @property
-    def fact(self) -> RecurrentMixer:
-        """See `MixerShape`."""
+    def summary(self) -> RecurrentMixer:
+        """See `MixerSpec`."""
         return RecurrentMixer("mamba")
 
     @property
     def axis_sizes(self) -> dict[str, int]:
-        """See `MixerShape`."""
+        """See `MixerSpec`."""
         return {
             "ssm_head": self.channels,
             "ssm_group": self.groups,
@@ -492,7 +492,7 @@ class MambaShape(MixerShape):
 
 
 @dataclass(frozen=True)
-class Mamba2Shape(MixerShape):
+class Mamba2Spec(MixerSpec):
     """Mamba-2 (Dao and Gu, Transformers are SSMs, 2024, section 7): heads with one decay each.
 
     groups: of heads that share B and C. limits: of step sizes; None for no upper one. norm: of what was read,
@@ -530,13 +530,13 @@ class Mamba2Shape(MixerShape):
         return self.channels + 2 * self.groups * self.state_size
 
     @property
-    def fact(self) -> RecurrentMixer:
-        """See `MixerShape`."""
+    def summary(self) -> RecurrentMixer:
+        """See `MixerSpec`."""
         return RecurrentMixer("mamba2")
 
     @property
     def axis_sizes(self) -> dict[str, int]:
-        """See `MixerShape`."""
+        """See `MixerSpec`."""
         return {
             "ssm_head": self.heads,
             "ssm_group": self.groups,
@@ -552,10 +552,10 @@ class Mamba2Shape(MixerShape):
 
 
 @dataclass(frozen=True)
-class MlpShape(ChannelShape):
+class MlpSpec(ChannelMixerSpec):
     """An MLP, gated or plain; factors: of the gate, and of what comes out. inner_norm_eps: of the RMS norm of
     what the down projection reads; None for none. groups: of convolutions in place of up and down
-    projection, as of attention's (`AttentionShape`). sparsity: the share of the inside that is to be 0, as if
+    projection, as of attention's (`AttentionSpec`). sparsity: the share of the inside that is to be 0, as if
     a token's gates were drawn from a normal distribution (Gemma 3n)."""
 
     kind: ClassVar[str] = "mlp"
@@ -572,27 +572,27 @@ class MlpShape(ChannelShape):
     sparsity: float = 0.0
 
     @property
-    def fact(self) -> Literal["MLP", "gated MLP"]:
-        """See `ChannelShape`."""
+    def summary(self) -> Literal["MLP", "gated MLP"]:
+        """See `ChannelMixerSpec`."""
         return "gated MLP" if self.is_gated else "MLP"
 
     @property
     def points(self) -> tuple[str, ...]:
-        """See `ChannelShape`."""
+        """See `ChannelMixerSpec`."""
         return ("mlp_pre_act", *(("mlp_pre_linear",) if self.is_gated else ()), "mlp_post_act")
 
     @property
     def axis_sizes(self) -> dict[str, int]:
-        """See `ChannelShape`."""
+        """See `ChannelMixerSpec`."""
         return {"mlp": self.intermediate_size}
 
     def bytes_per_token(self, itemsize: int) -> int:
-        """See `ChannelShape`: four tensors as wide as its inside."""
+        """See `ChannelMixerSpec`: four tensors as wide as its inside."""
         return itemsize * 4 * self.intermediate_size
 
 
 @dataclass(frozen=True)
-class ExpertsShape(ChannelShape):
+class ExpertsSpec(ChannelMixerSpec):
     """Experts of which every token is sent to a few, and perhaps one that all tokens go through.
 
     routing: how the chosen are weighed, see networks/mixers/experts.py. shared_size: width of the expert of
@@ -656,13 +656,13 @@ class ExpertsShape(ChannelShape):
             )
 
     def idle_weights(self, width: int) -> int:
-        """See `ChannelShape`."""
+        """See `ChannelMixerSpec`."""
         each = (3 if self.is_gated else 2) * (self.latent_size or width) * self.intermediate_size
         return (self.count - self.chosen) * each
 
     @property
-    def fact(self) -> Literal["experts"]:
-        """See `ChannelShape`."""
+    def summary(self) -> Literal["experts"]:
+        """See `ChannelMixerSpec`."""
         return "experts"
 
     @property
@@ -677,7 +677,7 @@ class ExpertsShape(ChannelShape):
 
     @property
     def axis_sizes(self) -> dict[str, int]:
-        """See `ChannelShape`."""
+        """See `ChannelMixerSpec`."""
         return {"expert": self.count}
 
     def bytes_per_token(self, itemsize: int) -> int:
@@ -686,7 +686,7 @@ class ExpertsShape(ChannelShape):
 
 
 @dataclass(frozen=True)
-class MlpAndExpertsShape(ChannelShape):
+class MlpAndExpertsSpec(ChannelMixerSpec):
     """An MLP and experts beside it, each with a norm of its own on what it gives; experts and their router
     read the stream through norms of their own (Gemma 4).
 
@@ -695,32 +695,32 @@ class MlpAndExpertsShape(ChannelShape):
 
     kind: ClassVar[str] = "mlp_and_experts"
 
-    mlp: MlpShape
-    experts: ExpertsShape
+    mlp: MlpSpec
+    experts: ExpertsSpec
     norm_eps: float
 
     @property
-    def fact(self) -> Literal["experts"]:
-        """See `ChannelShape`."""
+    def summary(self) -> Literal["experts"]:
+        """See `ChannelMixerSpec`."""
         return "experts"
 
     @property
     def points(self) -> tuple[str, ...]:
-        """See `ChannelShape`; the MLP is the expert that all tokens go through."""
+        """See `ChannelMixerSpec`; the MLP is the expert that all tokens go through."""
         return (*self.mlp.points, *self.experts.points, "shared_expert_out")
 
     @property
     def axis_sizes(self) -> dict[str, int]:
-        """See `ChannelShape`."""
+        """See `ChannelMixerSpec`."""
         return self.mlp.axis_sizes | self.experts.axis_sizes
 
     def bytes_per_token(self, itemsize: int) -> int:
-        """See `ChannelShape`: those of both together."""
+        """See `ChannelMixerSpec`: those of both together."""
         return self.mlp.bytes_per_token(itemsize) + self.experts.bytes_per_token(itemsize)
 
 
 @dataclass(frozen=True)
-class SharedBlockShape(MixerShape):
+class SharedBlockSpec(MixerSpec):
     """A block of attention and MLP that several layers share, ahead of a mixer of their own (Glorioso et al.,
     Zamba, 2024, section 2; Zamba2, 2024, section 2).
 
@@ -740,8 +740,8 @@ class SharedBlockShape(MixerShape):
     reaches_later: ClassVar[frozenset[str]] = frozenset(points)
 
     hidden_size: int
-    attention: AttentionShape
-    mlp: MlpShape
+    attention: AttentionSpec
+    mlp: MlpSpec
     source: int
     place: int = 0
     listed: tuple[int, ...] = (0,)
@@ -750,18 +750,18 @@ class SharedBlockShape(MixerShape):
     norm_eps: float = 1e-5
 
     @property
-    def fact(self) -> AttentionMixer:
-        """See `MixerShape`."""
-        return self.attention.fact
+    def summary(self) -> AttentionMixer:
+        """See `MixerSpec`."""
+        return self.attention.summary
 
     @property
     def rope(self) -> RopeConfig | None:
-        """See `MixerShape`."""
+        """See `MixerSpec`."""
         return self.attention.rope
 
     @property
     def axis_sizes(self) -> dict[str, int]:
-        """See `MixerShape`."""
+        """See `MixerSpec`."""
         return {"shared": 2 * self.hidden_size} | self.attention.axis_sizes | self.mlp.axis_sizes
 
     def bytes_per_token(self, itemsize: int) -> int:

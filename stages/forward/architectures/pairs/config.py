@@ -19,7 +19,7 @@ from typing import ClassVar, Literal
 
 from .....store.digest import digest
 from ..architecture import Architecture, AttentionMixer, AxisSizes, Heads, Layer, Reach, Tensors, plain
-from ..mixers import AttentionShape, RelativeShape
+from ..mixers import AttentionSpec, RelativeSpec
 from ..points import HookPoint
 from ..rwkv import UNLIMITED
 from ..transformer import ActivationName
@@ -133,14 +133,14 @@ class PairConfig(Architecture):
         """Whether a layer acts on the target."""
         return layer >= self.encoder_layers
 
-    def shape(self, layer: int) -> AttentionShape:
+    def shape(self, layer: int) -> AttentionSpec:
         """Self-attention of a layer: an encoder's sees all positions, a decoder's none that are later."""
         relative = None
         if self.buckets is not None:
             one_way = self.is_decoder(layer)
             near = self.buckets // (2 if one_way else 4)
-            relative = RelativeShape(self.buckets, near, self.farthest, ("bias",), looks_back=one_way)
-        return AttentionShape(
+            relative = RelativeSpec(self.buckets, near, self.farthest, ("bias",), looks_back=one_way)
+        return AttentionSpec(
             self.heads,
             self.heads,
             self.head_dim,

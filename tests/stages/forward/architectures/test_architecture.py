@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from mizarr.stages.forward.architectures.architecture import Reach
+from mizarr.stages.forward.architectures.composed import ComposedArchitecture
 from mizarr.stages.forward.architectures.families import from_hf_config
-from mizarr.stages.forward.architectures.hybrid import HybridConfig
 from mizarr.stages.forward.architectures.points import BY_NAME, SPLIT_INPUTS, HookPoint
 from mizarr.stages.forward.architectures.transformer import RopeConfig
 from mizarr.stages.forward.hooks.interventions import Add, Scale
@@ -150,7 +150,7 @@ def test_keys_are_kept_just_where_a_longer_sequence_turns_them_alike(rope):
     assert architecture.lengths_must_match == any(not architecture.keeps_keys(1, n) for n in lengths)
 
 
-class Bidirectional(HybridConfig):
+class Bidirectional(ComposedArchitecture):
     """A model in which every position sees every other."""
 
     def reach(self, point: HookPoint) -> Reach:

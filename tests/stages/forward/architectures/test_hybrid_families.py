@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from mizarr.stages.forward.architectures.architecture import AttentionMixer, MixersSideBySide, RecurrentMixer
-from mizarr.stages.forward.architectures.hybrid_families import HYBRIDS, read_hybrid
 from mizarr.stages.forward.architectures.known import KNOWN
+from mizarr.stages.forward.architectures.mamba_families import HYBRIDS, read_mamba
 from mizarr.stages.forward.architectures.transformer import ConfigReader
 from mizarr.stages.forward.models.autoconfig import report
 from mizarr.stages.forward.models.files import resolve
@@ -38,7 +38,7 @@ REQUIRED: dict[str, dict[str, Any]] = {
 
 
 def read(raw: dict[str, Any]) -> Any:
-    return read_hybrid(ConfigReader(raw), {})
+    return read_mamba(ConfigReader(raw), {})
 
 
 @pytest.mark.parametrize("family", HYBRIDS)
@@ -118,7 +118,7 @@ def test_layers_say_what_mixes_in_them():
 def test_names_of_tensors_are_no_part_of_what_a_model_is():
     raw = REQUIRED["nemotron_h"] | {"model_type": "nemotron_h"}
     here, there = (
-        read_hybrid(ConfigReader(raw), {f"{root}.norm_f.weight": (64,)}) for root in ("model", "backbone")
+        read_mamba(ConfigReader(raw), {f"{root}.norm_f.weight": (64,)}) for root in ("model", "backbone")
     )
     assert here.digest == there.digest and here.tensors.prefix != there.tensors.prefix
     assert here.digest != read(raw | {"hybrid_override_pattern": "EM*-M-"}).digest

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 from mizarr.stages.forward.architectures.families import from_hf_config
 from mizarr.stages.forward.models.files import resolve
-from mizarr.stages.forward.networks import hybrid, weights
+from mizarr.stages.forward.networks import composed, weights
 from mizarr.stages.logits.readout import readout_from_files
 from mizarr.store.errors import WeightsError
 
@@ -37,7 +37,7 @@ def tensors(config=CONFIG, dtype=torch.float32):
 
 
 def load(path, config=CONFIG, dtype=torch.float32):
-    return weights.load([path], config, hybrid.block, dtype=dtype, device=CPU, progress=False)
+    return weights.load([path], config, composed.block, dtype=dtype, device=CPU, progress=False)
 
 
 @pytest.fixture
@@ -102,7 +102,7 @@ def test_a_tensor_in_two_files_is_refused(tmp_path):
     save_file({"lm_head.weight": held["lm_head.weight"]}, tmp_path / "b.safetensors")
     files = [tmp_path / "a.safetensors", tmp_path / "b.safetensors"]
     with pytest.raises(WeightsError, match=r"'lm_head.weight' in one file, found it in .*a.safetensors and"):
-        weights.load(files, CONFIG, hybrid.block, dtype=torch.float32, device=CPU, progress=False)
+        weights.load(files, CONFIG, composed.block, dtype=torch.float32, device=CPU, progress=False)
 
 
 def test_shards_are_read_through_their_index(tmp_path):
@@ -116,7 +116,7 @@ def test_shards_are_read_through_their_index(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(RAW))
     files = resolve(tmp_path)
     loaded = weights.load(
-        files.weight_files, CONFIG, hybrid.block, dtype=torch.float32, device=CPU, progress=False
+        files.weight_files, CONFIG, composed.block, dtype=torch.float32, device=CPU, progress=False
     )
     assert torch.equal(
         loaded.layers[0].channel_mixer.weights.gate.weight, held["model.layers.0.mlp.gate_proj.weight"]
@@ -229,7 +229,7 @@ def measure(path: str, raw: str) -> None:
     """Print the bytes by which loading raises the peak; run in a process of its own."""
     config = from_hf_config(json.loads(raw))
     before = peak()
-    weights.load([Path(path)], config, hybrid.block, dtype=torch.float32, device=CPU, progress=False)
+    weights.load([Path(path)], config, composed.block, dtype=torch.float32, device=CPU, progress=False)
     print(peak() - before)
 
 

@@ -1,4 +1,4 @@
-"""The network of hybrids and of state-space models: layers that each have their own mixers.
+"""The network of every composed architecture: layers that each have their own mixers.
 
     embed -> [resid_pre -> ln1 -> mixers -> attn_out -> resid_mid
                         -> ln2 -> channel mixer -> mlp_out -> resid_post] * L -> final_norm -> logits
@@ -7,7 +7,7 @@ In layers that share a block (mixers/shared_block.py), ln1 norms what that adds 
 
 Knows which class computes which kind of mixer, and nothing of what they do. A layer without a channel mixer,
 or without a mixer, has neither its half nor resid_mid. Norms may stand behind what mixers give, around them,
-on the stream, or on its sum with what they give (`LayerShape.norms`); in a parallel layer both halves read
+on the stream, or on its sum with what they give (`LayerSpec.norms`); in a parallel layer both halves read
 the same norm.
 
 Axes: [B, token, channel].
@@ -25,7 +25,7 @@ from torch import Tensor
 
 from ....store.errors import ConfigError
 from ..architectures.architecture import LENT
-from ..architectures.hybrid import HybridConfig
+from ..architectures.composed import ComposedArchitecture
 from ..checkpoints.source import Take
 from ..hooks.taps import Taps
 from .attention import StreamRead
@@ -51,7 +51,7 @@ from .mixers.short_convolution import ShortConvolution
 from .norms import apply_norm, normalise
 from .weights import NormWeights, Weights, made, parts_of
 
-__all__ = ["Hybrid", "HybridLayer", "block", "tensors_of"]
+__all__ = ["ComposedNetwork", "LayerModules", "block", "tensors_of"]
 
 MIXERS: dict[str, Callable[[Any, LayerTensors], Mixer]] = {
     "attention": SelfAttention,
@@ -77,8 +77,8 @@ START = "start"
 
 
 @dataclass(frozen=True)
-class HybridLayer:
-    """One layer's mixers and norms; norms by their names in architectures/hybrid_tensors.py."""
+class LayerModules:
+    """One layer's mixers and norms; norms by their names in architectures/layer_tensors.py."""
 
     mixers: tuple[Mixer, ...]
     channel_mixer: ChannelMixer | None
@@ -88,7 +88,7 @@ class HybridLayer:
     """What the stream is multiplied by where something is added to it, "1" and "2"."""
 
 
-def tensors_of(take: Take, config: HybridConfig, layer: int) -> dict[str, Tensor]:
+def tensors_of(take: Take, config: ComposedArchitecture, layer: int) -> dict[str, Tensor]:
     """All weights of a layer by their names, from a function that gives a tensor by its checkpoint name."""
     tensors = config.tensors
     lent = {weight: tensors.outside[weight] for weight in LENT if weight in tensors.outside}
@@ -99,7 +99,7 @@ def tensors_of(take: Take, config: HybridConfig, layer: int) -> dict[str, Tensor
     return found
 
 
-def block(take: Take, config: HybridConfig, layer: int) -> HybridLayer:
+def block(take: Take, config: ComposedArchitecture, layer: int) -> LayerModules:
     """One layer from a function that gives a tensor by its checkpoint name."""
     found, shape = tensors_of(take, config, layer), config.blocks[layer]
     norms = parts_of({name: tensor for name, tensor in found.items() if name.startswith("ln")})
@@ -107,13 +107,13 @@ def block(take: Take, config: HybridConfig, layer: int) -> HybridLayer:
     channel = shape.channel_mixer
     channel_mixer = None if channel is None else CHANNEL_MIXERS[channel.kind](channel, found)
     shared = None if shape.shared is None else SharedBlock(shape.shared, found)
-    return HybridLayer(mixers, channel_mixer, norms, shared, own(found, "carry."))
+    return LayerModules(mixers, channel_mixer, norms, shared, own(found, "carry."))
 
 
-class Hybrid(Ends[HybridConfig, HybridLayer]):
-    """The network of every hybrid (`Network` in loop.py)."""
+class ComposedNetwork(Ends[ComposedArchitecture, LayerModules]):
+    """The network of every composed architecture (`Network` in loop.py)."""
 
-    def __init__(self, config: HybridConfig, weights: Weights[HybridLayer]) -> None:
+    def __init__(self, config: ComposedArchitecture, weights: Weights[LayerModules]) -> None:
         super().__init__(config, weights)
         self._carries_embedding = any(block.shared for block in config.blocks)
 

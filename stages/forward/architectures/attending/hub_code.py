@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from .....store.errors import ConfigError
-from ..hybrid_tensors import LLAMA, Spelling
+from ..layer_tensors import LLAMA, Spelling
 from ..linear_families import OF_MIXTRAL
 from ..transformer import ConfigReader
 from .family import Attends, TensorShapes
