@@ -75,8 +75,12 @@ from mizarr.stages.features.effects.random_attribution import RandomAttribution
 from mizarr.stages.features.effects.ranked import RankedExchanges, RankedSweep, RankedTrace
 from mizarr.stages.features.effects.sweeps import Dose, InjectionSweep
 from mizarr.stages.features.layers.layout import DictionaryLayout
+from mizarr.stages.forward.architectures.architecture import HeadTransform
+from mizarr.stages.forward.architectures.composed import ComposedArchitecture, LayerSpec
+from mizarr.stages.forward.architectures.layer_tensors import Spelling
+from mizarr.stages.forward.architectures.mixers import AttentionSpec, MlpSpec, RelativeSpec
 from mizarr.stages.forward.architectures.points import HookPoint
-from mizarr.stages.forward.architectures.transformer import RopeConfig, TransformerConfig
+from mizarr.stages.forward.architectures.transformer import RopeConfig
 from mizarr.stages.forward.edges.layout import Layout as GraphLayout
 from mizarr.stages.forward.generation.continuations import GenerationSettings
 from mizarr.stages.forward.hooks.edge_interventions import Knockout, SetValue, Steer
@@ -756,37 +760,62 @@ def test_which_words_end_a_continuation_is_never_left_to_files():
 
 # -- keys, configurations, runs
 
-CONFIG = TransformerConfig("llama", 16, 1, 4, 2, 4, 24, 32, 64, RopeConfig(1e4, 4), (None,))
+ATTENTION = AttentionSpec(4, 2, 4, RopeConfig(1e4, 4))
+CONFIG = ComposedArchitecture(
+    "llama", 16, 32, (LayerSpec((ATTENTION,), MlpSpec(24, "silu")),), Spelling(), 1e-5
+)
+AXES = [field.name for field in dataclasses.fields(ComposedArchitecture) if field.name != "spelling"]
 
 
-NAMES = ("root", "head")
-"""Of tensors in a checkpoint: two that spell them otherwise compute the same."""
-AXES = [field.name for field in dataclasses.fields(TransformerConfig) if field.name not in NAMES]
+def with_attention(attention: AttentionSpec) -> ComposedArchitecture:
+    return replace(CONFIG, blocks=(replace(CONFIG.blocks[0], mixers=(attention,)),))
 
 
-@pytest.mark.parametrize("field", NAMES)
-def test_how_a_checkpoint_names_its_tensors_is_in_no_digest(field):
-    assert replace(CONFIG, **{field: "other."}).digest == CONFIG.digest
+def test_how_a_checkpoint_names_its_tensors_is_in_no_digest():
+    assert replace(CONFIG, spelling=Spelling(embed="other")).digest == CONFIG.digest
 
 
 @pytest.mark.parametrize("field", AXES)
 def test_every_axis_of_an_architecture_is_in_its_digest(field):
     value = getattr(CONFIG, field)
-    given = {field: 7.0 if value is None else another(value)}
-    given |= {"layer_windows": (5,)} if field == "layer_windows" else {}
-    given |= {"layer_windows": (None, None)} if field == "num_layers" else {}
-    given |= {"num_attention_heads": 6} if field == "num_attention_heads" else {}
-    given |= {"num_kv_heads": 4} if field == "num_kv_heads" else {}
-    assert replace(CONFIG, **given).digest != CONFIG.digest
+    others = {
+        "blocks": CONFIG.blocks * 2,
+        "norm_type": "layer",
+        "norm_biases": "none",
+        "transform": HeadTransform(16, "gelu", 1e-5),
+    }
+    other = others[field] if field in others else 7 if value is None else another(value)
+    assert replace(CONFIG, **{field: other}).digest != CONFIG.digest
 
 
-@pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(RopeConfig)])
+@pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(AttentionSpec)])
+def test_every_axis_of_attention_is_in_the_digest(field):
+    value = getattr(ATTENTION, field)
+    given = {
+        "num_attention_heads": 6,
+        "num_kv_heads": 4,
+        "turning": None,
+        "norms": "head",
+        "norm_type": "layer",
+        "layout": "by part",
+        "growth": (0.1, 8),
+        "groups": (1, 1, 1, 1),
+        "relative": RelativeSpec(8, 2, 4, ("bias",), looks_back=True),
+        "slopes": (0.5,) * 4,
+    }.get(field, 7 if value is None else another(value))
+    heads = {"num_kv_heads": 4} if field == "slopes" else {}
+    other = with_attention(replace(ATTENTION, **heads, **{field: given}))
+    assert other.digest != with_attention(replace(ATTENTION, **heads)).digest
+
+
+@pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(RopeConfig) if field.compare])
 def test_every_axis_of_a_rotary_embedding_is_in_its_digest(field):
-    value = getattr(CONFIG.rope, field)
+    value = getattr(ATTENTION.rope, field)
     other = {"dim": 2, "short_factor": (1.5,), "long_factor": (1.5,)}.get(
         field, 7 if value is None else another(value)
     )
-    assert replace(CONFIG, rope=replace(CONFIG.rope, **{field: other})).digest != CONFIG.digest
+    rope = replace(ATTENTION.rope, **{field: other})
+    assert with_attention(replace(ATTENTION, turning=rope)).digest != CONFIG.digest
 
 
 RUN = RunKey("model", "prompt", "hooks")

@@ -536,9 +536,11 @@ def edit(model: mizarr.Model, number: int, how: str) -> None:
     elif how == "setitem":
         tensor[0] = 0.25
     elif how == "assign":
-        object.__setattr__(layer, "down", Linear(layer.down.weight * 2.0))
+        mlp = layer.channel_mixer.weights
+        object.__setattr__(mlp, "down", Linear(mlp.down.weight * 2.0))
     elif how == "cast":
-        object.__setattr__(layer, "up", Linear(layer.up.weight.to(torch.bfloat16).to(layer.up.weight.dtype)))
+        mlp = layer.channel_mixer.weights
+        object.__setattr__(mlp, "up", Linear(mlp.up.weight.to(torch.bfloat16).to(mlp.up.weight.dtype)))
     else:
         network.config = replace(network.config, norm_eps=0.7)
 

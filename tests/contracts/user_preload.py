@@ -12,7 +12,7 @@ for _name in (
     "mizarr.stages.features.effects.activity",
     "mizarr.stages.features.corpus.encode",
     "mizarr.stages.forward.capture.harvest",
-    "mizarr.stages.forward.networks.decoder",
+    "mizarr.stages.forward.networks.composed",
     "mizarr.stages.graph.rows.attribute",
     "mizarr.stages.graph.prepare",
     "mizarr.stages.causal.knockout",

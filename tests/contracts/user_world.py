@@ -29,6 +29,7 @@ import mizarr
 from mizarr.store import Store, open_store
 from mizarr.store.errors import MizarrError
 from tests.conftest import TINY
+from tests.layer_parts import part_of
 from tests.random_dictionaries import save_random_plt
 
 Answer = dict[str, np.ndarray]
@@ -168,7 +169,7 @@ def tensors_of(model: mizarr.Model) -> dict[str, Any]:
     found = {outside["embed"].name: weights.embed, outside["final_norm"].name: weights.final_norm.weight}
     for number, layer in enumerate(weights.layers):
         for weight in tensors.layers[number]:
-            found[tensors.in_layer(number, weight)] = getattr(layer, weight).weight
+            found[tensors.in_layer(number, weight)] = part_of(layer, weight).weight
     return found
 
 

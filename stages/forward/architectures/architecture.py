@@ -24,8 +24,6 @@ from .points import BY_NAME, STATE_ROOMS, HookPoint
 
 __all__ = [
     "BESIDE",
-    "EVERYWHERE",
-    "LATER",
     "Architecture",
     "AttentionMixer",
     "AxisSizes",
@@ -43,17 +41,13 @@ __all__ = [
     "Stored",
     "Tensors",
     "WeightCounts",
-    "later",
     "plain",
     "require_tied",
-    "without_later",
 ]
 
 SHIFTED = frozenset(("Dream",))
 """Families that fill in masks and were trained further from models that predict the next token: the logits at
 a position are still of the token behind it (Ye et al., Dream 7B, 2025)."""
-LATER = "later"
-EVERYWHERE, _OUTSIDE = "everywhere", "outside"
 Reach = Literal["here", "later", "all"]
 """Which positions a change reaches before its layer ends: its own, later ones too, or all of them."""
 
@@ -196,7 +190,7 @@ class Heads:
     scores or values.
 
     count: of queries; kv_count: of keys and values, each shared by as many queries. size: of a head. layout:
-    of queries, keys and values in one tensor, as `AttentionShape` says it. rope: how queries and keys turn,
+    of queries, keys and values in one tensor, as `AttentionSpec` says it. rope: how queries and keys turn,
     None for not. are_normed: queries and keys, before they meet. clip: the largest entry of queries, keys and
     values. is_gated: whether what a head has read is multiplied by a gate; gates_beside: whether a head's
     gate stands behind its query in one tensor. slopes: what scores rise by with the position of a key.
@@ -647,29 +641,13 @@ def require_tied(copy: str, original: str, same: bool) -> None:
         )
 
 
-def later(default: Any, *, everywhere: bool = False) -> Any:
-    """A field that enters no digest at its default, or every key would move. everywhere: inside of what other
-    fields hold, too."""
-    return field(default=default, metadata={LATER: EVERYWHERE if everywhere else _OUTSIDE})
-
-
 def plain(value: Any) -> dict[str, Any]:
-    """The fields of a dataclass, and of those in it, but for those left out everywhere."""
-    held = {each.name: (getattr(value, each.name), each) for each in fields(value)}
-    return {
-        name: _plain(inner)
-        for name, (inner, each) in held.items()
-        if each.metadata.get(LATER) != EVERYWHERE or inner != each.default
-    }
+    """The fields of a dataclass, and of dataclasses in it, as plain values; without fields that hold weights,
+    which comparisons leave out."""
+    return {each.name: _plain(getattr(value, each.name)) for each in fields(value) if each.compare}
 
 
 def _plain(value: Any) -> Any:
     if isinstance(value, tuple):
         return tuple(map(_plain, value))
     return plain(value) if is_dataclass(value) else value
-
-
-def without_later(value: Any, found: dict[str, Any]) -> dict[str, Any]:
-    """Fields of a dataclass as plain values, but for those that came later and are at their default."""
-    usual = {each.name: each.default for each in fields(value) if LATER in each.metadata}
-    return {name: each for name, each in found.items() if name not in usual or each != usual[name]}

@@ -1,4 +1,4 @@
-"""The supported transformer families, one row each, and how a row and a config.json make a TransformerConfig.
+"""Llama-like decoder families, one row each, and how a row and a config.json make an architecture.
 
 Semantics and defaults are those of the reference implementation (transformers); where candle-mi's table
 differs, DESIGN.md says so. A new family that differs along existing axes is a new row here and nothing else.
@@ -12,7 +12,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from ....store.errors import ConfigError, nearest
-from .transformer import ActivationName, ConfigReader, Norm, RopeConfig, RopeScheme, TransformerConfig
+from .composed import ComposedArchitecture, LayerSpec
+from .layer_tensors import LLAMA
+from .mixers import AttentionSpec, MlpSpec
+from .transformer import ActivationName, ConfigReader, Norm, RopeConfig, RopeScheme
 
 Windows = Literal["none", "all", "listed", "alternating", "from_max_window_layers"]
 Bias = bool | str | tuple[str, bool]
@@ -221,8 +224,8 @@ def described(model_type: str, family: Family) -> dict[str, str]:
     }
 
 
-def from_hf_config(raw: dict[str, Any], source: str = "config.json") -> TransformerConfig:
-    """The axes of a known family's config.json.
+def from_hf_config(raw: dict[str, Any], source: str = "config.json") -> ComposedArchitecture:
+    """The architecture that the config.json of one of `FAMILIES` describes.
 
     Raises ConfigError for a missing or unknown model_type, a missing required key, a value of the wrong type,
     an unknown rope scheme, and for settings no part of the forward pass follows (quantised weights, attention
@@ -250,49 +253,69 @@ def model_type_of(raw: dict[str, Any], source: str = "config.json") -> str:
     return model_type
 
 
-def read_family(reader: ConfigReader, model_type: str, family: Family) -> TransformerConfig:
-    """A TransformerConfig from a config.json read the way a family says."""
+def read_family(reader: ConfigReader, model_type: str, family: Family) -> ComposedArchitecture:
+    """The architecture of a Llama-like decoder: every layer attends and has an MLP.
+
+    reader: config.json. family: defaults and switches of its family.
+
+    Raises:
+        ConfigError: A key is missing, of the wrong type, contradicts another, or asks for what is not
+            computed here.
+    """
     refuse_unfollowed(reader, looks_ahead=True)
-    looks_ahead = asks_to_look_ahead(reader)
-    hidden, heads, layers = (
+    is_bidirectional = asks_to_look_ahead(reader)
+    hidden, heads, num_layers = (
         reader.integer(key) for key in ("hidden_size", "num_attention_heads", "num_hidden_layers")
     )
     head_dim = reader.integer("head_dim", family.head_dim or hidden // heads)
     context = reader.integer("max_position_embeddings", family.max_positions)
-    eps = reader.number(family.eps_key, family.eps)
-    caps = family.soft_caps
-    return TransformerConfig(
-        model_type=model_type,
-        hidden_size=hidden,
-        num_layers=layers,
+    eps, caps = reader.number(family.eps_key, family.eps), family.soft_caps
+    windows = read_windows(reader, family, num_layers)
+    scalar = family.query_scalar and reader.positive("query_pre_attn_scalar", family.query_scalar)
+    attention = AttentionSpec(
         num_attention_heads=heads,
         num_kv_heads=kv_heads_of(reader, family, heads),
         head_dim=head_dim,
-        intermediate_size=reader.integer("intermediate_size"),
-        vocab_size=reader.integer("vocab_size"),
-        max_position_embeddings=context,
-        rope=replace(read_rope(reader, family, head_dim, context), interleaved=family.interleaved_rope),
-        layer_windows=both_ways(read_windows(reader, family, layers))
-        if looks_ahead
-        else read_windows(reader, family, layers),
-        is_bidirectional=looks_ahead,
-        norm_type=family.norm,
-        norm_eps=eps,
-        activation=read_activation(reader, family),
-        qkv_layout=family.qkv,
-        mlp_layout=family.mlp,
+        turning=replace(read_rope(reader, family, head_dim, context), interleaved=family.interleaved_rope),
+        scale=None if scalar is None else 1 / math.sqrt(scalar),
         qkv_bias=has_bias(reader, family.qkv_bias),
-        o_proj_bias=has_bias(reader, family.o_bias),
-        mlp_bias=has_bias(reader, family.mlp_bias),
-        embedding_scale=math.sqrt(hidden) if family.scaled_embedding else None,
-        tie_word_embeddings=reader.flag("tie_word_embeddings", family.tied),
-        attn_logit_softcapping=caps and reader.optional_number("attn_logit_softcapping", caps[0]),
-        final_logit_softcapping=caps and reader.optional_number("final_logit_softcapping", caps[1]),
-        query_pre_attn_scalar=family.query_scalar
-        and reader.positive("query_pre_attn_scalar", family.query_scalar),
-        use_post_norms=family.post_norms,
-        use_qk_norm=family.qk_norm,
+        o_bias=has_bias(reader, family.o_bias),
+        norms="head" if family.qk_norm else None,
         qk_norm_eps=eps,
+        layout="by part" if family.qkv == "fused" else "separate",
+        soft_cap=caps and reader.optional_number("attn_logit_softcapping", caps[0]),
+        is_bidirectional=is_bidirectional,
+        norm_type=family.norm,
+    )
+    mlp = MlpSpec(
+        reader.integer("intermediate_size"),
+        read_activation(reader, family),
+        is_gated=family.mlp != "plain",
+        is_fused=family.mlp == "gated_fused",
+        has_bias=has_bias(reader, family.mlp_bias),
+    )
+    norms: Literal["around", "before"] = "around" if family.post_norms else "before"
+    windows = both_ways(windows) if is_bidirectional else windows
+    blocks = {window: LayerSpec((replace(attention, window=window),), mlp, norms) for window in set(windows)}
+    mlp_parts = {"plain": ("c_fc", "c_proj"), "gated_fused": ("gate_up_proj", "down_proj")}
+    return ComposedArchitecture(
+        model_type=model_type,
+        hidden_size=hidden,
+        vocab_size=reader.integer("vocab_size"),
+        blocks=tuple(blocks[window] for window in windows),
+        spelling=replace(
+            LLAMA,
+            ln2="pre_feedforward_layernorm" if family.post_norms else LLAMA.ln2,
+            attention_in="qkv_proj",
+            mlp_parts=mlp_parts.get(family.mlp, LLAMA.mlp_parts),
+        ),
+        norm_eps=eps,
+        norm_type=family.norm,
+        max_position_embeddings=context,
+        embedding_scale=math.sqrt(hidden) if family.scaled_embedding else None,
+        rounds_embedding_scale=family.scaled_embedding,
+        final_logit_softcapping=caps and reader.optional_number("final_logit_softcapping", caps[1]),
+        tie_word_embeddings=reader.flag("tie_word_embeddings", family.tied),
     )
 
 

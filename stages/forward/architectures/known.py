@@ -19,8 +19,8 @@ from .attending.reading import read_attending
 from .attending.towers import TOWERS, read_tower, text_section
 from .carrying.families import CARRYING
 from .families import FAMILIES, described, read_family
-from .hybrid_families import HYBRIDS, HybridFamily
 from .linear_families import KIN, LINEAR
+from .mamba_families import HYBRIDS, FamilyReader
 from .pairs.families import PAIRS, PairFamily
 from .recurrent_families import RECURRENT
 from .rwkv_families import RWKV, read_rwkv
@@ -196,7 +196,7 @@ def _rwkv(model_type: str, generation: int, examples: str) -> KnownFamily:
     )
 
 
-def _hybrid(model_type: str, family: HybridFamily) -> KnownFamily:
+def _hybrid(model_type: str, family: FamilyReader) -> KnownFamily:
     row = _row(model_type, family.examples, "RMS", family.mlp, family.mixers, family.head)
     return KnownFamily(family.config, row, family.reads_tensors)
 

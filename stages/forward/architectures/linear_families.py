@@ -1,6 +1,6 @@
 """How the config.json of a hybrid with linear attention or short convolutions is read: a function per family.
 
-As in hybrid_families.py, whose table of families these are part of: semantics and defaults are those of the
+As in mamba_families.py, whose table of families these are part of: semantics and defaults are those of the
 reference implementation (transformers).
 
 Border: one config, and names of tensors where checkpoints of a family spell them in two ways; never imports
@@ -14,51 +14,42 @@ from dataclasses import replace
 from typing import Literal
 
 from ....store.errors import ConfigError
+from .composed import ComposedArchitecture, LayerSpec
 from .families import Family, read_activation, read_rope
-from .hybrid import HybridConfig, LayerShape
-from .hybrid_families import HybridFamily, TensorShapes, checked, require_silu, rope_of
-from .hybrid_tensors import Spelling
-from .linear_mixers import GatedDeltaShape, LightningShape, LinearUnitShape, ShortConvolutionShape
+from .layer_tensors import LLAMA, Spelling
+from .linear_mixers import GatedDeltaSpec, LightningSpec, LinearUnitSpec, ShortConvolutionSpec
+from .mamba_families import FamilyReader, TensorShapes, checked, require_silu, rope_of
 from .mixers import (
-    AttentionShape,
-    ChannelShape,
-    ExpertsShape,
-    GatedAttentionShape,
-    LatentAttentionShape,
-    MlpShape,
+    AttentionSpec,
+    ChannelMixerSpec,
+    ExpertsSpec,
+    GatedAttentionSpec,
+    LatentAttentionSpec,
+    MlpSpec,
 )
 from .transformer import ConfigReader
 
 __all__ = ["KIN", "LINEAR", "either", "read_linear"]
 
-LLAMA = Spelling(
-    final_norm="model.norm",
-    ln2="post_attention_layernorm",
-    mixer="linear_attn.",
-    mlp="mlp.",
-    experts="mlp.",
-    router="gate",
-)
-"""What most of them have from Llama's checkpoints."""
 OF_MIXTRAL = ("w1", "w3", "w2")
 """Gate, up and down projections, as Mixtral has them."""
 
 
-def read_linear(reader: ConfigReader, shapes: TensorShapes) -> HybridConfig:
-    """The architecture of such a hybrid, as `read_hybrid` in hybrid_families.py."""
+def read_linear(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    """The architecture of such a hybrid, as `read_mamba` in mamba_families.py."""
     return LINEAR[reader.raw["model_type"]].config(reader, shapes)
 
 
 # -- gated delta nets
 
 
-def _qwen(reader: ConfigReader, shapes: TensorShapes) -> HybridConfig:
+def _qwen(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
     """Qwen3-Next, whose projections lie by group of heads, and Qwen3.5, where they lie by part."""
     model_type = reader.raw["model_type"]
     require_silu(reader, "hidden_act")
     eps, bias = reader.number("rms_norm_eps", 1e-6), reader.flag("attention_bias", False)
     head_dim = reader.integer("head_dim", 256)
-    attention = GatedAttentionShape(
+    attention = GatedAttentionSpec(
         reader.integer("num_attention_heads", 16),
         reader.integer("num_key_value_heads", 4 if model_type == "qwen3_5_text" else 2),
         head_dim,
@@ -78,7 +69,7 @@ def _qwen(reader: ConfigReader, shapes: TensorShapes) -> HybridConfig:
     ending = ".mlp.experts.gate_up_proj"
     is_listed = not any(name.startswith(f"{root}layers.") and name.endswith(ending) for name in shapes)
     blocks = tuple(
-        LayerShape(
+        LayerSpec(
             (attention if kind == "full_attention" else delta,), _of_qwen(reader, layer, is_listed=is_listed)
         )
         for layer, kind in enumerate(types)
@@ -97,7 +88,7 @@ def _qwen(reader: ConfigReader, shapes: TensorShapes) -> HybridConfig:
     return replace(_config(reader, blocks, spelling, context=32768), norm_type="gemma_rms")
 
 
-def _qwen_of_images(reader: ConfigReader, shapes: TensorShapes) -> HybridConfig:
+def _qwen_of_images(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
     """The text model of a Qwen3.5 that reads images, too: a section of its config.json."""
     text = reader.mapping("text_config")
     model_type = f"{reader.raw['model_type']}_text"
@@ -111,17 +102,17 @@ def _qwen_of_images(reader: ConfigReader, shapes: TensorShapes) -> HybridConfig:
     return _qwen(section, shapes)
 
 
-def _of_qwen(reader: ConfigReader, layer: int, *, is_listed: bool) -> ChannelShape:
+def _of_qwen(reader: ConfigReader, layer: int, *, is_listed: bool) -> ChannelMixerSpec:
     """A layer's MLP or experts."""
     usual = {"qwen3_next": 512, "qwen3_5_moe_text": 256}.get(reader.raw["model_type"], 0)
     count = reader.integer("num_experts", usual, least=0) if usual else 0
     dense = reader.raw.get("mlp_only_layers") or []
     reader.read.add("mlp_only_layers")
     if not count or layer in dense or (layer + 1) % reader.integer("decoder_sparse_step", 1):
-        return MlpShape(reader.integer("intermediate_size", 5632 if usual else 12288), "silu")
+        return MlpSpec(reader.integer("intermediate_size", 5632 if usual else 12288), "silu")
     # Qwen3.5 norms the weights of the chosen always, and has no key to say otherwise.
     sums = reader.raw["model_type"] != "qwen3_next" or reader.flag("norm_topk_prob", True)
-    return ExpertsShape(
+    return ExpertsSpec(
         count,
         reader.integer("num_experts_per_tok", 10 if usual == 512 else 8),
         reader.integer("moe_intermediate_size", 512),
@@ -133,13 +124,13 @@ def _of_qwen(reader: ConfigReader, layer: int, *, is_listed: bool) -> ChannelSha
     )
 
 
-def _olmo(reader: ConfigReader, shapes: TensorShapes) -> HybridConfig:
+def _olmo(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
     """Olmo Hybrid: norms stand before gated delta nets, and after attention."""
     require_silu(reader, "hidden_act")
     hidden, heads = reader.integer("hidden_size"), reader.integer("num_attention_heads", 30)
     eps = reader.number("rms_norm_eps", 1e-6)
     bias = reader.flag("attention_bias", False)
-    attention = AttentionShape(
+    attention = AttentionSpec(
         heads,
         reader.integer("num_key_value_heads", heads),
         hidden // heads,
@@ -151,7 +142,7 @@ def _olmo(reader: ConfigReader, shapes: TensorShapes) -> HybridConfig:
     )
     groups = reader.integer("linear_num_key_heads", heads)
     key_size = reader.integer("linear_key_head_dim", int(0.75 * hidden / groups))
-    delta = GatedDeltaShape(
+    delta = GatedDeltaSpec(
         reader.integer("linear_num_value_heads", heads),
         groups,
         key_size,
@@ -164,10 +155,10 @@ def _olmo(reader: ConfigReader, shapes: TensorShapes) -> HybridConfig:
     layers = reader.integer("num_hidden_layers")
     usual = _every(4, layers)
     types = _layer_types(reader, usual if "full_attention" in usual else [*usual[:-1], "full_attention"])
-    mlp = MlpShape(reader.integer("intermediate_size", 11008), "silu")
+    mlp = MlpSpec(reader.integer("intermediate_size", 11008), "silu")
     found = {
-        "full_attention": LayerShape((attention,), mlp, "after"),
-        "linear_attention": LayerShape((delta,), mlp),
+        "full_attention": LayerSpec((attention,), mlp, "after"),
+        "linear_attention": LayerSpec((delta,), mlp),
     }
     names = {name.rsplit(".", 2)[-2] for name in shapes if name.endswith("norm.weight")}
     # Checkpoints name norms by what they norm; transformers writes them so in layers that attend, too.
@@ -190,7 +181,7 @@ def _turns(reader: ConfigReader) -> bool:
     return held.get("rope_theta", 0.0) is not None
 
 
-def _kimi(reader: ConfigReader, shapes: TensorShapes) -> HybridConfig:
+def _kimi(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
     """Kimi Linear: gated delta nets with a decay for every key, and latent attention."""
     require_silu(reader, "hidden_act")
     eps, linear = reader.number("rms_norm_eps", 1e-5), reader.mapping("linear_attn_config")
@@ -198,10 +189,10 @@ def _kimi(reader: ConfigReader, shapes: TensorShapes) -> HybridConfig:
     heads = told.integer("num_heads", reader.integer("linear_num_heads", 32))
     width = told.integer("head_dim", reader.integer("linear_head_dim", 128))
     size = told.integer("short_conv_kernel_size", reader.integer("linear_conv_kernel_dim", 4))
-    delta = GatedDeltaShape(
+    delta = GatedDeltaSpec(
         heads, heads, width, width, size, "separate", decays="key", gate="sigmoid", norm_eps=eps
     )
-    attention = LatentAttentionShape(
+    attention = LatentAttentionSpec(
         reader.integer("num_attention_heads", 32),
         reader.integer("qk_nope_head_dim", 128),
         reader.integer("qk_rope_head_dim", 64),
@@ -221,9 +212,9 @@ def _kimi(reader: ConfigReader, shapes: TensorShapes) -> HybridConfig:
     dense = reader.integer("first_k_dense_replace", 1, least=0)
     parts = reader.strings("mlp_layer_types") or ["dense" if i < dense else "sparse" for i in range(layers)]
     parts = _known(reader, "mlp_layer_types", parts, ("dense", "sparse"))
-    experts, mlp = _of_kimi(reader), MlpShape(reader.integer("intermediate_size", 9216), "silu")
+    experts, mlp = _of_kimi(reader), MlpSpec(reader.integer("intermediate_size", 9216), "silu")
     blocks = tuple(
-        LayerShape((attention if kind == "full_attention" else delta,), mlp if part == "dense" else experts)
+        LayerSpec((attention if kind == "full_attention" else delta,), mlp if part == "dense" else experts)
         for kind, part in zip(_layer_types(reader, usual), parts, strict=True)
     )
     # The reference writes the MLP of a dense layer into the room of experts.
@@ -241,9 +232,9 @@ def _kimi(reader: ConfigReader, shapes: TensorShapes) -> HybridConfig:
     return replace(found, max_position_embeddings=context)
 
 
-def _of_kimi(reader: ConfigReader) -> ExpertsShape:
+def _of_kimi(reader: ConfigReader) -> ExpertsSpec:
     inner = reader.integer("moe_intermediate_size", 1024)
-    return ExpertsShape(
+    return ExpertsSpec(
         either(reader, "num_experts", "num_local_experts", 256),
         either(reader, "num_experts_per_token", "num_experts_per_tok", 8),
         inner,
@@ -271,12 +262,12 @@ def either(reader: ConfigReader, key: str, other: str, usual: int) -> int:
 # -- short convolutions
 
 
-def _lfm2(reader: ConfigReader, shapes: TensorShapes) -> HybridConfig:
+def _lfm2(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
     """LFM2, dense or, but for its first layers, of experts."""
     eps, heads = reader.number("norm_eps", 1e-5), reader.integer("num_attention_heads", 32)
     hidden = reader.integer("hidden_size")
     head_dim = reader.integer("head_dim", hidden // heads)
-    attention = AttentionShape(
+    attention = AttentionSpec(
         heads,
         reader.integer("num_key_value_heads", 8),
         head_dim,
@@ -285,13 +276,13 @@ def _lfm2(reader: ConfigReader, shapes: TensorShapes) -> HybridConfig:
         qk_norm_eps=eps,
     )
     size, bias = reader.integer("conv_L_cache", 3), reader.flag("conv_bias", False)
-    convolution = ShortConvolutionShape(hidden, size, bias)
+    convolution = ShortConvolutionSpec(hidden, size, bias)
     layers = reader.integer("num_hidden_layers", 32)
     attends = reader.raw.get("full_attn_idxs")
     usual = ["full_attention" if attends is None or i in attends else "conv" for i in range(layers)]
     types = _layer_types(reader, usual, ("full_attention", "conv"))
     blocks = tuple(
-        LayerShape((attention if kind == "full_attention" else convolution,), _of_lfm2(reader, layer))
+        LayerSpec((attention if kind == "full_attention" else convolution,), _of_lfm2(reader, layer))
         for layer, kind in enumerate(types)
     )
     spelling = Spelling(
@@ -311,13 +302,13 @@ def _lfm2(reader: ConfigReader, shapes: TensorShapes) -> HybridConfig:
     return replace(found, norm_eps=eps, tie_word_embeddings=tied)
 
 
-def _of_lfm2(reader: ConfigReader, layer: int) -> ChannelShape:
+def _of_lfm2(reader: ConfigReader, layer: int) -> ChannelMixerSpec:
     """A layer's MLP or experts."""
     if reader.raw["model_type"] == "lfm2":
-        return MlpShape(_width_of_lfm2(reader), "silu")
+        return MlpSpec(_width_of_lfm2(reader), "silu")
     if layer < reader.integer("num_dense_layers", 2, least=0):
-        return MlpShape(reader.integer("intermediate_size", 7168), "silu")
-    return ExpertsShape(
+        return MlpSpec(reader.integer("intermediate_size", 7168), "silu")
+    return ExpertsSpec(
         reader.integer("num_experts", 32),
         reader.integer("num_experts_per_tok", 4),
         reader.integer("moe_intermediate_size", 1792),
@@ -345,12 +336,12 @@ def _width_of_lfm2(reader: ConfigReader) -> int:
 # -- gated linear units
 
 
-def _recurrent_gemma(reader: ConfigReader, shapes: TensorShapes) -> HybridConfig:
+def _recurrent_gemma(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
     hidden, heads = reader.integer("hidden_size"), reader.integer("num_attention_heads", 10)
     activation = read_activation(
         reader, Family(activation_keys=("hidden_activation",), activation="gelu_pytorch_tanh")
     )
-    attention = AttentionShape(
+    attention = AttentionSpec(
         heads,
         reader.integer("num_key_value_heads", heads),
         hidden // heads,
@@ -359,14 +350,14 @@ def _recurrent_gemma(reader: ConfigReader, shapes: TensorShapes) -> HybridConfig
         qkv_bias=reader.flag("attention_bias", False),
         o_bias=True,
     )
-    unit = LinearUnitShape(
+    unit = LinearUnitSpec(
         reader.integer("lru_width", hidden), heads, reader.integer("conv1d_width", 4), activation
     )
     inner = reader.integer("intermediate_size", 3 * 2560) // 2
-    mlp = MlpShape(inner, activation, has_bias=True)
+    mlp = MlpSpec(inner, activation, has_bias=True)
     layers, kinds = reader.integer("num_hidden_layers"), reader.strings("block_types")
     kinds = kinds or ["recurrent", "recurrent", "attention"]
-    found = {"recurrent": LayerShape((unit,), mlp), "attention": LayerShape((attention,), mlp)}
+    found = {"recurrent": LayerSpec((unit,), mlp), "attention": LayerSpec((attention,), mlp)}
     types = _known(reader, "block_types", kinds, tuple(found))
     blocks = tuple(found[types[layer % len(types)]] for layer in range(layers))
     spelling = Spelling(
@@ -395,14 +386,14 @@ def _rounded(number: float) -> float:
 # -- lightning attention
 
 
-def _minimax(reader: ConfigReader, shapes: TensorShapes) -> HybridConfig:
+def _minimax(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
     """MiniMax-01: what is normed becomes the stream, which is weighed against what is added to it."""
     hidden, heads = reader.integer("hidden_size"), reader.integer("num_attention_heads", 32)
     head_dim, activation = reader.integer("head_dim", hidden // heads), read_activation(reader, Family())
     layers, weighed = reader.integer("num_hidden_layers"), ("full_attn", "linear_attn", "mlp")
     alpha = {part: reader.number(f"{part}_alpha_factor", 1.0) for part in weighed}
     beta = {part: reader.number(f"{part}_beta_factor", 1.0) for part in weighed}
-    attention = AttentionShape(
+    attention = AttentionSpec(
         heads,
         reader.integer("num_key_value_heads", 8),
         head_dim,
@@ -410,7 +401,7 @@ def _minimax(reader: ConfigReader, shapes: TensorShapes) -> HybridConfig:
         window=reader.optional_integer("sliding_window"),
         factors=(1.0, 1.0, beta["full_attn"]),
     )
-    experts = ExpertsShape(
+    experts = ExpertsSpec(
         reader.integer("num_local_experts", 8),
         reader.integer("num_experts_per_tok", 2),
         reader.integer("intermediate_size", 14336),
@@ -419,12 +410,12 @@ def _minimax(reader: ConfigReader, shapes: TensorShapes) -> HybridConfig:
         factor=beta["mlp"],
     )
 
-    def block(layer: int, kind: str) -> LayerShape:
+    def block(layer: int, kind: str) -> LayerSpec:
         if kind == "full_attention":
-            return LayerShape((attention,), experts, "of stream", (alpha["full_attn"], alpha["mlp"]))
+            return LayerSpec((attention,), experts, "of stream", (alpha["full_attn"], alpha["mlp"]))
         slope = 1 - layer / (layers - 1 + 1e-5) + 1e-5
-        lightning = LightningShape(heads, head_dim, slope, activation, out_factor=beta["linear_attn"])
-        return LayerShape((lightning,), experts, "of stream", (alpha["linear_attn"], alpha["mlp"]))
+        lightning = LightningSpec(heads, head_dim, slope, activation, out_factor=beta["linear_attn"])
+        return LayerSpec((lightning,), experts, "of stream", (alpha["linear_attn"], alpha["mlp"]))
 
     types = _layer_types(reader, _alternating(layers))
     blocks = tuple(block(layer, kind) for layer, kind in enumerate(types))
@@ -432,7 +423,7 @@ def _minimax(reader: ConfigReader, shapes: TensorShapes) -> HybridConfig:
     return _config(reader, blocks, spelling, eps=1e-5, context=131072)
 
 
-def _minimax_m2(reader: ConfigReader, shapes: TensorShapes) -> HybridConfig:
+def _minimax_m2(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
     """MiniMax-M2, which attends in every layer."""
     heads = reader.integer("num_attention_heads", 48)
     head_dim, eps = reader.integer("head_dim", 128), reader.number("rms_norm_eps", 1e-6)
@@ -440,7 +431,7 @@ def _minimax_m2(reader: ConfigReader, shapes: TensorShapes) -> HybridConfig:
     if reader.has("rotary_dim"):
         raw = {"partial_rotary_factor": reader.integer("rotary_dim") / head_dim} | raw
     family = Family(partial_rotary=True, theta=5e6)
-    attention = AttentionShape(
+    attention = AttentionSpec(
         heads,
         reader.integer("num_key_value_heads", 8),
         head_dim,
@@ -448,7 +439,7 @@ def _minimax_m2(reader: ConfigReader, shapes: TensorShapes) -> HybridConfig:
         norms="all",
         qk_norm_eps=eps,
     )
-    experts = ExpertsShape(
+    experts = ExpertsSpec(
         reader.integer("num_local_experts", 256),
         reader.integer("num_experts_per_tok", 8),
         reader.integer("intermediate_size", 1536),
@@ -457,7 +448,7 @@ def _minimax_m2(reader: ConfigReader, shapes: TensorShapes) -> HybridConfig:
         sums_to_one=True,
         sum_eps=0.0,
     )
-    blocks = (LayerShape((attention,), experts),) * reader.integer("num_hidden_layers", 62)
+    blocks = (LayerSpec((attention,), experts),) * reader.integer("num_hidden_layers", 62)
     spelling = replace(
         LLAMA, experts="block_sparse_moe.", expert_parts=OF_MIXTRAL, correction="e_score_correction_bias"
     )
@@ -471,8 +462,8 @@ def _alternating(layers: int) -> list[str]:
 # -- what several configs have under one name
 
 
-def _gated_delta(reader: ConfigReader, layout: Literal["by group", "by part"], eps: float) -> GatedDeltaShape:
-    return GatedDeltaShape(
+def _gated_delta(reader: ConfigReader, layout: Literal["by group", "by part"], eps: float) -> GatedDeltaSpec:
+    return GatedDeltaSpec(
         reader.integer("linear_num_value_heads", 32),
         reader.integer("linear_num_key_heads", 16),
         reader.integer("linear_key_head_dim", 128),
@@ -513,14 +504,14 @@ def _known(reader: ConfigReader, key: str, found: list[str], known: tuple[str, .
 
 def _config(
     reader: ConfigReader,
-    blocks: tuple[LayerShape, ...],
+    blocks: tuple[LayerSpec, ...],
     spelling: Spelling,
     *,
     eps: float = 1e-6,
     context: int | None,
-) -> HybridConfig:
+) -> ComposedArchitecture:
     """What they have in common; context: where the config does not say, None where nothing bounds it."""
-    return HybridConfig(
+    return ComposedArchitecture(
         model_type=reader.raw["model_type"],
         hidden_size=reader.integer("hidden_size"),
         vocab_size=reader.integer("vocab_size"),
@@ -532,75 +523,75 @@ def _config(
     )
 
 
-LINEAR: dict[str, HybridFamily] = {
-    "qwen3_next": HybridFamily(
+LINEAR: dict[str, FamilyReader] = {
+    "qwen3_next": FamilyReader(
         _qwen,
         "Qwen3-Next",
         "gated delta nets, some gated attention with quarter rope",
         "experts and a gated one of all",
     ),
-    "qwen3_5_text": HybridFamily(
+    "qwen3_5_text": FamilyReader(
         _qwen,
         "Qwen3.5, its text model",
         "gated delta nets, some gated attention with quarter rope",
         "gated SiLU",
         reads_tensors=True,
     ),
-    "qwen3_5_moe_text": HybridFamily(
+    "qwen3_5_moe_text": FamilyReader(
         _qwen,
         "Qwen3.5 with experts, its text model",
         "gated delta nets, some gated attention with quarter rope",
         "experts and a gated one of all",
         reads_tensors=True,
     ),
-    "olmo_hybrid": HybridFamily(
+    "olmo_hybrid": FamilyReader(
         _olmo,
         "Olmo Hybrid",
         "gated delta nets, some attention with QK-norm and norms behind it",
         "gated SiLU",
         reads_tensors=True,
     ),
-    "kimi_linear": HybridFamily(
+    "kimi_linear": FamilyReader(
         _kimi,
         "Kimi Linear",
         "gated delta nets with a decay for every key, some latent attention without rope",
         "gated SiLU, experts",
         reads_tensors=True,
     ),
-    "lfm2": HybridFamily(
+    "lfm2": FamilyReader(
         _lfm2, "LFM2", "short convolutions, some attention with QK-norm", "gated SiLU", head="tied"
     ),
-    "lfm2_moe": HybridFamily(
+    "lfm2_moe": FamilyReader(
         _lfm2,
         "LFM2 with experts",
         "short convolutions, some attention with QK-norm",
         "gated SiLU, experts",
         head="tied",
     ),
-    "recurrent_gemma": HybridFamily(
+    "recurrent_gemma": FamilyReader(
         _recurrent_gemma,
         "RecurrentGemma 2B and 9B",
         "gated linear units, some windowed attention with half rope",
         "gated GELU",
         "tied, scaled embedding, soft caps",
     ),
-    "minimax": HybridFamily(
+    "minimax": FamilyReader(
         _minimax, "MiniMax-Text-01", "lightning attention, some attention, norms on the stream", "experts"
     ),
 }
 """Every family of linear attention, gated linear units and short convolutions, by model_type."""
-KIN: dict[str, HybridFamily] = {
-    "minimax_m2": HybridFamily(
+KIN: dict[str, FamilyReader] = {
+    "minimax_m2": FamilyReader(
         _minimax_m2, "MiniMax-M2", "attention with QK-norm and partial rope", "experts"
     ),
-    "qwen3_5": HybridFamily(
+    "qwen3_5": FamilyReader(
         _qwen_of_images,
         "Qwen3.5, of which the text model runs",
         "gated delta nets, some gated attention with quarter rope",
         "gated SiLU",
         reads_tensors=True,
     ),
-    "qwen3_5_moe": HybridFamily(
+    "qwen3_5_moe": FamilyReader(
         _qwen_of_images,
         "Qwen3.5 with experts, of which the text model runs",
         "gated delta nets, some gated attention with quarter rope",

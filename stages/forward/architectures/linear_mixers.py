@@ -14,16 +14,16 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from .architecture import ConvolutionMixer, RecurrentMixer
-from .mixers import MixerShape
+from .mixers import MixerSpec
 from .transformer import ActivationName, RopeConfig
 
 __all__ = [
-    "GatedDeltaShape",
-    "LightningShape",
-    "LinearAttentionShape",
-    "LinearUnitShape",
-    "MlstmShape",
-    "ShortConvolutionShape",
+    "GatedDeltaSpec",
+    "LightningSpec",
+    "LinearAttentionSpec",
+    "LinearUnitSpec",
+    "MlstmSpec",
+    "ShortConvolutionSpec",
 ]
 
 _STATE = (
@@ -38,26 +38,26 @@ _WRITTEN = frozenset(
 )
 
 
-class _LinearShape(MixerShape):
+class _LinearShape(MixerSpec):
     """A mixer with hook points of the room "linear"."""
 
     reaches_later: ClassVar[frozenset[str]] = _WRITTEN
 
     @property
-    def fact(self) -> RecurrentMixer:
-        """See `MixerShape`."""
+    def summary(self) -> RecurrentMixer:
+        """See `MixerSpec`."""
         return RecurrentMixer(self.kind)
 
 
 @dataclass(frozen=True)
-class GatedDeltaShape(_LinearShape):
+class GatedDeltaSpec(_LinearShape):
     """A gated delta net (Yang et al., Gated Delta Networks, 2024, equation 10): a token takes from the state
     what it holds under its key before it writes there.
 
     groups: of heads that share queries and keys. conv_size: 0 for no convolution. decays: one a "head", or
     one a "key" channel (Kimi Delta Attention, 2025); None where nothing is forgotten (DeltaNet). beta_factor:
     of how much is replaced, which is a sigmoid; 2 lets the state change sign. gate: activation of the gate,
-    None without one. layout: how projections lie in a checkpoint, see hybrid_tensors.py.
+    None without one. layout: how projections lie in a checkpoint, see layer_tensors.py.
     """
 
     kind: ClassVar[str] = "gated_delta"
@@ -79,7 +79,7 @@ class GatedDeltaShape(_LinearShape):
 
     @property
     def held_points(self) -> tuple[str, ...]:
-        """See `MixerShape`."""
+        """See `MixerSpec`."""
         absent = {"linear_gate"} if self.gate is None else set()
         absent |= {"linear_log_decay", "linear_decay"} if self.decays is None else set()
         absent |= set() if self.conv_size else {"linear_conv"}
@@ -93,7 +93,7 @@ class GatedDeltaShape(_LinearShape):
 
     @property
     def axis_sizes(self) -> dict[str, int]:
-        """See `MixerShape`."""
+        """See `MixerSpec`."""
         return {
             "linear_head": self.heads,
             "linear_group": self.groups,
@@ -109,7 +109,7 @@ class GatedDeltaShape(_LinearShape):
 
 
 @dataclass(frozen=True)
-class LinearAttentionShape(_LinearShape):
+class LinearAttentionSpec(_LinearShape):
     """Linear attention whose state fades: gated linear attention (Yang et al., Gated Linear Attention, 2023,
     section 4), whose tokens say how much of each key is left; and retention (Sun et al., Retentive Network,
     2023, section 2.1), where it is "fixed", one number a head, and queries and keys turn.
@@ -139,7 +139,7 @@ class LinearAttentionShape(_LinearShape):
 
     @property
     def held_points(self) -> tuple[str, ...]:
-        """See `MixerShape`."""
+        """See `MixerSpec`."""
         absent = set() if self.has_gate else {"linear_gate"}
         absent |= set() if self.conv_size else {"linear_conv"}
         return tuple(point for point in self.points if point not in absent)
@@ -151,12 +151,12 @@ class LinearAttentionShape(_LinearShape):
 
     @property
     def rope(self) -> RopeConfig | None:
-        """See `MixerShape`."""
+        """See `MixerSpec`."""
         return self.turning
 
     @property
     def axis_sizes(self) -> dict[str, int]:
-        """See `MixerShape`; keys are shown as heads have them."""
+        """See `MixerSpec`; keys are shown as heads have them."""
         found = {
             "linear_head": self.heads,
             "linear_group": self.heads,
@@ -172,7 +172,7 @@ class LinearAttentionShape(_LinearShape):
 
 
 @dataclass(frozen=True)
-class LightningShape(_LinearShape):
+class LightningSpec(_LinearShape):
     """Lightning attention (Qin et al., Various Lengths, Constant Speed, 2024; MiniMax-01, 2025, section 2.2):
     linear attention whose decays are fixed, one a head.
 
@@ -191,7 +191,7 @@ class LightningShape(_LinearShape):
 
     @property
     def axis_sizes(self) -> dict[str, int]:
-        """See `MixerShape`."""
+        """See `MixerSpec`."""
         return {
             "linear_head": self.heads,
             "linear_group": self.heads,
@@ -206,7 +206,7 @@ class LightningShape(_LinearShape):
 
 
 @dataclass(frozen=True)
-class LinearUnitShape(_LinearShape):
+class LinearUnitSpec(_LinearShape):
     """A real-gated linear recurrent unit behind a short convolution (De et al., Griffin, 2024, section 2.4):
     every channel is a head with a state of one number.
 
@@ -223,7 +223,7 @@ class LinearUnitShape(_LinearShape):
 
     @property
     def axis_sizes(self) -> dict[str, int]:
-        """See `MixerShape`."""
+        """See `MixerSpec`."""
         return {
             "linear_head": self.channels,
             "linear_group": self.channels,
@@ -239,7 +239,7 @@ class LinearUnitShape(_LinearShape):
 
 
 @dataclass(frozen=True)
-class MlstmShape(MixerShape):
+class MlstmSpec(MixerSpec):
     """An mLSTM, the matrix memory of xLSTM (Beck et al., xLSTM, 2024, section 2.3; xLSTM 7B, 2025, section
     3).
 
@@ -270,8 +270,8 @@ class MlstmShape(MixerShape):
     is_fused: bool = False
 
     @property
-    def fact(self) -> RecurrentMixer:
-        """See `MixerShape`."""
+    def summary(self) -> RecurrentMixer:
+        """See `MixerSpec`."""
         return RecurrentMixer("mlstm")
 
     @property
@@ -282,7 +282,7 @@ class MlstmShape(MixerShape):
 
     @property
     def axis_sizes(self) -> dict[str, int]:
-        """See `MixerShape`."""
+        """See `MixerSpec`."""
         return {
             "mlstm_head": self.heads,
             "mlstm_key": self.key_size,
@@ -296,7 +296,7 @@ class MlstmShape(MixerShape):
 
 
 @dataclass(frozen=True)
-class ShortConvolutionShape(MixerShape):
+class ShortConvolutionSpec(MixerSpec):
     """A short convolution between two gates (LFM2, Liquid AI, 2025): a token sees the few before it, and no
     state is kept of others."""
 
@@ -309,15 +309,15 @@ class ShortConvolutionShape(MixerShape):
     has_bias: bool = False
 
     @property
-    def fact(self) -> ConvolutionMixer:
-        """See `MixerShape`."""
+    def summary(self) -> ConvolutionMixer:
+        """See `MixerSpec`."""
         return ConvolutionMixer(self.conv_size)
 
     @property
     def axis_sizes(self) -> dict[str, int]:
-        """See `MixerShape`; it is as wide as the stream."""
+        """See `MixerSpec`; it is as wide as the stream."""
         return {"hidden": self.channels}
 
     def bytes_per_token(self, itemsize: int) -> int:
-        """See `MixerShape`: the projections and their products, as wide as the stream each."""
+        """See `MixerSpec`: the projections and their products, as wide as the stream each."""
         return itemsize * 7 * self.channels

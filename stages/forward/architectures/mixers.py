@@ -1,7 +1,7 @@
-"""What a layer of a hybrid is made of: mixers and channel mixers, each a value of sizes and switches.
+"""What a layer is made of: mixers and channel mixers, each a value of sizes and switches.
 
 A mixer says here which hook points it has, at which of them a change reaches later positions, how large its
-axes are and what a token costs; hybrid_tensors.py says which tensors it is made of, and networks/mixers/ has
+axes are and what a token costs; layer_tensors.py says which tensors it is made of, and networks/mixers/ has
 the class that computes it, by `kind`. Another mixer is a class here, a function there, and a file there.
 
 Torch-free. Axes: as in points.py.
@@ -15,24 +15,24 @@ from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 from ....store.errors import ConfigError
-from .architecture import AttentionMixer, ConvolutionMixer, Heads, RecurrentMixer, later
+from .architecture import AttentionMixer, ConvolutionMixer, Heads, RecurrentMixer
 from .transformer import ActivationName, RopeConfig
 
 __all__ = [
-    "AttentionShape",
-    "ChannelShape",
-    "DifferentialShape",
-    "ExpertsShape",
-    "GatedAttentionShape",
-    "LatentAttentionShape",
-    "Mamba2Shape",
-    "MambaShape",
-    "MixerShape",
-    "MlpAndExpertsShape",
-    "MlpShape",
-    "RelativeShape",
-    "RoutedAttentionShape",
-    "SharedBlockShape",
+    "AttentionSpec",
+    "ChannelMixerSpec",
+    "DifferentialSpec",
+    "ExpertsSpec",
+    "GatedAttentionSpec",
+    "LatentAttentionSpec",
+    "Mamba2Spec",
+    "MambaSpec",
+    "MixerSpec",
+    "MlpAndExpertsSpec",
+    "MlpSpec",
+    "RelativeSpec",
+    "RoutedAttentionSpec",
+    "SharedBlockSpec",
 ]
 
 _ATTENTION = ("q", "k", "v", "rot_q", "rot_k", "scores", "attn_scores", "pattern", "z", "result")
@@ -55,7 +55,7 @@ _WRITTEN = frozenset(
 )
 
 
-class MixerShape(ABC):
+class MixerSpec(ABC):
     """A mixer without its weights."""
 
     kind: ClassVar[str]
@@ -72,8 +72,8 @@ class MixerShape(ABC):
 
     @property
     @abstractmethod
-    def fact(self) -> AttentionMixer | RecurrentMixer | ConvolutionMixer:
-        """What others are told of it."""
+    def summary(self) -> AttentionMixer | RecurrentMixer | ConvolutionMixer:
+        """Torch-free summary of this mixer, as `Architecture.layers` shows it."""
 
     @property
     @abstractmethod
@@ -90,7 +90,7 @@ class MixerShape(ABC):
         return None
 
 
-class ChannelShape(ABC):
+class ChannelMixerSpec(ABC):
     """A channel mixer without its weights."""
 
     kind: ClassVar[str]
@@ -98,8 +98,8 @@ class ChannelShape(ABC):
 
     @property
     @abstractmethod
-    def fact(self) -> Literal["MLP", "gated MLP", "experts"]:
-        """What others are told of it."""
+    def summary(self) -> Literal["MLP", "gated MLP", "experts"]:
+        """Torch-free summary of this mixer, as `Architecture.layers` shows it."""
 
     @property
     @abstractmethod
@@ -121,7 +121,7 @@ class ChannelShape(ABC):
 
 
 @dataclass(frozen=True)
-class RelativeShape:
+class RelativeSpec:
     """What scores have besides products of queries and keys, by how far a key is from its query.
 
     rows: of a table by distance, of which the first half are keys behind the query; distances from `near` on
@@ -139,11 +139,11 @@ class RelativeShape:
     shares_maps: bool = False
     norm_eps: float | None = None
     has_key_bias: bool = True
-    looks_back: bool = later(False, everywhere=True)
+    looks_back: bool = False
 
 
 @dataclass(frozen=True)
-class AttentionShape(MixerShape):
+class AttentionSpec(MixerSpec):
     """Attention with grouped queries (`AttentionSizes` in networks/attention.py).
 
     turning: None for no positions at all. scale: what q k^T is multiplied by. norms: of queries and keys,
@@ -167,7 +167,7 @@ class AttentionShape(MixerShape):
 
     kind: ClassVar[str] = "attention"
     points: ClassVar[tuple[str, ...]] = _ATTENTION
-    reaches_later: ClassVar[frozenset[str]] = frozenset(("k", "v", "rot_k"))
+    reaches_later: ClassVar[frozenset[str]] = frozenset(("k_input", "v_input", "k", "v", "rot_k"))
 
     num_attention_heads: int
     num_kv_heads: int
@@ -181,28 +181,33 @@ class AttentionShape(MixerShape):
     norm_type: Literal["rms", "gemma_rms", "layer"] = "rms"
     qk_norm_eps: float = 1e-6
     factors: tuple[float, float, float] = (1.0, 1.0, 1.0)
-    layout: Literal["separate", "by part", "by head", "by fourths"] = later("separate")
-    has_norm_weights: bool = later(True, everywhere=True)
-    norms_behind_rope: bool = later(False, everywhere=True)
-    clip: float | None = later(None, everywhere=True)
-    soft_cap: float | None = later(None, everywhere=True)
-    slopes: tuple[float, ...] = later((), everywhere=True)
-    has_sinks: bool = later(False, everywhere=True)
-    growth: tuple[float, int] | None = later(None, everywhere=True)
-    is_bidirectional: bool = later(False, everywhere=True)
-    has_norm_bias: bool = later(True, everywhere=True)
-    has_frequencies: bool = later(False, everywhere=True)
-    relative: RelativeShape | None = later(None, everywhere=True)
-    inner_norm_eps: float | None = later(None, everywhere=True)
-    groups: tuple[int, ...] | None = later(None, everywhere=True)
-    is_chunked: bool = later(False, everywhere=True)
-    growth_start: int = later(0, everywhere=True)
-    rises_by_values: bool = later(False, everywhere=True)
-    source: int | None = later(None, everywhere=True)
-    has_key_values: bool = later(False, everywhere=True)
-    norms_values: bool = later(False, everywhere=True)
+    layout: Literal["separate", "by part", "by head", "by fourths"] = "separate"
+    has_norm_weights: bool = True
+    norms_behind_rope: bool = False
+    clip: float | None = None
+    soft_cap: float | None = None
+    slopes: tuple[float, ...] = ()
+    has_sinks: bool = False
+    growth: tuple[float, int] | None = None
+    is_bidirectional: bool = False
+    has_norm_bias: bool = True
+    has_frequencies: bool = False
+    relative: RelativeSpec | None = None
+    inner_norm_eps: float | None = None
+    groups: tuple[int, ...] | None = None
+    is_chunked: bool = False
+    growth_start: int = 0
+    rises_by_values: bool = False
+    source: int | None = None
+    has_key_values: bool = False
+    norms_values: bool = False
 
     def __post_init__(self) -> None:
+        if self.num_attention_heads % self.num_kv_heads:
+            raise ConfigError(
+                f"expected num_attention_heads ({self.num_attention_heads}) to be a multiple of "
+                f"num_key_value_heads, found {self.num_kv_heads}; correct config.json, or fetch it again"
+            )
         if self.turning is not None and self.turning.dim > self.head_dim:
             raise ConfigError(
                 f"expected at most head_dim={self.head_dim} rotary dimensions, found {self.turning.dim}; "
@@ -220,8 +225,8 @@ class AttentionShape(MixerShape):
             )
 
     @property
-    def fact(self) -> AttentionMixer:
-        """See `MixerShape`."""
+    def summary(self) -> AttentionMixer:
+        """See `MixerSpec`."""
         scale = 1 / math.sqrt(self.head_dim) if self.scale is None else self.scale
         return AttentionMixer(
             scale,
@@ -234,7 +239,7 @@ class AttentionShape(MixerShape):
 
     @property
     def held_points(self) -> tuple[str, ...]:
-        """See `MixerShape`; keys and values are met where they are made."""
+        """See `MixerSpec`; keys and values are met where they are made."""
         made = () if self.source is None else ("k", "v", "rot_k")
         return tuple(kind for kind in self.points if kind not in made)
 
@@ -245,7 +250,7 @@ class AttentionShape(MixerShape):
             self.num_attention_heads,
             self.num_kv_heads,
             self.head_dim,
-            self.fact,
+            self.summary,
             self.layout,
             rope=self.turning,
             are_normed=self.norms is not None,
@@ -258,12 +263,12 @@ class AttentionShape(MixerShape):
 
     @property
     def rope(self) -> RopeConfig | None:
-        """See `MixerShape`."""
+        """See `MixerSpec`."""
         return self.turning
 
     @property
     def axis_sizes(self) -> dict[str, int]:
-        """See `MixerShape`."""
+        """See `MixerSpec`."""
         return {"head": self.num_attention_heads, "kv_head": self.num_kv_heads, "d_head": self.head_dim}
 
     def bytes_per_token(self, itemsize: int) -> int:
@@ -272,7 +277,7 @@ class AttentionShape(MixerShape):
 
 
 @dataclass(frozen=True)
-class GatedAttentionShape(AttentionShape):
+class GatedAttentionSpec(AttentionSpec):
     """Attention whose heads are multiplied by a sigmoid of what entered before they are projected (Qiu et
     al., Gated Attention, 2025): the query projection gives queries and gates, head by head, unless gates have
     one of their own (has_gate_projection)."""
@@ -280,16 +285,16 @@ class GatedAttentionShape(AttentionShape):
     kind: ClassVar[str] = "gated_attention"
     points: ClassVar[tuple[str, ...]] = ("attn_gate", *_ATTENTION)
 
-    has_gate_projection: bool = later(False, everywhere=True)
+    has_gate_projection: bool = False
 
     @property
     def heads(self) -> Heads:
-        """See `AttentionShape`."""
+        """See `AttentionSpec`."""
         return replace(super().heads, is_gated=True, gates_beside=not self.has_gate_projection)
 
 
 @dataclass(frozen=True)
-class DifferentialShape(MixerShape):
+class DifferentialSpec(MixerSpec):
     """Attention of pairs of heads, of which one pattern is taken from the other (Ye et al., Differential
     Transformer, 2024, section 2.1).
 
@@ -299,9 +304,9 @@ class DifferentialShape(MixerShape):
 
     kind: ClassVar[str] = "differential_attention"
     points: ClassVar[tuple[str, ...]] = (*_ATTENTION[:-2], "diff_read", "diff_z")
-    reaches_later: ClassVar[frozenset[str]] = AttentionShape.reaches_later
+    reaches_later: ClassVar[frozenset[str]] = AttentionSpec.reaches_later
 
-    attention: AttentionShape
+    attention: AttentionSpec
     start: float
     norm_eps: float
 
@@ -313,18 +318,18 @@ class DifferentialShape(MixerShape):
             )
 
     @property
-    def fact(self) -> AttentionMixer:
-        """See `MixerShape`."""
-        return self.attention.fact
+    def summary(self) -> AttentionMixer:
+        """See `MixerSpec`."""
+        return self.attention.summary
 
     @property
     def rope(self) -> RopeConfig | None:
-        """See `MixerShape`."""
+        """See `MixerSpec`."""
         return self.attention.rope
 
     @property
     def axis_sizes(self) -> dict[str, int]:
-        """See `MixerShape`."""
+        """See `MixerSpec`."""
         pairs = self.attention.num_attention_heads // 2
         own = {"diff_head": pairs, "diff_value": 2 * self.attention.head_dim}
         return self.attention.axis_sizes | own
@@ -336,7 +341,7 @@ class DifferentialShape(MixerShape):
 
 
 @dataclass(frozen=True)
-class RoutedAttentionShape(MixerShape):
+class RoutedAttentionSpec(MixerSpec):
     """A mixture of attention (Zhang et al., Mixture of Attention Heads, 2022, section 3): experts make
     queries and write what these read; all share keys and values.
 
@@ -346,7 +351,7 @@ class RoutedAttentionShape(MixerShape):
 
     kind: ClassVar[str] = "routed_attention"
     points: ClassVar[tuple[str, ...]] = ("moa_router_logits", "moa_weights", *_ATTENTION[:-2], "moa_z")
-    reaches_later: ClassVar[frozenset[str]] = AttentionShape.reaches_later
+    reaches_later: ClassVar[frozenset[str]] = AttentionSpec.reaches_later
 
     experts: int
     chosen: int
@@ -362,18 +367,18 @@ class RoutedAttentionShape(MixerShape):
             )
 
     @property
-    def fact(self) -> AttentionMixer:
-        """See `MixerShape`."""
+    def summary(self) -> AttentionMixer:
+        """See `MixerSpec`."""
         return AttentionMixer(1 / math.sqrt(self.head_dim))
 
     @property
     def rope(self) -> RopeConfig | None:
-        """See `MixerShape`."""
+        """See `MixerSpec`."""
         return self.turning
 
     @property
     def axis_sizes(self) -> dict[str, int]:
-        """See `MixerShape`."""
+        """See `MixerSpec`."""
         heads = {"head": self.chosen * self.kv_heads, "kv_head": self.kv_heads, "d_head": self.head_dim}
         return heads | {"expert": self.experts, "slot": self.chosen}
 
@@ -383,7 +388,7 @@ class RoutedAttentionShape(MixerShape):
 
 
 @dataclass(frozen=True)
-class LatentAttentionShape(MixerShape):
+class LatentAttentionSpec(MixerSpec):
     """Attention whose keys and values are made of one narrow latent (DeepSeek-V2, 2024, section 2.1).
 
     own_size, shared_size: entries of a head's keys that are its own, and those that all heads share, behind
@@ -406,13 +411,13 @@ class LatentAttentionShape(MixerShape):
     query_rank: int | None = None
     has_bias: bool = False
     norm_eps: float = 1e-6
-    turning: RopeConfig | None = later(None, everywhere=True)
-    scale: float | None = later(None, everywhere=True)
-    factor: float = later(1.0, everywhere=True)
+    turning: RopeConfig | None = None
+    scale: float | None = None
+    factor: float = 1.0
 
     @property
     def rope(self) -> RopeConfig | None:
-        """See `MixerShape`."""
+        """See `MixerSpec`."""
         return self.turning
 
     @property
@@ -421,13 +426,13 @@ class LatentAttentionShape(MixerShape):
         return self.own_size + self.shared_size
 
     @property
-    def fact(self) -> AttentionMixer:
-        """See `MixerShape`."""
+    def summary(self) -> AttentionMixer:
+        """See `MixerSpec`."""
         return AttentionMixer(1 / math.sqrt(self.key_size) if self.scale is None else self.scale)
 
     @property
     def axis_sizes(self) -> dict[str, int]:
-        """See `MixerShape`."""
+        """See `MixerSpec`."""
         return {
             "head": self.heads,
             "latent": self.rank + self.shared_size,
@@ -441,12 +446,12 @@ class LatentAttentionShape(MixerShape):
 
 
 @dataclass(frozen=True)
-class MambaShape(MixerShape):
+class MambaSpec(MixerSpec):
     """Mamba-1 (Gu and Dao, Mamba, 2023, algorithm 2): every channel has a state of its own.
 
     rank: of the map to step sizes. norms: of step sizes, B and C before they are used: None, "plain" without
     weights (Falcon-Mamba), "weighted" (Jamba). groups: of channels, each of which has maps of its own to step
-    sizes, B and C (Zamba). layout: how a checkpoint holds them, see hybrid_tensors.py.
+    sizes, B and C (Zamba). layout: how a checkpoint holds them, see layer_tensors.py.
     """
 
     kind: ClassVar[str] = "mamba"
@@ -461,17 +466,17 @@ class MambaShape(MixerShape):
     has_conv_bias: bool = True
     norms: Literal["plain", "weighted"] | None = None
     norm_eps: float = 1e-6
-    groups: int = later(1)
-    layout: Literal["by part", "by group"] = later("by part")
+    groups: int = 1
+    layout: Literal["by part", "by group"] = "by part"
 
     @property
-    def fact(self) -> RecurrentMixer:
-        """See `MixerShape`."""
+    def summary(self) -> RecurrentMixer:
+        """See `MixerSpec`."""
         return RecurrentMixer("mamba")
 
     @property
     def axis_sizes(self) -> dict[str, int]:
-        """See `MixerShape`."""
+        """See `MixerSpec`."""
         return {
             "ssm_head": self.channels,
             "ssm_group": self.groups,
@@ -487,7 +492,7 @@ class MambaShape(MixerShape):
 
 
 @dataclass(frozen=True)
-class Mamba2Shape(MixerShape):
+class Mamba2Spec(MixerSpec):
     """Mamba-2 (Dao and Gu, Transformers are SSMs, 2024, section 7): heads with one decay each.
 
     groups: of heads that share B and C. limits: of step sizes; None for no upper one. norm: of what was read,
@@ -525,13 +530,13 @@ class Mamba2Shape(MixerShape):
         return self.channels + 2 * self.groups * self.state_size
 
     @property
-    def fact(self) -> RecurrentMixer:
-        """See `MixerShape`."""
+    def summary(self) -> RecurrentMixer:
+        """See `MixerSpec`."""
         return RecurrentMixer("mamba2")
 
     @property
     def axis_sizes(self) -> dict[str, int]:
-        """See `MixerShape`."""
+        """See `MixerSpec`."""
         return {
             "ssm_head": self.heads,
             "ssm_group": self.groups,
@@ -547,10 +552,10 @@ class Mamba2Shape(MixerShape):
 
 
 @dataclass(frozen=True)
-class MlpShape(ChannelShape):
+class MlpSpec(ChannelMixerSpec):
     """An MLP, gated or plain; factors: of the gate, and of what comes out. inner_norm_eps: of the RMS norm of
     what the down projection reads; None for none. groups: of convolutions in place of up and down
-    projection, as of attention's (`AttentionShape`). sparsity: the share of the inside that is to be 0, as if
+    projection, as of attention's (`AttentionSpec`). sparsity: the share of the inside that is to be 0, as if
     a token's gates were drawn from a normal distribution (Gemma 3n)."""
 
     kind: ClassVar[str] = "mlp"
@@ -562,32 +567,32 @@ class MlpShape(ChannelShape):
     """Whether gate and up projection are one tensor."""
     has_bias: bool = False
     factors: tuple[float, float] = (1.0, 1.0)
-    inner_norm_eps: float | None = later(None, everywhere=True)
-    groups: tuple[int, ...] | None = later(None, everywhere=True)
-    sparsity: float = later(0.0, everywhere=True)
+    inner_norm_eps: float | None = None
+    groups: tuple[int, ...] | None = None
+    sparsity: float = 0.0
 
     @property
-    def fact(self) -> Literal["MLP", "gated MLP"]:
-        """See `ChannelShape`."""
+    def summary(self) -> Literal["MLP", "gated MLP"]:
+        """See `ChannelMixerSpec`."""
         return "gated MLP" if self.is_gated else "MLP"
 
     @property
     def points(self) -> tuple[str, ...]:
-        """See `ChannelShape`."""
+        """See `ChannelMixerSpec`."""
         return ("mlp_pre_act", *(("mlp_pre_linear",) if self.is_gated else ()), "mlp_post_act")
 
     @property
     def axis_sizes(self) -> dict[str, int]:
-        """See `ChannelShape`."""
+        """See `ChannelMixerSpec`."""
         return {"mlp": self.intermediate_size}
 
     def bytes_per_token(self, itemsize: int) -> int:
-        """See `ChannelShape`: four tensors as wide as its inside."""
+        """See `ChannelMixerSpec`: four tensors as wide as its inside."""
         return itemsize * 4 * self.intermediate_size
 
 
 @dataclass(frozen=True)
-class ExpertsShape(ChannelShape):
+class ExpertsSpec(ChannelMixerSpec):
     """Experts of which every token is sent to a few, and perhaps one that all tokens go through.
 
     routing: how the chosen are weighed, see networks/mixers/experts.py. shared_size: width of the expert of
@@ -621,11 +626,11 @@ class ExpertsShape(ChannelShape):
     latent_size: int | None = None
     has_bias: bool = False
     factor: float = 1.0
-    has_routed_bias: bool = later(False, everywhere=True)
-    limits: tuple[float, float] | None = later(None, everywhere=True)
-    jitter: float = later(0.0, everywhere=True)
-    is_transposed: bool = later(False, everywhere=True)
-    has_output_bias: bool = later(False, everywhere=True)
+    has_routed_bias: bool = False
+    limits: tuple[float, float] | None = None
+    jitter: float = 0.0
+    is_transposed: bool = False
+    has_output_bias: bool = False
 
     def __post_init__(self) -> None:
         if self.chosen > self.count:
@@ -651,13 +656,13 @@ class ExpertsShape(ChannelShape):
             )
 
     def idle_weights(self, width: int) -> int:
-        """See `ChannelShape`."""
+        """See `ChannelMixerSpec`."""
         each = (3 if self.is_gated else 2) * (self.latent_size or width) * self.intermediate_size
         return (self.count - self.chosen) * each
 
     @property
-    def fact(self) -> Literal["experts"]:
-        """See `ChannelShape`."""
+    def summary(self) -> Literal["experts"]:
+        """See `ChannelMixerSpec`."""
         return "experts"
 
     @property
@@ -672,7 +677,7 @@ class ExpertsShape(ChannelShape):
 
     @property
     def axis_sizes(self) -> dict[str, int]:
-        """See `ChannelShape`."""
+        """See `ChannelMixerSpec`."""
         return {"expert": self.count}
 
     def bytes_per_token(self, itemsize: int) -> int:
@@ -681,7 +686,7 @@ class ExpertsShape(ChannelShape):
 
 
 @dataclass(frozen=True)
-class MlpAndExpertsShape(ChannelShape):
+class MlpAndExpertsSpec(ChannelMixerSpec):
     """An MLP and experts beside it, each with a norm of its own on what it gives; experts and their router
     read the stream through norms of their own (Gemma 4).
 
@@ -690,32 +695,32 @@ class MlpAndExpertsShape(ChannelShape):
 
     kind: ClassVar[str] = "mlp_and_experts"
 
-    mlp: MlpShape
-    experts: ExpertsShape
+    mlp: MlpSpec
+    experts: ExpertsSpec
     norm_eps: float
 
     @property
-    def fact(self) -> Literal["experts"]:
-        """See `ChannelShape`."""
+    def summary(self) -> Literal["experts"]:
+        """See `ChannelMixerSpec`."""
         return "experts"
 
     @property
     def points(self) -> tuple[str, ...]:
-        """See `ChannelShape`; the MLP is the expert that all tokens go through."""
+        """See `ChannelMixerSpec`; the MLP is the expert that all tokens go through."""
         return (*self.mlp.points, *self.experts.points, "shared_expert_out")
 
     @property
     def axis_sizes(self) -> dict[str, int]:
-        """See `ChannelShape`."""
+        """See `ChannelMixerSpec`."""
         return self.mlp.axis_sizes | self.experts.axis_sizes
 
     def bytes_per_token(self, itemsize: int) -> int:
-        """See `ChannelShape`: those of both together."""
+        """See `ChannelMixerSpec`: those of both together."""
         return self.mlp.bytes_per_token(itemsize) + self.experts.bytes_per_token(itemsize)
 
 
 @dataclass(frozen=True)
-class SharedBlockShape(MixerShape):
+class SharedBlockSpec(MixerSpec):
     """A block of attention and MLP that several layers share, ahead of a mixer of their own (Glorioso et al.,
     Zamba, 2024, section 2; Zamba2, 2024, section 2).
 
@@ -735,8 +740,8 @@ class SharedBlockShape(MixerShape):
     reaches_later: ClassVar[frozenset[str]] = frozenset(points)
 
     hidden_size: int
-    attention: AttentionShape
-    mlp: MlpShape
+    attention: AttentionSpec
+    mlp: MlpSpec
     source: int
     place: int = 0
     listed: tuple[int, ...] = (0,)
@@ -745,18 +750,18 @@ class SharedBlockShape(MixerShape):
     norm_eps: float = 1e-5
 
     @property
-    def fact(self) -> AttentionMixer:
-        """See `MixerShape`."""
-        return self.attention.fact
+    def summary(self) -> AttentionMixer:
+        """See `MixerSpec`."""
+        return self.attention.summary
 
     @property
     def rope(self) -> RopeConfig | None:
-        """See `MixerShape`."""
+        """See `MixerSpec`."""
         return self.attention.rope
 
     @property
     def axis_sizes(self) -> dict[str, int]:
-        """See `MixerShape`."""
+        """See `MixerSpec`."""
         return {"shared": 2 * self.hidden_size} | self.attention.axis_sizes | self.mlp.axis_sizes
 
     def bytes_per_token(self, itemsize: int) -> int:

@@ -500,27 +500,6 @@ KINDS: tuple[HookKind, ...] = (
 BY_NAME = {kind.name: kind for kind in KINDS}
 LOGITS = "logits"
 """The kind that no model lists: a pass gives logits without a hook, a store keeps what is made of them."""
-_OF_OTHERS = frozenset(
-    kind.name
-    for kind in KINDS
-    if re.search(
-        r"\b(rwkv|ssm|linear|mlstm|conv|latent|diff|moa|shared|rnn|head|cross_attn|ln_cross|altup|laurel"
-        r"|layer_input)\.",
-        kind.path,
-    )
-) | {
-    LOGITS,
-    "pre_norm",
-    "cross_attn_out",
-    "resid_mid_cross",
-    "attn_gate",
-    "router_logits",
-    "router_probs",
-    "expert_weights",
-    "expert_out",
-    "shared_expert_out",
-}
-"""Kinds no decoder of attention and MLPs has."""
 STATE_ROOMS = ("rwkv", "ssm", "linear", "mlstm")
 """Rooms of mixers with a state; each has the kinds of `_states`."""
 SPLIT_INPUTS = ("q_input", "k_input", "v_input")
@@ -766,20 +745,6 @@ def expand(pattern: str, points: Iterable[HookPoint]) -> list[HookPoint]:
     if not found:
         raise HookPointNotFound(_unknown(pattern, [str(point) for point in held]))
     return found
-
-
-def transformer_points(num_layers: int, *, post_norms: bool, gated: bool) -> tuple[HookPoint, ...]:
-    """Every hook point of a transformer, in execution order.
-
-    post_norms: the family normalises what attention and MLP add (4 norms per block). gated: its MLP has an
-    up projection beside the activated one.
-    """
-    absent = set(_OF_OTHERS)
-    if not post_norms:
-        absent |= {"ln1_post_scale", "ln1_post_normalized", "ln2_post_scale", "ln2_post_normalized"}
-    if not gated:
-        absent.add("mlp_pre_linear")
-    return points_of((kind.name for kind in KINDS if kind.name not in absent), num_layers)
 
 
 def points_of(kinds: Iterable[str], num_layers: int) -> tuple[HookPoint, ...]:

@@ -1,6 +1,6 @@
 """How the config.json of a model of one recurrent mixer is read: xLSTM, and those of flash-linear-attention.
 
-As in hybrid_families.py, whose table of families these are part of. Semantics and defaults are those of the
+As in mamba_families.py, whose table of families these are part of. Semantics and defaults are those of the
 code that writes such checkpoints: of transformers for xLSTM, else of flash-linear-attention, which in some
 layers may have plain attention instead.
 
@@ -12,12 +12,12 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from ....store.errors import ConfigError
-from .hybrid import HybridConfig, LayerShape
-from .hybrid_families import HybridFamily, TensorShapes, activation_of, checked, require_silu
-from .hybrid_tensors import Spelling
+from .composed import ComposedArchitecture, LayerSpec
+from .layer_tensors import Spelling
 from .linear_families import either
-from .linear_mixers import GatedDeltaShape, LinearAttentionShape, MlstmShape
-from .mixers import AttentionShape, MixerShape, MlpShape
+from .linear_mixers import GatedDeltaSpec, LinearAttentionSpec, MlstmSpec
+from .mamba_families import FamilyReader, TensorShapes, activation_of, checked, require_silu
+from .mixers import AttentionSpec, MixerSpec, MlpSpec
 from .transformer import ConfigReader, RopeConfig
 
 __all__ = ["RECURRENT"]
@@ -26,7 +26,7 @@ __all__ = ["RECURRENT"]
 # -- matrix memories
 
 
-def _xlstm(reader: ConfigReader, shapes: TensorShapes) -> HybridConfig:
+def _xlstm(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
     """xLSTM 7B: mLSTMs alone, and gates with soft caps."""
     hidden, heads = either(reader, "hidden_size", "embedding_dim", 4096), reader.integer("num_heads", 8)
     layers = either(reader, "num_hidden_layers", "num_blocks", 32)
@@ -43,7 +43,7 @@ def _xlstm(reader: ConfigReader, shapes: TensorShapes) -> HybridConfig:
             "cannot run here"
         )
     is_fused, eps = mode == "fused", reader.number("norm_eps", 1e-6)
-    mixer = MlstmShape(
+    mixer = MlstmSpec(
         heads,
         keys // heads,
         values // heads,
@@ -55,7 +55,7 @@ def _xlstm(reader: ConfigReader, shapes: TensorShapes) -> HybridConfig:
     )
     step = reader.integer("ffn_round_up_to_multiple_of", 64)
     inner = int((hidden * reader.number("ffn_proj_factor", 2.667) + step - 1) // step * step)
-    mlp = MlpShape(inner, "silu", is_fused=is_fused, has_bias=bias)
+    mlp = MlpSpec(inner, "silu", is_fused=is_fused, has_bias=bias)
     spelling = Spelling(
         embed="backbone.embeddings",
         final_norm="backbone.out_norm",
@@ -66,11 +66,11 @@ def _xlstm(reader: ConfigReader, shapes: TensorShapes) -> HybridConfig:
         mlp="ffn.",
         mlp_parts=("proj_up_gate_z", "proj_down") if is_fused else ("proj_up_gate", "proj_up", "proj_down"),
     )
-    return HybridConfig(
+    return ComposedArchitecture(
         model_type="xlstm",
         hidden_size=hidden,
         vocab_size=reader.integer("vocab_size", 50304),
-        blocks=(LayerShape((mixer,), mlp),) * layers,
+        blocks=(LayerSpec((mixer,), mlp),) * layers,
         spelling=spelling,
         norm_eps=eps,
         final_logit_softcapping=reader.number("output_logit_soft_cap", 30.0),
@@ -87,19 +87,19 @@ _XLSTM = (("qk", 0.5), ("v", 1.0))
 # -- flash-linear-attention
 
 
-def _gla(reader: ConfigReader, shapes: TensorShapes) -> HybridConfig:
+def _gla(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
     mixer = _fading(reader, "key", heads=4, expand_k=0.5, expand_v=1.0)
     return _of_fla(reader, mixer, ratio=4)
 
 
-def _retnet(reader: ConfigReader, shapes: TensorShapes) -> HybridConfig:
+def _retnet(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
     mixer = _fading(reader, "fixed", heads=8, expand_k=1.0, expand_v=2.0)
     return _of_fla(reader, mixer, ratio=2)
 
 
 def _fading(
     reader: ConfigReader, decays: Literal["key", "fixed"], *, heads: int, expand_k: float, expand_v: float
-) -> LinearAttentionShape:
+) -> LinearAttentionSpec:
     """Gated linear attention or retention; the latter has no convolution, whatever the config says."""
     heads, is_gated = reader.integer("num_heads", heads), decays == "key"
     key_size, groups = _width(reader, "expand_k", expand_k, heads), reader.integer("num_kv_heads", heads)
@@ -108,7 +108,7 @@ def _fading(
             f"{reader.source}: expected a number of heads that {groups} groups divide, found {heads}; "
             "correct the file, or fetch it again"
         )
-    return LinearAttentionShape(
+    return LinearAttentionSpec(
         heads,
         groups,
         key_size,
@@ -124,7 +124,7 @@ def _fading(
     )
 
 
-def _delta_net(reader: ConfigReader, shapes: TensorShapes) -> HybridConfig:
+def _delta_net(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
     for key, only in (("qk_activation", "silu"), ("qk_norm", "l2")):
         if (found := reader.text(key, only)) != only:
             raise ConfigError(
@@ -133,7 +133,7 @@ def _delta_net(reader: ConfigReader, shapes: TensorShapes) -> HybridConfig:
     if not reader.flag("use_beta", True):
         raise ConfigError(f"{reader.source}: expected use_beta, found none; this model cannot run here")
     heads = reader.integer("num_heads", 16)
-    mixer = GatedDeltaShape(
+    mixer = GatedDeltaSpec(
         heads,
         heads,
         _width(reader, "expand_k", 1.0, heads),
@@ -148,9 +148,9 @@ def _delta_net(reader: ConfigReader, shapes: TensorShapes) -> HybridConfig:
     return _of_fla(reader, mixer, ratio=4)
 
 
-def _gated_deltanet(reader: ConfigReader, shapes: TensorShapes) -> HybridConfig:
+def _gated_deltanet(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
     groups, head_dim = reader.integer("num_heads", 6), reader.integer("head_dim", 256)
-    mixer = GatedDeltaShape(
+    mixer = GatedDeltaSpec(
         reader.integer("num_v_heads", groups),
         groups,
         head_dim,
@@ -164,7 +164,7 @@ def _gated_deltanet(reader: ConfigReader, shapes: TensorShapes) -> HybridConfig:
     return _of_fla(reader, mixer, ratio=4, layers=21)
 
 
-def _of_fla(reader: ConfigReader, mixer: MixerShape, *, ratio: int, layers: int = 24) -> HybridConfig:
+def _of_fla(reader: ConfigReader, mixer: MixerSpec, *, ratio: int, layers: int = 24) -> ComposedArchitecture:
     """What its models have in common. ratio: of the MLP's parameters to those of a square matrix; that and
     layers where the config does not say."""
     require_silu(reader, "hidden_act")
@@ -175,7 +175,7 @@ def _of_fla(reader: ConfigReader, mixer: MixerShape, *, ratio: int, layers: int 
         )
     hidden, layers = reader.integer("hidden_size", 2048), reader.integer("num_hidden_layers", layers)
     wanted = int(hidden * reader.integer("hidden_ratio", ratio) * 2 / 3)
-    mlp = MlpShape(reader.integer("intermediate_size", 256 * ((wanted + 255) // 256)), "silu")
+    mlp = MlpSpec(reader.integer("intermediate_size", 256 * ((wanted + 255) // 256)), "silu")
     attends = _attention_of_fla(reader, hidden, layers)
     spelling = Spelling(
         embed="model.embeddings",
@@ -187,12 +187,12 @@ def _of_fla(reader: ConfigReader, mixer: MixerShape, *, ratio: int, layers: int 
         attention="attn.",
         mlp="mlp.",
     )
-    return HybridConfig(
+    return ComposedArchitecture(
         model_type=reader.raw["model_type"],
         hidden_size=hidden,
         vocab_size=reader.integer("vocab_size", 32000),
         blocks=tuple(
-            checked(reader, LayerShape((attends.get(layer, mixer),), mlp)) for layer in range(layers)
+            checked(reader, LayerSpec((attends.get(layer, mixer),), mlp)) for layer in range(layers)
         ),
         spelling=spelling,
         norm_eps=reader.number("norm_eps", 1e-6),
@@ -201,12 +201,12 @@ def _of_fla(reader: ConfigReader, mixer: MixerShape, *, ratio: int, layers: int 
     )
 
 
-def _attention_of_fla(reader: ConfigReader, hidden: int, layers: int) -> dict[int, AttentionShape]:
+def _attention_of_fla(reader: ConfigReader, hidden: int, layers: int) -> dict[int, AttentionSpec]:
     """Layers that attend: sections of the config, each with a list of its layers."""
     told = reader.raw.get("attn")
     reader.read.add("attn")
     sections: list[Any] = [] if told is None else told if isinstance(told, list) else [told]
-    found: dict[int, AttentionShape] = {}
+    found: dict[int, AttentionSpec] = {}
     for section in sections:
         listed = section.get("layers") if isinstance(section, dict) else None
         if not isinstance(listed, list) or any(layer not in range(layers) for layer in listed):
@@ -221,7 +221,7 @@ def _attention_of_fla(reader: ConfigReader, hidden: int, layers: int) -> dict[in
                 f"{of_section.source}: expected num_heads to divide {hidden}, found {heads}; correct the "
                 "file, or fetch it again"
             )
-        shape = AttentionShape(
+        shape = AttentionSpec(
             heads,
             of_section.integer("num_kv_heads", heads),
             hidden // heads,
@@ -258,11 +258,11 @@ def _is_norm_fused(reader: ConfigReader) -> bool:
     return reader.flag("fuse_norm", True) and reader.flag("use_output_gate", True)
 
 
-RECURRENT: dict[str, HybridFamily] = {
-    "xlstm": HybridFamily(_xlstm, "xLSTM 7B", "mLSTMs", "gated SiLU", "untied, soft caps"),
-    "gla": HybridFamily(_gla, "GLA 340M to 2.7B", "gated linear attention", "gated SiLU"),
-    "retnet": HybridFamily(_retnet, "RetNet 1.3B and 2.7B", "retention with rope", "gated SiLU"),
-    "delta_net": HybridFamily(_delta_net, "DeltaNet 1.3B", "delta nets", "gated SiLU"),
-    "gated_deltanet": HybridFamily(_gated_deltanet, "Gated DeltaNet", "gated delta nets", "gated SiLU"),
+RECURRENT: dict[str, FamilyReader] = {
+    "xlstm": FamilyReader(_xlstm, "xLSTM 7B", "mLSTMs", "gated SiLU", "untied, soft caps"),
+    "gla": FamilyReader(_gla, "GLA 340M to 2.7B", "gated linear attention", "gated SiLU"),
+    "retnet": FamilyReader(_retnet, "RetNet 1.3B and 2.7B", "retention with rope", "gated SiLU"),
+    "delta_net": FamilyReader(_delta_net, "DeltaNet 1.3B", "delta nets", "gated SiLU"),
+    "gated_deltanet": FamilyReader(_gated_deltanet, "Gated DeltaNet", "gated delta nets", "gated SiLU"),
 }
 """Every model of one recurrent mixer that is neither RWKV nor a state space, by model_type."""

@@ -1,6 +1,6 @@
 """How the config.json of a Zamba is read: state spaces, and ahead of some of them a block that layers share.
 
-As in hybrid_families.py, whose table of families these are part of: semantics and defaults are those of the
+As in mamba_families.py, whose table of families these are part of: semantics and defaults are those of the
 reference implementation (transformers).
 
 Border: one config; never imports torch.
@@ -12,10 +12,11 @@ import math
 from dataclasses import dataclass, replace
 
 from ....store.errors import ConfigError
+from .composed import ComposedArchitecture, LayerSpec
 from .families import confirm_derived
-from .hybrid import HybridConfig, LayerShape
-from .hybrid_families import (
-    HybridFamily,
+from .layer_tensors import Spelling
+from .mamba_families import (
+    FamilyReader,
     TensorShapes,
     activation_of,
     checked,
@@ -25,8 +26,7 @@ from .hybrid_families import (
     require_silu,
     rope_of,
 )
-from .hybrid_tensors import Spelling
-from .mixers import AttentionShape, Mamba2Shape, MambaShape, MlpShape, SharedBlockShape
+from .mixers import AttentionSpec, Mamba2Spec, MambaSpec, MlpSpec, SharedBlockSpec
 from .transformer import ConfigReader, RopeConfig
 
 __all__ = ["ZAMBA"]
@@ -35,7 +35,7 @@ LONG_CONTEXT = 16384
 """What `use_long_context` of Zamba2 means."""
 
 
-def _zamba(reader: ConfigReader, shapes: TensorShapes) -> HybridConfig:
+def _zamba(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
     """Mamba-1 by groups of channels, and one block of attention and MLP for all layers that have one."""
     hidden, heads = reader.integer("hidden_size"), reader.integer("num_attention_heads", 16)
     require_silu(reader, "hidden_mamba_act")
@@ -45,7 +45,7 @@ def _zamba(reader: ConfigReader, shapes: TensorShapes) -> HybridConfig:
             f"{reader.source}: expected attention_hidden_size to be {2 * hidden}, of stream and embedding "
             f"side by side, found {width}; correct the file, or fetch it again"
         )
-    mamba = MambaShape(
+    mamba = MambaSpec(
         channels=expanded(reader, "mamba_expand", hidden),
         state_size=reader.integer("mamba_d_state", 16),
         conv_size=reader.integer("mamba_d_conv", 4),
@@ -60,15 +60,15 @@ def _zamba(reader: ConfigReader, shapes: TensorShapes) -> HybridConfig:
         reader.integer("attention_head_dim", 2 * hidden // heads),
     )
     attention = _attention(heads, kv_heads, head_dim, rope=None)
-    mlp = MlpShape(reader.integer("intermediate_size", 14848), activation_of(reader, "hidden_act", "gelu"))
+    mlp = MlpSpec(reader.integer("intermediate_size", 14848), activation_of(reader, "hidden_act", "gelu"))
     period, offset = reader.integer("attn_layer_period", 6), reader.integer("attn_layer_offset", 4, least=0)
     rest = range(reader.integer("num_hidden_layers", 76) - 3)
     usual = ["hybrid" if i % period == offset else "mamba" for i in rest]
     types = _types(reader, ["mamba", "mamba", "hybrid", *usual])
     eps, sharing = reader.number("rms_norm_eps", 1e-5), _Sharing.of(reader, types, count=1)
-    plain = LayerShape((mamba,))
+    plain = LayerSpec((mamba,))
     blocks = tuple(
-        replace(plain, shared=SharedBlockShape(hidden, attention, mlp, sharing.source(layer), norm_eps=eps))
+        replace(plain, shared=SharedBlockSpec(hidden, attention, mlp, sharing.source(layer), norm_eps=eps))
         if kind == "hybrid"
         else plain
         for layer, kind in enumerate(types)
@@ -78,7 +78,7 @@ def _zamba(reader: ConfigReader, shapes: TensorShapes) -> HybridConfig:
     )
 
 
-def _zamba2(reader: ConfigReader, shapes: TensorShapes) -> HybridConfig:
+def _zamba2(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
     """Mamba-2, and a few blocks of attention and MLP in turn, to which every layer has something of low rank
     to add."""
     hidden, heads = reader.integer("hidden_size", 2560), reader.integer("num_attention_heads", 32)
@@ -99,7 +99,7 @@ def _zamba2(reader: ConfigReader, shapes: TensorShapes) -> HybridConfig:
             "heads; this model cannot run here"
         )
     bias = reader.flag("add_bias_linear", False)
-    mlp = MlpShape(
+    mlp = MlpSpec(
         reader.integer("intermediate_size", 4 * hidden),
         activation_of(reader, "hidden_act", "gelu"),
         is_fused=True,
@@ -109,10 +109,10 @@ def _zamba2(reader: ConfigReader, shapes: TensorShapes) -> HybridConfig:
     types = _types(reader, _USUAL)
     sharing = _Sharing.of(reader, types, count=reader.integer("num_mem_blocks", 1))
 
-    def block(layer: int, kind: str) -> LayerShape:
+    def block(layer: int, kind: str) -> LayerSpec:
         if kind != "hybrid":
-            return LayerShape((mamba,))
-        shared = SharedBlockShape(
+            return LayerSpec((mamba,))
+        shared = SharedBlockSpec(
             hidden,
             attention,
             mlp,
@@ -123,7 +123,7 @@ def _zamba2(reader: ConfigReader, shapes: TensorShapes) -> HybridConfig:
             adapts,
             norm_eps=eps,
         )
-        return LayerShape((mamba,), shared=shared)
+        return LayerSpec((mamba,), shared=shared)
 
     blocks = tuple(block(layer, kind) for layer, kind in enumerate(types))
     return _config(reader, blocks, Spelling(mlp_parts=("gate_up_proj", "down_proj")), context)
@@ -153,14 +153,14 @@ class _Sharing:
         return tuple(range(self.layers.index(layer) % self.count, len(self.layers), self.count))
 
 
-def _mamba2(reader: ConfigReader, hidden: int, *, has_bias: bool) -> Mamba2Shape:
+def _mamba2(reader: ConfigReader, hidden: int, *, has_bias: bool) -> Mamba2Spec:
     heads, channels = reader.integer("n_mamba_heads", 8), expanded(reader, "mamba_expand", hidden)
     if channels % heads:
         raise ConfigError(
             f"{reader.source}: expected n_mamba_heads to divide {channels} channels, found {heads}; correct "
             "the file, or fetch it again"
         )
-    return Mamba2Shape(
+    return Mamba2Spec(
         heads=heads,
         head_dim=channels // heads,
         groups=reader.integer("mamba_ngroups", 1),
@@ -173,9 +173,9 @@ def _mamba2(reader: ConfigReader, hidden: int, *, has_bias: bool) -> Mamba2Shape
     )
 
 
-def _attention(heads: int, kv_heads: int, head_dim: int, rope: RopeConfig | None) -> AttentionShape:
+def _attention(heads: int, kv_heads: int, head_dim: int, rope: RopeConfig | None) -> AttentionSpec:
     """Scaled as if heads were half as wide."""
-    return AttentionShape(heads, kv_heads, head_dim, rope, scale=1 / math.sqrt(head_dim / 2))
+    return AttentionSpec(heads, kv_heads, head_dim, rope, scale=1 / math.sqrt(head_dim / 2))
 
 
 def _types(reader: ConfigReader, usual: list[str]) -> list[str]:
@@ -191,9 +191,9 @@ _USUAL += [*["mamba"] * 4, "hybrid", *["mamba"] * 3, "hybrid", *["mamba"] * 2]
 
 
 def _config(
-    reader: ConfigReader, blocks: tuple[LayerShape, ...], spelling: Spelling, context: int
-) -> HybridConfig:
-    return HybridConfig(
+    reader: ConfigReader, blocks: tuple[LayerSpec, ...], spelling: Spelling, context: int
+) -> ComposedArchitecture:
+    return ComposedArchitecture(
         model_type=reader.raw["model_type"],
         hidden_size=reader.integer("hidden_size"),
         vocab_size=reader.integer("vocab_size", 32000),
@@ -205,15 +205,15 @@ def _config(
     )
 
 
-ZAMBA: dict[str, HybridFamily] = {
-    "zamba": HybridFamily(
+ZAMBA: dict[str, FamilyReader] = {
+    "zamba": FamilyReader(
         _zamba,
         "Zamba 7B",
         "Mamba-1 by groups of channels, ahead of some a block that layers share: attention without rope",
         "gated GELU, in the shared block",
         head="tied",
     ),
-    "zamba2": HybridFamily(
+    "zamba2": FamilyReader(
         _zamba2,
         "Zamba2 1.2B to 7B",
         "Mamba-2, ahead of some a block that layers share: attention, and maps of low rank for each layer",

@@ -12,7 +12,7 @@ after it, nor on who shares the batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache, partial
 from typing import Protocol
@@ -216,11 +216,7 @@ def project(
     source: StreamRead | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """q [B, H, S, dh], k and v [B, Hk, S, dh], before rope."""
-    if weights.qkv is not None:
-        keys = sizes.num_kv_heads * sizes.head_dim
-        flat = linear(x, weights.qkv).split([sizes.num_attention_heads * sizes.head_dim, keys, keys], dim=-1)
-    else:
-        flat = tuple(linear(x, part) for part in (weights.q, weights.k, weights.v) if part is not None)
+    flat = tuple(linear(x, part) for part in (weights.q, weights.k, weights.v))
     if source is not None and taps.touches(layer, *SPLIT_INPUTS):
         flat = _from_inputs(flat, source, weights, sizes, layer, taps)
     if sizes.clip is not None:
@@ -245,7 +241,9 @@ def _from_inputs(
     """
     heads = (sizes.num_attention_heads, sizes.num_kv_heads, sizes.num_kv_heads)
     found = []
-    for kind, count, made, part in zip(SPLIT_INPUTS, heads, flat, _apart(weights, sizes), strict=True):
+    parts = (weights.q, weights.k, weights.v)
+    for kind, count, made, part in zip(SPLIT_INPUTS, heads, flat, parts, strict=True):
+        assert part is not None  # of layers with such hook points
         if not taps.touches(layer, kind):
             found.append(made)
             continue
@@ -269,19 +267,6 @@ def _from_inputs(
             anew = torch.where((given != copies).any(-1, keepdim=True), anew, kept)
         found.append(anew.transpose(1, 2).flatten(2))
     return tuple(found)
-
-
-def _apart(weights: AttentionWeights, sizes: AttentionSizes) -> Iterator[Linear]:
-    """The projections of queries, keys and values, of a layout that fuses them too."""
-    if weights.qkv is None:
-        yield from (part for part in (weights.q, weights.k, weights.v) if part is not None)
-        return
-    keys = sizes.num_kv_heads * sizes.head_dim
-    rows = [sizes.num_attention_heads * sizes.head_dim, keys, keys]
-    bias = weights.qkv.bias
-    biases = [None] * 3 if bias is None else bias.split(rows)
-    for weight, own in zip(weights.qkv.weight.split(rows), biases, strict=True):
-        yield Linear(weight, own)
 
 
 def _by_heads(x: Tensor, norm: NormWeights | None, sizes: AttentionSizes) -> Tensor:

@@ -1,4 +1,4 @@
-"""What scores have besides products of queries and keys, by how far apart they are (`RelativeShape`).
+"""What scores have besides products of queries and keys, by how far apart they are (`RelativeSpec`).
 
 A number of each head (Raffel et al., T5, 2020, section 2.1), or products with what positions make: queries
 with keys made of a table of distances, and keys with queries made of it (He et al., DeBERTa, 2021, section
@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..architectures.mixers import AttentionShape, RelativeShape
+from ..architectures.mixers import AttentionSpec, RelativeSpec
 from .kernels.products import product
 from .weights import AttentionWeights, Linear
 
@@ -27,10 +27,10 @@ class Relative:
     """What the scores of one layer have besides."""
 
     def __init__(
-        self, shape: AttentionShape, weights: AttentionWeights, tensors: Mapping[str, Tensor]
+        self, shape: AttentionSpec, weights: AttentionWeights, tensors: Mapping[str, Tensor]
     ) -> None:
         assert shape.relative is not None
-        self.shape, self._scale, self._heads = shape.relative, shape.fact.scale, shape.num_attention_heads
+        self.shape, self._scale, self._heads = shape.relative, shape.summary.scale, shape.num_attention_heads
         self._table, self._norm = tensors["relative"], tensors.get("relative_norm")
         self._norm_bias = tensors.get("relative_norm.bias")
         self._maps = {"q": weights.q, "k": weights.k}
@@ -69,7 +69,7 @@ def _linear(tensors: Mapping[str, Tensor], name: str) -> Linear | None:
     return Linear(tensors[name], tensors.get(f"{name}.bias")) if name in tensors else None
 
 
-def _rows(back: Tensor, shape: RelativeShape) -> Tensor:
+def _rows(back: Tensor, shape: RelativeSpec) -> Tensor:
     """Row of the table for keys so far back, int; those ahead are so far back by a negative number."""
     half = shape.rows if shape.looks_back else shape.rows // 2
     if shape.terms == ("bias",):

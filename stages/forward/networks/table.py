@@ -13,11 +13,10 @@ from torch import Tensor
 
 from ..architectures.architecture import Architecture
 from ..checkpoints.checkpoint import Files, checkpoint_of
-from . import hybrid, rwkv, weights
+from . import composed, rwkv, weights
 from .bridge import network as bridge
 from .carrying import network as carrying
-from .decoder import Decoder
-from .hybrid import Hybrid
+from .composed import ComposedNetwork
 from .loop import Network
 from .pairs import network as pairs
 from .rwkv import Rwkv
@@ -25,9 +24,8 @@ from .rwkv import Rwkv
 __all__ = ["NETWORKS", "build", "of_weights", "over"]
 
 NETWORKS: dict[str, tuple[Callable[..., Any], Callable[[Any, Any], Network]]] = {
-    "transformer": (weights.block, Decoder),
     "rwkv": (rwkv.block, Rwkv),
-    "hybrid": (hybrid.block, Hybrid),
+    "composed": (composed.block, ComposedNetwork),
     "carrying": (carrying.block, carrying.Carrying),
     "pair": (pairs.block, pairs.PairNetwork),
 }

@@ -17,7 +17,6 @@ from ....store.arrays import Array
 from ....store.errors import WeightsError, nearest
 from ....store.exchange.tensors import FLOATS
 from ..architectures.architecture import BESIDE, Architecture, Stored, require_tied
-from ..architectures.transformer import TransformerConfig
 from ..checkpoints.checkpoint import Checkpoint, Files, checkpoint_of
 from ..checkpoints.source import Take
 
@@ -59,14 +58,12 @@ class NormWeights:
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionWeights:
-    """What attention multiplies by: either qkv, or q, k and v."""
+    """Projections of attention, and norms of queries and keys."""
 
     o: Linear
     q: Linear | None = None
     k: Linear | None = None
     v: Linear | None = None
-    qkv: Linear | None = None
-    """Rows: queries, then keys, then values."""
     q_norm: NormWeights | None = None
     k_norm: NormWeights | None = None
     rise: Linear | None = None
@@ -89,16 +86,6 @@ class MlpWeights:
     """Of what the down projection reads."""
     activation: Mapping[str, Tensor] = field(default_factory=dict)
     """What an activation learns."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class LayerWeights(AttentionWeights, MlpWeights):
-    """One block of attention and MLP."""
-
-    ln1: NormWeights
-    ln2: NormWeights
-    ln1_post: NormWeights | None = None
-    ln2_post: NormWeights | None = None
 
 
 @dataclass(frozen=True)
@@ -233,13 +220,6 @@ def _are_equal(one: Array, other: Array) -> bool:
         np.array_equal(one[at : at + rows].astype(np.float64), other[at : at + rows].astype(np.float64))
         for at in range(0, len(one), rows)
     )
-
-
-def block(take: Take, config: TransformerConfig, layer: int) -> LayerWeights:
-    """One layer of a decoder from a function that gives a tensor by its checkpoint name."""
-    tensors = config.tensors
-    got = {field: take(tensors.in_layer(layer, field)) for field in tensors.layers[layer]}
-    return LayerWeights(**parts_of(got))
 
 
 def assemble(take: Take, config: Config, layer_of: Callable[[Take, Config, int], Layer]) -> Weights[Layer]:

@@ -26,7 +26,7 @@ from mizarr.stages.evaluation.random_errors import turned
 from mizarr.stages.evaluation.recall import FactualRecall
 from mizarr.stages.features.dictionary import Dictionary
 from mizarr.stages.features.training.replacement import replacement_loss
-from mizarr.stages.forward.architectures.points import HookPoint, transformer_points
+from mizarr.stages.forward.architectures.points import HookPoint, points_of
 from mizarr.store import open_store
 from mizarr.store.errors import ConfigError, HookPointNotFound, PromptError
 
@@ -174,7 +174,7 @@ def points(*names: str) -> tuple[HookPoint, ...]:
 
 
 def test_the_same_elsewhere_is_every_other_choice_of_layers_once():
-    six = transformer_points(6, post_norms=False, gated=False)
+    six = points_of(("embed", "attn_out", "mlp_out", "z", "final_norm"), 6)
     one = elsewhere(points("blocks.3.hook_mlp_out"), six, 50, seed=0)
     assert set(one) == {points(f"blocks.{i}.hook_mlp_out") for i in (0, 1, 2, 4, 5)} and len(one) == 5
     own = points("blocks.0.hook_attn_out", "blocks.0.hook_mlp_out", "blocks.4.hook_mlp_out", "hook_embed")

@@ -198,7 +198,7 @@ def test_greedy_tokens_are_those_of_transformers_with_keys_kept_or_not(family, t
         (
             "mixtral",
             {"num_key_value_heads": 3, "num_attention_heads": 4},
-            "number of heads that 3 groups divide",
+            "multiple of num_key_value_heads, found 3",
         ),
         ("gemma3_text", {"layer_types": ["full_attention"]}, "one layer_types entry per layer"),
         ("opt", {"do_layer_norm_before": False}, "expected do_layer_norm_before to be True, found False"),

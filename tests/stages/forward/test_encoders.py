@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from mizarr import HookPoint, HookSpec, Knockout, Model, Replace, Run
+from mizarr.stages.forward.architectures.attending.deberta_mpnet import NEWER_ENCODERS
 from mizarr.stages.forward.architectures.attending.encoders import ENCODERS as OF_BERT
-from mizarr.stages.forward.architectures.attending.newer_encoders import NEWER_ENCODERS
 from mizarr.stages.forward.architectures.known import KNOWN
 from mizarr.stages.forward.architectures.transformer import ConfigReader
 from mizarr.stages.forward.generation.generate import generate

@@ -19,6 +19,7 @@ from mizarr.stages.forward.models.finite import first_not_finite
 from mizarr.store import open_store
 from mizarr.store.errors import NotFinite
 from mizarr.workflows.cli import run as mizarr_command
+from tests.layer_parts import part_of
 
 from .random_models import save_random_model
 
@@ -168,7 +169,7 @@ def test_the_place_is_the_first_one(load):
     assert str(first_not_finite(model, [IDS], spec)) == BEGIN.strip("'")
     assert first_not_finite(load(), [IDS], spec) is None
     with torch.no_grad():
-        model.network.weights.layers[0].down.weight.fill_(torch.nan)
+        part_of(model.network.weights.layers[0], "down").weight.fill_(torch.nan)
     assert first_not_finite(model, [IDS], spec).layer == 0
     with pytest.raises(NotFinite):
         model.run_batch([IDS], spec, ALL_LOGITS)

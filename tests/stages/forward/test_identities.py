@@ -10,6 +10,7 @@ import mizarr
 from mizarr import Add, HookPoint, HookSpec, Knockout, Replace, Scale, SetValue, Steer, Zero
 from mizarr.stages.forward.models.model import Model
 from mizarr.store.errors import HookPointNotFound, InterventionError, PromptError
+from tests.layer_parts import part_of
 
 from .random_models import FAMILIES, VOCAB, save_random_model
 
@@ -61,10 +62,10 @@ def test_head_results_and_bias_sum_to_the_attention_output(model, everything):
     back."""
     for layer in range(model.config.num_layers):
         summed = everything[HookPoint.result(layer)].sum(1)
-        bias = model.network.weights.layers[layer].o.bias
+        bias = part_of(model.network.weights.layers[layer], "o").bias
         if bias is not None:
             summed = summed + bias
-        if model.config.use_post_norms:
+        if model.config.layers[layer].norms == "around":
             expected = (
                 everything[HookPoint.ln1_post_scale(layer)] * everything[HookPoint.ln1_post_normalized(layer)]
             )
@@ -73,8 +74,12 @@ def test_head_results_and_bias_sum_to_the_attention_output(model, everything):
         close(summed, expected)
 
 
+def windows(model):
+    return [layer.mixer.window for layer in model.config.layers]
+
+
 def test_patterns_are_causal_windowed_distributions_that_mix_the_values(model, everything):
-    for layer, window in enumerate(model.config.layer_windows):
+    for layer, window in enumerate(windows(model)):
         pattern = everything[HookPoint.pattern(layer)]
         close(pattern.sum(-1), torch.ones_like(pattern.sum(-1)))
         distance = torch.arange(LENGTH)[:, None] - torch.arange(LENGTH)
@@ -92,7 +97,7 @@ def test_scores_are_scaled_products_of_rotated_queries_and_keys(model, everythin
     key = key.repeat_interleave(query.shape[1] // key.shape[1], 1)
     close(
         everything[HookPoint.scores(0)],
-        query @ key.transpose(-1, -2) * model.config.attention_scale,
+        query @ key.transpose(-1, -2) * model.config.layers[0].mixer.scale,
         atol=1e-4,
     )
 
@@ -108,7 +113,7 @@ def test_normalised_values_times_scale_are_the_input_of_the_norm(model, everythi
 
 def test_mlp_activations_project_to_the_mlp_output(model, everything):
     for layer in range(model.config.num_layers):
-        down = model.network.weights.layers[layer].down
+        down = part_of(model.network.weights.layers[layer], "down")
         expected = everything[HookPoint.mlp_post_act(layer)] @ down.weight.T + (
             0 if down.bias is None else down.bias
         )
@@ -200,7 +205,7 @@ def test_interventions_at_one_point_apply_in_order(model, ids):
 
 
 def test_a_knocked_out_edge_has_no_weight_and_its_row_still_sums_to_one(model, ids):
-    row = 4 if (model.config.layer_windows[1] or LENGTH) > 2 else None
+    row = 4 if (windows(model)[1] or LENGTH) > 2 else None
     if row is None:
         pytest.skip("a window this narrow leaves no second key")
     spec = (
@@ -215,7 +220,7 @@ def test_a_knocked_out_edge_has_no_weight_and_its_row_still_sums_to_one(model, i
 
 def test_a_knockout_gives_the_output_its_pattern_says(model, ids):
     """The fused kernel under a mask and the pattern computed on the side are one computation."""
-    if (model.config.layer_windows[1] or LENGTH) <= 2:
+    if (windows(model)[1] or LENGTH) <= 2:
         pytest.skip("a window this narrow leaves no second key")
     spec = (
         HookSpec()
@@ -234,7 +239,7 @@ def test_a_row_with_nothing_left_to_see_is_an_error_that_says_so(model, ids):
 
 
 def test_steering_in_the_model_follows_the_formula_and_stays_causal(model, ids, everything):
-    if (model.config.layer_windows[0] or LENGTH) <= 2:
+    if (windows(model)[0] or LENGTH) <= 2:
         pytest.skip("a window this narrow leaves nothing to steer")
     weight = everything[HookPoint.pattern(0)][:, :, 6, 5]
     for change, expected in (

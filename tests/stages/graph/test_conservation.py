@@ -16,7 +16,6 @@ import torch.nn.functional as F
 
 import mizarr
 from mizarr.stages.forward.architectures.points import HookPoint
-from mizarr.stages.forward.networks.hybrid import HybridLayer
 from mizarr.stages.graph.options import GraphOptions
 from mizarr.stages.graph.prepare import prepare
 from mizarr.stages.graph.rows.selection import RowSelection
@@ -33,12 +32,10 @@ PROMPT = [0, 7, 42, 99, 5, 13, 60, 250, 33]
 
 
 def parts_of(layer: Any) -> Any:
-    """Norms, values and output projection of a layer, of either kind of network, by a decoder's names."""
-    if not isinstance(layer, HybridLayer):
-        return layer
+    """Norms, values and output projection of a layer."""
     norms = {name: layer.norms.get(name) for name in ("ln1", "ln2", "ln1_post", "ln2_post")}
-    attention = layer.mixers[0].weights  # type: ignore[attr-defined]
-    return SimpleNamespace(**norms, qkv=None, v=attention.v, o=attention.o)
+    attention = layer.mixers[0].weights
+    return SimpleNamespace(**norms, v=attention.v, o=attention.o)
 
 
 class Forward:
@@ -63,11 +60,7 @@ class Forward:
             self.layers[layer],
             *(self.sizes[axis] for axis in ("head", "kv_head", "d_head")),
         )
-        if w.qkv is not None:
-            v = F.linear(x, w.qkv.weight.double(), None if w.qkv.bias is None else w.qkv.bias.double())
-            v = v[:, -kv_heads * d_head :]
-        else:
-            v = F.linear(x, w.v.weight.double(), None if w.v.bias is None else w.v.bias.double())
+        v = F.linear(x, w.v.weight.double(), None if w.v.bias is None else w.v.bias.double())
         v = v.unflatten(-1, (kv_heads, d_head)).transpose(0, 1)
         v = v.repeat_interleave(heads // kv_heads, 0)
         z = (self.frozen.patterns[layer].double() @ v).transpose(0, 1).flatten(1)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ..linear_families import LLAMA
+from ..layer_tensors import LLAMA
 from .encoders import always
 from .family import Attends
 

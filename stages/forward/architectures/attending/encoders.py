@@ -16,8 +16,7 @@ from dataclasses import replace
 from .....store.errors import ConfigError
 from ..architecture import HeadTransform
 from ..families import ACTIVATIONS, listed_windows
-from ..hybrid_tensors import Spelling
-from ..linear_families import LLAMA
+from ..layer_tensors import LLAMA, Spelling
 from ..transformer import ConfigReader, RopeConfig
 from .family import Attends, Factors, Windows
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from .....store.errors import ConfigError
 from ..families import has_bias, read_activation
-from ..mixers import ChannelShape, ExpertsShape, MlpShape
+from ..mixers import ChannelMixerSpec, ExpertsSpec, MlpSpec
 from ..transformer import ConfigReader
 from .family import Attends, dense, residual_factor
 
@@ -38,9 +38,9 @@ _USUAL = {
 """Where a config is silent: experts, how many of them are chosen, their width, and that of the one of all."""
 
 
-def mixtral_experts(reader: ConfigReader, family: Attends, layer: int) -> ChannelShape:
+def mixtral_experts(reader: ConfigReader, family: Attends, layer: int) -> ChannelMixerSpec:
     """Experts in every layer, weighed among the chosen (Jiang et al., Mixtral of Experts, 2024)."""
-    return ExpertsShape(
+    return ExpertsSpec(
         reader.integer("num_local_experts", 8),
         reader.integer("num_experts_per_tok", 2),
         reader.integer("intermediate_size"),
@@ -49,7 +49,7 @@ def mixtral_experts(reader: ConfigReader, family: Attends, layer: int) -> Channe
     )
 
 
-def qwen_experts(reader: ConfigReader, family: Attends, layer: int) -> ChannelShape:
+def qwen_experts(reader: ConfigReader, family: Attends, layer: int) -> ChannelMixerSpec:
     """Experts in every decoder_sparse_step-th layer but for those listed, and in some families one that all
     tokens go through, gated (OLMoE, Qwen 2 and 3 MoE)."""
     model_type = reader.raw["model_type"]
@@ -67,7 +67,7 @@ def qwen_experts(reader: ConfigReader, family: Attends, layer: int) -> ChannelSh
         return dense(reader, family, layer)
     if shared:
         shared = reader.integer("shared_expert_intermediate_size", shared)
-    return ExpertsShape(
+    return ExpertsSpec(
         reader.integer("num_experts", reader.integer("num_local_experts", count)),
         reader.integer("num_experts_per_tok", chosen),
         reader.integer("intermediate_size" if is_olmoe else "moe_intermediate_size", inner),
@@ -78,7 +78,7 @@ def qwen_experts(reader: ConfigReader, family: Attends, layer: int) -> ChannelSh
     )
 
 
-def llama4_experts(reader: ConfigReader, family: Attends, layer: int) -> ChannelShape:
+def llama4_experts(reader: ConfigReader, family: Attends, layer: int) -> ChannelMixerSpec:
     """Experts in layers that are listed, or every few, and one that all tokens go through; the others are
     dense, of a width of their own (Llama 4)."""
     step = reader.integer("interleave_moe_layer_step", 1)
@@ -86,9 +86,9 @@ def llama4_experts(reader: ConfigReader, family: Attends, layer: int) -> Channel
     reader.read.add("moe_layers")
     activation = read_activation(reader, family)
     if (layer + 1) % step if listed is None else layer not in listed:
-        return MlpShape(reader.integer("intermediate_size_mlp", 16384), activation)
+        return MlpSpec(reader.integer("intermediate_size_mlp", 16384), activation)
     inner = reader.integer("intermediate_size", 8192)
-    return ExpertsShape(
+    return ExpertsSpec(
         reader.integer("num_local_experts", 16),
         reader.integer("num_experts_per_tok", 1),
         inner,
@@ -100,9 +100,9 @@ def llama4_experts(reader: ConfigReader, family: Attends, layer: int) -> Channel
     )
 
 
-def jetmoe_experts(reader: ConfigReader, family: Attends, layer: int) -> ChannelShape:
+def jetmoe_experts(reader: ConfigReader, family: Attends, layer: int) -> ChannelMixerSpec:
     """Experts whose tensors are one, and a bias behind them (JetMoE)."""
-    return ExpertsShape(
+    return ExpertsSpec(
         reader.integer("num_local_experts", 8),
         reader.integer("num_experts_per_tok", 2),
         reader.integer("intermediate_size", 5632),
@@ -113,10 +113,10 @@ def jetmoe_experts(reader: ConfigReader, family: Attends, layer: int) -> Channel
     )
 
 
-def granite_experts(reader: ConfigReader, family: Attends, layer: int) -> ChannelShape:
+def granite_experts(reader: ConfigReader, family: Attends, layer: int) -> ChannelMixerSpec:
     """Experts whose tensors are one, and in Granite's later releases one that all tokens go through."""
     has_shared = reader.raw["model_type"] != "granitemoe"
-    return ExpertsShape(
+    return ExpertsSpec(
         reader.integer("num_local_experts", 8),
         reader.integer("num_experts_per_tok", 2),
         reader.integer("intermediate_size"),
@@ -184,14 +184,14 @@ _SIGMOIDS = {
 """Of them, exaone_moe and glm4_moe_lite may list layers."""
 
 
-def sigmoid_experts(reader: ConfigReader, family: Attends, layer: int) -> ChannelShape:
+def sigmoid_experts(reader: ConfigReader, family: Attends, layer: int) -> ChannelMixerSpec:
     """Experts chosen by sigmoids in groups (DeepSeek-V3, 2024, section 2.1.2), in layers listed, or behind
     the first ones."""
     usual = _SIGMOIDS[reader.raw["model_type"]]
     if _is_dense(reader, usual, layer):
         return dense(reader, family, layer)
     inner = reader.integer("moe_intermediate_size", usual.inner)
-    return ExpertsShape(
+    return ExpertsSpec(
         _count(reader, usual.count, usual.count_key, "num_local_experts"),
         reader.integer("num_experts_per_tok", usual.chosen),
         inner,
@@ -239,7 +239,7 @@ def _listed_dense(reader: ConfigReader, listed: list[str] | None, layer: int) ->
     return listed[layer] == "dense"
 
 
-def grouped_experts(reader: ConfigReader, family: Attends, layer: int) -> ChannelShape:
+def grouped_experts(reader: ConfigReader, family: Attends, layer: int) -> ChannelMixerSpec:
     """Experts chosen by softmax, in the best groups where it says so (DeepSeek-V2, 2024, section 2.2.2)."""
     if layer < reader.integer("first_k_dense_replace", 0, least=0):
         return dense(reader, family, layer)
@@ -250,7 +250,7 @@ def grouped_experts(reader: ConfigReader, family: Attends, layer: int) -> Channe
             "this model cannot run here"
         )
     is_grouped = method != "greedy"
-    return ExpertsShape(
+    return ExpertsSpec(
         reader.integer("n_routed_experts", reader.integer("num_experts", 64)),
         reader.integer("num_experts_per_tok"),
         inner,
@@ -264,7 +264,7 @@ def grouped_experts(reader: ConfigReader, family: Attends, layer: int) -> Channe
     )
 
 
-def corrected_experts(reader: ConfigReader, family: Attends, layer: int) -> ChannelShape:
+def corrected_experts(reader: ConfigReader, family: Attends, layer: int) -> ChannelMixerSpec:
     """Experts of some layers, chosen by softmax and a correction, beside those of all tokens (ERNIE 4.5)."""
     first, last = (
         reader.integer("moe_layer_start_index", 1, least=0),
@@ -279,7 +279,7 @@ def corrected_experts(reader: ConfigReader, family: Attends, layer: int) -> Chan
     if (layer + 1) % reader.integer("moe_layer_interval", 1) or not first <= layer <= last:
         return dense(reader, family, layer)
     inner = reader.integer("moe_intermediate_size", 1536)
-    return ExpertsShape(
+    return ExpertsSpec(
         reader.integer("moe_num_experts", reader.integer("num_experts", 64)),
         reader.integer("moe_k", reader.integer("num_experts_per_tok", 6)),
         inner,
@@ -292,14 +292,14 @@ def corrected_experts(reader: ConfigReader, family: Attends, layer: int) -> Chan
     )
 
 
-def hunyuan_experts(reader: ConfigReader, family: Attends, layer: int) -> ChannelShape:
+def hunyuan_experts(reader: ConfigReader, family: Attends, layer: int) -> ChannelMixerSpec:
     """Experts of every layer beside one of all tokens, as wide as they are."""
     inner, chosen = reader.integer("intermediate_size"), reader.raw.get("moe_topk", 1)
     reader.read.add("moe_topk")
     if isinstance(chosen, list) and len(chosen) == reader.integer("num_hidden_layers"):
         chosen = chosen[layer]
     told = ConfigReader({"moe_topk": chosen}, reader.source)
-    return ExpertsShape(
+    return ExpertsSpec(
         reader.integer("num_experts", reader.integer("num_local_experts", 1)),
         reader.integer("num_experts_per_tok", told.integer("moe_topk", 1)),
         inner,
@@ -309,9 +309,9 @@ def hunyuan_experts(reader: ConfigReader, family: Attends, layer: int) -> Channe
     )
 
 
-def kolibri_experts(reader: ConfigReader, family: Attends, layer: int) -> ChannelShape:
+def kolibri_experts(reader: ConfigReader, family: Attends, layer: int) -> ChannelMixerSpec:
     """Experts weighed by sigmoids and chosen by what is behind them."""
-    return ExpertsShape(
+    return ExpertsSpec(
         reader.integer("num_experts", reader.integer("num_local_experts", 384)),
         reader.integer("num_experts_per_tok", 6),
         reader.integer("moe_intermediate_size", 512),
@@ -323,9 +323,9 @@ def kolibri_experts(reader: ConfigReader, family: Attends, layer: int) -> Channe
     )
 
 
-def limited_experts(reader: ConfigReader, family: Attends, layer: int) -> ChannelShape:
+def limited_experts(reader: ConfigReader, family: Attends, layer: int) -> ChannelMixerSpec:
     """Experts with biases and a gate held within limits (gpt-oss, 2025)."""
-    return ExpertsShape(
+    return ExpertsSpec(
         reader.integer("num_local_experts", reader.integer("num_experts", 128)),
         reader.integer("num_experts_per_tok", 4),
         reader.integer("intermediate_size", 2880),
@@ -337,14 +337,14 @@ def limited_experts(reader: ConfigReader, family: Attends, layer: int) -> Channe
     )
 
 
-def sparsely_mixed_experts(reader: ConfigReader, family: Attends, layer: int) -> ChannelShape:
+def sparsely_mixed_experts(reader: ConfigReader, family: Attends, layer: int) -> ChannelMixerSpec:
     """Two experts of every layer, chosen one after the other (Liu et al., GRIN, 2024)."""
     if (chosen := reader.integer("num_experts_per_tok", 2)) != 2:
         raise ConfigError(
             f"{reader.source}: expected num_experts_per_tok to be 2, as many as sparse mixing weighs, found "
             f"{chosen}; this model cannot run here"
         )
-    return ExpertsShape(
+    return ExpertsSpec(
         reader.integer("num_local_experts", 16),
         chosen,
         reader.integer("intermediate_size"),

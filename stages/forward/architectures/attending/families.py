@@ -11,22 +11,22 @@ from dataclasses import replace
 
 from .....store.errors import ConfigError
 from ..families import confirm_derived
-from ..hybrid_tensors import Spelling
-from ..linear_families import LLAMA, OF_MIXTRAL
+from ..layer_tensors import LLAMA, Spelling
+from ..linear_families import OF_MIXTRAL
 from ..transformer import ConfigReader
+from .deberta_mpnet import NEWER_ENCODERS
+from .dense_decoders import NEWER
 from .diffusion import DIFFUSION
 from .encoders import ENCODERS
+from .expert_decoders import ROUTED
 from .experts import granite_experts, mixtral_experts, qwen_experts, sigmoid_experts
 from .family import Attends, Windows
-from .from_hubs import FROM_HUBS
+from .gpt1_bert_decoders import LIKE_ENCODERS
+from .gpt_bloom_falcon import OLDER
+from .hub_code import FROM_HUBS
 from .latent import LATENT
-from .layers import alternating_windows_below, but_every, flags_of_rope, in_windows, in_windows_if_any
-from .like_encoders import LIKE_ENCODERS
-from .newer import NEWER
-from .newer_encoders import NEWER_ENCODERS
-from .older import OLDER
-from .routed import ROUTED
 from .spellings import KEYS_OF_GPT2, OF_GLM, OF_GLM4, OF_GPT2, OF_GRANITE
+from .windows import alternating_windows_below, but_every, flags_of_rope, in_windows, in_windows_if_any
 
 __all__ = ["ATTENDING"]
 

@@ -15,9 +15,8 @@ from typing import Any, Literal
 from .....store.errors import ConfigError
 from ..architecture import HeadTransform
 from ..families import Bias, Family, asks_to_look_ahead, described, has_bias, read_activation
-from ..hybrid_tensors import Spelling
-from ..linear_families import LLAMA
-from ..mixers import ChannelShape, MixerShape, MlpShape, RelativeShape
+from ..layer_tensors import LLAMA, Spelling
+from ..mixers import ChannelMixerSpec, MixerSpec, MlpSpec, RelativeSpec
 from ..transformer import ConfigReader, RopeConfig
 
 __all__ = [
@@ -41,7 +40,7 @@ Windows = Sequence[int | None]
 Layout = Literal["separate", "by part", "by head", "by fourths"]
 
 
-def dense(reader: ConfigReader, family: Attends, layer: int) -> ChannelShape:
+def dense(reader: ConfigReader, family: Attends, layer: int) -> ChannelMixerSpec:
     """The MLP of every layer."""
     groups = groups_of(reader, family)
     usual = family.inner_factor and family.inner_factor * reader.integer("hidden_size")
@@ -51,7 +50,7 @@ def dense(reader: ConfigReader, family: Attends, layer: int) -> ChannelShape:
             f"{reader.source}: expected an intermediate_size of {family.inner_parts} projections together, "
             f"found {inner}; correct the file, or fetch it again"
         )
-    return MlpShape(
+    return MlpSpec(
         inner // family.inner_parts,
         read_activation(reader, family),
         is_gated=family.mlp != "plain",
@@ -137,7 +136,7 @@ class Attends(Family):
     fixed_eps: float | None = None
     """Of norms, whatever the config says."""
     layout: Layout | Callable[[ConfigReader], Layout] = "separate"
-    """Of queries, keys and values in tensors (`AttentionShape`)."""
+    """Of queries, keys and values in tensors (`AttentionSpec`)."""
     clip: Callable[[ConfigReader], float | None] | None = None
     """The largest entry of queries, keys and values."""
     rises_by_values: bool = False
@@ -148,7 +147,7 @@ class Attends(Family):
     """The key, and its default, of a length beyond which what the reference does is not followed."""
     slopes: Callable[[ConfigReader, int], tuple[float, ...]] | None = None
     """What scores rise by with positions, of so many heads."""
-    relative: Callable[[ConfigReader], RelativeShape | None] | None = None
+    relative: Callable[[ConfigReader], RelativeSpec | None] | None = None
     """What scores have besides, by how far a key is from its query."""
     has_sinks: bool = False
     """Whether each head has a score of nothing."""
@@ -171,7 +170,7 @@ class Attends(Family):
     """Whether use_sliding_window must be true for any window."""
     windows_of: Callable[..., Windows] | None = None
     """Windows by layer, of families that tell them in another way."""
-    mixer: Callable[..., MixerShape] | None = None
+    mixer: Callable[..., MixerSpec] | None = None
     """What attends, where that is no attention with grouped queries: of a config, a family, a rope and a
     window."""
     turned_key: str = "head_dim"
@@ -208,7 +207,7 @@ class Attends(Family):
     """Of the LM head."""
     logit_scale: float | None = None
     """What logits are multiplied by where the config does not say; None for families without."""
-    channel_mixer: Callable[[ConfigReader, Attends, int], ChannelShape] = dense
+    channel_mixer: Callable[[ConfigReader, Attends, int], ChannelMixerSpec] = dense
     inner_factor: int | None = None
     """How much wider an MLP is than the stream, where the config does not say."""
     inner_parts: int = 1

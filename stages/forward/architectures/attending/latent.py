@@ -10,12 +10,12 @@ from dataclasses import replace
 
 from .....store.errors import ConfigError
 from ..families import yarn_magnitude
-from ..linear_families import LLAMA
-from ..mixers import LatentAttentionShape
+from ..layer_tensors import LLAMA
+from ..mixers import LatentAttentionSpec
 from ..transformer import ConfigReader, RopeConfig
 from .experts import grouped_experts, sigmoid_experts
 from .family import Attends, Factors, residual_factor
-from .reading import Told
+from .reading import AttentionContext
 
 __all__ = ["LATENT"]
 
@@ -34,23 +34,25 @@ _TURNED_BY_HEAD_DIM = ("deepseek_v3", "youtu")
 have none; what transformers saves is the width of the shared keys."""
 
 
-def _latent(told: Told, rope: RopeConfig | None, window: int | None, layer: int) -> LatentAttentionShape:
+def _latent(
+    context: AttentionContext, rope: RopeConfig | None, window: int | None, layer: int
+) -> LatentAttentionSpec:
     """Of DeepSeek-V2 (2024, section 2.1)."""
-    reader = told.reader
+    reader = context.reader
     own, shared, values, rank, of_queries = _USUAL[reader.raw["model_type"]]
     widths = reader.integer("qk_nope_head_dim", own), reader.integer("qk_rope_head_dim", shared)
     if reader.raw["model_type"] in _TURNED_BY_HEAD_DIM and "head_dim" in reader.raw:
-        turned = reader.optional_integer("head_dim") or reader.integer("hidden_size") // told.heads
+        turned = reader.optional_integer("head_dim") or reader.integer("hidden_size") // context.heads
         if turned != widths[1]:
             raise ConfigError(
                 f"{reader.source}: expected head_dim, by which angles are made, to be qk_rope_head_dim="
                 f"{widths[1]}, found {turned}; leave head_dim out"
             )
-    usual = values or reader.integer("hidden_size") // told.heads
-    interleaves = reader.flag("rope_interleave", True) if told.family.interleaved_rope else False
+    usual = values or reader.integer("hidden_size") // context.heads
+    interleaves = reader.flag("rope_interleave", True) if context.family.interleaved_rope else False
     assert rope is not None  # all of them turn
-    return LatentAttentionShape(
-        told.heads,
+    return LatentAttentionSpec(
+        context.heads,
         *widths,
         reader.integer("v_head_dim", usual),
         reader.integer("kv_lora_rank", rank),
@@ -58,7 +60,7 @@ def _latent(told: Told, rope: RopeConfig | None, window: int | None, layer: int)
         has_bias=reader.flag("attention_bias", False),
         turning=replace(rope, interleaved=interleaves),
         scale=sum(widths) ** -0.5 * _sharpened(reader) ** 2,
-        factor=residual_factor(reader, told.family),
+        factor=residual_factor(reader, context.family),
     )
 
 

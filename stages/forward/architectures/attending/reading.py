@@ -1,7 +1,7 @@
-"""How the config.json of a family whose layers all attend becomes a HybridConfig: one reader for all.
+"""How the config.json of a family whose layers all attend becomes a ComposedArchitecture: one reader for all.
 
 Semantics and defaults are those of the reference implementation (transformers). What a family says is told in
-family.py, how it turns queries and keys in turning.py.
+family.py, how it turns queries and keys in ropes.py.
 
 Border: one config; never imports torch.
 """
@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from .....store.errors import ConfigError
+from ..composed import ComposedArchitecture, LayerSpec
 from ..families import (
     asks_to_look_ahead,
     both_ways,
@@ -22,10 +23,9 @@ from ..families import (
     read_windows,
     refuse_unfollowed,
 )
-from ..hybrid import HybridConfig, LayerShape
-from ..hybrid_families import checked
-from ..hybrid_tensors import Spelling
-from ..mixers import AttentionShape, GatedAttentionShape
+from ..layer_tensors import Spelling
+from ..mamba_families import checked
+from ..mixers import AttentionSpec, GatedAttentionSpec
 from ..transformer import ConfigReader, RopeConfig
 from .family import (
     Attends,
@@ -37,12 +37,12 @@ from .family import (
     is_behind_padding,
     residual_factor,
 )
-from .turning import ropes_of
+from .ropes import ropes_of
 
-__all__ = ["Told", "grouped", "read_attending"]
+__all__ = ["AttentionContext", "grouped", "read_attending"]
 
 
-def read_attending(reader: ConfigReader, family: Attends, shapes: TensorShapes) -> HybridConfig:
+def read_attending(reader: ConfigReader, family: Attends, shapes: TensorShapes) -> ComposedArchitecture:
     """The architecture of such a family. shapes: of tensors by name, where their names begin in two ways.
 
     Raises ConfigError for a key that is missing, of the wrong type, or asks for what is not followed.
@@ -63,14 +63,16 @@ def read_attending(reader: ConfigReader, family: Attends, shapes: TensorShapes) 
     head_dim = _head_dim(reader, family, hidden // heads)
     ropes = ropes_of(reader, family, head_dim, windows)
     looks_ahead = is_split or family.looks_ahead(reader)
-    told = Told(reader, family, heads, head_dim, eps, looks_ahead, bool(_frequencies(family, shapes)))
+    context = AttentionContext(
+        reader, family, heads, head_dim, eps, looks_ahead, bool(_frequencies(family, shapes))
+    )
     factors = factors_of(reader, family)
     is_parallel = has_bias(reader, family.parallel)
     sources = family.sources and family.sources(reader, layers)
 
-    def block(layer: int) -> LayerShape:
-        return LayerShape(
-            ((family.mixer or grouped)(told, ropes[layer], windows[layer], layer),),
+    def block(layer: int) -> LayerSpec:
+        return LayerSpec(
+            ((family.mixer or grouped)(context, ropes[layer], windows[layer], layer),),
             family.channel_mixer(reader, family, layer),
             family.places,
             is_parallel=is_parallel,
@@ -85,7 +87,7 @@ def read_attending(reader: ConfigReader, family: Attends, shapes: TensorShapes) 
     context, rows, first = _positions(reader, family)
     key, usual = family.embedding_width or ("", 0)
     width = reader.integer(key, usual or hidden) if key else None
-    return HybridConfig(
+    return ComposedArchitecture(
         model_type=reader.raw["model_type"],
         hidden_size=hidden,
         vocab_size=reader.integer("vocab_size"),
@@ -119,31 +121,36 @@ def read_attending(reader: ConfigReader, family: Attends, shapes: TensorShapes) 
 
 
 @dataclass(frozen=True)
-class Told:
-    """What the attention of every layer is made of: a config, its family, heads, their width, eps of norms;
-    whether queries see later keys, and whether the checkpoint tells what rope turns by."""
+class AttentionContext:
+    """Config reader, family row and head sizes, shared by the attention of all layers."""
 
     reader: ConfigReader
     family: Attends
     heads: int
+    """Number of query heads."""
     head_dim: int
     eps: float
+    """Epsilon of the norms of queries and keys."""
     looks_ahead: bool
+    """Whether queries see later keys."""
     has_frequencies: bool
+    """Whether the checkpoint holds the frequencies of rope."""
 
 
-def grouped(told: Told, rope: RopeConfig | None, window: int | None, layer: int) -> AttentionShape:
+def grouped(
+    context: AttentionContext, rope: RopeConfig | None, window: int | None, layer: int
+) -> AttentionSpec:
     """Attention of one layer, its queries grouped over keys and values. rope, window: None for none."""
-    reader, family, heads = told.reader, told.family, told.heads
+    reader, family, heads = context.reader, context.family, context.heads
     has_norms = family.qk_norm_key is None or reader.flag(*family.qk_norm_key)
     scale = _scale(reader, family)
     if family.scale_of is not None:
-        scale = family.scale_of(reader, layer, told.head_dim)
-    gated = partial(GatedAttentionShape, has_gate_projection=True)
-    return (gated if family.has_gated_heads else AttentionShape)(
+        scale = family.scale_of(reader, layer, context.head_dim)
+    gated = partial(GatedAttentionSpec, has_gate_projection=True)
+    return (gated if family.has_gated_heads else AttentionSpec)(
         num_attention_heads=heads,
         num_kv_heads=_kv_heads(reader, family, heads),
-        head_dim=told.head_dim,
+        head_dim=context.head_dim,
         turning=rope,
         scale=scale,
         window=window,
@@ -151,7 +158,7 @@ def grouped(told: Told, rope: RopeConfig | None, window: int | None, layer: int)
         o_bias=has_bias(reader, family.o_bias),
         norms=family.qk_norms if has_norms else None,
         norm_type=family.qk_norm_type or ("gemma_rms" if family.norm == "gemma_rms" else "rms"),
-        qk_norm_eps=told.eps,
+        qk_norm_eps=context.eps,
         factors=(1.0, 1.0, residual_factor(reader, family)),
         layout=family.layout(reader) if callable(family.layout) else family.layout,
         has_norm_weights=family.has_norm_weights,
@@ -162,12 +169,12 @@ def grouped(told: Told, rope: RopeConfig | None, window: int | None, layer: int)
         slopes=family.slopes(reader, heads) if family.slopes else (),
         groups=None if family.groups is None else groups_of(reader, family)[:4],
         rises_by_values=family.rises_by_values,
-        inner_norm_eps=told.eps if family.has_inner_norms else None,
+        inner_norm_eps=context.eps if family.has_inner_norms else None,
         relative=family.relative and family.relative(reader),
         has_sinks=family.has_sinks,
         growth=_growth(reader, family) if family.has_growth else None,
-        is_bidirectional=told.looks_ahead,
-        has_frequencies=told.has_frequencies and rope is not None,
+        is_bidirectional=context.looks_ahead,
+        has_frequencies=context.has_frequencies and rope is not None,
     )
 
 

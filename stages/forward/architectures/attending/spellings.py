@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ..hybrid_tensors import Spelling
-from ..linear_families import LLAMA
+from ..layer_tensors import LLAMA, Spelling
 
 __all__ = ["KEYS_OF_GPT2", "OF_GLM", "OF_GLM4", "OF_GPT2", "OF_GRANITE"]
 

@@ -29,8 +29,8 @@ from typing import ClassVar
 from .....store.digest import digest
 from .....store.errors import ConfigError
 from ..architecture import AxisSizes, Heads, Layer, Reach, Tensors
-from ..hybrid import HybridConfig
-from ..mixers import AttentionShape
+from ..composed import ComposedArchitecture
+from ..mixers import AttentionSpec
 from ..points import HookPoint
 from .tensors import carrying_tensors
 
@@ -42,7 +42,7 @@ _LAUREL = ("laurel_scale", "laurel_normalized", "laurel_out")
 
 
 @dataclass(frozen=True)
-class CarryingConfig(HybridConfig):
+class CarryingConfig(ComposedArchitecture):
     """Such a decoder: everything that decides its numbers besides its weights.
 
     input_size: width of what each layer is given for itself, 0 for nothing; input_rows: of its table, where
@@ -69,10 +69,10 @@ class CarryingConfig(HybridConfig):
                 f"{self.active}; correct config.json, or fetch it again"
             )
 
-    def attention(self, layer: int) -> AttentionShape:
+    def attention(self, layer: int) -> AttentionSpec:
         """Of a layer; every layer attends."""
         (shape,) = self.blocks[layer].mixers
-        assert isinstance(shape, AttentionShape)  # as their families make them
+        assert isinstance(shape, AttentionSpec)  # as their families make them
         return shape
 
     @property
@@ -121,7 +121,7 @@ class CarryingConfig(HybridConfig):
     @cached_property
     def layers(self) -> tuple[Layer, ...]:
         """See `Architecture`; no stream is the sum of what was written to it."""
-        return tuple(replace(block.facts, norms="of stream") for block in self.blocks)
+        return tuple(replace(block.summary, norms="of stream") for block in self.blocks)
 
     def heads_of(self, layer: int) -> Heads | None:
         """None: values are normed, so that no map makes what heads read of the stream."""

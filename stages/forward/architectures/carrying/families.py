@@ -1,6 +1,6 @@
 """How the config.json of a Gemma 3n or Gemma 4 is read: their text models.
 
-As in hybrid_families.py, whose table of families these are part of: semantics and defaults are those of the
+As in mamba_families.py, whose table of families these are part of: semantics and defaults are those of the
 reference implementation (transformers).
 
 Border: one config; never imports torch.
@@ -14,11 +14,11 @@ from dataclasses import replace
 from typing import Any
 
 from .....store.errors import ConfigError
+from ..composed import LayerSpec
 from ..families import Family, listed_windows, read_activation, read_rope
-from ..hybrid import LayerShape
-from ..hybrid_families import HybridFamily, TensorShapes, checked
-from ..linear_families import LLAMA
-from ..mixers import AttentionShape, ChannelShape, ExpertsShape, MlpAndExpertsShape, MlpShape
+from ..layer_tensors import LLAMA
+from ..mamba_families import FamilyReader, TensorShapes, checked
+from ..mixers import AttentionSpec, ChannelMixerSpec, ExpertsSpec, MlpAndExpertsSpec, MlpSpec
 from ..transformer import ConfigReader, RopeConfig
 from .config import CarryingConfig
 
@@ -57,7 +57,7 @@ def _gemma3n(reader: ConfigReader, shapes: TensorShapes) -> CarryingConfig:
         )
     activation = read_activation(reader, _FAMILY)
     channels = [
-        MlpShape(int(width), activation, sparsity=float(share))
+        MlpSpec(int(width), activation, sparsity=float(share))
         for width, share in zip(inner, sparsity, strict=True)
     ]
     told = _config(
@@ -125,20 +125,20 @@ def _gemma4(reader: ConfigReader, shapes: TensorShapes) -> CarryingConfig:
     return replace(told, has_scalars=True, input_size=width, input_rows=rows if width else 0)
 
 
-def _with_key_values(block: LayerShape) -> LayerShape:
+def _with_key_values(block: LayerSpec) -> LayerSpec:
     """A layer whose values are what its keys are made of, unless it has a window."""
     (attention,) = block.mixers
-    assert isinstance(attention, AttentionShape)
+    assert isinstance(attention, AttentionSpec)
     made = replace(attention, has_key_values=attention.window is None and attention.source is None)
     return replace(block, mixers=(made,))
 
 
-def _channel_of_gemma4(reader: ConfigReader, inner: int) -> ChannelShape:
+def _channel_of_gemma4(reader: ConfigReader, inner: int) -> ChannelMixerSpec:
     activation, eps = read_activation(reader, _FAMILY), reader.number("rms_norm_eps", 1e-6)
-    mlp = MlpShape(inner, activation)
+    mlp = MlpSpec(inner, activation)
     if not reader.flag("enable_moe_block", False):
         return mlp
-    experts = ExpertsShape(
+    experts = ExpertsSpec(
         count=reader.integer("num_experts"),
         chosen=reader.integer("top_k_experts"),
         intermediate_size=reader.integer("moe_intermediate_size"),
@@ -147,7 +147,7 @@ def _channel_of_gemma4(reader: ConfigReader, inner: int) -> ChannelShape:
         routing="softmax of chosen",
         is_listed=False,
     )
-    return MlpAndExpertsShape(mlp, experts, eps)
+    return MlpAndExpertsSpec(mlp, experts, eps)
 
 
 def _sizes_of_gemma4(
@@ -194,7 +194,7 @@ def _config(
     reader: ConfigReader,
     types: Sequence[str],
     sizes: Sequence[tuple[int, int]],
-    channels: Sequence[ChannelShape],
+    channels: Sequence[ChannelMixerSpec],
     *,
     sharing: int,
     hidden: int,
@@ -218,10 +218,10 @@ def _config(
     has_bias = reader.flag("attention_bias", False)
     reader.read |= {"rope_parameters", "rope_scaling", "rope_theta", "rope_local_base_freq"}
 
-    def block(layer: int) -> LayerShape:
+    def block(layer: int) -> LayerSpec:
         head_dim, kv_heads = sizes[layer]
         told, theta = kinds[types[layer]]
-        attention = AttentionShape(
+        attention = AttentionSpec(
             heads,
             kv_heads,
             head_dim,
@@ -235,7 +235,7 @@ def _config(
             source=sources[layer],
             norms_values=True,
         )
-        return checked(reader, LayerShape((attention,), channels[layer], "around"))
+        return checked(reader, LayerSpec((attention,), channels[layer], "around"))
 
     return CarryingConfig(
         model_type=reader.raw["model_type"],
@@ -331,15 +331,15 @@ def _by_layer(reader: ConfigReader, key: str, usual: Any, layers: int) -> list[f
     return list(listed)
 
 
-CARRYING: dict[str, HybridFamily] = {
-    "gemma3n_text": HybridFamily(
+CARRYING: dict[str, FamilyReader] = {
+    "gemma3n_text": FamilyReader(
         _gemma3n,
         "Gemma 3n E2B and E4B, text",
         "norms on q, k and v, a rope of their own in windows, sliding window, keys of earlier layers",
         "gated GELU, sparse; inputs of each layer; LAuReL",
         "scaled embedding, four streams (AltUp), tied, soft cap",
     ),
-    "gemma4_text": HybridFamily(
+    "gemma4_text": FamilyReader(
         _gemma4,
         "Gemma 4, text",
         "norms on q, k and v, wider heads and another rope without a window, keys of earlier layers",

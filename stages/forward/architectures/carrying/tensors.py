@@ -14,8 +14,8 @@ from dataclasses import replace
 from typing import Protocol
 
 from ..architecture import BESIDE, Stored, Tensors
-from ..hybrid_tensors import HybridShapes, hybrid_tensors
-from ..mixers import AttentionShape
+from ..layer_tensors import HybridShapes, composed_tensors
+from ..mixers import AttentionSpec
 
 __all__ = ["carrying_tensors"]
 
@@ -40,12 +40,12 @@ class _Shapes(HybridShapes, Protocol):
     def scales_corrected(self) -> bool: ...
     @property
     def laurel_rank(self) -> int: ...
-    def attention(self, layer: int) -> AttentionShape: ...
+    def attention(self, layer: int) -> AttentionSpec: ...
 
 
 def carrying_tensors(config: _Shapes) -> Tensors:
     """The map of such a decoder."""
-    found = hybrid_tensors(config)
+    found = composed_tensors(config)
     own = dict(_in_layer(config))
     room = config.spelling.layer, config.spelling.attention
     unread = {

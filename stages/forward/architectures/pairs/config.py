@@ -18,8 +18,8 @@ from functools import cached_property
 from typing import ClassVar, Literal
 
 from .....store.digest import digest
-from ..architecture import Architecture, AttentionMixer, AxisSizes, Heads, Layer, Reach, Tensors, later, plain
-from ..mixers import AttentionShape, RelativeShape
+from ..architecture import Architecture, AttentionMixer, AxisSizes, Heads, Layer, Reach, Tensors, plain
+from ..mixers import AttentionSpec, RelativeSpec
 from ..points import HookPoint
 from ..rwkv import UNLIMITED
 from ..transformer import ActivationName
@@ -88,10 +88,10 @@ class PairConfig(Architecture):
     has_head_bias: bool = False
     tie_word_embeddings: bool = True
     final_logit_softcapping: float | None = None
-    has_position_waves: bool = later(False, everywhere=True)
-    ends_with_slowest_wave: bool = later(True, everywhere=True)
-    norms_target_tokens: bool = later(False, everywhere=True)
-    unknown_token: int | None = later(None, everywhere=True)
+    has_position_waves: bool = False
+    ends_with_slowest_wave: bool = True
+    norms_target_tokens: bool = False
+    unknown_token: int | None = None
 
     @property
     def num_layers(self) -> int:  # type: ignore[override]
@@ -133,14 +133,14 @@ class PairConfig(Architecture):
         """Whether a layer acts on the target."""
         return layer >= self.encoder_layers
 
-    def shape(self, layer: int) -> AttentionShape:
+    def shape(self, layer: int) -> AttentionSpec:
         """Self-attention of a layer: an encoder's sees all positions, a decoder's none that are later."""
         relative = None
         if self.buckets is not None:
             one_way = self.is_decoder(layer)
             near = self.buckets // (2 if one_way else 4)
-            relative = RelativeShape(self.buckets, near, self.farthest, ("bias",), looks_back=one_way)
-        return AttentionShape(
+            relative = RelativeSpec(self.buckets, near, self.farthest, ("bias",), looks_back=one_way)
+        return AttentionSpec(
             self.heads,
             self.heads,
             self.head_dim,

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ...architectures.mixers import AttentionShape
+from ...architectures.mixers import AttentionSpec
 from ...hooks.taps import Taps
 from ..attention import linear, output, turned
 from ..history import Carried, History
@@ -27,10 +27,10 @@ __all__ = ["CarriedAttention"]
 class CarriedAttention:
     """The attention of one layer."""
 
-    def __init__(self, shape: AttentionShape, tensors: LayerTensors) -> None:
+    def __init__(self, shape: AttentionSpec, tensors: LayerTensors) -> None:
         names = ("q", "k", "v", "o", "q_norm", "k_norm", "v_norm")
         parts = parts_of(tensors)
-        self.shape, self._how = shape, shape.fact
+        self.shape, self._how = shape, shape.summary
         self.parts = {name: parts[name] for name in names if name in parts}
 
     def __call__(

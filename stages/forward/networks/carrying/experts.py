@@ -14,7 +14,7 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
-from ...architectures.mixers import MlpAndExpertsShape
+from ...architectures.mixers import MlpAndExpertsSpec
 from ...hooks.taps import Taps
 from ..mixers.experts import Experts, Given
 from ..mixers.mixer import LayerTensors, own
@@ -28,7 +28,7 @@ __all__ = ["MlpAndExperts"]
 class MlpAndExperts:
     """The MLP and the experts of one layer."""
 
-    def __init__(self, shape: MlpAndExpertsShape, tensors: LayerTensors) -> None:
+    def __init__(self, shape: MlpAndExpertsSpec, tensors: LayerTensors) -> None:
         found = own(tensors, "beside.")
         self._mlp, self._eps = Mlp(shape.mlp, tensors), shape.norm_eps
         self._experts = _Experts(shape, tensors)
@@ -48,7 +48,7 @@ class MlpAndExperts:
 class _Experts(Experts):
     """Experts that read a norm of which they and the router have weights of their own."""
 
-    def __init__(self, shape: MlpAndExpertsShape, tensors: LayerTensors) -> None:
+    def __init__(self, shape: MlpAndExpertsSpec, tensors: LayerTensors) -> None:
         super().__init__(shape.experts, tensors)
         found = own(tensors, "beside.")
         self._gain, self._gains = found["experts"], found["expert_gains"]

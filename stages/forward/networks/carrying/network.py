@@ -23,11 +23,11 @@ from torch import Tensor
 
 from .....store.errors import ConfigError
 from ...architectures.carrying.config import CarryingConfig
-from ...architectures.mixers import MlpAndExpertsShape, MlpShape
+from ...architectures.mixers import MlpAndExpertsSpec, MlpSpec
 from ...checkpoints.source import Take
 from ...hooks.taps import Taps
+from ..composed import ComposedNetwork, LayerModules, tensors_of
 from ..history import STREAM, Carried, History, Shares
-from ..hybrid import Hybrid, HybridLayer, tensors_of
 from ..kernels.functions import evenly
 from ..kernels.products import product
 from ..mixers.mixer import by_heads, flat, own
@@ -50,7 +50,7 @@ BESIDE_MLP = ("input.", "laurel.", "altup.scale", "scalar")
 
 
 @dataclass(frozen=True)
-class CarryingLayer(HybridLayer):
+class CarryingLayer(LayerModules):
     """One layer, whose attention and experts are called with more than others are.
 
     tensors: of what it does besides attention and MLP, by the names of architectures/carrying/tensors.py.
@@ -68,16 +68,16 @@ def block(take: Take, config: CarryingConfig, layer: int) -> CarryingLayer:
     altup = own(found, "altup.")
     return CarryingLayer(
         (),
-        Mlp(channel, found) if isinstance(channel, MlpShape) else None,
+        Mlp(channel, found) if isinstance(channel, MlpSpec) else None,
         parts_of({name: tensor for name, tensor in found.items() if name.startswith("ln")}),
         attention=CarriedAttention(config.attention(layer), found),
-        experts=MlpAndExperts(channel, found) if isinstance(channel, MlpAndExpertsShape) else None,
+        experts=MlpAndExperts(channel, found) if isinstance(channel, MlpAndExpertsSpec) else None,
         altup=AltUp(altup, config.active, config.norm_eps) if altup else None,
         tensors={name: tensor for name, tensor in found.items() if name.startswith(BESIDE_MLP)},
     )
 
 
-class Carrying(Hybrid):
+class Carrying(ComposedNetwork):
     """The network of every such decoder (`Network` in loop.py)."""
 
     config: CarryingConfig
@@ -193,8 +193,8 @@ class Carrying(Hybrid):
     def _activation(self, layer: int) -> str:
         """That of the MLP, which gates of inputs have as well."""
         shape = self.config.blocks[layer].channel_mixer
-        mlp = shape.mlp if isinstance(shape, MlpAndExpertsShape) else shape
-        assert isinstance(mlp, MlpShape)  # every layer has one
+        mlp = shape.mlp if isinstance(shape, MlpAndExpertsSpec) else shape
+        assert isinstance(mlp, MlpSpec)  # every layer has one
         return mlp.activation
 
     def _together(self, carried: Carried) -> Tensor:

@@ -1,4 +1,4 @@
-"""Attention as one of a hybrid's mixers: networks/attention.py over the layer's own sizes.
+"""Attention as a mixer: networks/attention.py over the layer's own sizes.
 
 Where its heads are gated, the projection of queries has a head's gate behind its query, or gates have one of
 their own.
@@ -11,7 +11,7 @@ from dataclasses import fields, replace
 import torch
 from torch import Tensor
 
-from ...architectures.mixers import AttentionShape
+from ...architectures.mixers import AttentionSpec
 from ...hooks.taps import Taps
 from ..attention import StreamRead, attention
 from ..history import History
@@ -27,7 +27,7 @@ __all__ = ["GatedAttention", "SelfAttention"]
 class SelfAttention:
     """Grouped-query attention of one layer (`Mixer`)."""
 
-    def __init__(self, shape: AttentionShape, tensors: LayerTensors) -> None:
+    def __init__(self, shape: AttentionSpec, tensors: LayerTensors) -> None:
         parts, known = (
             parts_of(_separated(tensors, shape)),
             {field.name for field in fields(AttentionWeights)},
@@ -39,7 +39,7 @@ class SelfAttention:
             rise_gain=tensors.get("rise.gain"),
         )
         relative = None if shape.relative is None else Relative(shape, self.weights, tensors)
-        self.shape, self._how = shape, replace(shape.fact, sinks=tensors.get("sinks"), relative=relative)
+        self.shape, self._how = shape, replace(shape.summary, sinks=tensors.get("sinks"), relative=relative)
 
     def __call__(
         self, x: Tensor, layer: int, history: History, taps: Taps, source: StreamRead | None = None
@@ -48,7 +48,7 @@ class SelfAttention:
         return attention(x, self.weights, self.shape, self._how, layer, history, taps, source=source)
 
 
-def _separated(tensors: LayerTensors, shape: AttentionShape) -> LayerTensors:
+def _separated(tensors: LayerTensors, shape: AttentionSpec) -> LayerTensors:
     """The projections of queries, keys and values each by itself."""
     if shape.layout == "separate":
         return tensors
@@ -72,7 +72,7 @@ def _separated(tensors: LayerTensors, shape: AttentionShape) -> LayerTensors:
 class GatedAttention(SelfAttention):
     """The same with gated heads (`Mixer`)."""
 
-    def __init__(self, shape: AttentionShape, tensors: LayerTensors) -> None:
+    def __init__(self, shape: AttentionSpec, tensors: LayerTensors) -> None:
         found, gate = dict(tensors), "gate_of_heads"
         for name in {"q", "q.bias"} & set(found) if gate not in found else ():
             both = found[name].unflatten(0, (shape.num_attention_heads, 2, shape.head_dim))

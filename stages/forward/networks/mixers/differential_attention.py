@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...architectures.mixers import DifferentialShape
+from ...architectures.mixers import DifferentialSpec
 from ...hooks.taps import Taps
 from ..attention import linear, project, turned
 from ..history import History
@@ -30,9 +30,9 @@ __all__ = ["DifferentialAttention"]
 class DifferentialAttention:
     """The differential attention of one layer (`Mixer`)."""
 
-    def __init__(self, shape: DifferentialShape, tensors: LayerTensors) -> None:
+    def __init__(self, shape: DifferentialSpec, tensors: LayerTensors) -> None:
         parts, known = parts_of(tensors), {field.name for field in fields(AttentionWeights)}
-        self.shape, self._how, self._learned = shape, shape.fact, own(tensors, "diff.")
+        self.shape, self._how, self._learned = shape, shape.summary, own(tensors, "diff.")
         self.weights = AttentionWeights(**{name: part for name, part in parts.items() if name in known})
 
     def __call__(self, x: Tensor, layer: int, history: History, taps: Taps) -> Tensor:

@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...architectures.mixers import ExpertsShape
+from ...architectures.mixers import ExpertsSpec
 from ...hooks.taps import Taps
 from ..gradients import is_recorded
 from ..kernels import FEW_ROWS
@@ -42,7 +42,7 @@ Given = tuple[int, Tensor, Tensor, Tensor]
 class Experts:
     """The experts of one layer (`ChannelMixer`)."""
 
-    def __init__(self, shape: ExpertsShape, tensors: LayerTensors) -> None:
+    def __init__(self, shape: ExpertsSpec, tensors: LayerTensors) -> None:
         found = own(tensors, "experts.")
         self.shape = shape
         self.weights = {name: tensor for name, tensor in found.items() if not name[0].isdigit()}

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...architectures.linear_mixers import GatedDeltaShape
+from ...architectures.linear_mixers import GatedDeltaSpec
 from ...hooks.taps import Taps
 from ..history import History
 from ..kernels.products import product
@@ -38,7 +38,7 @@ _EPS = 1e-6
 class GatedDelta:
     """The gated delta net of one layer (`Mixer`)."""
 
-    def __init__(self, shape: GatedDeltaShape, tensors: LayerTensors) -> None:
+    def __init__(self, shape: GatedDeltaSpec, tensors: LayerTensors) -> None:
         self.shape, self.weights = shape, _arranged(own(tensors, "linear."), shape)
 
     def __call__(self, x: Tensor, layer: int, history: History, taps: Taps) -> Tensor:
@@ -100,7 +100,7 @@ def _unit(x: Tensor) -> Tensor:
     return x * torch.rsqrt(x.pow(2).sum(-1, keepdim=True) + _EPS)
 
 
-def _arranged(w: Mapping[str, Tensor], shape: GatedDeltaShape) -> dict[str, Tensor]:
+def _arranged(w: Mapping[str, Tensor], shape: GatedDeltaSpec) -> dict[str, Tensor]:
     """Weights of any layout as this mixer asks for them: "qkv", "conv", "z", "b", "a", the last two maps with
     "….down" before them where they are of low rank."""
     if shape.layout == "by part":

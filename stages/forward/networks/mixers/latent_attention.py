@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...architectures.mixers import LatentAttentionShape
+from ...architectures.mixers import LatentAttentionSpec
 from ...hooks.taps import Taps
 from ..attention import turned
 from ..history import History
@@ -29,8 +29,8 @@ __all__ = ["LatentAttention"]
 class LatentAttention:
     """The latent attention of one layer (`Mixer`)."""
 
-    def __init__(self, shape: LatentAttentionShape, tensors: LayerTensors) -> None:
-        self.shape, self._how, self.weights = shape, shape.fact, own(tensors, "latent.")
+    def __init__(self, shape: LatentAttentionSpec, tensors: LayerTensors) -> None:
+        self.shape, self._how, self.weights = shape, shape.summary, own(tensors, "latent.")
 
     def __call__(self, x: Tensor, layer: int, history: History, taps: Taps) -> Tensor:
         """See `Mixer`."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...architectures.linear_mixers import LightningShape
+from ...architectures.linear_mixers import LightningSpec
 from ...hooks.taps import Taps
 from ..history import History
 from ..kernels.products import product
@@ -31,7 +31,7 @@ __all__ = ["Lightning"]
 class Lightning:
     """The lightning attention of one layer (`Mixer`)."""
 
-    def __init__(self, shape: LightningShape, tensors: LayerTensors) -> None:
+    def __init__(self, shape: LightningSpec, tensors: LayerTensors) -> None:
         self.shape, self.weights = shape, own(tensors, "linear.")
         # In a checkpoint a head's query, key and value lie one after the other.
         by_part = self.weights["qkv"].unflatten(0, (shape.heads, 3, shape.head_dim)).transpose(0, 1)

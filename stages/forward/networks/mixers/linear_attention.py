@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...architectures.linear_mixers import LinearAttentionShape
+from ...architectures.linear_mixers import LinearAttentionSpec
 from ...hooks.taps import Taps
 from ..history import History
 from ..kernels.products import product
@@ -36,7 +36,7 @@ __all__ = ["LinearAttention"]
 class LinearAttention:
     """The linear attention of one layer (`Mixer`)."""
 
-    def __init__(self, shape: LinearAttentionShape, tensors: LayerTensors) -> None:
+    def __init__(self, shape: LinearAttentionSpec, tensors: LayerTensors) -> None:
         self.shape, self.weights = shape, _arranged(own(tensors, "linear."))
         left = -(2.0 ** (-5 - torch.arange(shape.heads, dtype=torch.float64)))
         self._fixed = torch.log1p(left).to(self.weights["out"].device).view(1, -1, 1, 1)

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...architectures.linear_mixers import LinearUnitShape
+from ...architectures.linear_mixers import LinearUnitSpec
 from ...hooks.taps import Taps
 from ..history import History
 from ..kernels.products import product
@@ -34,7 +34,7 @@ _SHARPNESS = 8.0
 class LinearUnit:
     """The gated linear recurrent unit of one layer (`Mixer`)."""
 
-    def __init__(self, shape: LinearUnitShape, tensors: LayerTensors) -> None:
+    def __init__(self, shape: LinearUnitSpec, tensors: LayerTensors) -> None:
         self.shape, self.weights = shape, own(tensors, "linear.")
 
     def __call__(self, x: Tensor, layer: int, history: History, taps: Taps) -> Tensor:

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...architectures.mixers import MambaShape
+from ...architectures.mixers import MambaSpec
 from ...hooks.taps import Taps
 from ..history import History
 from ..kernels.products import product
@@ -34,7 +34,7 @@ __all__ = ["Mamba"]
 class Mamba:
     """The Mamba-1 mixer of one layer (`Mixer`)."""
 
-    def __init__(self, shape: MambaShape, tensors: LayerTensors) -> None:
+    def __init__(self, shape: MambaSpec, tensors: LayerTensors) -> None:
         self.shape, self.weights = shape, _arranged(own(tensors, "ssm."), shape)
 
     def __call__(self, x: Tensor, layer: int, history: History, taps: Taps) -> Tensor:
@@ -86,7 +86,7 @@ class Mamba:
         return unit.to(x.dtype) if weight is None else weight * unit.to(x.dtype)
 
 
-def _arranged(w: Mapping[str, Tensor], shape: MambaShape) -> dict[str, Tensor]:
+def _arranged(w: Mapping[str, Tensor], shape: MambaSpec) -> dict[str, Tensor]:
     """Weights of either layout: "in" with rows of x before those of the gate, "select" and "dt" by group."""
     found = dict(w)
     if shape.layout == "by group":

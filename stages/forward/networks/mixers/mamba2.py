@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...architectures.mixers import Mamba2Shape
+from ...architectures.mixers import Mamba2Spec
 from ...hooks.taps import Taps
 from ..history import History
 from ..kernels.products import product
@@ -31,7 +31,7 @@ __all__ = ["Mamba2"]
 class Mamba2:
     """The Mamba-2 mixer of one layer (`Mixer`)."""
 
-    def __init__(self, shape: Mamba2Shape, tensors: LayerTensors) -> None:
+    def __init__(self, shape: Mamba2Spec, tensors: LayerTensors) -> None:
         self.shape, self.weights = shape, own(tensors, "ssm.")
 
     def __call__(self, x: Tensor, layer: int, history: History, taps: Taps) -> Tensor:

@@ -1,6 +1,6 @@
 """What mixers are called with, and what several of them need.
 
-Border: protocols and a few lines on tensors; which mixers there are is known to networks/hybrid.py.
+Border: protocols and a few lines on tensors; which mixers there are is known to networks/composed.py.
 
 Axes: as in the files of this room: [B, token, channel] outside of heads, [B, head, token, width] inside.
 """
@@ -19,7 +19,7 @@ from ..history import History
 __all__ = ["ChannelMixer", "LayerTensors", "Mixer", "by_heads", "flat", "own", "wide"]
 
 LayerTensors = Mapping[str, Tensor]
-"""Tensors of a layer by the names of architectures/hybrid_tensors.py."""
+"""Tensors of a layer by the names of architectures/layer_tensors.py."""
 
 
 class Mixer(Protocol):

@@ -1,4 +1,4 @@
-"""The MLP as a hybrid's channel mixer: networks/mlp.py over the layer's own weights."""
+"""The MLP as a channel mixer: networks/mlp.py over the layer's own weights."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import fields
 
 from torch import Tensor
 
-from ...architectures.mixers import MlpShape
+from ...architectures.mixers import MlpSpec
 from ...hooks.taps import Taps
 from ..mlp import mlp
 from ..weights import MlpWeights, parts_of
@@ -18,7 +18,7 @@ __all__ = ["Mlp", "mlp_weights"]
 class Mlp:
     """The MLP of one layer (`ChannelMixer`)."""
 
-    def __init__(self, shape: MlpShape, tensors: LayerTensors) -> None:
+    def __init__(self, shape: MlpSpec, tensors: LayerTensors) -> None:
         self.shape, self.weights = shape, mlp_weights(tensors)
 
     def __call__(self, x: Tensor, layer: int, taps: Taps) -> Tensor:

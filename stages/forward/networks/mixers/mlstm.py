@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...architectures.linear_mixers import MlstmShape
+from ...architectures.linear_mixers import MlstmSpec
 from ...hooks.taps import Taps
 from ..history import History
 from ..kernels.products import product
@@ -31,7 +31,7 @@ __all__ = ["Mlstm"]
 class Mlstm:
     """The mLSTM of one layer (`Mixer`)."""
 
-    def __init__(self, shape: MlstmShape, tensors: LayerTensors) -> None:
+    def __init__(self, shape: MlstmSpec, tensors: LayerTensors) -> None:
         self.shape, self.weights = shape, _arranged(own(tensors, "mlstm."), shape)
         self._memory = MatrixMemory(shape.eps)
 
@@ -66,7 +66,7 @@ class Mlstm:
         return F.layer_norm(wide(read.to(dtype)), width, eps=self.shape.norm_eps).to(dtype)
 
 
-def _arranged(w: Mapping[str, Tensor], shape: MlstmShape) -> dict[str, Tensor]:
+def _arranged(w: Mapping[str, Tensor], shape: MlstmSpec) -> dict[str, Tensor]:
     """Weights of either layout by the names of the one in which every projection has a tensor."""
     if not shape.is_fused:
         return dict(w)

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...architectures.mixers import RoutedAttentionShape
+from ...architectures.mixers import RoutedAttentionSpec
 from ...hooks.taps import Taps
 from ..attention import turned
 from ..history import History
@@ -28,8 +28,8 @@ __all__ = ["RoutedAttention"]
 class RoutedAttention:
     """The mixture of attention of one layer (`Mixer`)."""
 
-    def __init__(self, shape: RoutedAttentionShape, tensors: LayerTensors) -> None:
-        self.shape, self._how, self.weights = shape, shape.fact, own(tensors, "moa.")
+    def __init__(self, shape: RoutedAttentionSpec, tensors: LayerTensors) -> None:
+        self.shape, self._how, self.weights = shape, shape.summary, own(tensors, "moa.")
 
     def __call__(self, x: Tensor, layer: int, history: History, taps: Taps) -> Tensor:
         """See `Mixer`."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...architectures.mixers import SharedBlockShape
+from ...architectures.mixers import SharedBlockSpec
 from ...hooks.taps import Taps
 from ..history import History
 from ..kernels.products import product
@@ -31,7 +31,7 @@ __all__ = ["SharedBlock"]
 class SharedBlock:
     """The shared block of one layer."""
 
-    def __init__(self, shape: SharedBlockShape, tensors: LayerTensors) -> None:
+    def __init__(self, shape: SharedBlockSpec, tensors: LayerTensors) -> None:
         found = own(tensors, "shared.")
         self.shape = shape
         self.attention, self.mlp = SelfAttention(shape.attention, found), Mlp(shape.mlp, found)

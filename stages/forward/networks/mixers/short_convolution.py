@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ...architectures.linear_mixers import ShortConvolutionShape
+from ...architectures.linear_mixers import ShortConvolutionSpec
 from ...hooks.taps import Taps
 from ..history import History
 from ..kernels.products import product
@@ -22,7 +22,7 @@ __all__ = ["ShortConvolution"]
 class ShortConvolution:
     """The short convolution of one layer (`Mixer`)."""
 
-    def __init__(self, shape: ShortConvolutionShape, tensors: LayerTensors) -> None:
+    def __init__(self, shape: ShortConvolutionSpec, tensors: LayerTensors) -> None:
         self.shape, self.weights = shape, own(tensors, "conv.")
 
     def __call__(self, x: Tensor, layer: int, history: History, taps: Taps) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 
 import pytest
 
@@ -37,24 +38,37 @@ def as_the_reference_reads(model_type, keys):
     return AutoConfig.for_model(model_type, **keys)
 
 
+def attention(config):
+    """The attention of the first layer."""
+    return config.blocks[0].mixers[0]
+
+
+def windows(config):
+    """Of each layer."""
+    return tuple(block.mixers[0].window for block in config.blocks)
+
+
 def compare(ours, theirs):
     """Every axis both spell out."""
+    ours_attends = attention(ours)
     assert ours.hidden_size == theirs.hidden_size
     assert ours.num_layers == theirs.num_hidden_layers
-    assert ours.num_kv_heads == theirs.num_key_value_heads
-    assert ours.head_dim == (
+    assert ours_attends.num_kv_heads == theirs.num_key_value_heads
+    assert ours_attends.head_dim == (
         getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads
     )
     assert ours.max_position_embeddings == theirs.max_position_embeddings
     assert ours.norm_eps == getattr(theirs, "rms_norm_eps", getattr(theirs, "norm_epsilon", None))
     assert ours.tie_word_embeddings == theirs.tie_word_embeddings
-    assert ours.rope.theta == theirs.rope_parameters["rope_theta"]
-    assert ours.rope.scheme == theirs.rope_parameters["rope_type"]
-    windows = getattr(theirs, "sliding_window", None)
+    assert ours_attends.rope.theta == theirs.rope_parameters["rope_theta"]
+    assert ours_attends.rope.scheme == theirs.rope_parameters["rope_type"]
+    size = getattr(theirs, "sliding_window", None)
     types = getattr(theirs, "layer_types", None) or ["sliding_attention"] * ours.num_layers
-    assert list(ours.layer_windows) == [windows if kind == "sliding_attention" else None for kind in types]
-    for key in ("attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar"):
-        assert getattr(ours, key) == getattr(theirs, key, None)
+    assert list(windows(ours)) == [size if kind == "sliding_attention" else None for kind in types]
+    assert ours_attends.soft_cap == getattr(theirs, "attn_logit_softcapping", None)
+    assert ours.final_logit_softcapping == getattr(theirs, "final_logit_softcapping", None)
+    scalar = getattr(theirs, "query_pre_attn_scalar", None) or ours_attends.head_dim
+    assert ours.layers[0].mixer.scale == 1 / math.sqrt(scalar)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -90,27 +104,28 @@ def test_llama_3_2_as_published():
             max_position_embeddings=131072,
         )
     )
-    assert (config.rope.scheme, config.rope.theta, config.rope.factor) == ("llama3", 500000.0, 32.0)
-    assert config.rope.original_max_position_embeddings == 8192 and config.rope.dim == 64
-    assert config.tie_word_embeddings and not config.qkv_bias
+    rope = attention(config).rope
+    assert (rope.scheme, rope.theta, rope.factor) == ("llama3", 500000.0, 32.0)
+    assert rope.original_max_position_embeddings == 8192 and rope.dim == 64
+    assert config.tie_word_embeddings and not attention(config).qkv_bias
 
 
 def test_gemma_2_alternates_windows_and_layer_types_override_the_alternation():
     config = from_hf_config(raw("gemma2"))
-    assert config.layer_windows == (4096, None, 4096, None)
-    assert (config.attn_logit_softcapping, config.final_logit_softcapping) == (50.0, 30.0)
-    assert config.use_post_norms and config.embedding_scale == 8.0
+    assert windows(config) == (4096, None, 4096, None)
+    assert (attention(config).soft_cap, config.final_logit_softcapping) == (50.0, 30.0)
+    assert config.layers[0].norms == "around" and config.embedding_scale == 8.0
     listed = ["full_attention"] * 3 + ["sliding_attention"]
-    assert from_hf_config(raw("gemma2", layer_types=listed)).layer_windows == (None, None, None, 4096)
+    assert windows(from_hf_config(raw("gemma2", layer_types=listed))) == (None, None, None, 4096)
 
 
 def test_an_explicit_null_soft_cap_is_no_cap():
     config = from_hf_config(raw("gemma2", attn_logit_softcapping=None, final_logit_softcapping=None))
-    assert config.attn_logit_softcapping is None and config.final_logit_softcapping is None
+    assert attention(config).soft_cap is None and config.final_logit_softcapping is None
 
 
 @pytest.mark.parametrize(
-    ("keys", "windows"),
+    ("keys", "expected"),
     [
         ({"sliding_window": 8}, (None,) * 4),
         ({"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 3}, (None, None, None, 8)),
@@ -118,20 +133,22 @@ def test_an_explicit_null_soft_cap_is_no_cap():
         ({"sliding_window": 8, "use_sliding_window": False, "max_window_layers": 0}, (None,) * 4),
     ],
 )
-def test_qwen_slides_only_where_it_is_switched_on_and_from_max_window_layers(keys, windows):
-    assert from_hf_config(raw("qwen2", **keys)).layer_windows == windows
+def test_qwen_slides_only_where_it_is_switched_on_and_from_max_window_layers(keys, expected):
+    assert windows(from_hf_config(raw("qwen2", **keys))) == expected
 
 
 def test_phi_3_honours_its_window_and_longrope_under_its_older_names():
     factors = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
     config = from_hf_config(raw("phi3", sliding_window=2047, rope_scaling={"type": "su", **factors}))
-    assert config.layer_windows == (2047,) * 4
-    assert config.rope.scheme == "longrope" and config.rope.original_max_position_embeddings == 4096
+    assert windows(config) == (2047,) * 4
+    rope = attention(config).rope
+    assert rope.scheme == "longrope" and rope.original_max_position_embeddings == 4096
 
 
 def test_llama_biases_follow_their_keys():
     config = from_hf_config(raw("llama", attention_bias=True, mlp_bias=True))
-    assert config.qkv_bias and config.o_proj_bias and config.mlp_bias
+    assert attention(config).qkv_bias and attention(config).o_bias
+    assert config.blocks[0].channel_mixer.has_bias
 
 
 @pytest.mark.parametrize(
@@ -147,7 +164,7 @@ def test_llama_biases_follow_their_keys():
     ],
 )
 def test_activations_follow_the_config_and_a_null_key_is_no_key(family, key, value, activation):
-    assert from_hf_config(raw(family, **{key: value})).activation == activation
+    assert from_hf_config(raw(family, **{key: value})).blocks[0].channel_mixer.activation == activation
 
 
 @pytest.mark.parametrize("key", SMALL)

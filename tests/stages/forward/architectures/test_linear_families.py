@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from mizarr import Model
-from mizarr.stages.forward.architectures.hybrid import HybridConfig
+from mizarr.stages.forward.architectures.composed import ComposedArchitecture
 from mizarr.stages.forward.architectures.known import KNOWN
 from mizarr.stages.forward.architectures.linear_families import KIN, LINEAR, read_linear
 from mizarr.stages.forward.architectures.transformer import ConfigReader
@@ -30,7 +30,7 @@ REQUIRED = {"hidden_size": 960, "num_hidden_layers": 6, "vocab_size": 96}
 """Keys without a default here; the reference's number of heads divides the width in every family."""
 
 
-def read(family: str, **changes: Any) -> HybridConfig:
+def read(family: str, **changes: Any) -> ComposedArchitecture:
     return read_linear(ConfigReader(REQUIRED | {"model_type": family} | changes), {})
 
 

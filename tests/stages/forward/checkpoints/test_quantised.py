@@ -18,6 +18,7 @@ from mizarr.stages.forward.models.residency import bytes_of
 from mizarr.stages.logits.component_weights import component_weights
 from mizarr.store.errors import ConfigError, WeightsError
 from mizarr.workflows.cli import run as mizarr_command
+from tests.layer_parts import part_of
 
 from .. import random_models
 from ..random_hybrids import save_random_hybrid
@@ -278,7 +279,7 @@ def test_a_quantised_model_is_the_model_of_its_plain_weights(base, tmp_path, cas
     ours, other = (Model.from_pretrained(each, device="cpu") for each in (packed, plain))
     for layer, wanted in zip(ours.network.weights.layers, other.network.weights.layers, strict=True):
         for name in ("q", "k", "v", "o", "gate", "up", "down"):
-            found, expected = getattr(layer, name).weight, getattr(wanted, name).weight
+            found, expected = part_of(layer, name).weight, part_of(wanted, name).weight
             torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-7)
     expected = other.forward(IDS).logits
     assert float((ours.forward(IDS).logits - expected).abs().max()) <= 1e-5 * float(expected.abs().max())

@@ -98,7 +98,7 @@ def test_greedy_tokens_are_those_of_transformers(family, tmp_path):
 )
 def test_kept_keys_are_read_anew_where_rope_turns_with_the_length(family, overrides, tmp_path):
     model = load(tmp_path, family, 0, **overrides)
-    assert model.config.rope.scheme in ("dynamic", "longrope")
+    assert model.config.heads_of(0).rope.scheme in ("dynamic", "longrope")
     prompts = draw_ids(3, 12)
     anew = generate(model, prompts, max_tokens=30, cache=False)
     for cache in (True, None):
@@ -373,7 +373,7 @@ def test_steps_are_positions_of_one_pass_over_the_result(family, tmp_path):
     models = []
     for seed in seeds:
         models.append(load(tmp_path / str(seed), family, seed))
-        if models[-1].config.rope.depends_on_length:
+        if models[-1].config.heads_of(0).rope.depends_on_length:
             models.pop()
         if len(models) == 2:
             break

@@ -10,14 +10,14 @@ from typing import Any, cast
 
 import pytest
 
+from mizarr.stages.forward.architectures.architecture import Architecture
 from mizarr.stages.forward.architectures.points import HookPoint
-from mizarr.stages.forward.architectures.transformer import TransformerConfig
 from mizarr.stages.forward.hooks.edge_interventions import Knockout, SetValue, Steer
 from mizarr.stages.forward.hooks.edges import KnockoutSpec, SteeringSpec
 from mizarr.store.errors import InterventionError
 
 LENGTH = 5
-CONFIG = cast(TransformerConfig, SimpleNamespace(num_layers=4, axis_sizes={"head": 3}, looks_ahead=False))
+CONFIG = cast(Architecture, SimpleNamespace(num_layers=4, axis_sizes={"head": 3}, looks_ahead=False))
 SPECS = [KnockoutSpec(), SteeringSpec.scale(2.0)]
 
 

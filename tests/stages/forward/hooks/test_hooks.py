@@ -14,12 +14,14 @@ import pytest
 
 import mizarr
 from mizarr.stages.causal.grids.patching_metrics import LogitDifference, Probability
-from mizarr.stages.forward.architectures.points import KINDS, HookPoint, transformer_points
+from mizarr.stages.forward.architectures.families import from_hf_config
+from mizarr.stages.forward.architectures.points import KINDS, HookPoint
 from mizarr.stages.forward.hooks.interventions import Add, Replace, Scale, Zero
 from mizarr.stages.forward.hooks.spec import HookSpec
 from mizarr.store.errors import HookPointNotFound, InterventionError
+from tests.conftest import TINY
 
-POINTS = transformer_points(4, post_norms=False, gated=True)
+POINTS = from_hf_config({**TINY, "num_hidden_layers": 4}).hook_points
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
@@ -201,10 +203,10 @@ def test_digests_do_not_depend_on_the_process():
     code = (
         "from mizarr.stages.forward.hooks.spec import HookSpec\n"
         "from mizarr.stages.forward.hooks.interventions import Add, Scale\n"
-        "from mizarr.stages.forward.architectures.points import transformer_points\n"
+        "from mizarr.stages.forward.architectures.points import points_of\n"
         "spec = HookSpec().capture('hook_embed').intervene('hook_embed', "
         "Scale(0.1)).intervene('hook_embed', Add([1.0, 2.5]))\n"
-        "print(spec.bind(transformer_points(2, post_norms=True, gated=True)).digest)\n"
+        "print(spec.bind(points_of(('embed', 'resid_post'), 2)).digest)\n"
         "import sys; assert 'torch' not in sys.modules, 'planning must not import torch'\n"
     )
     runs = {

@@ -53,12 +53,12 @@ def test_an_unknown_family_laid_out_like_llama_runs():
     found = report(RAW, SHAPES)
     assert found.is_compatible and not found.known_family and found.warnings == []
     as_llama = from_hf_config(RAW | {"model_type": "llama"})
-    assert found.require().layer_windows == as_llama.layer_windows and found.require().rope == as_llama.rope
+    assert found.require().blocks == as_llama.blocks
 
 
 def test_head_sizes_the_config_leaves_out_come_from_the_tensors():
     raw = {key: value for key, value in RAW.items() if key != "num_key_value_heads"}
-    assert report(raw, SHAPES).require().num_kv_heads == 2
+    assert report(raw, SHAPES).require().heads_of(0).kv_count == 2
 
 
 @pytest.mark.parametrize("layer", [0, 1, 2])

@@ -11,8 +11,8 @@ import sys
 import pytest
 import torch
 
+from mizarr.stages.forward.architectures.composed import ComposedArchitecture
 from mizarr.stages.forward.architectures.known import KNOWN
-from mizarr.stages.forward.architectures.transformer import TransformerConfig
 from mizarr.stages.forward.capture.capture import CaptureNode
 from mizarr.stages.forward.models import layout_check
 from mizarr.stages.forward.models.autoconfig import report
@@ -81,7 +81,7 @@ def test_a_family_that_computes_like_its_guess_runs_and_is_right(saved):
     ids = torch.randint(0, 128, (1, 60), generator=torch.Generator().manual_seed(9))
     with torch.no_grad():
         torch.testing.assert_close(model.forward(ids).logits, reference(ids).logits, atol=1e-4, rtol=0)
-    assert model.require_identity().forward == TransformerConfig.version
+    assert model.require_identity().forward == ComposedArchitecture.version
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
@@ -246,7 +246,7 @@ def test_a_cache_that_cannot_be_written_repeats_the_check(saved, checks, tmp_pat
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("MIZARR_CACHE", str(tmp_path / "file" / "folder"))
     for _ in range(2):
-        assert resolve(folder).identity().forward == TransformerConfig.version
+        assert resolve(folder).identity().forward == ComposedArchitecture.version
     assert len(checks) == 2
 
 
@@ -260,7 +260,7 @@ def test_a_failure_of_transformers_is_a_refusal_that_is_not_remembered(saved, mo
         broken.setattr(layout_check.LayoutCase, "_theirs", fails)
         with pytest.raises(ConfigError, match=r"found that it cannot \(RuntimeError: out of memory\)"):
             resolve(folder).identity()
-    assert resolve(folder).identity().forward == TransformerConfig.version
+    assert resolve(folder).identity().forward == ComposedArchitecture.version
 
 
 def test_a_check_leaves_the_random_state_alone(saved):
@@ -292,7 +292,9 @@ def _with(config, **changed):
 
 
 def test_windows_are_passed_by(config):
-    wide = _with(config, max_position_embeddings=8192, layer_windows=(None, 1024, 1024))
+    (attention,) = config.blocks[0].mixers
+    windowed = _with(config.blocks[0], mixers=(_with(attention, window=1024),))
+    wide = _with(config, max_position_embeddings=8192, blocks=(config.blocks[0], windowed, windowed))
     assert turning_points(wide, {}) == {"window 1024": 1024}
     assert max(lengths_to_check(wide, turning_points(wide, {}))) == 1024 + 64
 
@@ -326,7 +328,7 @@ def test_a_window_beyond_the_check_is_refused_and_runs_when_trusted(saved):
 def test_trust_moves_the_key_and_the_name(saved, checks):
     folder, _ = saved(AGREES)
     checked, trusted = ModelSource(folder), ModelSource(folder, trust_layout=True)
-    assert trusted.identity.forward == f"{TransformerConfig.version}, layout trusted"
+    assert trusted.identity.forward == f"{ComposedArchitecture.version}, layout trusted"
     assert trusted.identity.digest != checked.identity.digest
     assert trusted.name == f"{folder}{TRUSTED}" and trusted.load().name == trusted.name
     assert len(checks) == 1
@@ -363,7 +365,7 @@ def test_what_a_trusted_model_computed_says_so(saved, tmp_path):
     notes = store.provenance(record.key)
     assert {note["model"] for note in notes if "model" in note} == {f"{folder}{TRUSTED}"}
     forwards = {note["identity"]["forward"] for note in notes if "identity" in note}
-    assert forwards == {f"{TransformerConfig.version}, layout trusted"}
+    assert forwards == {f"{ComposedArchitecture.version}, layout trusted"}
 
 
 def test_answers_about_a_trusted_model_say_so(saved, tmp_path):

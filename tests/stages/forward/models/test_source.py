@@ -32,6 +32,7 @@ from mizarr.stages.logits.readout import readout_node
 from mizarr.store import index
 from mizarr.store.errors import ConfigError, SourceChanged
 from mizarr.store.index import FileDigests
+from tests.layer_parts import part_of
 
 RESID = "blocks.*.hook_resid_post"
 PROMPTS = [[1, 2, 3, 4], [5, 6, 7]]
@@ -236,24 +237,24 @@ def layer(model):
 
 
 def _mul(model):
-    layer(model).down.weight.mul_(1.5)
+    part_of(layer(model), "down").weight.mul_(1.5)
 
 
 def _data(model):
-    layer(model).down.weight.data.mul_(1.5)
+    part_of(layer(model), "down").weight.data.mul_(1.5)
 
 
 def _numpy(model):
-    layer(model).down.weight.numpy()[3, 2] += 1.0
+    part_of(layer(model), "down").weight.numpy()[3, 2] += 1.0
 
 
 def _swap(model):
-    rows = layer(model).down.weight.data
+    rows = part_of(layer(model), "down").weight.data
     rows[[0, 1]] = rows[[1, 0]]
 
 
 def _assign_tensor(model):
-    object.__setattr__(layer(model).ln1, "weight", layer(model).ln1.weight * 2)
+    object.__setattr__(part_of(layer(model), "ln1"), "weight", part_of(layer(model), "ln1").weight * 2)
 
 
 def _assign_weights(model):
@@ -262,7 +263,7 @@ def _assign_weights(model):
 
 
 def _train(model):
-    weight = layer(model).up.weight.requires_grad_()
+    weight = part_of(layer(model), "up").weight.requires_grad_()
     with torch.enable_grad():
         (weight * torch.arange(weight.numel()).view_as(weight)).sum().backward()
     torch.optim.SGD([weight], lr=1e-4).step()

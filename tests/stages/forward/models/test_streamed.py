@@ -18,6 +18,7 @@ from mizarr.stages.forward.models.residency import EMBEDDING, HEAD, bytes_of
 from mizarr.stages.forward.models.source import ModelSource
 from mizarr.store.errors import ConfigError, SourceChanged, WeightsError
 from tests.benchmarks.large_models import write_llama
+from tests.layer_parts import part_of
 
 from ..random_hybrids import save_random_hybrid
 from ..random_models import save_random_model
@@ -99,7 +100,7 @@ def test_edited_weights_have_no_identity_and_are_not_lost_silently(folder, where
     model.forward(IDS, HookSpec().capture("blocks.0.hook_resid_post"), want=None)
     weights = model.network.weights
     with torch.no_grad():
-        (weights.layers[0].q.weight if where == "layer" else weights.final_norm.weight).mul_(2)
+        (part_of(weights.layers[0], "q").weight if where == "layer" else weights.final_norm.weight).mul_(2)
     with pytest.raises(ConfigError, match="a model altered so has no identity"):
         _ = model.identity
     if where == "layer":

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 from mizarr.stages.forward.architectures.families import from_hf_config
 from mizarr.stages.forward.models.files import resolve
-from mizarr.stages.forward.networks import weights
+from mizarr.stages.forward.networks import composed, weights
 from mizarr.stages.logits.readout import readout_from_files
 from mizarr.store.errors import WeightsError
 
@@ -37,7 +37,7 @@ def tensors(config=CONFIG, dtype=torch.float32):
 
 
 def load(path, config=CONFIG, dtype=torch.float32):
-    return weights.load([path], config, weights.block, dtype=dtype, device=CPU, progress=False)
+    return weights.load([path], config, composed.block, dtype=dtype, device=CPU, progress=False)
 
 
 @pytest.fixture
@@ -55,10 +55,10 @@ def test_every_tensor_arrives_under_its_field(file):
     held = tensors()
     loaded = load(file(held))
     layer = loaded.layers[1]
-    assert torch.equal(layer.k.weight, held["model.layers.1.self_attn.k_proj.weight"])
-    assert torch.equal(layer.down.weight, held["model.layers.1.mlp.down_proj.weight"])
-    assert torch.equal(layer.ln2.weight, held["model.layers.1.post_attention_layernorm.weight"])
-    assert torch.equal(loaded.lm_head, held["lm_head.weight"]) and layer.q.bias is None
+    assert torch.equal(layer.mixers[0].weights.k.weight, held["model.layers.1.self_attn.k_proj.weight"])
+    assert torch.equal(layer.channel_mixer.weights.down.weight, held["model.layers.1.mlp.down_proj.weight"])
+    assert torch.equal(layer.norms["ln2"].weight, held["model.layers.1.post_attention_layernorm.weight"])
+    assert torch.equal(loaded.lm_head, held["lm_head.weight"]) and layer.mixers[0].weights.q.bias is None
 
 
 def test_a_tied_head_that_the_file_holds_too_is_the_embedding(file):
@@ -90,7 +90,9 @@ def test_what_happens_to_the_file_later_does_not_touch_loaded_weights(file, dtyp
         opened.write(bytes(path.stat().st_size))
     assert loaded.embed.dtype == dtype
     assert torch.equal(loaded.embed, held["model.embed_tokens.weight"])
-    assert torch.equal(loaded.layers[1].o.weight, held["model.layers.1.self_attn.o_proj.weight"])
+    assert torch.equal(
+        loaded.layers[1].mixers[0].weights.o.weight, held["model.layers.1.self_attn.o_proj.weight"]
+    )
 
 
 def test_a_tensor_in_two_files_is_refused(tmp_path):
@@ -100,7 +102,7 @@ def test_a_tensor_in_two_files_is_refused(tmp_path):
     save_file({"lm_head.weight": held["lm_head.weight"]}, tmp_path / "b.safetensors")
     files = [tmp_path / "a.safetensors", tmp_path / "b.safetensors"]
     with pytest.raises(WeightsError, match=r"'lm_head.weight' in one file, found it in .*a.safetensors and"):
-        weights.load(files, CONFIG, weights.block, dtype=torch.float32, device=CPU, progress=False)
+        weights.load(files, CONFIG, composed.block, dtype=torch.float32, device=CPU, progress=False)
 
 
 def test_shards_are_read_through_their_index(tmp_path):
@@ -114,9 +116,11 @@ def test_shards_are_read_through_their_index(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(RAW))
     files = resolve(tmp_path)
     loaded = weights.load(
-        files.weight_files, CONFIG, weights.block, dtype=torch.float32, device=CPU, progress=False
+        files.weight_files, CONFIG, composed.block, dtype=torch.float32, device=CPU, progress=False
     )
-    assert torch.equal(loaded.layers[0].gate.weight, held["model.layers.0.mlp.gate_proj.weight"])
+    assert torch.equal(
+        loaded.layers[0].channel_mixer.weights.gate.weight, held["model.layers.0.mlp.gate_proj.weight"]
+    )
     (tmp_path / "model-00002-of-00002.safetensors").unlink()
     with pytest.raises(WeightsError, match=r"lists 2 files, found no model-00002-of-00002.safetensors"):
         _ = resolve(tmp_path).weight_files
@@ -225,7 +229,7 @@ def measure(path: str, raw: str) -> None:
     """Print the bytes by which loading raises the peak; run in a process of its own."""
     config = from_hf_config(json.loads(raw))
     before = peak()
-    weights.load([Path(path)], config, weights.block, dtype=torch.float32, device=CPU, progress=False)
+    weights.load([Path(path)], config, composed.block, dtype=torch.float32, device=CPU, progress=False)
     print(peak() - before)
 
 

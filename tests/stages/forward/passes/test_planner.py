@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 import mizarr
 from mizarr import Add, HookPoint, HookSpec, Knockout, MizarrError, Model, Replace, Run, Scale, Zero
 from mizarr.stages.forward.hooks.wants import Logits
-from mizarr.stages.forward.networks.decoder import Decoder
+from mizarr.stages.forward.networks.composed import ComposedNetwork
 from mizarr.stages.forward.runs.run import plan, resolve, stream
 from mizarr.stages.forward.runs.stored_runs import GROUP, stored
 from mizarr.store.errors import InterventionError, NotFinite, PlanError
@@ -186,13 +186,13 @@ def test_equal_runs_are_one_and_shared_prefixes_are_computed_once(models):
 
 def test_interventions_that_change_nothing_are_not_computed_further(models, monkeypatch):
     model, prompt = models("llama", 0), [5, 6, 7, 8, 9]
-    rows, layer = [], Decoder.layer
+    rows, layer = [], ComposedNetwork.layer
 
     def counted(self, number, carried, *rest):
         rows.append(carried["stream"].shape[1])
         return layer(self, number, carried, *rest)
 
-    monkeypatch.setattr(Decoder, "layer", counted)
+    monkeypatch.setattr(ComposedNetwork, "layer", counted)
     nothing = [Scale(1.0), Add(torch.zeros(model.config.hidden_size)), Scale(1.0, positions=(2,))]
     specs = [HookSpec().intervene("blocks.0.hook_resid_mid", change) for change in nothing]
     results = mizarr.run(model, [Run(prompt), *(Run(prompt, spec) for spec in specs)])
@@ -218,7 +218,7 @@ def test_a_run_that_does_not_fit_is_refused_before_anything_runs(models):
 
 def test_bad_runs_are_refused_before_anything_runs(models, monkeypatch):
     model = models("llama", 0)
-    monkeypatch.setattr(Decoder, "layer", None)
+    monkeypatch.setattr(ComposedNetwork, "layer", None)
     good = Run([1, 2, 3])
     for bad, message in [
         (Run([1, 2, 3], HookSpec().capture("blocks.99.hook_resid_post")), "99"),
@@ -250,7 +250,7 @@ def test_runs_are_read_from_the_store_and_only_missing_ones_are_computed(models,
     first = mizarr.run(model, runs, store=store)
     assert [tuple(result.logits.shape) for result in first] == [(1, 1, model.config.vocab_size)] * len(runs)
     with monkeypatch.context() as nothing_runs:
-        nothing_runs.setattr(Decoder, "layer", None)
+        nothing_runs.setattr(ComposedNetwork, "layer", None)
         again = mizarr.run(model, runs, store=store)
     for one, other in zip(first, again, strict=True):
         assert torch.equal(one.logits, other.logits)

@@ -1,14 +1,14 @@
-"""Hybrids: layers whose mixers differ - attention, state spaces, convolutions - as one value.
+"""Architectures composed of layers: attention, state spaces, convolutions, MLPs and experts, as one value.
 
     norm -> mixer, or several side by side -> +        norm -> channel mixer -> +
 
 Norms may stand behind what is added instead, on the stream itself, or on the sum of both
-(`LayerShape.norms`). A layer is a list of mixers and a channel mixer; either may be missing. A model of Mamba
-layers alone is the hybrid whose layers have one mixer and nothing else. What a mixer is stands in mixers.py;
+(`LayerSpec.norms`). A layer is a list of mixers and a channel mixer; either may be missing. A model of Mamba
+layers alone is one whose layers have one mixer and nothing else. What a mixer is stands in mixers.py;
 here is what follows from a sequence of them: hook points that exist in some layers only, and how far a change
 reaches.
 
-Border: sizes and switches; checkpoint names are in hybrid_tensors.py. Never imports torch.
+Border: sizes and switches; checkpoint names are in layer_tensors.py. Never imports torch.
 
 Axes: as in points.py.
 """
@@ -16,7 +16,7 @@ Axes: as in points.py.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar, Literal
 
@@ -35,17 +35,15 @@ from .architecture import (
     Reach,
     Tensors,
     WeightCounts,
-    later,
     plain,
-    without_later,
 )
-from .hybrid_tensors import Spelling, hybrid_tensors
-from .mixers import AttentionShape, ChannelShape, MixerShape, SharedBlockShape
-from .points import HookPoint
+from .layer_tensors import Spelling, composed_tensors
+from .mixers import AttentionSpec, ChannelMixerSpec, MixerSpec, SharedBlockSpec
+from .points import SPLIT_INPUTS, HookPoint
 from .rwkv import UNLIMITED
 from .transformer import RopeConfig
 
-__all__ = ["LayerShape", "HybridConfig"]
+__all__ = ["LayerSpec", "ComposedArchitecture"]
 
 _BEFORE_MIXERS = frozenset(("resid_pre", "ln1_scale", "ln1_normalized"))
 _FINAL_NORM = ("ln_final_scale", "ln_final_normalized", "final_norm")
@@ -53,7 +51,7 @@ _TRANSFORM = ("head_pre_act", "head_post_act", "head_scale", "head_normalized", 
 
 
 @dataclass(frozen=True)
-class LayerShape:
+class LayerSpec:
     """One layer: mixers that read the same normed stream, and what mixes its channels behind them.
 
     norms: "before" what each of them reads, "after" it, of what it adds, "around" it, of both, "of stream":
@@ -67,17 +65,17 @@ class LayerShape:
     has_gains: whether the stream is multiplied by weights, entry by entry, where something is added to it.
     """
 
-    mixers: tuple[MixerShape, ...]
-    channel_mixer: ChannelShape | None = None
+    mixers: tuple[MixerSpec, ...]
+    channel_mixer: ChannelMixerSpec | None = None
     norms: Literal["before", "after", "around", "of stream", "of sums"] = "before"
     carried: tuple[float, float] = (1.0, 1.0)
-    is_parallel: bool = later(False)
-    has_two_norms: bool = later(True)
-    shared: SharedBlockShape | None = later(None)
-    post_factor: float = later(1.0)
-    source: int | None = later(None)
-    reads_normed: bool = later(True)
-    has_gains: bool = later(False)
+    is_parallel: bool = False
+    has_two_norms: bool = True
+    shared: SharedBlockSpec | None = None
+    post_factor: float = 1.0
+    source: int | None = None
+    reads_normed: bool = True
+    has_gains: bool = False
 
     def __post_init__(self) -> None:
         if not self.mixers and self.channel_mixer is None:
@@ -92,7 +90,7 @@ class LayerShape:
                 "expected a shared block ahead of a mixer whose norm stands before it, found none"
             )
 
-    @property
+    @cached_property
     def norm_names(self) -> tuple[str, ...]:
         """Of the norms it has: "ln1" and "ln2" before what they are read by, "_post" behind."""
         suffixes = {"after": ("_post",), "around": ("", "_post")}.get(self.norms, ("",))
@@ -103,17 +101,17 @@ class LayerShape:
 
     @property
     def mixer(self) -> Mixer:
-        """What others are told of its mixers."""
-        facts = tuple(shape.fact for shape in self.mixers)
+        """Summary of all its mixers together."""
+        facts = tuple(shape.summary for shape in self.mixers)
         if not facts:
             return NoMixer()
         own = facts[0] if len(facts) == 1 else MixersSideBySide(facts)
-        return own if self.shared is None else InTurn((self.shared.fact, own))
+        return own if self.shared is None else InTurn((self.shared.summary, own))
 
     @property
-    def facts(self) -> Layer:
-        """What others are told of it."""
-        channel_mixer = None if self.channel_mixer is None else self.channel_mixer.fact
+    def summary(self) -> Layer:
+        """Torch-free summary of this mixer, as `Architecture.layers` shows it."""
+        channel_mixer = None if self.channel_mixer is None else self.channel_mixer.summary
         norms = "of stream" if self.norms == "of sums" or self.has_gains else self.norms
         return Layer(self.mixer, channel_mixer, norms, self.is_parallel)
 
@@ -122,6 +120,8 @@ class LayerShape:
         """Of the hook points it has."""
         found = ["resid_pre", "resid_post"]
         found += [f"{norm}_{part}" for norm in self.norm_names for part in ("scale", "normalized")]
+        if self.has_split_inputs:
+            found += SPLIT_INPUTS
         if self.mixers:
             found += ["attn_out", *(kind for shape in self.mixers for kind in shape.held_points)]
         if self.channel_mixer is not None:
@@ -132,13 +132,20 @@ class LayerShape:
             found += self.shared.points
         return tuple(found)
 
+    @cached_property
+    def has_split_inputs(self) -> bool:
+        """Whether each head of its attention can be shown another stream than the layer reads: q, k and v are
+        linear maps of the normed stream, and of nothing else."""
+        attends = any(isinstance(mixer, AttentionSpec) and not mixer.norms_values for mixer in self.mixers)
+        return attends and self.norms in ("before", "around") and self.reads_normed and self.shared is None
+
     @property
-    def all_mixers(self) -> tuple[MixerShape, ...]:
+    def all_mixers(self) -> tuple[MixerSpec, ...]:
         """What mixes positions in it: its mixers, and what stands ahead of them."""
         return self.mixers if self.shared is None else (self.shared, *self.mixers)
 
     @property
-    def shapes(self) -> Iterator[MixerShape | ChannelShape]:
+    def shapes(self) -> Iterator[MixerSpec | ChannelMixerSpec]:
         """What mixes positions, and its channel mixer."""
         yield from self.all_mixers
         if self.channel_mixer is not None:
@@ -154,12 +161,11 @@ class LayerShape:
         mixers = [_named(shape) for shape in self.mixers]
         channel_mixer = self.channel_mixer and _named(self.channel_mixer)
         shared = self.shared and _named(self.shared)
-        found = vars(self) | {"mixers": mixers, "channel_mixer": channel_mixer, "shared": shared}
-        return without_later(self, found)
+        return plain(self) | {"mixers": mixers, "channel_mixer": channel_mixer, "shared": shared}
 
 
 @dataclass(frozen=True)
-class HybridConfig(Architecture):
+class ComposedArchitecture(Architecture):
     """A model of such layers: everything that decides its numbers besides its weights.
 
     max_position_embeddings: None where nothing bounds the context. logit_factor: what logits are multiplied
@@ -179,38 +185,38 @@ class HybridConfig(Architecture):
     stands before the LM head.
     """
 
-    kind: ClassVar[str] = "hybrid"
-    version: ClassVar[str] = "hybrid/1"
+    kind: ClassVar[str] = "composed"
+    version: ClassVar[str] = "transformer/1"
 
     model_type: str
     hidden_size: int
     vocab_size: int
-    blocks: tuple[LayerShape, ...]
+    blocks: tuple[LayerSpec, ...]
     spelling: Spelling
     norm_eps: float
     norm_type: Literal["rms", "gemma_rms", "layer"] = "rms"
     max_position_embeddings: int | None = None
     embedding_scale: float | None = None
-    rounds_embedding_scale: bool = later(False)
+    rounds_embedding_scale: bool = False
     logit_factor: float = 1.0
     final_logit_softcapping: float | None = None
     has_wide_stream: bool = False
-    position_rows: int = later(0)
-    first_position: int = later(0)
+    position_rows: int = 0
+    first_position: int = 0
     tie_word_embeddings: bool = False
-    norm_biases: Literal["of layer norms", "in layers", "none"] = later("of layer norms")
-    has_position_waves: bool = later(False)
-    has_embedding_norm: bool = later(False)
-    has_norm_weights: bool = later(True)
-    has_unit_norms: bool = later(False)
-    has_head_bias: bool = later(False)
-    embedding_width: int | None = later(None)
-    token_types: int = later(0)
-    unknown_token: int | None = later(None)
-    dropped_token: int | None = later(None)
-    has_final_norm: bool = later(True)
-    has_final_norm_bias: bool = later(True)
-    transform: HeadTransform | None = later(None)
+    norm_biases: Literal["of layer norms", "in layers", "none"] = "of layer norms"
+    has_position_waves: bool = False
+    has_embedding_norm: bool = False
+    has_norm_weights: bool = True
+    has_unit_norms: bool = False
+    has_head_bias: bool = False
+    embedding_width: int | None = None
+    token_types: int = 0
+    unknown_token: int | None = None
+    dropped_token: int | None = None
+    has_final_norm: bool = True
+    has_final_norm_bias: bool = True
+    transform: HeadTransform | None = None
 
     def __post_init__(self) -> None:
         for shape in (shape for block in self.blocks for shape in block.shapes):
@@ -222,7 +228,7 @@ class HybridConfig(Architecture):
                     f"{self.axis_sizes[axis]} and {size}; such a model cannot run here"
                 )
 
-    def under(self, root: str, head: str) -> HybridConfig:
+    def under(self, root: str, head: str) -> ComposedArchitecture:
         """See `Architecture`."""
         names = ("embed", "embed_norm", "positions", "final_norm", "layer")
         old = {name: getattr(self.spelling, name) for name in names}
@@ -242,23 +248,22 @@ class HybridConfig(Architecture):
     def fields(self) -> dict[str, Any]:
         """Every field, as plain values; of equal blocks one, and which of them each layer is."""
         distinct = list(dict.fromkeys(self.blocks))
-        own = {field.name: getattr(self, field.name) for field in fields(self)}
-        return without_later(self, own) | {
-            "spelling": asdict(self.spelling),
+        own = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "blocks"}
+        return {name: plain(value) if is_dataclass(value) else value for name, value in own.items()} | {
             "blocks": [block.fields for block in distinct],
-            **({} if self.transform is None else {"transform": asdict(self.transform)}),
             "layers": [distinct.index(block) for block in self.blocks],
         }
 
     @property
     def digest(self) -> str:
         """Of every field but how the checkpoint spells its tensors."""
-        return digest("hybrid-config", self.fields | {"spelling": None})
+        return digest("architecture", self.fields | {"spelling": None})
 
     @property
     def context_length(self) -> int:
-        """See `Architecture`; state spaces bound nothing."""
-        return self.max_position_embeddings or UNLIMITED
+        """See `Architecture`; unlimited for state spaces. Dynamic rope stretches it by its factor."""
+        stretch = max((rope.factor for rope in self._ropes if rope.scheme == "dynamic"), default=1.0)
+        return int((self.max_position_embeddings or UNLIMITED) * stretch)
 
     @cached_property
     def axis_sizes(self) -> AxisSizes:
@@ -280,17 +285,17 @@ class HybridConfig(Architecture):
     @cached_property
     def layers(self) -> tuple[Layer, ...]:
         """See `Architecture`."""
-        return tuple(block.facts for block in self.blocks)
+        return tuple(block.summary for block in self.blocks)
 
     def heads_of(self, layer: int) -> Heads | None:
         """See `Architecture`; those of a block that layers share, or of a latent, are none of its own."""
-        shapes = (shape for shape in self.blocks[layer].mixers if isinstance(shape, AttentionShape))
+        shapes = (shape for shape in self.blocks[layer].mixers if isinstance(shape, AttentionSpec))
         return next((shape.heads for shape in shapes), None)
 
     @cached_property
     def tensors(self) -> Tensors:
         """See `Architecture`."""
-        return hybrid_tensors(self)
+        return composed_tensors(self)
 
     def reach(self, point: HookPoint) -> Reach:
         """Later positions too, or all that look there, before a mixer, and at its points that others read."""
@@ -336,6 +341,6 @@ class HybridConfig(Architecture):
         return {shape.rope for shape in shapes if shape.rope is not None}
 
 
-def _named(shape: MixerShape | ChannelShape) -> dict[str, Any]:
+def _named(shape: MixerSpec | ChannelMixerSpec) -> dict[str, Any]:
     """A shape as plain values, with what it is: two kinds may have the same fields."""
-    return {"kind": shape.kind} | without_later(shape, plain(shape))
+    return {"kind": shape.kind} | plain(shape)

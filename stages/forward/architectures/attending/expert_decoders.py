@@ -9,9 +9,11 @@ import math
 from dataclasses import replace
 
 from .....store.errors import ConfigError
-from ..linear_families import LLAMA, OF_MIXTRAL
-from ..mixers import AttentionShape, RoutedAttentionShape
+from ..layer_tensors import LLAMA
+from ..linear_families import OF_MIXTRAL
+from ..mixers import AttentionSpec, RoutedAttentionSpec
 from ..transformer import ConfigReader, RopeConfig
+from .dense_decoders import OF_HUNYUAN, stretched_by_alpha
 from .experts import (
     corrected_experts,
     granite_experts,
@@ -25,7 +27,9 @@ from .experts import (
     sparsely_mixed_experts,
 )
 from .family import Attends, Factors, Windows
-from .layers import (
+from .reading import AttentionContext, grouped
+from .spellings import OF_GRANITE
+from .windows import (
     all_whole,
     but_every,
     flags_of_rope,
@@ -34,9 +38,6 @@ from .layers import (
     none_in_every,
     windows_in_upper_layers,
 )
-from .newer import OF_HUNYUAN, stretched_by_alpha
-from .reading import Told, grouped
-from .spellings import OF_GRANITE
 
 __all__ = ["ROUTED"]
 
@@ -73,11 +74,13 @@ def _chunks(reader: ConfigReader, *, layers: int) -> Windows:
 _CHUNKED = ("chunked_attention", "full_attention")
 
 
-def _of_jetmoe(told: Told, rope: RopeConfig | None, window: int | None, layer: int) -> RoutedAttentionShape:
+def _of_jetmoe(
+    context: AttentionContext, rope: RopeConfig | None, window: int | None, layer: int
+) -> RoutedAttentionSpec:
     """As many heads of each expert as there are of keys."""
-    reader = told.reader
+    reader = context.reader
     experts, chosen = reader.integer("num_local_experts", 8), reader.integer("num_experts_per_tok", 2)
-    return RoutedAttentionShape(experts, chosen, told.heads // chosen, told.head_dim, rope)
+    return RoutedAttentionSpec(experts, chosen, context.heads // chosen, context.head_dim, rope)
 
 
 def _heads_of_jetmoe(reader: ConfigReader) -> int:
@@ -86,10 +89,12 @@ def _heads_of_jetmoe(reader: ConfigReader) -> int:
     return reader.integer("num_key_value_heads", 16) * reader.integer("num_experts_per_tok", 2)
 
 
-def _of_llama4(told: Told, rope: RopeConfig | None, window: int | None, layer: int) -> AttentionShape:
+def _of_llama4(
+    context: AttentionContext, rope: RopeConfig | None, window: int | None, layer: int
+) -> AttentionSpec:
     """Where nothing turns queries grow with positions; elsewhere queries and keys are normed, without
     weights, behind rope."""
-    reader, shape = told.reader, grouped(told, rope, window, layer)
+    reader, shape = context.reader, grouped(context, rope, window, layer)
     shape = replace(shape, is_chunked=window is not None, norms=None)
     reader.read |= {"attn_temperature_tuning", "floor_scale", "attn_scale", "use_qk_norm"}
     if rope is None:

@@ -9,8 +9,8 @@ import math
 from dataclasses import replace
 
 from .....store.errors import ConfigError
-from ..hybrid_tensors import Spelling
-from ..mixers import RelativeShape
+from ..layer_tensors import Spelling
+from ..mixers import RelativeSpec
 from ..transformer import ConfigReader
 from .encoders import BERT, OF_BERT, ROBERTA, always, of_bert, of_roberta
 from .family import TensorShapes
@@ -18,10 +18,10 @@ from .family import TensorShapes
 __all__ = ["NEWER_ENCODERS"]
 
 
-def _relative_of_mpnet(reader: ConfigReader) -> RelativeShape:
+def _relative_of_mpnet(reader: ConfigReader) -> RelativeSpec:
     """T5's, whatever the config says of buckets."""
     reader.read.add("relative_attention_num_buckets")
-    return RelativeShape(32, 8, 128, ("bias",))
+    return RelativeSpec(32, 8, 128, ("bias",))
 
 
 def _terms(reader: ConfigReader) -> list[str]:
@@ -37,7 +37,7 @@ def _terms(reader: ConfigReader) -> list[str]:
     return found
 
 
-def _relative_of_deberta(reader: ConfigReader) -> RelativeShape | None:
+def _relative_of_deberta(reader: ConfigReader) -> RelativeSpec | None:
     """Disentangled attention, by distances that share rows where there are buckets of them."""
     terms = _terms(reader)
     if not reader.flag("relative_attention", False) or not terms:
@@ -47,7 +47,7 @@ def _relative_of_deberta(reader: ConfigReader) -> RelativeShape | None:
     buckets = reader.integer("position_buckets", -1, least=-1)
     norms = reader.text("norm_rel_ebd", "none").lower().split("|")
     named = {"c2p": "content to position", "p2c": "position to content"}
-    return RelativeShape(
+    return RelativeSpec(
         2 * (buckets if buckets > 0 else farthest),
         buckets // 2 if buckets > 0 else farthest,
         farthest,
@@ -57,7 +57,7 @@ def _relative_of_deberta(reader: ConfigReader) -> RelativeShape | None:
     )
 
 
-def _relative_of_first(reader: ConfigReader) -> RelativeShape | None:
+def _relative_of_first(reader: ConfigReader) -> RelativeSpec | None:
     """The same in the first DeBERTa, which has no buckets, and maps of its own."""
     told = {key: value for key, value in reader.raw.items() if key not in _LATER}
     found = _relative_of_deberta(ConfigReader(told, reader.source))

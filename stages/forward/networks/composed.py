@@ -1,4 +1,4 @@
-"""The network of hybrids and of state-space models: layers that each have their own mixers.
+"""The network of every composed architecture: layers that each have their own mixers.
 
     embed -> [resid_pre -> ln1 -> mixers -> attn_out -> resid_mid
                         -> ln2 -> channel mixer -> mlp_out -> resid_post] * L -> final_norm -> logits
@@ -7,7 +7,7 @@ In layers that share a block (mixers/shared_block.py), ln1 norms what that adds 
 
 Knows which class computes which kind of mixer, and nothing of what they do. A layer without a channel mixer,
 or without a mixer, has neither its half nor resid_mid. Norms may stand behind what mixers give, around them,
-on the stream, or on its sum with what they give (`LayerShape.norms`); in a parallel layer both halves read
+on the stream, or on its sum with what they give (`LayerSpec.norms`); in a parallel layer both halves read
 the same norm.
 
 Axes: [B, token, channel].
@@ -25,7 +25,7 @@ from torch import Tensor
 
 from ....store.errors import ConfigError
 from ..architectures.architecture import LENT
-from ..architectures.hybrid import HybridConfig
+from ..architectures.composed import ComposedArchitecture
 from ..checkpoints.source import Take
 from ..hooks.taps import Taps
 from .attention import StreamRead
@@ -49,9 +49,9 @@ from .mixers.routed_attention import RoutedAttention
 from .mixers.shared_block import SharedBlock
 from .mixers.short_convolution import ShortConvolution
 from .norms import apply_norm, normalise
-from .weights import NormWeights, made, parts_of
+from .weights import NormWeights, Weights, made, parts_of
 
-__all__ = ["Hybrid", "HybridLayer", "block", "tensors_of"]
+__all__ = ["ComposedNetwork", "LayerModules", "block", "tensors_of"]
 
 MIXERS: dict[str, Callable[[Any, LayerTensors], Mixer]] = {
     "attention": SelfAttention,
@@ -77,8 +77,8 @@ START = "start"
 
 
 @dataclass(frozen=True)
-class HybridLayer:
-    """One layer's mixers and norms; norms by their names in architectures/hybrid_tensors.py."""
+class LayerModules:
+    """One layer's mixers and norms; norms by their names in architectures/layer_tensors.py."""
 
     mixers: tuple[Mixer, ...]
     channel_mixer: ChannelMixer | None
@@ -88,7 +88,7 @@ class HybridLayer:
     """What the stream is multiplied by where something is added to it, "1" and "2"."""
 
 
-def tensors_of(take: Take, config: HybridConfig, layer: int) -> dict[str, Tensor]:
+def tensors_of(take: Take, config: ComposedArchitecture, layer: int) -> dict[str, Tensor]:
     """All weights of a layer by their names, from a function that gives a tensor by its checkpoint name."""
     tensors = config.tensors
     lent = {weight: tensors.outside[weight] for weight in LENT if weight in tensors.outside}
@@ -99,7 +99,7 @@ def tensors_of(take: Take, config: HybridConfig, layer: int) -> dict[str, Tensor
     return found
 
 
-def block(take: Take, config: HybridConfig, layer: int) -> HybridLayer:
+def block(take: Take, config: ComposedArchitecture, layer: int) -> LayerModules:
     """One layer from a function that gives a tensor by its checkpoint name."""
     found, shape = tensors_of(take, config, layer), config.blocks[layer]
     norms = parts_of({name: tensor for name, tensor in found.items() if name.startswith("ln")})
@@ -107,11 +107,15 @@ def block(take: Take, config: HybridConfig, layer: int) -> HybridLayer:
     channel = shape.channel_mixer
     channel_mixer = None if channel is None else CHANNEL_MIXERS[channel.kind](channel, found)
     shared = None if shape.shared is None else SharedBlock(shape.shared, found)
-    return HybridLayer(mixers, channel_mixer, norms, shared, own(found, "carry."))
+    return LayerModules(mixers, channel_mixer, norms, shared, own(found, "carry."))
 
 
-class Hybrid(Ends[HybridConfig, HybridLayer]):
-    """The network of every hybrid (`Network` in loop.py)."""
+class ComposedNetwork(Ends[ComposedArchitecture, LayerModules]):
+    """The network of every composed architecture (`Network` in loop.py)."""
+
+    def __init__(self, config: ComposedArchitecture, weights: Weights[LayerModules]) -> None:
+        super().__init__(config, weights)
+        self._carries_embedding = any(block.shared for block in config.blocks)
 
     def embed(
         self,
@@ -126,7 +130,8 @@ class Hybrid(Ends[HybridConfig, HybridLayer]):
         if self.config.embedding_scale is not None:
             scale: float | Tensor = self.config.embedding_scale
             if self.config.rounds_embedding_scale:
-                scale = torch.tensor(scale, dtype=x.dtype)
+                # Rounded to float32, then to the model's dtype, as transformers keeps the factor in a buffer.
+                scale = torch.tensor(scale, dtype=torch.float32).to(x.dtype)
             x = x * scale
         if (dropped := self.config.dropped_token) is not None:
             share = (shares or share_of)(dropped, ids)[..., None]
@@ -188,9 +193,7 @@ class Hybrid(Ends[HybridConfig, HybridLayer]):
     ) -> Tensor:
         """What a mixer gives of normed h; attention is told which stream that is the norm of, as its heads
         may be shown others."""
-        block = self.config.blocks[layer]
-        has_norm = block.norms == "before" and "ln1" in block.norm_names
-        if not isinstance(mixer, SelfAttention) or not has_norm:
+        if not isinstance(mixer, SelfAttention) or not self.config.blocks[layer].has_split_inputs:
             return mixer(h, layer, history, taps)
         c, norm = self.config, self.norm_of("ln1", layer)
         source = StreamRead(
@@ -200,7 +203,7 @@ class Hybrid(Ends[HybridConfig, HybridLayer]):
 
     def _beside(self, carried: Carried) -> Carried:
         """What is carried beside the stream: the embedding, once it has been shown, where layers read it."""
-        if not any(block.shared for block in self.config.blocks):
+        if not self._carries_embedding:
             return {}
         # A copy: somebody may write over the stream.
         return {START: carried[START] if START in carried else carried[STREAM].clone()}

@@ -1,4 +1,4 @@
-"""Which tensors of a checkpoint a hybrid is made of.
+"""Names and shapes of the tensors of a layer, and of those outside of layers, in a checkpoint.
 
 Checkpoints differ in the names of rooms (`Spelling`); inside a room a mixer's tensors have the names of the
 code it comes from. Weights are named as the classes of networks/mixers/ ask for them: those of attention and
@@ -18,29 +18,29 @@ from typing import Any, Protocol
 
 from .architecture import HeadTransform, Stored, Tensors
 from .linear_mixers import (
-    GatedDeltaShape,
-    LightningShape,
-    LinearAttentionShape,
-    LinearUnitShape,
-    MlstmShape,
-    ShortConvolutionShape,
+    GatedDeltaSpec,
+    LightningSpec,
+    LinearAttentionSpec,
+    LinearUnitSpec,
+    MlstmSpec,
+    ShortConvolutionSpec,
 )
 from .mixers import (
-    AttentionShape,
-    DifferentialShape,
-    ExpertsShape,
-    GatedAttentionShape,
-    LatentAttentionShape,
-    Mamba2Shape,
-    MambaShape,
-    MixerShape,
-    MlpAndExpertsShape,
-    MlpShape,
-    RoutedAttentionShape,
-    SharedBlockShape,
+    AttentionSpec,
+    DifferentialSpec,
+    ExpertsSpec,
+    GatedAttentionSpec,
+    LatentAttentionSpec,
+    Mamba2Spec,
+    MambaSpec,
+    MixerSpec,
+    MlpAndExpertsSpec,
+    MlpSpec,
+    RoutedAttentionSpec,
+    SharedBlockSpec,
 )
 
-__all__ = ["Spelling", "hybrid_tensors"]
+__all__ = ["LLAMA", "Spelling", "composed_tensors"]
 
 Named = Iterator[tuple[str, Stored]]
 Factors = tuple[tuple[int, float], ...]
@@ -120,15 +120,26 @@ class Spelling:
     after_block: str = "mamba_decoder."
 
 
+LLAMA = Spelling(
+    final_norm="model.norm",
+    ln2="post_attention_layernorm",
+    mixer="linear_attn.",
+    mlp="mlp.",
+    experts="mlp.",
+    router="gate",
+)
+"""Names of tensors in Llama's checkpoints, which most families follow."""
+
+
 class _Block(Protocol):
     @property
-    def mixers(self) -> Sequence[MixerShape]: ...
+    def mixers(self) -> Sequence[MixerSpec]: ...
     @property
     def channel_mixer(self) -> Any: ...
     @property
     def norm_names(self) -> Sequence[str]: ...
     @property
-    def shared(self) -> SharedBlockShape | None: ...
+    def shared(self) -> SharedBlockSpec | None: ...
     @property
     def post_factor(self) -> float: ...
     @property
@@ -180,8 +191,8 @@ class HybridShapes(Protocol):
     def transform(self) -> HeadTransform | None: ...
 
 
-def hybrid_tensors(config: HybridShapes) -> Tensors:
-    """The map of a hybrid; "head" is the embedding's where the two are tied."""
+def composed_tensors(config: HybridShapes) -> Tensors:
+    """Names and shapes of all tensors; "head" is the embedding's where the two are tied."""
     c, spelling = config, config.spelling
     outside = _embeddings(c)
     if c.has_final_norm:
@@ -231,7 +242,7 @@ def _embeddings(config: HybridShapes) -> dict[str, Stored]:
 def _relative_table(config: HybridShapes) -> dict[str, Stored]:
     """What scores have by distance is made of, for all layers, and its norm."""
     mixer, spelling = next(iter(config.blocks[0].mixers), None), config.spelling
-    if not isinstance(mixer, AttentionShape) or (shape := mixer.relative) is None:
+    if not isinstance(mixer, AttentionSpec) or (shape := mixer.relative) is None:
         return {}
     width = mixer.num_attention_heads if shape.terms == ("bias",) else config.hidden_size
     found = {"relative": Stored(f"{spelling.relative}.weight", (shape.rows, width))}
@@ -343,11 +354,11 @@ def _linear(
         yield f"{weight}.bias", Stored(f"{name}.bias", shape[:1], factors=factors)
 
 
-def _attention(shape: AttentionShape, spelling: Spelling, hidden: int) -> Named:
+def _attention(shape: AttentionSpec, spelling: Spelling, hidden: int) -> Named:
     room = spelling.attention
     into, of_keys, out = shape.factors
     queries, keys = shape.num_attention_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-    gated = shape if isinstance(shape, GatedAttentionShape) else None
+    gated = shape if isinstance(shape, GatedAttentionSpec) else None
     asked = 2 * queries if gated and not gated.has_gate_projection else queries
     if gated and gated.has_gate_projection:
         yield "gate_of_heads", Stored(f"{room}gate_proj.weight", (queries, hidden))
@@ -404,13 +415,13 @@ def _attention(shape: AttentionShape, spelling: Spelling, hidden: int) -> Named:
         yield "sinks", Stored(f"{room}sinks", (shape.num_attention_heads,))
 
 
-def _differential_attention(shape: DifferentialShape, spelling: Spelling, hidden: int) -> Named:
+def _differential_attention(shape: DifferentialSpec, spelling: Spelling, hidden: int) -> Named:
     yield from _attention(shape.attention, spelling, hidden)
     for part in ("q1", "k1", "q2", "k2"):
         yield f"diff.{part}", Stored(f"{spelling.attention}lambda_{part}", (shape.attention.head_dim,))
 
 
-def _routed_attention(shape: RoutedAttentionShape, spelling: Spelling, hidden: int) -> Named:
+def _routed_attention(shape: RoutedAttentionSpec, spelling: Spelling, hidden: int) -> Named:
     room, width = spelling.attention, shape.kv_heads * shape.head_dim
     yield "moa.router", Stored(f"{room}experts.router.layer.weight", (shape.experts, hidden))
     yield "moa.q", Stored(f"{room}experts.input_linear.weight", (shape.experts, width, hidden))
@@ -419,7 +430,7 @@ def _routed_attention(shape: RoutedAttentionShape, spelling: Spelling, hidden: i
     yield "moa.out.bias", Stored(f"{room}experts.bias", (hidden,))
 
 
-def _latent_attention(shape: LatentAttentionShape, spelling: Spelling, hidden: int) -> Named:
+def _latent_attention(shape: LatentAttentionSpec, spelling: Spelling, hidden: int) -> Named:
     room, bias, asked = spelling.attention, shape.has_bias, shape.heads * shape.key_size
     if shape.query_rank is None:
         yield "latent.q", Stored(f"{room}q_proj.weight", (asked, hidden))
@@ -437,7 +448,7 @@ def _latent_attention(shape: LatentAttentionShape, spelling: Spelling, hidden: i
     yield from _linear("latent.out", f"{room}o_proj", size, out, bias=bias)
 
 
-def _shared_block(shape: SharedBlockShape, spelling: Spelling, hidden: int) -> Named:
+def _shared_block(shape: SharedBlockSpec, spelling: Spelling, hidden: int) -> Named:
     yield from (
         (weight, replace(stored, name=f"{spelling.block}{stored.name}", layer=shape.source))
         for weight, stored in _in_shared_block(shape, spelling, hidden)
@@ -445,7 +456,7 @@ def _shared_block(shape: SharedBlockShape, spelling: Spelling, hidden: int) -> N
     yield "shared.out", Stored("linear.weight", (hidden, hidden))
 
 
-def _in_shared_block(shape: SharedBlockShape, spelling: Spelling, hidden: int) -> Named:
+def _in_shared_block(shape: SharedBlockSpec, spelling: Spelling, hidden: int) -> Named:
     """What layers share, and the maps of low rank that stand in lists beside it, a layer each."""
     attention, both = shape.attention, 2 * hidden
     queries = attention.num_attention_heads * attention.head_dim
@@ -466,7 +477,7 @@ def _in_shared_block(shape: SharedBlockShape, spelling: Spelling, hidden: int) -
         yield from _low_rank("shared.gate_up", name, shape, size)
 
 
-def _low_rank(weight: str, name: str, shape: SharedBlockShape, size: tuple[int, int]) -> Named:
+def _low_rank(weight: str, name: str, shape: SharedBlockSpec, size: tuple[int, int]) -> Named:
     """Two maps whose product is added to a matrix of this size in one layer."""
     assert shape.rank is not None
     rows, into = size
@@ -480,7 +491,7 @@ def _convolution(room: str, channels: int, size: int, has_bias: bool) -> Named:
         yield "ssm.conv.bias", Stored(f"{room}conv1d.bias", (channels,))
 
 
-def _mamba(shape: MambaShape, spelling: Spelling, hidden: int) -> Named:
+def _mamba(shape: MambaSpec, spelling: Spelling, hidden: int) -> Named:
     room, channels, bias = spelling.mixer, shape.channels, shape.has_bias
     yield from _linear("ssm.in", f"{room}in_proj", (2 * channels, hidden), bias=bias)
     yield from _convolution(room, channels, shape.conv_size, shape.has_conv_bias)
@@ -491,7 +502,7 @@ def _mamba(shape: MambaShape, spelling: Spelling, hidden: int) -> Named:
             yield f"ssm.{weight}_norm", Stored(f"{room}{weight}_layernorm.weight", (size,))
 
 
-def _selection(shape: MambaShape, room: str) -> Named:
+def _selection(shape: MambaSpec, room: str) -> Named:
     """Maps to step sizes, B and C, and what decays are made of; where they lie by group, with an axis of
     groups, and x and gate of a channel are neighbours in the projection."""
     channels, rank, keys = shape.channels, shape.rank, shape.state_size
@@ -506,7 +517,7 @@ def _selection(shape: MambaShape, room: str) -> Named:
     yield "ssm.D", Stored(f"{room}D", (*groups, channels))
 
 
-def _mamba2(shape: Mamba2Shape, spelling: Spelling, hidden: int) -> Named:
+def _mamba2(shape: Mamba2Spec, spelling: Spelling, hidden: int) -> Named:
     room, channels, shared = spelling.mixer, shape.channels, shape.groups * shape.state_size
     sizes = (channels, channels, shared, shared, shape.heads)
     factors = tuple(zip(sizes, shape.in_factors, strict=True)) if set(shape.in_factors) != {1.0} else ()
@@ -521,7 +532,7 @@ def _mamba2(shape: Mamba2Shape, spelling: Spelling, hidden: int) -> Named:
     yield from _linear("ssm.out", f"{room}out_proj", (hidden, channels), out, bias=shape.has_out_bias)
 
 
-def _mlp(shape: MlpShape, spelling: Spelling, hidden: int) -> Named:
+def _mlp(shape: MlpSpec, spelling: Spelling, hidden: int) -> Named:
     room, parts, inner = spelling.mlp, spelling.mlp_parts, shape.intermediate_size
     of_gate, out = shape.factors
     gate = _all(inner, of_gate)
@@ -553,7 +564,7 @@ def _mlp(shape: MlpShape, spelling: Spelling, hidden: int) -> Named:
             yield f"act.{weight}", Stored(f"{room}act_fn.{weight}", ())
 
 
-def _experts(shape: ExpertsShape, spelling: Spelling, hidden: int) -> Named:
+def _experts(shape: ExpertsSpec, spelling: Spelling, hidden: int) -> Named:
     room, parts, inner, bias = (
         spelling.experts,
         spelling.expert_parts,
@@ -600,7 +611,7 @@ def _experts(shape: ExpertsShape, spelling: Spelling, hidden: int) -> Named:
             "experts.from_latent", f"{room}fc2_latent_proj", into[::-1], _all(hidden, out), bias=bias
         )
     if shape.shared_size:
-        shared = MlpShape(
+        shared = MlpSpec(
             shape.shared_size,
             shape.activation,
             is_gated=shape.is_gated,
@@ -614,7 +625,7 @@ def _experts(shape: ExpertsShape, spelling: Spelling, hidden: int) -> Named:
         yield "experts.shared_gate", Stored(f"{room}{spelling.shared_gate}.weight", (1, hidden))
 
 
-def _gated_delta(shape: GatedDeltaShape, spelling: Spelling, hidden: int) -> Named:
+def _gated_delta(shape: GatedDeltaSpec, spelling: Spelling, hidden: int) -> Named:
     """The projections of three layouts: by group of heads, in each of which queries, keys, values and gates
     lie one after the other; by part, queries, keys and values as one; or each of them separate."""
     room, (queries, keys, values) = spelling.mixer, shape.parts
@@ -635,7 +646,7 @@ def _gated_delta(shape: GatedDeltaShape, spelling: Spelling, hidden: int) -> Nam
     yield "linear.out", Stored(f"{room}out_proj.weight", (hidden, values))
 
 
-def _separate_delta(shape: GatedDeltaShape, spelling: Spelling, hidden: int) -> Named:
+def _separate_delta(shape: GatedDeltaSpec, spelling: Spelling, hidden: int) -> Named:
     """With a decay for every key, decays and gates come of maps through as few channels as a head has."""
     room, heads = spelling.mixer, shape.heads
     for part, width in zip("qkv", shape.parts, strict=True):
@@ -661,7 +672,7 @@ def _separate_delta(shape: GatedDeltaShape, spelling: Spelling, hidden: int) -> 
     yield "linear.out", Stored(f"{room}o_proj.weight", (hidden, values))
 
 
-def _linear_attention(shape: LinearAttentionShape, spelling: Spelling, hidden: int) -> Named:
+def _linear_attention(shape: LinearAttentionSpec, spelling: Spelling, hidden: int) -> Named:
     room, values = spelling.mixer, shape.heads * shape.value_size
     for part, width in zip("qkv", shape.parts, strict=True):
         yield f"linear.{part}", Stored(f"{room}{part}_proj.weight", (width, hidden))
@@ -678,7 +689,7 @@ def _linear_attention(shape: LinearAttentionShape, spelling: Spelling, hidden: i
     yield "linear.out", Stored(f"{room}o_proj.weight", (hidden, values))
 
 
-def _lightning(shape: LightningShape, spelling: Spelling, hidden: int) -> Named:
+def _lightning(shape: LightningSpec, spelling: Spelling, hidden: int) -> Named:
     room, width = spelling.mixer, shape.heads * shape.head_dim
     yield "linear.qkv", Stored(f"{room}qkv_proj.weight", (3 * width, hidden))
     yield "linear.gate", Stored(f"{room}output_gate.weight", (width, hidden))
@@ -687,7 +698,7 @@ def _lightning(shape: LightningShape, spelling: Spelling, hidden: int) -> Named:
     yield "linear.out", Stored(f"{room}out_proj.weight", (hidden, width), factors=out)
 
 
-def _linear_unit(shape: LinearUnitShape, spelling: Spelling, hidden: int) -> Named:
+def _linear_unit(shape: LinearUnitSpec, spelling: Spelling, hidden: int) -> Named:
     room, width = spelling.mixer, shape.channels
     for weight, name in (("in", "linear_x"), ("gate", "linear_y")):
         yield from _linear(f"linear.{weight}", f"{room}{name}", (width, hidden), bias=True)
@@ -701,7 +712,7 @@ def _linear_unit(shape: LinearUnitShape, spelling: Spelling, hidden: int) -> Nam
     yield from _linear("linear.out", f"{room}linear_out", (hidden, width), bias=True)
 
 
-def _mlstm(shape: MlstmShape, spelling: Spelling, hidden: int) -> Named:
+def _mlstm(shape: MlstmSpec, spelling: Spelling, hidden: int) -> Named:
     room, heads, bias, values = spelling.mixer, shape.heads, shape.has_bias, shape.parts[2]
     if shape.is_fused:
         yield from _linear("mlstm.qkvo", f"{room}qkv_opreact", (sum(shape.parts), hidden), bias=bias)
@@ -717,7 +728,7 @@ def _mlstm(shape: MlstmShape, spelling: Spelling, hidden: int) -> Named:
     yield from _linear("mlstm.out", f"{room}out_proj", (hidden, values), bias=bias)
 
 
-def _short_convolution(shape: ShortConvolutionShape, spelling: Spelling, hidden: int) -> Named:
+def _short_convolution(shape: ShortConvolutionSpec, spelling: Spelling, hidden: int) -> Named:
     room, bias = spelling.mixer, shape.has_bias
     yield from _linear("conv.in", f"{room}in_proj", (3 * shape.channels, hidden), bias=bias)
     yield "conv.conv", Stored(f"{room}conv.weight", (shape.channels, 1, shape.conv_size))
@@ -726,7 +737,7 @@ def _short_convolution(shape: ShortConvolutionShape, spelling: Spelling, hidden:
     yield from _linear("conv.out", f"{room}out_proj", (hidden, shape.channels), bias=bias)
 
 
-def _mlp_and_experts(shape: MlpAndExpertsShape, spelling: Spelling, hidden: int) -> Named:
+def _mlp_and_experts(shape: MlpAndExpertsSpec, spelling: Spelling, hidden: int) -> Named:
     yield from _mlp(shape.mlp, spelling, hidden)
     yield from _experts(shape.experts, spelling, hidden)
     yield "beside.router_gain", Stored(f"{spelling.experts}{spelling.router_gains[0]}", (hidden,))
@@ -739,21 +750,21 @@ def _mlp_and_experts(shape: MlpAndExpertsShape, spelling: Spelling, hidden: int)
 
 
 MIXERS: dict[str, Callable[[Any, Spelling, int], Named]] = {
-    AttentionShape.kind: _attention,
-    GatedAttentionShape.kind: _attention,
-    DifferentialShape.kind: _differential_attention,
-    LatentAttentionShape.kind: _latent_attention,
-    RoutedAttentionShape.kind: _routed_attention,
-    GatedDeltaShape.kind: _gated_delta,
-    LightningShape.kind: _lightning,
-    LinearAttentionShape.kind: _linear_attention,
-    LinearUnitShape.kind: _linear_unit,
-    MlstmShape.kind: _mlstm,
-    ShortConvolutionShape.kind: _short_convolution,
-    MambaShape.kind: _mamba,
-    Mamba2Shape.kind: _mamba2,
-    MlpShape.kind: _mlp,
-    ExpertsShape.kind: _experts,
-    MlpAndExpertsShape.kind: _mlp_and_experts,
+    AttentionSpec.kind: _attention,
+    GatedAttentionSpec.kind: _attention,
+    DifferentialSpec.kind: _differential_attention,
+    LatentAttentionSpec.kind: _latent_attention,
+    RoutedAttentionSpec.kind: _routed_attention,
+    GatedDeltaSpec.kind: _gated_delta,
+    LightningSpec.kind: _lightning,
+    LinearAttentionSpec.kind: _linear_attention,
+    LinearUnitSpec.kind: _linear_unit,
+    MlstmSpec.kind: _mlstm,
+    ShortConvolutionSpec.kind: _short_convolution,
+    MambaSpec.kind: _mamba,
+    Mamba2Spec.kind: _mamba2,
+    MlpSpec.kind: _mlp,
+    ExpertsSpec.kind: _experts,
+    MlpAndExpertsSpec.kind: _mlp_and_experts,
 }
 """Kind of a mixer or channel mixer -> its weights, and where they are."""

@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from .....store.errors import ConfigError
-from ..hybrid_tensors import Spelling
-from ..linear_families import LLAMA, OF_MIXTRAL
+from ..layer_tensors import LLAMA, Spelling
+from ..linear_families import OF_MIXTRAL
 from ..transformer import ConfigReader
 from .family import Attends, TensorShapes
 from .spellings import OF_GPT2

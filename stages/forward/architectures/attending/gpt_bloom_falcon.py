@@ -9,8 +9,7 @@ import math
 from dataclasses import replace
 
 from .....store.errors import ConfigError
-from ..hybrid_tensors import Spelling
-from ..linear_families import LLAMA
+from ..layer_tensors import LLAMA, Spelling
 from ..transformer import ConfigReader, RopeConfig
 from .family import Attends, Factors, Layout, TensorShapes
 from .spellings import KEYS_OF_GPT2, OF_GPT2

@@ -8,13 +8,13 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from ..linear_families import LLAMA
-from ..mixers import DifferentialShape
+from ..layer_tensors import LLAMA
+from ..mixers import DifferentialSpec
 from ..transformer import ConfigReader, RopeConfig
 from .family import Attends, Factors
-from .layers import but_every, none_in_every, windows_in_upper_layers
-from .reading import Told, grouped
-from .turning import rope_of_family
+from .reading import AttentionContext, grouped
+from .ropes import rope_of_family
+from .windows import but_every, none_in_every, windows_in_upper_layers
 
 __all__ = ["NEWER", "stretched_by_alpha"]
 
@@ -31,10 +31,12 @@ def stretched_by_alpha(reader: ConfigReader, family: Attends, head_dim: int) -> 
     return RopeConfig(theta * rope.number("alpha") ** (head_dim / (head_dim - 2)), head_dim)
 
 
-def _differential(told: Told, rope: RopeConfig | None, window: int | None, layer: int) -> DifferentialShape:
+def _differential(
+    context: AttentionContext, rope: RopeConfig | None, window: int | None, layer: int
+) -> DifferentialSpec:
     """Of DiffLlama, whose lambda begins larger in later layers (Ye et al., 2024, section 2.1)."""
     start = 0.8 - 0.6 * math.exp(-0.3 * layer)
-    return DifferentialShape(grouped(told, rope, window, layer), start, told.eps)
+    return DifferentialSpec(grouped(context, rope, window, layer), start, context.eps)
 
 
 def _backwards(reader: ConfigReader, family: Attends, head_dim: int) -> RopeConfig:

@@ -15,21 +15,21 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from ....store.errors import ConfigError
+from .composed import ComposedArchitecture, LayerSpec
 from .families import ACTIVATIONS, Family, read_rope, refuse_unfollowed
-from .hybrid import HybridConfig, LayerShape
-from .hybrid_tensors import Spelling
-from .mixers import AttentionShape, ExpertsShape, Mamba2Shape, MambaShape, MlpShape
+from .layer_tensors import Spelling
+from .mixers import AttentionSpec, ExpertsSpec, Mamba2Spec, MambaSpec, MlpSpec
 from .transformer import ActivationName, ConfigReader, RopeConfig
 
 __all__ = [
     "HYBRIDS",
-    "HybridFamily",
+    "FamilyReader",
     "activation_of",
     "checked",
     "expanded",
     "layer_types_of",
     "rank_of",
-    "read_hybrid",
+    "read_mamba",
     "require_silu",
     "rope_of",
 ]
@@ -45,7 +45,7 @@ LAYER_TYPES = {
     "moe": "moe",
 }
 """What configs of several years call the same."""
-SHARED = (("head", "kv_head"), ("ssm_head", "ssm_group"), ("linear_head", "linear_group"))
+SHARED = (("ssm_head", "ssm_group"), ("linear_head", "linear_group"))
 """Axes of heads, and of what groups of them share."""
 BACKBONE = Spelling(
     embed="backbone.embeddings",
@@ -60,14 +60,14 @@ BACKBONE = Spelling(
 
 
 @dataclass(frozen=True)
-class HybridFamily:
-    """How a family's config.json becomes a HybridConfig, and how it is described (`described` in known.py).
+class FamilyReader:
+    """How a family's config.json becomes an architecture, and how it is described (`described` in known.py).
 
     reads_tensors: whether its checkpoints are spelled in two ways, so that names of tensors are asked for.
     may_look_both_ways: whether its reader takes use_bidirectional_attention upon itself.
     """
 
-    read: Callable[[ConfigReader, TensorShapes], HybridConfig]
+    read: Callable[[ConfigReader, TensorShapes], ComposedArchitecture]
     examples: str
     mixers: str
     mlp: str = "none"
@@ -75,7 +75,7 @@ class HybridFamily:
     reads_tensors: bool = False
     may_look_both_ways: bool = False
 
-    def config(self, reader: ConfigReader, shapes: TensorShapes) -> HybridConfig:
+    def config(self, reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
         """The architecture. shapes: of its tensors by name; empty where its family asks for none.
 
         Raises ConfigError for a key that is missing, of the wrong type, or asks for what is not followed.
@@ -84,20 +84,20 @@ class HybridFamily:
         return self.read(reader, shapes)
 
 
-def read_hybrid(reader: ConfigReader, shapes: TensorShapes) -> HybridConfig:
-    """The architecture of a hybrid, by the row of its model_type."""
+def read_mamba(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    """The architecture of a model with state spaces, by the row of its model_type."""
     return HYBRIDS[reader.raw["model_type"]].config(reader, shapes)
 
 
 # -- state spaces alone
 
 
-def _mamba(reader: ConfigReader, shapes: TensorShapes) -> HybridConfig:
+def _mamba(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
     """Mamba and Falcon-Mamba, which norms step sizes, B and C without weights."""
     hidden = reader.integer("hidden_size")
     require_silu(reader, "hidden_act")
     is_falcon = reader.raw["model_type"] == "falcon_mamba"
-    shape = MambaShape(
+    shape = MambaSpec(
         channels=expanded(reader, "expand", hidden),
         state_size=reader.integer("state_size", 16),
         conv_size=reader.integer("conv_kernel", 4),
@@ -107,13 +107,13 @@ def _mamba(reader: ConfigReader, shapes: TensorShapes) -> HybridConfig:
         norms="plain" if is_falcon else None,
         norm_eps=reader.number("mixer_rms_eps", 1e-6) if is_falcon else 1e-6,
     )
-    return _alone(reader, LayerShape((shape,)), tied=True)
+    return _alone(reader, LayerSpec((shape,)), tied=True)
 
 
-def _mamba2(reader: ConfigReader, shapes: TensorShapes) -> HybridConfig:
+def _mamba2(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
     require_silu(reader, "hidden_act")
     bias, eps = reader.flag("use_bias", False), reader.number("layer_norm_epsilon", 1e-5)
-    shape = Mamba2Shape(
+    shape = Mamba2Spec(
         heads=reader.integer("num_heads", 128),
         head_dim=reader.integer("head_dim", 64),
         groups=reader.integer("n_groups", 8),
@@ -125,12 +125,12 @@ def _mamba2(reader: ConfigReader, shapes: TensorShapes) -> HybridConfig:
         has_out_bias=bias,
         has_conv_bias=reader.flag("use_conv_bias", True),
     )
-    return _alone(reader, checked(reader, LayerShape((shape,))), tied=False)
+    return _alone(reader, checked(reader, LayerSpec((shape,))), tied=False)
 
 
-def _alone(reader: ConfigReader, block: LayerShape, *, tied: bool) -> HybridConfig:
+def _alone(reader: ConfigReader, block: LayerSpec, *, tied: bool) -> ComposedArchitecture:
     """A model of one kind of layer without channel mixers, as `backbone` checkpoints have it."""
-    return HybridConfig(
+    return ComposedArchitecture(
         model_type=reader.raw["model_type"],
         hidden_size=reader.integer("hidden_size"),
         vocab_size=reader.integer("vocab_size"),
@@ -145,22 +145,22 @@ def _alone(reader: ConfigReader, block: LayerShape, *, tied: bool) -> HybridConf
 # -- hybrids with attention
 
 
-def _bamba(reader: ConfigReader, shapes: TensorShapes) -> HybridConfig:
+def _bamba(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
     layers, listed = reader.integer("num_hidden_layers"), reader.raw.get("attn_layer_indices") or []
     # The reference turns half of each head, unless rope_parameters says otherwise.
     attention = _attention(reader, rope=rope_of(reader, _head_dim(reader), 262144, share=0.5))
     mamba = _mamba2_of_hybrid(reader)
-    mlp = MlpShape(reader.integer("intermediate_size"), activation_of(reader), has_bias=_mlp_bias(reader))
-    blocks = tuple(LayerShape((attention if layer in listed else mamba,), mlp) for layer in range(layers))
+    mlp = MlpSpec(reader.integer("intermediate_size"), activation_of(reader), has_bias=_mlp_bias(reader))
+    blocks = tuple(LayerSpec((attention if layer in listed else mamba,), mlp) for layer in range(layers))
     return _hybrid(reader, blocks, Spelling(), context=262144)
 
 
-def _jamba(reader: ConfigReader, shapes: TensorShapes) -> HybridConfig:
+def _jamba(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
     hidden, layers = reader.integer("hidden_size"), reader.integer("num_hidden_layers")
     require_silu(reader, "hidden_act")
     # It has no rope, and its attention no biases.
     attention = replace(_attention(reader, rope=None), qkv_bias=False, o_bias=False)
-    mamba = MambaShape(
+    mamba = MambaSpec(
         channels=expanded(reader, "mamba_expand", hidden),
         state_size=reader.integer("mamba_d_state", 16),
         conv_size=reader.integer("mamba_d_conv", 4),
@@ -171,14 +171,14 @@ def _jamba(reader: ConfigReader, shapes: TensorShapes) -> HybridConfig:
         norm_eps=reader.number("rms_norm_eps", 1e-6),
     )
     inner = reader.integer("intermediate_size")
-    mlp: MlpShape | ExpertsShape = MlpShape(inner, "silu")
+    mlp: MlpSpec | ExpertsSpec = MlpSpec(inner, "silu")
     experts, count, chosen = mlp, reader.integer("num_experts", 16), reader.integer("num_experts_per_tok", 2)
     if count > 1:
-        experts = ExpertsShape(count, chosen, inner, "silu", routing="chosen of softmax")
+        experts = ExpertsSpec(count, chosen, inner, "silu", routing="chosen of softmax")
     attends = reader.integer("attn_layer_period", 8), reader.integer("attn_layer_offset", 4, least=0)
     routes = reader.integer("expert_layer_period", 2), reader.integer("expert_layer_offset", 1, least=0)
     blocks = tuple(
-        LayerShape(
+        LayerSpec(
             (attention if _is_at(layer, attends) else mamba,),
             experts if _is_at(layer, routes) else mlp,
         )
@@ -187,7 +187,7 @@ def _jamba(reader: ConfigReader, shapes: TensorShapes) -> HybridConfig:
     return _hybrid(reader, blocks, Spelling(), context=262144, eps=1e-6)
 
 
-def _granite(reader: ConfigReader, shapes: TensorShapes) -> HybridConfig:
+def _granite(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
     types = layer_types_of(reader, "layer_types", ["mamba"] * reader.integer("num_hidden_layers"))
     position = reader.raw.get("position_embedding_type")
     factor = reader.number("residual_multiplier", 1.0)
@@ -202,11 +202,9 @@ def _granite(reader: ConfigReader, shapes: TensorShapes) -> HybridConfig:
     )
     mamba = replace(_mamba2_of_hybrid(reader, eps=1e-6), out_factor=factor)
     shared, activation = reader.integer("shared_intermediate_size", 1024), activation_of(reader)
-    channel_mixer: MlpShape | ExpertsShape = MlpShape(
-        shared, activation, is_fused=True, factors=(1.0, factor)
-    )
+    channel_mixer: MlpSpec | ExpertsSpec = MlpSpec(shared, activation, is_fused=True, factors=(1.0, factor))
     if count := reader.integer("num_local_experts", 8, least=0):
-        channel_mixer = ExpertsShape(
+        channel_mixer = ExpertsSpec(
             count,
             reader.integer("num_experts_per_tok", 2),
             reader.integer("intermediate_size"),
@@ -226,9 +224,7 @@ def _granite(reader: ConfigReader, shapes: TensorShapes) -> HybridConfig:
         expert_parts=("input_linear", "output_linear"),
         shared="shared_mlp.",
     )
-    blocks = tuple(
-        LayerShape((attention if kind == "attention" else mamba,), channel_mixer) for kind in types
-    )
+    blocks = tuple(LayerSpec((attention if kind == "attention" else mamba,), channel_mixer) for kind in types)
     return replace(
         _hybrid(reader, blocks, spelling, context=2048, eps=1e-6),
         embedding_scale=_unless_one(reader.number("embedding_multiplier", 1.0)),
@@ -236,7 +232,7 @@ def _granite(reader: ConfigReader, shapes: TensorShapes) -> HybridConfig:
     )
 
 
-def _falcon_h1(reader: ConfigReader, shapes: TensorShapes) -> HybridConfig:
+def _falcon_h1(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
     """Attention and Mamba-2 side by side in every layer."""
     of_mlp = _numbers(reader, "mlp_multipliers", 2)
     attention = replace(
@@ -258,13 +254,13 @@ def _falcon_h1(reader: ConfigReader, shapes: TensorShapes) -> HybridConfig:
         in_factors=_numbers(reader, "ssm_multipliers", 5),
         out_factor=reader.number("ssm_out_multiplier", 1.0),
     )
-    mlp = MlpShape(
+    mlp = MlpSpec(
         reader.integer("intermediate_size"),
         activation_of(reader),
         has_bias=_mlp_bias(reader),
         factors=(of_mlp[0], of_mlp[1]),
     )
-    block = LayerShape((attention, mamba), mlp)
+    block = LayerSpec((attention, mamba), mlp)
     return replace(
         _hybrid(reader, (block,) * reader.integer("num_hidden_layers"), Spelling(), context=8192),
         embedding_scale=_unless_one(reader.number("embedding_multiplier", 1.0)),
@@ -272,7 +268,7 @@ def _falcon_h1(reader: ConfigReader, shapes: TensorShapes) -> HybridConfig:
     )
 
 
-def _nemotron_h(reader: ConfigReader, shapes: TensorShapes) -> HybridConfig:
+def _nemotron_h(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
     """Every layer is a mixer, or a channel mixer, alone."""
     bias, mlp_bias = reader.flag("use_bias", False), _mlp_bias(reader)
     eps, activation = (
@@ -281,10 +277,10 @@ def _nemotron_h(reader: ConfigReader, shapes: TensorShapes) -> HybridConfig:
     )
     require_silu(reader, "mamba_hidden_act")
     heads = reader.integer("num_attention_heads", 32)
-    attention = AttentionShape(
+    attention = AttentionSpec(
         heads, reader.integer("num_key_value_heads", 8), reader.integer("head_dim", 128)
     )
-    mamba = Mamba2Shape(
+    mamba = Mamba2Spec(
         heads=reader.integer("mamba_num_heads", 128),
         head_dim=reader.integer("mamba_head_dim", 64),
         groups=reader.integer("n_groups", reader.integer("mamba_n_groups", 8)),
@@ -298,8 +294,8 @@ def _nemotron_h(reader: ConfigReader, shapes: TensorShapes) -> HybridConfig:
         has_conv_bias=reader.flag("use_conv_bias", reader.flag("mamba_conv_bias", True)),
     )
     parts = ("up_proj", "down_proj")
-    mlp = MlpShape(reader.integer("intermediate_size", 21504), activation, is_gated=False, has_bias=mlp_bias)
-    experts = ExpertsShape(
+    mlp = MlpSpec(reader.integer("intermediate_size", 21504), activation, is_gated=False, has_bias=mlp_bias)
+    experts = ExpertsSpec(
         reader.integer("n_routed_experts", 8),
         reader.integer("num_experts_per_tok", 2),
         reader.integer("moe_intermediate_size", 7688),
@@ -315,10 +311,10 @@ def _nemotron_h(reader: ConfigReader, shapes: TensorShapes) -> HybridConfig:
         has_bias=mlp_bias,
     )
     found = {
-        "attention": LayerShape((attention,)),
-        "mamba": LayerShape((mamba,)),
-        "mlp": LayerShape((), mlp),
-        "moe": LayerShape((), experts),
+        "attention": LayerSpec((attention,)),
+        "mamba": LayerSpec((mamba,)),
+        "mlp": LayerSpec((), mlp),
+        "moe": LayerSpec((), experts),
     }
     root = "backbone" if any(name.startswith("backbone.") for name in shapes) else "model"
     spelling = replace(
@@ -336,7 +332,7 @@ def _nemotron_h(reader: ConfigReader, shapes: TensorShapes) -> HybridConfig:
     letters = {"M": "mamba", "E": "moe", "*": "attention", "-": "mlp"}
     usual = [letters.get(letter, letter) for letter in pattern]
     types = layer_types_of(reader, "layers_block_type", usual, known=tuple(found))
-    return HybridConfig(
+    return ComposedArchitecture(
         model_type=reader.raw["model_type"],
         hidden_size=reader.integer("hidden_size"),
         vocab_size=reader.integer("vocab_size"),
@@ -350,14 +346,14 @@ def _nemotron_h(reader: ConfigReader, shapes: TensorShapes) -> HybridConfig:
 
 def _hybrid(
     reader: ConfigReader,
-    blocks: tuple[LayerShape, ...],
+    blocks: tuple[LayerSpec, ...],
     spelling: Spelling,
     *,
     context: int,
     eps: float = 1e-5,
-) -> HybridConfig:
+) -> ComposedArchitecture:
     """What hybrids of attention and state spaces have in common. context, eps: where the config is silent."""
-    return HybridConfig(
+    return ComposedArchitecture(
         model_type=reader.raw["model_type"],
         hidden_size=reader.integer("hidden_size"),
         vocab_size=reader.integer("vocab_size"),
@@ -372,12 +368,12 @@ def _hybrid(
 # -- what several configs have under one name
 
 
-def _attention(reader: ConfigReader, *, rope: RopeConfig | None, kv_heads: int | None = 8) -> AttentionShape:
+def _attention(reader: ConfigReader, *, rope: RopeConfig | None, kv_heads: int | None = 8) -> AttentionSpec:
     """kv_heads: where the key is absent, and divides the heads; one a head where it is null, or does not."""
     heads = reader.integer("num_attention_heads")
     bias = reader.flag("attention_bias", False)
     is_told = "num_key_value_heads" in reader.raw or not kv_heads or heads % kv_heads
-    return AttentionShape(
+    return AttentionSpec(
         num_attention_heads=heads,
         num_kv_heads=reader.integer("num_key_value_heads", heads if is_told else kv_heads),
         head_dim=_head_dim(reader),
@@ -402,7 +398,7 @@ def rope_of(
     return read_rope(ConfigReader(raw, reader.source), family, head_dim, longest)
 
 
-def _mamba2_of_hybrid(reader: ConfigReader, *, channels: int | None = None, eps: float = 1e-5) -> Mamba2Shape:
+def _mamba2_of_hybrid(reader: ConfigReader, *, channels: int | None = None, eps: float = 1e-5) -> Mamba2Spec:
     """Mamba-2 as hybrids spell its sizes. channels: of all heads, where they are not a multiple of the
     stream's. eps: of norms, where the config does not say."""
     heads, hidden = reader.integer("mamba_n_heads", 128), reader.integer("hidden_size")
@@ -410,7 +406,7 @@ def _mamba2_of_hybrid(reader: ConfigReader, *, channels: int | None = None, eps:
     told = reader.raw.get("mamba_d_head", "auto")
     bias = reader.flag("mamba_proj_bias", False)
     require_silu(reader, "hidden_act")
-    shape = Mamba2Shape(
+    shape = Mamba2Spec(
         heads=heads,
         head_dim=width // heads if told in ("auto", None) else reader.integer("mamba_d_head"),
         groups=reader.integer("mamba_n_groups", 1),
@@ -430,7 +426,7 @@ def _mamba2_of_hybrid(reader: ConfigReader, *, channels: int | None = None, eps:
     return shape
 
 
-def checked(reader: ConfigReader, block: LayerShape) -> LayerShape:
+def checked(reader: ConfigReader, block: LayerSpec) -> LayerSpec:
     """The block, unless groups do not divide the heads that share them."""
     for shape in block.all_mixers:
         sizes = shape.axis_sizes
@@ -554,27 +550,27 @@ def _unless_one(factor: float) -> float | None:
     return None if factor == 1 else factor
 
 
-HYBRIDS: dict[str, HybridFamily] = {
-    "mamba": HybridFamily(_mamba, "Mamba 130M to 2.8B", "Mamba-1", head="tied"),
-    "falcon_mamba": HybridFamily(_mamba, "Falcon-Mamba 7B", "Mamba-1, norms on dt, B and C", head="tied"),
-    "mamba2": HybridFamily(_mamba2, "Mamba-2, Codestral Mamba", "Mamba-2"),
-    "bamba": HybridFamily(_bamba, "Bamba 9B", "Mamba-2, some attention with half rope", "gated SiLU"),
-    "granitemoehybrid": HybridFamily(
+HYBRIDS: dict[str, FamilyReader] = {
+    "mamba": FamilyReader(_mamba, "Mamba 130M to 2.8B", "Mamba-1", head="tied"),
+    "falcon_mamba": FamilyReader(_mamba, "Falcon-Mamba 7B", "Mamba-1, norms on dt, B and C", head="tied"),
+    "mamba2": FamilyReader(_mamba2, "Mamba-2, Codestral Mamba", "Mamba-2"),
+    "bamba": FamilyReader(_bamba, "Bamba 9B", "Mamba-2, some attention with half rope", "gated SiLU"),
+    "granitemoehybrid": FamilyReader(
         _granite,
         "Granite 4.0",
         "Mamba-2, some attention",
         "gated SiLU or experts",
         "tied or not, scaled embedding and logits",
     ),
-    "jamba": HybridFamily(_jamba, "Jamba", "Mamba-1, some attention without rope", "gated SiLU, experts"),
-    "falcon_h1": HybridFamily(
+    "jamba": FamilyReader(_jamba, "Jamba", "Mamba-1, some attention without rope", "gated SiLU, experts"),
+    "falcon_h1": FamilyReader(
         _falcon_h1,
         "Falcon-H1",
         "Mamba-2 and attention side by side",
         "gated SiLU",
         "scaled embedding and logits",
     ),
-    "nemotron_h": HybridFamily(
+    "nemotron_h": FamilyReader(
         _nemotron_h,
         "Nemotron-H, Nemotron 3 Nano",
         "Mamba-2, some attention without rope",
