@@ -35,7 +35,7 @@ from .provenance import get_provenance, put_provenance
 from .records import RESULT, Record, now
 from .runs.packed import PackedTokens
 from .runs.vocabularies import put_vocabulary, read_vocabulary
-from .sealed import is_sealed, read_json, sealed, unsealed
+from .sealed import read_json, sealed, unsealed
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -48,8 +48,8 @@ if TYPE_CHECKING:
     from .upkeep.listing import ListedRun
     from .upkeep.verify import Damage
 
-FORMAT = 2
-"""2: chunks and records carry checks of their own. 1 is read, and added to, as it is."""
+FORMAT = 1
+"""Number of the layout of files that this version reads and writes."""
 _SHARD, _CORPUS_SHARD = 64 << 20, 256 << 20  # bytes of a shard below and above
 _CORPUS = 10_000_000  # tokens
 _TOKENS = ("tokenizer", "token_ids")  # of what is noted about a run, what decides how its tokens are shown
@@ -65,7 +65,7 @@ def open_store(path: str | Path, mode: Mode = "a", durability: Durability = "dis
     mode: "a" reads, writes and creates; "r" only reads and leaves no trace in the folder.
     durability: "disk" survives a power cut; "process" skips fsync and survives any kill of the process.
     Raises ConfigError for another mode or durability, StoreError for a path that cannot be a folder's, and
-    StoreFormatError when the folder holds something else, or a store of a newer format.
+    StoreFormatError when the folder holds something else, or a store of another format.
     """
     if mode not in ("a", "r"):
         raise ConfigError(
@@ -344,19 +344,6 @@ class Store(Catalog):
 
         return verify(self, quick=quick, progress=progress)
 
-    def unchecked(self, key: Key | Record | None = None) -> list[str]:
-        """Arrays whose chunks carry no checksums of their own, as all that were written before format 2.
-
-        key: of what is stored with them; by default all of the store. Names are relative to the store.
-        """
-        from .upkeep.verify import unchecked
-
-        if key is None:
-            return unchecked(self)
-        if isinstance(key, str) and self.names_run(key):
-            return unchecked(self, [self._run_path(key)])
-        return unchecked(self, [(key if isinstance(key, Record) else self.record(key)).data])
-
     def quarantine(self, damage: Damage) -> None:
         """Set a damaged file aside and withdraw what it belonged to; the next run computes just that."""
         from .upkeep.quarantine import quarantine
@@ -493,22 +480,22 @@ def _description(files: Folder) -> bytes:
 
 
 def _check_format(files: Folder) -> None:
-    """Make sure the folder is a store of a format we read, creating it where that is allowed."""
+    """Make sure the folder is a store of the format we read, creating it where that is allowed."""
     try:
         text = _description(files)
-        # A newer format may describe itself with more: its number is all that counts.
-        found = int(read_json(text)["format"])
-        if is_sealed(text) or found <= FORMAT:
-            unsealed(DESCRIPTION, text, read_json(text))
+        number = int(read_json(text)["format"])
+        # Another format may describe itself otherwise: its number is all that is read.
+        if number == FORMAT:
+            unsealed(DESCRIPTION, text)
     except (ValueError, KeyError, TypeError, OverflowError, CorruptEntry) as error:
         raise StoreFormatError(
             f"{files.where(DESCRIPTION)} is not the description of a store ({_before_advice(error)}); "
-            'name another folder, or restore the file: {"format": 1, "digest": "sha256"}'
+            "name another folder, or copy the file from another store of this version of mizarr"
         ) from error
-    if found > FORMAT:
+    if number != FORMAT:
         raise StoreFormatError(
-            f"expected a store of format {FORMAT} or older, found format {found} in {files.address}; "
-            "it was written by a newer mizarr: upgrade (pip install -U mizarr), or use another folder"
+            f"expected a store of format {FORMAT}, found format {number} in {files.address}; it was written "
+            "by another version of mizarr: upgrade (pip install -U mizarr), or use another folder"
         )
 
 

@@ -14,6 +14,7 @@ import xarray as xr
 from mizarr.store import PackedTokens, ResultKey, RunKey, open_store
 from mizarr.store.errors import EntryNotFound, PromptError, ReadOnlyStore, ShapeError, StoreFormatError
 from mizarr.store.runs.entries import ArraySpec
+from mizarr.store.sealed import sealed
 from mizarr.store.store import default_segment_tokens
 
 DIMS = ("layer", "token", "hidden")
@@ -54,16 +55,29 @@ def files_in(path):
 
 def test_an_opened_folder_is_a_store_of_this_format(path):
     open_store(path)
-    assert json.loads((path / "store.json").read_text())["format"] == 2
+    assert json.loads((path / "store.json").read_text())["format"] == 1
     assert open_store(str(path)).path == path
 
 
-def test_a_store_of_a_newer_format_is_refused(path):
+@pytest.mark.parametrize("text", [b'{"format": 2, "digest": "sha256"}', sealed({"format": 2, "more": [1]})])
+def test_a_store_of_a_later_format_is_refused_in_one_line(path, text):
     open_store(path)
-    (path / "store.json").write_text('{"format": 3, "digest": "sha256"}')
+    (path / "store.json").write_bytes(text)
     for mode in ("a", "r"):
-        with pytest.raises(StoreFormatError, match=r"format 2 or older, found format 3.*upgrade"):
+        with pytest.raises(StoreFormatError, match=r"of format 1, found format 2.*upgrade") as refused:
             open_store(path, mode=mode)
+        assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("text", [b"{}", b'{"format": 1, "digest": "sha256"}'])
+def test_a_damaged_description_is_mended_by_that_of_another_store(path, tmp_path, text):
+    open_store(path).put_vocabulary("sha256:ab", ["a"])
+    open_store(tmp_path / "another")
+    (path / "store.json").write_bytes(text)
+    with pytest.raises(StoreFormatError, match="copy the file from another store of this version"):
+        open_store(path)
+    (path / "store.json").write_bytes((tmp_path / "another" / "store.json").read_bytes())
+    assert open_store(path).vocabulary("sha256:ab") == ["a"]
 
 
 def test_a_folder_with_other_things_is_not_adopted(path):
