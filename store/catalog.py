@@ -73,7 +73,7 @@ class Catalog:
 
     def key_names(self, prefix: str) -> list[str]:
         """Keys that are published and start so, in order."""
-        if prefix.strip("0123456789abcdef"):
+        if not may_begin_digest(prefix):
             return []
         folder = f"keys/{prefix[:2]}" if len(prefix) >= 2 else "keys"
         names = (Path(name).stem for name in self.files.list(folder))
@@ -112,6 +112,11 @@ class Catalog:
             for name, text in texts.items()
             if text is not None
         }
+
+
+def may_begin_digest(prefix: str) -> bool:
+    """Whether a text holds nothing but hex digits, as the start of a digest does."""
+    return not prefix.strip("0123456789abcdef")
 
 
 def _check_pin(name: str) -> None:

@@ -26,8 +26,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from .arrays import require_kind
-from .catalog import Catalog, Key, unique_name
+from .arrays import require_flag, require_kind
+from .catalog import Catalog, Key, may_begin_digest, unique_name
 from .errors import ConfigError, CorruptEntry, EntryNotFound, PromptError, StoreFormatError
 from .files import DESCRIPTION, Folder, open_folder
 from .keys import ResultKey, RunKey
@@ -77,6 +77,23 @@ def open_store(path: str | Path, mode: Mode = "a", durability: Durability = "dis
     files = open_folder(path, durability, mode == "r")
     _check_format(files)
     return Store(files.as_store())
+
+
+@contextmanager
+def requested_store(path: str | Path, durability: Durability = "disk") -> Iterator[Store]:
+    """The store in a folder, or a new one, for a request that may still be refused.
+
+    A store that was created here, and in which nothing is stored, is removed again when the block raises.
+    Another process that opened it meanwhile is told so at its next write.
+    """
+    is_new = open_folder(path, read_only=True).get(DESCRIPTION) is None
+    store = open_store(path, durability=durability)
+    try:
+        yield store
+    except BaseException:
+        if is_new:
+            store.remove_unused()
+        raise
 
 
 def require_store(value: Any) -> None:
@@ -342,6 +359,7 @@ class Store(Catalog):
         """
         from .upkeep.verify import verify
 
+        require_flag(quick, "quick")
         return verify(self, quick=quick, progress=progress)
 
     def quarantine(self, damage: Damage) -> None:
@@ -354,6 +372,7 @@ class Store(Catalog):
         """Remove leftovers older than `grace` seconds; above `quota` bytes, what was unused for longest."""
         from .upkeep.collect import gc
 
+        require_flag(dry_run, "dry_run")
         return gc(self, grace=grace, quota=quota, dry_run=dry_run)
 
     def runs(self, measured: Sequence[Usage] | None = None) -> list[ListedRun]:
@@ -402,6 +421,15 @@ class Store(Catalog):
         with lease(self, key if isinstance(key, Record) else self.record(key)):
             yield
 
+    def remove_unused(self) -> None:
+        """Remove this store if nothing was ever stored in it: neither data, keys nor vocabularies."""
+        self.index.close()
+        own = (DESCRIPTION, "leases", "index.sqlite", "index.sqlite-journal")
+        others = [name for name in self.files.children("") if name not in own]
+        folders = set(self.files.subfolders(""))
+        if all(name in folders and next(iter(self.files.list(name)), None) is None for name in others):
+            self.files.remove_tree("")
+
     def _entry_in(self, path: str) -> LabelledEntry:
         entry = self._look_at(path)
         self.index.touch(path)
@@ -420,7 +448,7 @@ class Store(Catalog):
         return entry_path(unique_name(prefix, self._entry_names(prefix), "run", self))
 
     def _entry_names(self, prefix: str) -> list[str]:
-        if prefix.strip("0123456789abcdef"):
+        if not may_begin_digest(prefix):
             return []
         tops = [prefix[:2]] if len(prefix) >= 2 else list(self.files.subfolders("data"))
         found = ((top, name) for top in tops for name in self.files.subfolders(f"data/{top}"))

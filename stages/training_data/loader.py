@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 import numpy as np
 import numpy.typing as npt
 
-from ...store.arrays import as_count, as_indices, require_kind
+from ...store.arrays import as_count, as_indices, is_several, require_kind
 from ...store.digest import digest
 from ...store.errors import ConfigError
 from .batches import Batch, Batches
@@ -89,7 +89,7 @@ class ActivationLoader:
             require_kind(variables, Iterable, "variables as names", "write ['resid_post']")
         without = as_indices(tuple(without) if isinstance(without, Iterator) else without, "without")
         chosen = None if layers is None else as_indices(layers, "layers")
-        self._is_single = layers is not None and not hasattr(layers, "__iter__")
+        self._is_single = layers is not None and not is_several(layers)
         self.cells = _cells(states, source, variables, chosen)
         source.require(cell for cells in self.cells.values() for cell in cells)
         self.dtype, self.labels = dtype, labels

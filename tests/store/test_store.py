@@ -12,10 +12,17 @@ import pytest
 import xarray as xr
 
 from mizarr.store import PackedTokens, ResultKey, RunKey, open_store
-from mizarr.store.errors import EntryNotFound, PromptError, ReadOnlyStore, ShapeError, StoreFormatError
+from mizarr.store.errors import (
+    ConfigError,
+    EntryNotFound,
+    PromptError,
+    ReadOnlyStore,
+    ShapeError,
+    StoreFormatError,
+)
 from mizarr.store.runs.entries import ArraySpec
 from mizarr.store.sealed import sealed
-from mizarr.store.store import default_segment_tokens
+from mizarr.store.store import default_segment_tokens, requested_store
 
 DIMS = ("layer", "token", "hidden")
 
@@ -78,6 +85,30 @@ def test_a_damaged_description_is_mended_by_that_of_another_store(path, tmp_path
         open_store(path)
     (path / "store.json").write_bytes((tmp_path / "another" / "store.json").read_bytes())
     assert open_store(path).vocabulary("sha256:ab") == ["a"]
+
+
+def test_a_refused_request_takes_its_new_store_away_again(path):
+    def refused(store):
+        assert store.index.last_used() == {} and store.files.now() and (path / "store.json").exists()
+        raise ConfigError("refused")
+
+    with pytest.raises(ConfigError), requested_store(path) as store:
+        refused(store)
+    assert not path.exists()
+    open_store(path)
+    with pytest.raises(ConfigError), requested_store(path) as store:
+        refused(store)
+    assert (path / "store.json").exists()  # it was there before
+
+
+def test_a_new_store_that_holds_something_stays_when_the_request_fails(path):
+    def failing(store):
+        store.put_vocabulary("sha256:ab", ["a"])
+        raise ConfigError("refused")
+
+    with pytest.raises(ConfigError), requested_store(path) as store:
+        failing(store)
+    assert open_store(path, mode="r").vocabulary("sha256:ab") == ["a"]
 
 
 def test_a_folder_with_other_things_is_not_adopted(path):

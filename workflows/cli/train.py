@@ -228,17 +228,17 @@ def _captured(
     from ...stages.forward.models.source import ModelSource
     from ...stages.forward.text.corpora.corpus import Corpus
     from ...stages.training_data.stored import StoredActivations
-    from ...store import open_store
+    from ...store.store import requested_store
 
     layers = ["*"] if chosen.layers is None else list(map(str, chosen.layers))
     hooks = [
         BY_NAME[kind].path.format(layer) for kind in {chosen.read: 0, chosen.writes: 0} for layer in layers
     ]
-    if isinstance(prompts, Corpus):
-        prompts = prompts.tokens(ModelSource(model).tokenizer, open_store(store_path), quiet=quiet)
-    node = CaptureNode(model, prompts, hooks, storage_dtype=dtype, memory=memory or MEMORY)
-    store = open_store(store_path)
-    run(node, store, quiet=quiet)
+    with requested_store(store_path) as store:
+        if isinstance(prompts, Corpus):
+            prompts = prompts.tokens(ModelSource(model).tokenizer, store, quiet=quiet)
+        node = CaptureNode(model, prompts, hooks, storage_dtype=dtype, memory=memory or MEMORY)
+        run(node, store, quiet=quiet)
     return StoredActivations.of_run(store, node.run_key, node.tokens, node.dtype, node.cells)
 
 

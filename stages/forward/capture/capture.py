@@ -23,7 +23,7 @@ from ....pipeline.memory import measured
 from ....pipeline.nodes import Estimate, Part, Ports, Status, remembered
 from ....pipeline.plan import as_bytes
 from ....pipeline.reasons import last_timed
-from ....store.arrays import as_count, shown
+from ....store.arrays import as_count, require_flag, shown
 from ....store.digest import digest
 from ....store.errors import (
     ConfigError,
@@ -120,6 +120,7 @@ def capture(
     from ....pipeline import run
 
     require_store(store)
+    require_flag(progress, "progress")
     how = {"revision": revision, "dtype": dtype, "device": device, "backend": backend, "adapter": adapter}
     require_by_name(model, how)
     corpus, about = prompts if isinstance(prompts, Corpus) else None, None

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ....pipeline.ambient import each_in_plain_torch, plain_torch
 from ....pipeline.plan import as_bytes
-from ....store.arrays import as_index, shown
+from ....store.arrays import as_index, require_flag, shown
 from ....store.display import html
 from ....store.display.terminal import echo
 from ....store.errors import ConfigError, InterventionError, PromptError, ShapeError
@@ -129,6 +129,7 @@ class Model:
         from ..networks.weights import unread_line
         from . import files
 
+        require_flag(progress, "progress", optional=True)
         place, numbers = as_device(device), as_dtype(dtype)
         found = files.resolve_runnable(
             name, revision, trust_layout=trust_layout, backend=backend, adapter=adapter
