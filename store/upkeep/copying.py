@@ -206,10 +206,8 @@ def _put_labels(source: Catalog, target: Catalog, data: str, done: Copied) -> No
     told = recorded(source.files, data)
     # Records of the arrays' descriptions (<variable>.zarr.json) go with the arrays.
     names = [name for name in source.files.children(folder) if not name.endswith("zarr.json")]
-    ours = True
-    if (text := source.files.get(f"{folder}/{LABELS}")) is not None:
-        target.files.put_new(f"{folder}/{LABELS}", text)
-        ours = _labels(target, folder) == _labels(source, folder)
+    target.files.put_new(f"{folder}/{LABELS}", _text(source, f"{folder}/{LABELS}"))
+    ours = _labels(target, folder) == _labels(source, folder)
     if not ours:
         told = {file: about for file, about in told.items() if file.partition("/")[0] not in SAID}
         names = [name for name in names if not OF_LABELS.fullmatch(name)]
@@ -223,7 +221,7 @@ def _put_labels(source: Catalog, target: Catalog, data: str, done: Copied) -> No
 
 def _labels(store: Catalog, folder: str) -> str:
     name = f"{folder}/{LABELS}"
-    return str(unsealed(name, store.files.get(name) or b"", ("labels",))["labels"])
+    return str(unsealed(name, _text(store, name), ("labels",))["labels"])
 
 
 def _put_notes(source: Catalog, target: Catalog, data: str) -> None:
