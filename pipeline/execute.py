@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..store.arrays import as_count, require_kind
+from ..store.arrays import as_count, require_flag, require_kind
 from ..store.errors import PlanError, ReadOnlyStore
 from ..store.store import require_store
 from .ambient import plain_torch
@@ -49,6 +49,7 @@ def run(
     stage and cell when one fails. May be interrupted at any time and called again.
     """
     require_store(store)
+    require_flag(quiet, "quiet")
     as_count(workers, "workers", least=0)
     if threads is not None:
         as_count(threads, "threads")

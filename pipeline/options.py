@@ -23,6 +23,7 @@ from dataclasses import MISSING, Field, dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
+from ..store.arrays import require_flag
 from ..store.errors import nearest
 
 __all__ = ["RunOptions", "option", "options_of", "split_options", "takes_options"]
@@ -131,6 +132,9 @@ class RunOptions:
         "File that gets a JSON line for every segment committed: tokens, bytes, rate, time left.",
         kind="file",
     )
+
+    def __post_init__(self) -> None:
+        require_flag(self.progress, "progress")
 
     @property
     def keywords(self) -> dict[str, Any]:

@@ -30,8 +30,11 @@ __all__ = [
     "as_count",
     "as_index",
     "as_indices",
+    "as_list",
     "as_number",
     "as_path",
+    "is_several",
+    "require_flag",
     "require_kind",
     "shown",
 ]
@@ -68,13 +71,28 @@ def as_indices(values: Any, what: str, error: type[MizarrError] = ConfigError) -
     """
     if type(values) is tuple and all(type(value) is int for value in values):
         return values
-    is_one = isinstance(values, str | bytes | Mapping | slice) or not hasattr(values, "__iter__")
-    if is_one or getattr(values, "ndim", 1) == 0:
+    if not is_several(values):
         return (as_index(values, what, error),)
     if "bool" in str(getattr(values, "dtype", "")):
         raise error(f"{what}: expected whole numbers, found {shown(values)}{_remedy(values)}")
     indices = tuple(as_index(value, what, error) for value in values)
     return tuple(sorted(indices)) if isinstance(values, set | frozenset) else indices
+
+
+def is_several(value: Any) -> bool:
+    """Whether a value is several ones: iterable, but no text, bytes, mapping, and no array without axes."""
+    is_one = isinstance(value, str | bytes | bytearray | Mapping) or not hasattr(value, "__iter__")
+    return not is_one and getattr(value, "ndim", 1) > 0
+
+
+def as_list(value: Any) -> list[Any]:
+    """One value or several, as a list; numbers of an array or a tensor as numbers of Python.
+
+    >>> as_list("a"), as_list(("a", b"b")), as_list(np.arange(2)), as_list(np.int64(2))
+    (['a'], ['a', b'b'], [0, 1], [2])
+    """
+    items = value.tolist() if hasattr(value, "tolist") else value
+    return list(items) if is_several(items) else [items]
 
 
 def shown(value: Any) -> str:
@@ -133,6 +151,17 @@ def as_count(
     if most is not None and number > most:
         raise error(f"expected {what} of at most {most}, found {number}")
     return number
+
+
+def require_flag(value: Any, what: str, *, optional: bool = False) -> None:
+    """Raise ConfigError unless a value is True or False, or None where that is allowed.
+
+    Arguments:
+        what: name of the argument.
+        optional: whether None is a value, too.
+    """
+    if not (isinstance(value, bool) or (optional and value is None)):
+        raise ConfigError(f"expected {what} as True or False, found {shown(value)}; leave it out")
 
 
 def as_number(value: Any, what: str, error: type[MizarrError] = ConfigError) -> float:

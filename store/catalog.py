@@ -16,7 +16,7 @@ from .errors import EntryNotFound, StoreError
 from .files import Folder, LocalFolder
 from .index import StoreIndex
 from .keys import ActivationKey, ResultKey
-from .records import PIN, Record, key_path, now
+from .records import Record, key_path, now
 from .sealed import sealed, unsealed
 
 Key = ActivationKey | ResultKey | str
@@ -73,7 +73,7 @@ class Catalog:
 
     def key_names(self, prefix: str) -> list[str]:
         """Keys that are published and start so, in order."""
-        if prefix.strip("0123456789abcdef"):
+        if not may_begin_digest(prefix):
             return []
         folder = f"keys/{prefix[:2]}" if len(prefix) >= 2 else "keys"
         names = (Path(name).stem for name in self.files.list(folder))
@@ -91,8 +91,8 @@ class Catalog:
         """Keep what is under a key, and all it was made from, from gc; ValueError if the name is taken."""
         record = key if isinstance(key, Record) else self.record(key)
         _check_pin(name)
-        told = dict(zip(PIN, (record.key, now()), strict=True))
-        if not self.files.put_new(f"pins/{name}.json", sealed(told)):
+        pin = {"key": record.key, "created": now()}
+        if not self.files.put_new(f"pins/{name}.json", sealed(pin)):
             there = self.pins().get(name)
             if there != record.key:
                 raise ValueError(f"pin {name!r} already names {there}; unpin it first, or take another name")
@@ -108,10 +108,15 @@ class Catalog:
         names = sorted(f"pins/{name}" for name in self.files.children("pins"))
         texts = {name: self.files.get(name) for name in names}
         return {
-            Path(name).stem: str(unsealed(name, text, PIN)["key"])
+            Path(name).stem: str(unsealed(name, text, ("key",))["key"])
             for name, text in texts.items()
             if text is not None
         }
+
+
+def may_begin_digest(prefix: str) -> bool:
+    """Whether a text holds nothing but hex digits, as the start of a digest does."""
+    return not prefix.strip("0123456789abcdef")
 
 
 def _check_pin(name: str) -> None:

@@ -19,7 +19,7 @@ one line and exits with code 2.
       PlanError(ValueError)             a plan that cannot be carried out, e.g. does not fit the memory given
       MissingExtra(ImportError)         an optional dependency is needed; names the extra
       StoreError(OSError)
-        StoreFormatError                written by a newer mizarr, or not a store at all
+        StoreFormatError                written in another format, or not a store at all
         ReadOnlyStore                   the store cannot be written
         StoreUnreachable                an object store does not answer, or not to us
         StoreFull                       disk or quota is exhausted; what was committed stays
@@ -112,7 +112,7 @@ class StoreError(MizarrError, OSError):
 
 
 class StoreFormatError(StoreError):
-    """The folder is not a store, or was written by a newer format."""
+    """The folder is not a store, or one of another format."""
 
 
 class ReadOnlyStore(StoreError):

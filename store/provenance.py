@@ -1,8 +1,7 @@
 """How a result came about: what was asked, from what, with which versions, by whom; and walks back along it.
 
 Border: plain values beside the data, for people and for `lineage`. Nothing in here enters a key or decides a
-cache hit, so it may say what keys must not: host, time, library versions. Notes check themselves (sealed.py);
-those of before are read as they are.
+cache hit, so it may say what keys must not: host, time, library versions. Notes check themselves (sealed.py).
 """
 
 from __future__ import annotations
@@ -17,9 +16,8 @@ from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from .errors import REPAIR, CorruptEntry
 from .files import Folder
-from .sealed import is_sealed, read_json, sealed, unsealed
+from .sealed import sealed, unsealed
 
 LABELS = "labels-"
 """Begins the names of files beside the notes that hold labels of prompts (runs/prompt_labels.py)."""
@@ -38,27 +36,13 @@ def get_provenance(files: Folder, data: str) -> list[dict[str, Any]]:
     """All notes on the folder `data`, oldest first. Raises CorruptEntry for one that is not as written."""
     names = [name for name in note_names(files, data) if not name.rpartition("/")[2].startswith(LABELS)]
     texts = ((name, files.get(name)) for name in names)
-    return [read_note(name, text) for name, text in texts if text is not None]
+    return [unsealed(name, text) for name, text in texts if text is not None]
 
 
 def note_names(files: Folder, data: str) -> list[str]:
     """The files of all notes on a folder, oldest first, and of labels of prompts."""
     names = files.children(f"{data}/provenance")
     return sorted(f"{data}/provenance/{name}" for name in names if name != "zarr.json")
-
-
-def read_note(name: str, text: bytes) -> dict[str, Any]:
-    """One note; CorruptEntry, with `name`, for one that is not as it was written."""
-    if is_sealed(text):
-        return unsealed(name, text, ())
-    try:
-        note = read_json(text)
-    except ValueError as error:
-        raise CorruptEntry(f"{name}: expected a note, found {error}; {REPAIR}") from error
-    # Notes without a check have their names in order, so that a check which was hit is not taken for none.
-    if not isinstance(note, dict) or "check" in note or list(note) != sorted(note):
-        raise CorruptEntry(f"{name}: expected a note, found another file; {REPAIR}")
-    return note
 
 
 @cache

@@ -19,8 +19,6 @@ from .sealed import sealed, unsealed
 
 ACTIVATION = "activation"
 RESULT = "result"
-PIN = ("key", "created")
-"""Fields of a pin."""
 _DATA = re.compile(r"data/[0-9a-f]{2}/[0-9a-f]+(\.[0-9a-f]+)?")
 _FIELDS = ("kind", "data", "content", "created", "label")
 
@@ -62,8 +60,6 @@ class Record:
     def from_bytes(cls, key: str, text: bytes) -> Record:
         """The record in a key file; CorruptEntry if it is not one, or not what was written."""
         fields = unsealed(key_path(key), text, _FIELDS)
-        if absent := [name for name in _FIELDS if name not in fields]:
-            raise CorruptEntry(f"{key_path(key)}: expected {', '.join(absent)}, found none; {REPAIR}")
         found = cls(key, **{name: str(fields[name]) for name in _FIELDS})
         if not _DATA.fullmatch(found.data) or ".." in found.label:
             raise CorruptEntry(

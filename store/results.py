@@ -47,8 +47,6 @@ log = logging.getLogger(__name__)
 
 DATASET = "dataset"
 _DESCRIPTION = "/zarr.json"
-MANIFEST = ("content", "files")
-"""Fields of a result's manifest."""
 _WHOLE = 64 << 20  # bytes up to which an in-memory array is one chunk, and a result opens without dask
 _LONGEST_NAME = 200  # bytes of UTF-8; a file system takes 255, of which names of temporary files take some
 _CHUNK = 16 << 20  # bytes of a chunk of larger in-memory arrays
@@ -258,7 +256,7 @@ def _descriptions(files: Folder, data: str, what: str) -> dict[str, bytes]:
     text = files.get(name)
     if text is None:
         raise CorruptEntry(f"{what}: expected its list of files, {name}, found none; {REPAIR}")
-    listed = files_of(name, unsealed(name, text, MANIFEST))
+    listed = files_of(name, unsealed(name, text))
     lengths = files.sizes(data, [file for file in listed if not file.endswith(_DESCRIPTION)])
     described = {}
     for file, (size, told) in listed.items():

@@ -26,8 +26,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from .arrays import require_kind
-from .catalog import Catalog, Key, unique_name
+from .arrays import require_flag, require_kind
+from .catalog import Catalog, Key, may_begin_digest, unique_name
 from .errors import ConfigError, CorruptEntry, EntryNotFound, PromptError, StoreFormatError
 from .files import DESCRIPTION, Folder, open_folder
 from .keys import ResultKey, RunKey
@@ -35,7 +35,7 @@ from .provenance import get_provenance, put_provenance
 from .records import RESULT, Record, now
 from .runs.packed import PackedTokens
 from .runs.vocabularies import put_vocabulary, read_vocabulary
-from .sealed import is_sealed, read_json, sealed, unsealed
+from .sealed import read_json, sealed, unsealed
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -48,8 +48,8 @@ if TYPE_CHECKING:
     from .upkeep.listing import ListedRun
     from .upkeep.verify import Damage
 
-FORMAT = 2
-"""2: chunks and records carry checks of their own. 1 is read, and added to, as it is."""
+FORMAT = 1
+"""Number of the layout of files that this version reads and writes."""
 _SHARD, _CORPUS_SHARD = 64 << 20, 256 << 20  # bytes of a shard below and above
 _CORPUS = 10_000_000  # tokens
 _TOKENS = ("tokenizer", "token_ids")  # of what is noted about a run, what decides how its tokens are shown
@@ -65,7 +65,7 @@ def open_store(path: str | Path, mode: Mode = "a", durability: Durability = "dis
     mode: "a" reads, writes and creates; "r" only reads and leaves no trace in the folder.
     durability: "disk" survives a power cut; "process" skips fsync and survives any kill of the process.
     Raises ConfigError for another mode or durability, StoreError for a path that cannot be a folder's, and
-    StoreFormatError when the folder holds something else, or a store of a newer format.
+    StoreFormatError when the folder holds something else, or a store of another format.
     """
     if mode not in ("a", "r"):
         raise ConfigError(
@@ -77,6 +77,23 @@ def open_store(path: str | Path, mode: Mode = "a", durability: Durability = "dis
     files = open_folder(path, durability, mode == "r")
     _check_format(files)
     return Store(files.as_store())
+
+
+@contextmanager
+def requested_store(path: str | Path, durability: Durability = "disk") -> Iterator[Store]:
+    """The store in a folder, or a new one, for a request that may still be refused.
+
+    A store that was created here, and in which nothing is stored, is removed again when the block raises.
+    Another process that opened it meanwhile is told so at its next write.
+    """
+    is_new = open_folder(path, read_only=True).get(DESCRIPTION) is None
+    store = open_store(path, durability=durability)
+    try:
+        yield store
+    except BaseException:
+        if is_new:
+            store.remove_unused()
+        raise
 
 
 def require_store(value: Any) -> None:
@@ -342,20 +359,8 @@ class Store(Catalog):
         """
         from .upkeep.verify import verify
 
+        require_flag(quick, "quick")
         return verify(self, quick=quick, progress=progress)
-
-    def unchecked(self, key: Key | Record | None = None) -> list[str]:
-        """Arrays whose chunks carry no checksums of their own, as all that were written before format 2.
-
-        key: of what is stored with them; by default all of the store. Names are relative to the store.
-        """
-        from .upkeep.verify import unchecked
-
-        if key is None:
-            return unchecked(self)
-        if isinstance(key, str) and self.names_run(key):
-            return unchecked(self, [self._run_path(key)])
-        return unchecked(self, [(key if isinstance(key, Record) else self.record(key)).data])
 
     def quarantine(self, damage: Damage) -> None:
         """Set a damaged file aside and withdraw what it belonged to; the next run computes just that."""
@@ -367,6 +372,7 @@ class Store(Catalog):
         """Remove leftovers older than `grace` seconds; above `quota` bytes, what was unused for longest."""
         from .upkeep.collect import gc
 
+        require_flag(dry_run, "dry_run")
         return gc(self, grace=grace, quota=quota, dry_run=dry_run)
 
     def runs(self, measured: Sequence[Usage] | None = None) -> list[ListedRun]:
@@ -415,6 +421,15 @@ class Store(Catalog):
         with lease(self, key if isinstance(key, Record) else self.record(key)):
             yield
 
+    def remove_unused(self) -> None:
+        """Remove this store if nothing was ever stored in it: neither data, keys nor vocabularies."""
+        self.index.close()
+        own = (DESCRIPTION, "leases", "index.sqlite", "index.sqlite-journal")
+        others = [name for name in self.files.children("") if name not in own]
+        folders = set(self.files.subfolders(""))
+        if all(name in folders and next(iter(self.files.list(name)), None) is None for name in others):
+            self.files.remove_tree("")
+
     def _entry_in(self, path: str) -> LabelledEntry:
         entry = self._look_at(path)
         self.index.touch(path)
@@ -433,7 +448,7 @@ class Store(Catalog):
         return entry_path(unique_name(prefix, self._entry_names(prefix), "run", self))
 
     def _entry_names(self, prefix: str) -> list[str]:
-        if prefix.strip("0123456789abcdef"):
+        if not may_begin_digest(prefix):
             return []
         tops = [prefix[:2]] if len(prefix) >= 2 else list(self.files.subfolders("data"))
         found = ((top, name) for top in tops for name in self.files.subfolders(f"data/{top}"))
@@ -493,22 +508,22 @@ def _description(files: Folder) -> bytes:
 
 
 def _check_format(files: Folder) -> None:
-    """Make sure the folder is a store of a format we read, creating it where that is allowed."""
+    """Make sure the folder is a store of the format we read, creating it where that is allowed."""
     try:
         text = _description(files)
-        # A newer format may describe itself with more: its number is all that counts.
-        found = int(read_json(text)["format"])
-        if is_sealed(text) or found <= FORMAT:
-            unsealed(DESCRIPTION, text, read_json(text))
+        number = int(read_json(text)["format"])
+        # Another format may describe itself otherwise: its number is all that is read.
+        if number == FORMAT:
+            unsealed(DESCRIPTION, text)
     except (ValueError, KeyError, TypeError, OverflowError, CorruptEntry) as error:
         raise StoreFormatError(
             f"{files.where(DESCRIPTION)} is not the description of a store ({_before_advice(error)}); "
-            'name another folder, or restore the file: {"format": 1, "digest": "sha256"}'
+            "name another folder, or copy the file from another store of this version of mizarr"
         ) from error
-    if found > FORMAT:
+    if number != FORMAT:
         raise StoreFormatError(
-            f"expected a store of format {FORMAT} or older, found format {found} in {files.address}; "
-            "it was written by a newer mizarr: upgrade (pip install -U mizarr), or use another folder"
+            f"expected a store of format {FORMAT}, found format {number} in {files.address}; it was written "
+            "by another version of mizarr: upgrade (pip install -U mizarr), or use another folder"
         )
 
 

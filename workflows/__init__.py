@@ -152,9 +152,11 @@ def compute(
     process.  workers: so many processes of this machine (see `pipeline.run`).
     settings: of the workflow, trust_layout, backend and adapter; see `build`.
     """
-    from ..store import open_store
+    from ..store.store import requested_store
 
     workflow = build(name, **settings)  # first: a setting that is wrong leaves no new store behind
-    opened = open_store(store) if isinstance(store, (str, Path)) else store
     how = {"cluster": cluster, "workers": workers, "threads": threads, "memory": memory, "quiet": quiet}
-    return workflow.run(opened, **how)
+    if not isinstance(store, (str, Path)):
+        return workflow.run(store, **how)
+    with requested_store(store) as opened:
+        return workflow.run(opened, **how)

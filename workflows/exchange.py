@@ -15,18 +15,19 @@ from __future__ import annotations
 import fnmatch
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..store import Store, open_store
-from ..store.arrays import Array, as_count, as_path, require_kind, shown
+from ..store.arrays import Array, as_count, as_list, as_path, is_several, require_kind, shown
 from ..store.errors import ConfigError, HookPointNotFound, PromptError, ShapeError, nearest
 from ..store.exchange.exports import NOTE, TEXT_SUFFIX
 from ..store.exchange.imports import Imported, declared_arrays, declared_run, pack_imported, store_imported
 from ..store.exchange.outside import DigestedFile, json_value
 from ..store.exchange.tensors import as_bfloat16, read_npz, read_safetensors
+from ..store.store import Store, requested_store
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -73,12 +74,11 @@ def import_activations(
         raise ConfigError(
             f"expected the name of the model the arrays are of, found {shown(model)}; name it as you know it"
         )
-    several = files if isinstance(files, Iterable) and not isinstance(files, str | bytes) else [files]
-    paths = [as_path(path, "files") for path in several]
+    paths = [as_path(path, "files") for path in as_list(files)]
     if names is not None:
         require_kind(names, Mapping, "names as a mapping", "write {'array': 'blocks.5.hook_resid_post'}")
     for argument, value in (("skip", skip), ("tokens", tokens), ("texts", texts)):
-        if value is not None and (isinstance(value, str | bytes) or not isinstance(value, Iterable)):
+        if value is not None and not is_several(value):
             raise ConfigError(f"expected {argument} as a list, found {shown(value)}; write [{value!r:.40}]")
     for text in () if texts is None else texts:
         require_kind(text, str, "texts as a list of texts", "leave them out where there are none")
@@ -112,15 +112,14 @@ def import_activations(
     about = {"model": model, "declared": True, "revision": revision, "imported": content}
     if not known or note.get("token_ids") == "unknown":
         about["token_ids"] = "unknown"
-    # Opened last, as this creates a folder: input that is no good leaves nothing behind.
-    opened = store if isinstance(store, Store) else open_store(store)
 
     def require_unchanged() -> None:
         for source in sources:
             source.require_unchanged()
 
-    entry = store_imported(opened, run, packed, arrays, specs, about, require_unchanged)
-    return entry.open()
+    # Opened last, as this may create a folder: input that is no good leaves nothing behind.
+    with nullcontext(store) if isinstance(store, Store) else requested_store(store) as opened:
+        return store_imported(opened, run, packed, arrays, specs, about, require_unchanged).open()
 
 
 def _read(paths: Sequence[Path], skip: Sequence[str]) -> tuple[dict[str, Array], dict[str, Any]]:

@@ -80,11 +80,6 @@ class EdgeScores(EdgeExperiment):
     def _has_nodes(self) -> bool:
         return self.takes_gradients and not self.by_position
 
-    def params(self) -> dict[str, Any]:
-        """Scores of all positions together are known by what they were before there were others."""
-        given = super().params()
-        return given if self.by_position else {n: v for n, v in given.items() if n != "by_position"}
-
     def check(self, config: Architecture) -> Layout:
         """As of every experiment on edges; StageError for a method there is not, for no steps, or for a
         metric without a gradient."""

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...pipeline.options import option, split_options, takes_options
-from ...store.arrays import as_count, as_indices, require_kind
+from ...store.arrays import as_count, as_indices, is_several, require_kind
 from ...store.digest import digest
 from ...store.errors import ConfigError
 from .batches import Batch, Batches
@@ -128,7 +128,7 @@ class ActivationLoader:
         if variables is not None:
             require_kind(variables, Iterable, "variables as names", "write ['resid_post']")
         wanted = None if layers is None else as_indices(layers, "layers")
-        self._is_single = layers is not None and not hasattr(layers, "__iter__")
+        self._is_single = layers is not None and not is_several(layers)
         self.cells = _cells(states, source, variables, wanted)
         source.require(cell for cells in self.cells.values() for cell in cells)
         self.dtype, self.labels = given.dtype, given.labels

@@ -12,5 +12,4 @@ from .folder import (
 from .local import LocalFolder as LocalFolder
 from .mapped import Mapped as Mapped
 from .opening import folder_at as folder_at, is_remote as is_remote, open_folder as open_folder
-from .stamps import Stamp as Stamp, Stat as Stat, is_settled as is_settled, stamp as stamp
-from .watched import Watched as Watched
+from .stamps import Stamp as Stamp, Stat as Stat, Watched as Watched, is_settled as is_settled, stamp as stamp

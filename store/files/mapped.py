@@ -1,14 +1,21 @@
 """Bytes of one file, seen as memory: mapped where it lies on a disk, fetched as needed elsewhere.
 
-Border: bytes; which of them are rows, index or checksum is known elsewhere.
+Border: bytes; which of them are rows, index or checksum, and which of an object are there, is known to
+readers by their checksums.
 """
 
 from __future__ import annotations
 
 import mmap
-from collections.abc import Sequence
+import os
+import weakref
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
-__all__ = ["Mapped"]
+if TYPE_CHECKING:
+    from .cache import ReadCache
+
+__all__ = ["Fetched", "Mapped"]
 
 
 class Mapped:
@@ -25,3 +32,35 @@ class Mapped:
 
     def fetch(self, ranges: Sequence[tuple[int, int]]) -> None:
         """Have the bytes of these ranges (start, stop) read from where the file lies; mapped ones are."""
+
+
+class Fetched(Mapped):
+    """An object as memory; bytes that were neither fetched nor kept of an earlier reader are zeros.
+
+    handle: of a file of `size` bytes, taken over. read: the bytes of ranges (start, stop).
+    """
+
+    is_whole = False
+
+    def __init__(
+        self,
+        handle: int,
+        size: int,
+        where: str,
+        read: Callable[[Sequence[tuple[int, int]]], Sequence[bytes]],
+        cache: ReadCache,
+    ) -> None:
+        super().__init__(
+            mmap.mmap(handle, size, access=mmap.ACCESS_READ) if size else mmap.mmap(-1, 1), size, where
+        )
+        self._handle, self._read, self._cache = handle, read, cache
+        weakref.finalize(self, os.close, handle)
+
+    def fetch(self, ranges: Sequence[tuple[int, int]]) -> None:
+        """Have the bytes of these ranges (start, stop) read."""
+        for (start, _), part in zip(ranges, self._read(ranges), strict=True):
+            at, waiting = start, memoryview(part)
+            while waiting:
+                written = os.pwrite(self._handle, waiting, at)
+                at, waiting = at + written, waiting[written:]
+            self._cache.added(len(part))

@@ -26,9 +26,8 @@ from ..digest import Buffer, content_digest
 from ..errors import ReadOnlyStore, StoreError
 from .cache import ReadCache, cache_folder
 from .cloud import as_store_error, connected, is_worth_a_retry, normalised
-from .fetched import Fetched
 from .folder import THREADS, Folder, Measured, checked
-from .mapped import Mapped
+from .mapped import Fetched, Mapped
 from .stamps import Stat
 
 if TYPE_CHECKING:

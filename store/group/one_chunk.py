@@ -6,7 +6,6 @@ where the files lie is known elsewhere. What is described in other words than he
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ import numpy as np
 from ..arrays import Array
 from ..content import NUMBERS
 from ..runs.shards import SUM_BYTES, crc32c
+from ..runs.zarr_metadata import CRC32C, LITTLE_ENDIAN, UTF8_TEXT, array_metadata
 from ..sealed import read_json
 
 __all__ = ["TEXT", "OneChunk"]
@@ -47,7 +47,7 @@ class OneChunk:
             one = cls(dtype, tuple(found["shape"]), tuple(dims), found["attributes"])
             sizes = all(type(size) is int and size >= 0 for size in one.shape)
             named = len(dims) == len(one.shape) and all(isinstance(dim, str) for dim in dims)
-            is_ours = isinstance(one.attributes, dict) and sizes and named and one.text.encode() == text
+            is_ours = isinstance(one.attributes, dict) and sizes and named and one.text == text
         except (AttributeError, KeyError, TypeError):
             return None
         return one if is_ours else None
@@ -68,27 +68,19 @@ class OneChunk:
         return {"f": np.nan, "T": ""}.get(self.dtype.kind, 0)
 
     @property
-    def text(self) -> str:
-        """The `zarr.json`, fields in the order in which zarr writes them."""
-        kind, itemsize = self.dtype.kind, self.dtype.itemsize
-        if kind == "T":
-            coding: dict[str, Any] = {"name": "vlen-utf8", "configuration": {}}
-        else:
-            coding = {"name": "bytes", **({"configuration": {"endian": "little"}} if itemsize > 1 else {})}
-        metadata = {
-            "shape": self.shape,
-            "data_type": "string" if kind == "T" else self.dtype.name,
-            "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": self.chunks}},
-            "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
-            "fill_value": {"f": "NaN", "c": [0.0, 0.0], "b": False, "T": ""}.get(kind, 0),
-            "codecs": [coding, {"name": "crc32c"}],
-            "attributes": self.attributes,
-            **({"dimension_names": self.dims} if self.dims else {}),
-            "zarr_format": 3,
-            "node_type": "array",
-            "storage_transformers": [],
-        }
-        return json.dumps(metadata, indent=2)
+    def text(self) -> bytes:
+        """The `zarr.json`, as zarr writes it."""
+        kind = self.dtype.kind
+        numbers = LITTLE_ENDIAN if self.dtype.itemsize > 1 else {"name": "bytes"}
+        return array_metadata(
+            "string" if kind == "T" else self.dtype.name,
+            self.shape,
+            self.chunks,
+            [UTF8_TEXT if kind == "T" else numbers, CRC32C],
+            dims=self.dims,
+            fill_value={"f": "NaN", "c": [0.0, 0.0], "b": False, "T": ""}.get(kind, 0),
+            attributes=self.attributes,
+        )
 
     def chunk(self, values: Array) -> bytes | None:
         """The bytes of the chunk's file; None for values that are read where there is none."""

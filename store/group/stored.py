@@ -3,8 +3,8 @@
 Border: a group's place and what describes its arrays in, lazy variables out; which result they belong to is
 only a name here. The descriptions were read and checked already, so that nothing is opened a second time.
 
-An array of one chunk, as most are, is read from its file here; all others, and those of older stores, through
-zarr, which asks its loop on another thread for every file.
+An array of one chunk, as most are, is read from its file here; all others through zarr, which asks its loop
+on another thread for every file.
 """
 
 from __future__ import annotations

@@ -19,6 +19,7 @@ import xarray as xr
 from xarray.backends.zarr import encode_zarr_variable
 from xarray.conventions import encode_dataset_coordinates
 
+from ..runs.zarr_metadata import group_metadata
 from .one_chunk import TEXT, OneChunk
 
 __all__ = ["are_plain", "write_arrays"]
@@ -44,9 +45,8 @@ def write_arrays(place: Path, dataset: xr.Dataset) -> xr.Dataset:
     """
     variables, attributes = encode_dataset_coordinates(dataset)
     place.mkdir()
-    group = {"attributes": attributes, "zarr_format": 3, "node_type": "group"}
     raw = {name: _written(place, str(name), variable) for name, variable in variables.items()}
-    return xr.Dataset(raw, attrs=_described(place, json.dumps(group, indent=2))["attributes"])
+    return xr.Dataset(raw, attrs=_described(place, group_metadata(attributes))["attributes"])
 
 
 def _written(place: Path, name: str, variable: xr.Variable) -> xr.Variable:
@@ -73,8 +73,8 @@ def _written(place: Path, name: str, variable: xr.Variable) -> xr.Variable:
     return xr.Variable(encoded.dims, values, found["attributes"], encoding)
 
 
-def _described(folder: Path, text: str) -> dict[str, Any]:
+def _described(folder: Path, text: bytes) -> dict[str, Any]:
     """Write `zarr.json`; returns what it says."""
-    (folder / "zarr.json").write_text(text)
+    (folder / "zarr.json").write_bytes(text)
     found: dict[str, Any] = json.loads(text)
     return found

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from ..arrays import as_index, as_indices
+from ..arrays import as_index, as_indices, as_list, is_several
 from ..errors import EntryNotFound, HookPointNotFound, PromptError, TokenizerError, nearest
 from ..identity import model_name
 from .characters import CharacterSpans, find_span
@@ -42,10 +42,9 @@ def prompt_rows(dataset: xr.Dataset, wanted: Prompt | Sequence[Prompt], count: i
 
     Raises PromptError for a number out of range, and for a text that is not there, with the nearest.
     """
-    asked = _several(wanted)
     texts: list[str] | None = None
     rows = []
-    for one in asked:
+    for one in as_list(wanted):
         if isinstance(one, str):
             texts = _texts(dataset) if texts is None else texts
             rows.append(_row_of(one, texts))
@@ -54,12 +53,6 @@ def prompt_rows(dataset: xr.Dataset, wanted: Prompt | Sequence[Prompt], count: i
         else:
             raise PromptError(f"expected a prompt index below {count}, found {one}")
     return np.array(rows, np.int64)
-
-
-def _several(wanted: Any) -> list[Any]:
-    """One value or several as a list."""
-    is_one = isinstance(wanted, str | bytes) or not hasattr(wanted, "__iter__")
-    return [wanted] if is_one else list(wanted)
 
 
 def labelled_rows(dataset: xr.Dataset, wanted: Mapping[str, Any]) -> npt.NDArray[np.bool_]:
@@ -80,7 +73,7 @@ def labelled_rows(dataset: xr.Dataset, wanted: Mapping[str, Any]) -> npt.NDArray
                 f"expected something to select by among {known}, found {name!r}; labels of prompts are kept "
                 "by mizarr capture --label, and by capture of a Corpus with labels="
             )
-        asked = [values] if isinstance(values, str) or not hasattr(values, "__iter__") else list(values)
+        asked = as_list(values)
         there = held[name].values.tolist()
         has = np.array([value in asked for value in there], bool)
         if not has.any():
@@ -99,9 +92,8 @@ def token_ids(wanted: Token | Sequence[Token], vocabulary: Sequence[str] | None)
 
     Raises TokenizerError for a string that is no token, with the nearest.
     """
-    asked = _several(wanted)
     ids: list[int] = []
-    for one in asked:
+    for one in as_list(wanted):
         if not isinstance(one, str):
             ids.append(as_index(one, "tokens", TokenizerError))
             continue
@@ -198,7 +190,7 @@ def select_layers(dataset: xr.Dataset, layer: LayerChoice) -> xr.Dataset:
         if absent := [i for i in asked if i not in there]:
             raise EntryNotFound(_missing_layers(dataset, str(dim), there, ", ".join(map(str, absent))))
         at = [there.index(i) for i in asked]
-        chosen = chosen.isel({dim: at if hasattr(layer, "__iter__") else at[0]})
+        chosen = chosen.isel({dim: at if is_several(layer) else at[0]})
     return chosen
 
 

@@ -75,9 +75,7 @@ def read_archived(mapped: Mapped, layout: ShardLayout, rows: int, what: str = ""
     what = f"{mapped.where} ({what})" if what else mapped.where
     expect_room(layout, rows, what)
     end = mapped.size - layout.index_bytes
-    if not (mapped.is_whole or layout.checked):
-        mapped.fetch([(0, mapped.size)])  # nothing tells one chunk from bytes that are not there
-    elif not mapped.is_whole and end >= 0 and not index_is_sound(mapped.data, end, layout):
+    if not mapped.is_whole and end >= 0 and not index_is_sound(mapped.data, end, layout):
         mapped.fetch([(end, mapped.size)])
     index = _index_of(mapped.data, mapped.size, layout, what)
     return _ArchivedRows(mapped, layout, index, rows, what)
@@ -92,7 +90,7 @@ class _ArchivedRows(ShardRows):
         super().__init__(np.broadcast_to(np.zeros((), layout.native), shape), rows, what, mapped=mapped)
         self._index, self._layout, self._file = index, layout, mapped
         self._decoded: OrderedDict[int, Array] = OrderedDict()
-        self._there = set(range(layout.n_chunks)) if mapped.is_whole or not layout.checked else set()
+        self._there = set(range(layout.n_chunks)) if mapped.is_whole else set()
         self._lock = threading.Lock()
 
     def let_go(self) -> None:
@@ -170,7 +168,7 @@ def _decoded(content: bytes, layout: ShardLayout, what: str) -> Iterator[bytes]:
         if offset == length == ABSENT:
             continue
         stored = view[offset : offset + length]
-        yield _decompressed(stored, layout, what) if layout.codec else bytes(_checked(stored, layout, what))
+        yield _decompressed(stored, layout, what) if layout.codec else bytes(_checked(stored, what))
 
 
 def _is_sound(stored: memoryview) -> bool:
@@ -178,10 +176,8 @@ def _is_sound(stored: memoryview) -> bool:
     return crc32c(bytes(stored[:-SUM_BYTES])) == int.from_bytes(stored[-SUM_BYTES:], "little")
 
 
-def _checked(stored: memoryview, layout: ShardLayout, what: str) -> memoryview:
+def _checked(stored: memoryview, what: str) -> memoryview:
     """A stored chunk without its checksum, which it agrees with."""
-    if not layout.checked:
-        return stored
     body, told = stored[:-SUM_BYTES], int.from_bytes(stored[-SUM_BYTES:], "little")
     if (found := crc32c(bytes(body))) != told:
         raise CorruptEntry(f"{what}: expected a chunk with crc32c {told:08x}, found {found:08x}; {REPAIR}")
@@ -192,7 +188,7 @@ def _decompressed(stored: memoryview, layout: ShardLayout, what: str) -> bytes:
     """The plain bytes of a compressed chunk. What it says of its size is looked at before it is believed."""
     from numcodecs import blosc
 
-    body = _checked(stored, layout, what)
+    body = _checked(stored, what)
     given, taken = (int.from_bytes(body[at : at + 4], "little") for at in (4, 12))
     if len(body) < _HEADER or (given, taken) != (layout.chunk_bytes, len(body)):
         raise CorruptEntry(

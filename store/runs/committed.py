@@ -18,11 +18,9 @@ from .shards import Written
 
 VariableLayer = tuple[str, int | None]
 """One array of a run: variable and layer, None where there is no layer axis."""
-RECORD = ("segment", "cells", "files")
-"""Fields of the record of what one pass wrote of one segment."""
 PLAIN = "plain"
-"""A further field of such a record, and of a manifest: of files that are compressed, size and digest of what
-they stand for."""
+"""Field of a segment record, and of a manifest: of files that are compressed, size and digest of what they
+stand for."""
 
 
 class Committed:
@@ -120,13 +118,13 @@ class _SegmentRecord:
     def from_bytes(cls, name: str, text: bytes, n_segments: int) -> _SegmentRecord:
         """The record in a file; CorruptEntry if it is not one."""
         try:
-            fields = unsealed(name, text, RECORD)
+            fields = unsealed(name, text)
             segment = range(n_segments)[fields["segment"]]
             places = {
                 cell: (cell[0], str(segment if cell[1] is None else cell[1]))
                 for cell in map(_cell, fields["cells"])
             }
-            files, plain = _by_place(fields["files"]), _by_place(fields.get(PLAIN, {}))
+            files, plain = _by_place(fields["files"]), _by_place(fields[PLAIN])
             cells = {cell: files[place] for cell, place in places.items()}
             return cls(segment, cells, {cell: plain[at] for cell, at in places.items() if at in plain})
         except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:

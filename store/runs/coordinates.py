@@ -20,7 +20,6 @@ entries below ten million tokens only.
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
@@ -35,7 +34,8 @@ from ..files import Folder
 from ..sealed import files_of, read_json, sealed, unsealed
 from .packed import PackedTokens, rows_before
 from .selections import Selection
-from .shards import ShardLayout, array_metadata, crc32c, read_shard, shard_parts
+from .shards import SUM_BYTES, ShardLayout, Written, crc32c, read_shard, shard_parts
+from .zarr_metadata import CRC32C, UTF8_TEXT, array_metadata, group_metadata
 
 SPELLED_OUT = 10_000_000
 """Tokens below which `prompt` and `position` are stored for readers without mizarr."""
@@ -47,10 +47,9 @@ OF_LABELS = re.compile(r"([0-9a-f]{12}|bare)\.json")
 """Names of records of labels there; those of selections, and of what describes arrays, are others."""
 SAID = ("text", "char_start", "char_end")
 """Labels that do not follow from token ids and row sizes."""
-EMPTY_GROUP = json.dumps({"zarr_format": 3, "node_type": "group", "attributes": {}}).encode()
+EMPTY_GROUP = group_metadata({})
 _TEXTS = 1 << 14  # texts per chunk
 _HELD = 64 << 20  # bytes of a column up to which it is taken into memory when it is read
-_CRC32C = {"name": "crc32c"}
 ABOUT = {
     "token_id": {"long_name": "token id"},
     "prompt": {"long_name": "prompt the token belongs to"},
@@ -104,7 +103,7 @@ def record_metadata(folder: Folder, path: str, variables: Iterable[str]) -> None
     for variable in variables:
         if folder.get(f"{path}/{metadata_record(variable)}") is None:
             file = f"{variable}/zarr.json"
-            told = {"files": {file: _measure(folder, f"{path}/{file}")}}
+            told = {"files": {file: folder.measure(f"{path}/{file}")}}
             records[f"{path}/{metadata_record(variable)}"] = [sealed(told)]
     folder.put_all(records)
 
@@ -116,8 +115,8 @@ def check_metadata(folder: Folder, path: str, variable: str, text: bytes) -> Non
     """
     name = f"{path}/{metadata_record(variable)}"
     if (record := folder.get(name)) is not None:
-        told = unsealed(name, record, ("files",))["files"]
-        _expect(f"{path}/{variable}/zarr.json", text, told.get(f"{variable}/zarr.json"))
+        files = files_of(name, unsealed(name, record))
+        _expect(f"{path}/{variable}/zarr.json", text, files.get(f"{variable}/zarr.json"))
 
 
 def write_selected(
@@ -147,7 +146,7 @@ def write_selected(
     about = {"long_name": "token of the run; -1 where there is none"}
     files: dict[str, list[Buffer]] = {
         shard: shard_parts(f"{path}/{shard}", spread, layout),
-        f"{selection.axis}/zarr.json": [array_metadata(layout, spread.shape, (selection.axis,), about)],
+        f"{selection.axis}/zarr.json": [layout.metadata(spread.shape, (selection.axis,), about)],
     }
     made = folder.put_all({f"{path}/{file}": parts for file, parts in files.items()})
     told = {file: _measured(folder, f"{path}/{file}", parts, made) for file, parts in files.items()}
@@ -192,22 +191,22 @@ def read_texts(folder: Folder, path: str) -> StoredTexts | None:
     return _texts(folder, path, recorded(folder, path))
 
 
-def _texts(folder: Folder, path: str, told: Mapping[str, list[int | str]]) -> StoredTexts | None:
+def _texts(folder: Folder, path: str, told: Mapping[str, Written]) -> StoredTexts | None:
     text = _read_metadata(folder, path, "text", told)
     if text is None:
         return None
-    return StoredTexts(folder, path, int(text["shape"][0]), checked=_CRC32C in text.get("codecs", ()))
+    return StoredTexts(folder, path, int(text["shape"][0]))
 
 
 class StoredTexts(Sequence[str]):
     """The texts of an entry's prompts, read a chunk at a time when they are asked for."""
 
-    def __init__(self, folder: Folder, path: str, count: int, *, checked: bool) -> None:
-        self._folder, self._path, self._count, self._checked = folder, path, count, checked
+    def __init__(self, folder: Folder, path: str, count: int) -> None:
+        self._folder, self._path, self._count = folder, path, count
         self._chunk = lru_cache(maxsize=4)(self._read_chunk)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _stored_texts, (self._folder, self._path, self._count, self._checked)
+        return StoredTexts, (self._folder, self._path, self._count)
 
     def __len__(self) -> int:
         return self._count
@@ -229,15 +228,10 @@ class StoredTexts(Sequence[str]):
         raw = self._folder.get(f"{self._path}/text/c/{n}")
         if raw is None:
             raise CorruptEntry(f"{name}: expected texts of prompts, found no file; {REPAIR}")
-        if self._checked:
-            raw, told = raw[:-4], raw[-4:]
-            if told != crc32c(raw).to_bytes(4, "little"):
-                raise CorruptEntry(f"{name}: expected texts with crc32c {told.hex()}, found others; {REPAIR}")
-        return [str(text) for text in VLenUTF8().decode(raw)]
-
-
-def _stored_texts(folder: Folder, path: str, count: int, checked: bool) -> StoredTexts:
-    return StoredTexts(folder, path, count, checked=checked)
+        data, checksum = raw[:-SUM_BYTES], raw[-SUM_BYTES:]
+        if checksum != crc32c(data).to_bytes(SUM_BYTES, "little"):
+            raise CorruptEntry(f"{name}: expected texts with crc32c {checksum.hex()}, found others; {REPAIR}")
+        return [str(text) for text in VLenUTF8().decode(data)]
 
 
 def _integers(
@@ -281,8 +275,7 @@ def _integer_files(
         layout = ShardLayout.whole(values.dtype.name, len(values))
         shard = layout.path(name, None, 0)
         files[shard] = shard_parts(shard, np.ascontiguousarray(values), layout)
-        metadata = array_metadata(layout, (len(values),), (_dimension(name),), ABOUT[name])
-        files[f"{name}/zarr.json"] = [metadata]
+        files[f"{name}/zarr.json"] = [layout.metadata((len(values),), (_dimension(name),), ABOUT[name])]
     return files
 
 
@@ -296,46 +289,38 @@ def _text_files(texts: Sequence[str]) -> dict[str, list[Buffer]]:
         part = texts[n * _TEXTS : (n + 1) * _TEXTS]
         block[: len(part)] = part
         raw = bytes(VLenUTF8().encode(block))
-        files[f"text/c/{n}"] = [raw, crc32c(raw).to_bytes(4, "little")]
-    metadata = {
-        "zarr_format": 3,
-        "node_type": "array",
-        "shape": [len(texts)],
-        "data_type": "string",
-        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [min(_TEXTS, len(texts))]}},
-        "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
-        "fill_value": "",
-        "codecs": [{"name": "vlen-utf8", "configuration": {}}, _CRC32C],
-        "attributes": ABOUT["text"],
-        "dimension_names": ["prompt_id"],
-        "storage_transformers": [],
-    }
-    return {**files, "text/zarr.json": [json.dumps(metadata, indent=1).encode()]}
+        files[f"text/c/{n}"] = [raw, crc32c(raw).to_bytes(SUM_BYTES, "little")]
+    metadata = array_metadata(
+        "string",
+        [len(texts)],
+        [min(_TEXTS, len(texts))],
+        [UTF8_TEXT, CRC32C],
+        dims=["prompt_id"],
+        fill_value="",
+        attributes=ABOUT["text"],
+    )
+    return {**files, "text/zarr.json": [metadata]}
 
 
-def _measured(folder: Folder, name: str, parts: Sequence[Buffer], made: Collection[str]) -> list[int | str]:
+def _measured(folder: Folder, name: str, parts: Sequence[Buffer], made: Collection[str]) -> Written:
     """Size and digest of a file: of what was written if it is new, of what stands otherwise."""
     if name not in made:
-        return _measure(folder, name)
-    return [sum(memoryview(part).nbytes for part in parts), content_digest(*parts)]
+        return folder.measure(name)
+    return sum(memoryview(part).nbytes for part in parts), content_digest(*parts)
 
 
-def _measure(folder: Folder, name: str) -> list[int | str]:
-    return list(folder.measure(name))
-
-
-def recorded(folder: Folder, path: str) -> dict[str, list[int | str]]:
-    """File -> [size, digest] of the coordinates, as their writers recorded them last of all."""
-    told: dict[str, list[int | str]] = {}
+def recorded(folder: Folder, path: str) -> dict[str, Written]:
+    """File -> (size, digest) of the coordinates, as their writers recorded them last of all."""
+    files: dict[str, Written] = {}
     for name in sorted(folder.children(f"{path}/coordinates")):
         if name.endswith(".json") and not name.endswith("zarr.json") and name != LABELS:
             record = f"{path}/coordinates/{name}"
-            told |= files_of(record, unsealed(record, folder.get(record) or b"", ("files",)))
-    return told
+            files |= files_of(record, unsealed(record, folder.get(record) or b""))
+    return files
 
 
 def _read_metadata(
-    folder: Folder, path: str, name: str, told: Mapping[str, list[int | str]]
+    folder: Folder, path: str, name: str, told: Mapping[str, Written]
 ) -> dict[str, Any] | None:
     """The `zarr.json` of a coordinate; None when there is none, nor ever was."""
     file = f"{name}/zarr.json"
@@ -353,14 +338,14 @@ def _read_metadata(
         ) from error
 
 
-def _expect(name: str, text: bytes, told: list[int | str] | None) -> None:
+def _expect(name: str, text: bytes, told: Written | None) -> None:
     """Raise CorruptEntry unless a file is as it was recorded."""
     if told is not None and (found := content_digest(text)) != told[1]:
         raise CorruptEntry(f"{name}: expected {told[1]}, found {found}; {REPAIR}")
 
 
 def _read_integers(
-    folder: Folder, path: str, name: str, told: Mapping[str, list[int | str]]
+    folder: Folder, path: str, name: str, told: Mapping[str, Written]
 ) -> npt.NDArray[Any] | None:
     metadata = _read_metadata(folder, path, name, told)
     if metadata is None:

@@ -18,13 +18,12 @@ Borders: arrays come as numpy, ready; which hook or model made them is told in a
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -32,14 +31,14 @@ import numpy.typing as npt
 from .. import records
 from ..arrays import Array
 from ..digest import canonical_json, content_digest, digest
-from ..errors import REPAIR, CorruptEntry, EntryNotFound, ShapeError, StoreFormatError, nearest
+from ..errors import REPAIR, CorruptEntry, EntryNotFound, ShapeError, nearest
 from ..files import Folder, Watched
 from ..keys import ActivationKey, RunKey
 from ..records import Record
 from ..sealed import read_json, sealed
 from .archived import plain_measure, recoded
 from .claims import TTL, Claim
-from .committed import PLAIN, RECORD, Committed, VariableLayer, cell_name, record_name
+from .committed import PLAIN, Committed, VariableLayer, cell_name, record_name
 from .coordinates import BOOKKEEPING, check_metadata, read_selected, write_selected
 from .mapped import MappedShards
 from .packed import PackedTokens
@@ -56,19 +55,12 @@ from .quantised import (
 )
 from .run_sums import how_combined
 from .selections import AXIS, Selection, from_canonical
-from .shards import CODECS, DTYPES, ShardLayout, ShardRows, Written, array_metadata, write_shards
-
-if TYPE_CHECKING:
-    pass
+from .shards import CODECS, DTYPES, ShardLayout, ShardRows, Written, write_shards
+from .zarr_metadata import group_metadata
 
 PACKED_AXES = ("token", "pair", "square", "prompt_id", "segment")
 """What an array may have a row for: each token, each pair of tokens, each prompt, each segment (see
 `ArraySpec`); or each token of a selection, on an axis of its name."""
-CELL_MANIFEST = ("variable", "layer", "content", "files")
-"""Fields of the manifest of one array."""
-_LATER = ("run_dtype", "over", "combine")
-"""Fields of a variable that its description has only where they say something."""
-_ABOUT = {"run", "dtype", "segment_tokens", "n_tokens", "n_prompts"}
 
 
 @dataclass(frozen=True)
@@ -139,10 +131,8 @@ class ArraySpec:
 
     def attributes(self) -> dict[str, Any]:
         """Plain values, as an array's attributes record them."""
-        told = {each.name: getattr(self, each.name) for each in fields(self)}
-        selection = told.pop("selection")
-        told = {name: value for name, value in told.items() if name not in _LATER or value is not None}
-        return told if selection is None else {**told, "selection": selection.canonical()}
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {**values, "selection": self.selection and self.selection.canonical()}
 
     @classmethod
     def from_attributes(cls, told: Mapping[str, Any], selection: Selection | None = None) -> ArraySpec:
@@ -207,8 +197,8 @@ class Entry:
         self._group_file = Watched(folder, f"{self.path}/zarr.json")
         self._group_seen: bytes | None = None
         self._array_files: dict[str, Watched] = {}
-        self._planned: dict[str, tuple[ArraySpec, ShardLayout | None]] = {}
-        self._known: dict[str, tuple[bytes, ArraySpec, ShardLayout | None]] = {}
+        self._planned: dict[str, tuple[ArraySpec, ShardLayout]] = {}
+        self._known: dict[str, tuple[bytes, ArraySpec, ShardLayout]] = {}
         self._scaled: dict[str, bool] = {}
         self._bounds: dict[str, npt.NDArray[np.int64]] = {}
         self._selections: dict[str, Selection] = {}
@@ -254,7 +244,7 @@ class Entry:
     @classmethod
     def load(cls, folder: Folder, path: str, tokens: PackedTokens) -> Self:
         """The entry in a folder (relative to the store); EntryNotFound if there is none."""
-        about = _about(folder, path)
+        about = group_attributes(folder, path)["mizarr"]
         return cls(folder, RunKey.of_request(about["run"]), about["dtype"], tokens, about["segment_tokens"])
 
     def __repr__(self) -> str:
@@ -304,21 +294,15 @@ class Entry:
         children = (name for name in self.folder.children(self.path) if name not in BOOKKEEPING)
         names = sorted(name for name in children if not (self.dtype == QUANTISED and is_scale(name)))
         found = {name: self._read_array(name) for name in names}
-        return {name: array[1] for name, array in found.items() if array is not None}
+        return {name: array[0] for name, array in found.items() if array is not None}
 
     def spec(self, variable: str) -> ArraySpec:
         """How a variable is stored; EntryNotFound names the nearest otherwise."""
         return self._array(variable)[0]
 
     def layout(self, variable: str) -> ShardLayout:
-        """How a variable's shards lie on disk, by its `zarr.json`; StoreFormatError unless they are raw."""
-        layout = self._array(variable)[1]
-        if layout is None:
-            raise StoreFormatError(
-                f"{variable} in run {self.digest[:12]} was stored again with other codecs: it can be read, "
-                "through zarr, but not added to; capture into a new store"
-            )
-        return layout
+        """How a variable's shards lie on disk, by its `zarr.json`."""
+        return self._array(variable)[1]
 
     # -- writing
 
@@ -528,8 +512,6 @@ class Entry:
         """
         spec, layout = self._array(variable)
         rows = self._rows(spec, n)
-        if layout is None:
-            return self._read_through_zarr(variable, layer, n, rows)
         name = f"{self.path}/{layout.path(variable, layer, n)}"
         try:
             return self._mapped.rows(name, layout, rows, self._place(variable, layer, n))
@@ -585,7 +567,7 @@ class Entry:
     ) -> None:
         """Say that shards of a segment stand, and what those that are compressed stand for."""
         cells = sorted(cell_name(cell) for cell in held)
-        record = dict(zip(RECORD, (n, cells, files), strict=True)) | ({PLAIN: plain} if plain else {})
+        record = {"segment": n, "cells": cells, "files": files, PLAIN: plain}
         self.folder.put_new(record_name(self.path, n, cells), sealed(record))
 
     def _group(self, attributes: Mapping[str, Any]) -> bytes:
@@ -598,8 +580,7 @@ class Entry:
             "n_prompts": self.tokens.n_prompts,
         }
         about["check"] = _check_of({**attributes, "mizarr": about})
-        group = {"zarr_format": 3, "node_type": "group", "attributes": {**attributes, "mizarr": about}}
-        return json.dumps(group, indent=1).encode()
+        return group_metadata({**attributes, "mizarr": about})
 
     def _plan(self, spec: ArraySpec, codec: str = "") -> ShardLayout:
         """The layout of a new variable; ShapeError if segments of this length do not allow one."""
@@ -618,16 +599,12 @@ class Entry:
     def _as_what_stands(self, spec: ArraySpec, layout: ShardLayout) -> ShardLayout:
         """The layout that committed shards of a variable have whose `zarr.json` was set aside.
 
-        What has other sizes was written before chunks had checksums; what says what it stands for is
-        compressed.
+        Only compressed shards have a digest of what they stand for in their record.
         """
         for n, held in enumerate(self._committed.segments()):
             for cell in held:
                 if cell[0] == spec.variable:
-                    size, _ = self._committed.content(n, cell) or (0, "")
-                    codec = CODECS[0] if self._committed.plain(n, cell) else ""
-                    checked = size == layout.file_bytes(self._rows(spec, n))
-                    return replace(layout, checked=checked, codec=codec)
+                    return replace(layout, codec=CODECS[0] if self._committed.plain(n, cell) else "")
         return layout
 
     def _add(self, arrays: Sequence[ArraySpec], layouts: Sequence[ShardLayout]) -> None:
@@ -675,9 +652,9 @@ class Entry:
             packed = layout.rows * len(self.segments)
             attributes[f"{spec.packed}_bounds"] = bounds.tolist()
             dims = tuple("prompt_slot" if dim == "prompt_id" else dim for dim in dims)
-        return array_metadata(layout, (*front, packed, *spec.tail), dims, attributes)
+        return layout.metadata((*front, packed, *spec.tail), dims, attributes)
 
-    def _array(self, variable: str) -> tuple[ArraySpec, ShardLayout | None]:
+    def _array(self, variable: str) -> tuple[ArraySpec, ShardLayout]:
         """Spec and layout of a variable, as its `zarr.json` has them now, or as it is planned."""
         if variable in self._planned:
             return self._planned[variable]
@@ -694,7 +671,7 @@ class Entry:
                     f"run {self.digest[:12]} has no variable {variable!r}; it has {', '.join(held) or 'none'}"
                     f"{f', nearest is {near!r}' if near else ''}. Capture it first"
                 )
-            known = self._known[variable] = (text, *found[1:])
+            known = self._known[variable] = (text, *found)
         return known[1:]
 
     def _expect_same_run(self) -> None:
@@ -703,9 +680,8 @@ class Entry:
         if text is self._group_seen:
             return
         # The folder's name digests everything else that decides what rows mean.
-        if text is None or (length := _checked_about(self.folder, self.path, text)["segment_tokens"]) != (
-            self.segment_tokens
-        ):
+        length = None if text is None else _checked(self.folder, self.path, text)["mizarr"]["segment_tokens"]
+        if length != self.segment_tokens:
             found = "no run" if text is None else f"one in segments of {length} tokens"
             raise EntryNotFound(
                 f"{self.folder.where(self.path)}: expected run {self.digest[:12]} in segments of "
@@ -713,25 +689,31 @@ class Entry:
             )
         self._group_seen = text
 
-    def _read_array(self, variable: str) -> tuple[bytes, ArraySpec, ShardLayout | None] | None:
+    def _read_array(self, variable: str) -> tuple[ArraySpec, ShardLayout] | None:
+        """Spec and layout that a `zarr.json` declares; None for an array of labels, or none at all."""
         text = self.folder.get(f"{self.path}/{variable}/zarr.json")
         if text is None:
             return None
         check_metadata(self.folder, self.path, variable, text)
+        where = f"{self.folder.where(self.path)}/{variable}/zarr.json"
         try:
             metadata = read_json(text)
             fields = metadata.get("attributes", {}).get("mizarr", {})
         except (ValueError, AttributeError) as error:
             raise CorruptEntry(
-                f"{self.folder.where(self.path)}/{variable}/zarr.json: expected the description of an array, "
-                f"found {error}; {REPAIR}"
+                f"{where}: expected the description of an array, found {error}; {REPAIR}"
             ) from error
         if "hook" not in fields:
             return None
+        layout = ShardLayout.from_metadata(metadata)
+        if layout is None:
+            raise CorruptEntry(
+                f"{where}: expected an array as it was captured, found it stored again with other codecs or "
+                f"chunks; {REPAIR}"
+            )
         told = fields.get("selection")
         selection = None if told is None else self._selection(fields["dims"], told)
-        spec = ArraySpec.from_attributes(fields, selection)
-        return text, spec, ShardLayout.from_metadata(metadata)
+        return ArraySpec.from_attributes(fields, selection), layout
 
     def _selection(self, dims: Sequence[str], told: Mapping[str, Any]) -> Selection:
         """The selection an array's attributes name; a mask from the tokens stored with its axis."""
@@ -750,24 +732,6 @@ class Entry:
     def _know(self, selection: Selection | None) -> None:
         if selection is not None:
             self._selections[selection.axis] = selection
-
-    def _read_through_zarr(self, variable: str, layer: int | None, n: int, rows: int) -> ShardRows:
-        import zarr
-
-        from . import bfloat16  # noqa: F401 - teaches zarr the dtype
-
-        array: Any = zarr.open_array(self.folder.zarr(f"{self.path}/{variable}"), mode="r")
-        shard = array.shards or array.chunks
-        start = n * shard[0 if layer is None else 1]
-        at = slice(start, start + rows)
-        try:
-            held: Array = np.asarray(array[at] if layer is None else array[layer, at])
-        except (ValueError, RuntimeError) as error:
-            raise CorruptEntry(
-                f"{self.folder.where(self.path)}/{variable} ({self._place(variable, layer, n)}): expected "
-                f"chunks as they were written, found some that cannot be read ({error}); {REPAIR}"
-            ) from error
-        return ShardRows(held[None], rows)
 
     def _check_rows(self, variable: str, layer: int | None, n: int, rows: Array) -> None:
         """Raise ShapeError unless these are the rows of that segment, as declared."""
@@ -808,9 +772,8 @@ class Entry:
         *scales, contents = map(self._committed.contents, parts)
         described = ["shards", spec.dtype, list(spec.tail), contents, *scales]
         content = content_digest(canonical_json(described).encode())
-        manifest = dict(zip(CELL_MANIFEST, (variable, layer, content, files), strict=True))
-        if layout.codec:
-            manifest[PLAIN] = dict(zip(files, contents, strict=True))
+        plain = dict(zip(files, contents, strict=True)) if layout.codec else {}
+        manifest = {"variable": variable, "layer": layer, "content": content, "files": files, PLAIN: plain}
         label = cell_name(cell).replace(".", "/")
         key = self.key(variable, layer).digest
         record = Record(key, records.ACTIVATION, self.path, content, records.now(), label)
@@ -829,14 +792,9 @@ def dtype_of(arrays: Sequence[ArraySpec]) -> str:
 
 def _length(folder: Folder, path: str) -> int | None:
     """The segment length of an entry; None when there is no entry."""
-    return (
-        int(_about(folder, path)["segment_tokens"]) if folder.get(f"{path}/zarr.json") is not None else None
-    )
-
-
-def _about(folder: Folder, path: str) -> dict[str, Any]:
-    """What an entry's group says of it; EntryNotFound if there is none."""
-    return dict(group_attributes(folder, path)["mizarr"])
+    if folder.get(f"{path}/zarr.json") is None:
+        return None
+    return int(group_attributes(folder, path)["mizarr"]["segment_tokens"])
 
 
 def group_attributes(folder: Folder, path: str) -> dict[str, Any]:
@@ -847,18 +805,13 @@ def group_attributes(folder: Folder, path: str) -> dict[str, Any]:
     return _checked(folder, path, text)
 
 
-def _checked_about(folder: Folder, path: str, text: bytes) -> dict[str, Any]:
-    return dict(_checked(folder, path, text)["mizarr"])
-
-
 def _checked(folder: Folder, path: str, text: bytes) -> dict[str, Any]:
-    """Attributes in the `zarr.json` of a group; those written before there were checks have none."""
+    """Attributes in the `zarr.json` of a group. Raises CorruptEntry unless they are as they were written."""
     try:
         attributes: dict[str, Any] = read_json(text)["attributes"]
         about = attributes["mizarr"]
-        told = about.get("check")
         run = RunKey.of_request(about["run"])
-        sound = set(about) == _ABOUT if told is None else told == _check_of(attributes)
+        sound = about["check"] == _check_of(attributes)
         sound = sound and entry_path(entry_digest(run, about["dtype"])) == path
     except (ValueError, KeyError, TypeError, AttributeError):
         sound = False

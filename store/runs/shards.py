@@ -4,9 +4,8 @@ A shard holds one layer of one segment. It is the raw array, cut into inner chun
 each other, each with its crc32c behind it, and behind them the index of the Zarr v3 `sharding_indexed` codec:
 (offset, bytes) of every chunk as little-endian u64, chunks that hold nothing as 2**64 - 1 twice, then the
 crc32c of that index. So a shard is written from where the rows lie and read through `mmap`, and is still an
-ordinary Zarr array to every other reader, who checks the same checksums. Arrays written before chunks had any
-are read as they are. Nothing is compressed unless told: float32 gains a tenth, and what is compressed cannot
-be mapped (archived.py).
+ordinary Zarr array to every other reader, who checks the same checksums. Nothing is compressed unless told:
+float32 gains a tenth, and what is compressed cannot be mapped (archived.py).
 
 Knows one array and one file; which segment or run they belong to is known elsewhere.
 """
@@ -29,6 +28,7 @@ from ..arrays import Array
 from ..digest import Buffer, content_digest
 from ..errors import REPAIR, CorruptEntry, ShapeError
 from ..files import Folder, Mapped
+from .zarr_metadata import CRC32C, LITTLE_ENDIAN, array_metadata
 
 CHUNK_BYTES = 1 << 20
 """Smaller chunks cost other readers 3x in time; larger ones ruin the lookup of one prompt."""
@@ -63,7 +63,7 @@ class ShardLayout:
 
     dtype: name of the stored dtype. tail: axes after the packed one, e.g. (hidden,). rows: rows of a whole
     segment; chunk_rows: of one inner chunk, dividing it. layered: whether the array has a layer axis in
-    front. checked: whether chunks carry checksums. codec: how chunks are compressed, "" for not at all.
+    front. codec: how chunks are compressed, "" for not at all.
     """
 
     dtype: str
@@ -71,7 +71,6 @@ class ShardLayout:
     rows: int
     chunk_rows: int
     layered: bool
-    checked: bool = True
     codec: str = ""
 
     @classmethod
@@ -107,7 +106,7 @@ class ShardLayout:
     @classmethod
     def from_metadata(cls, metadata: Mapping[str, Any]) -> ShardLayout | None:
         """The layout an array's `zarr.json` declares; None unless its chunks are little-endian bytes, raw or
-        compressed as we do, with or without their crc32c.
+        compressed as here, each with its crc32c.
         """
         try:
             (sharding,) = metadata["codecs"]
@@ -121,11 +120,10 @@ class ShardLayout:
                 outer[layered],
                 inner["chunk_shape"][layered],
                 layered,
-                "crc32c" in steps,
                 CODECS[0] if "blosc" in steps else "",
             )
             ours = json.loads(
-                array_metadata(layout, metadata["shape"], metadata["dimension_names"], metadata["attributes"])
+                layout.metadata(metadata["shape"], metadata["dimension_names"], metadata["attributes"])
             )
         except (
             KeyError,
@@ -140,7 +138,6 @@ class ShardLayout:
         sizes = (layout.rows, layout.chunk_rows, *layout.tail)
         if not all(isinstance(size, int) and size > 0 for size in sizes) or layout.rows % layout.chunk_rows:
             return None
-        ours["fill_value"] = metadata["fill_value"]  # decides nothing about bytes that are there
         return layout if ours == metadata else None
 
     @property
@@ -166,7 +163,7 @@ class ShardLayout:
     @property
     def stored_bytes(self) -> int:
         """Of one inner chunk as it lies in the file, its checksum included."""
-        return self.chunk_bytes + SUM_BYTES * self.checked
+        return self.chunk_bytes + SUM_BYTES
 
     @property
     def n_chunks(self) -> int:
@@ -187,43 +184,30 @@ class ShardLayout:
         place = [segment, *[0] * len(self.tail)]
         return "/".join([variable, "c", *map(str, place if layer is None else [layer, *place])])
 
+    def metadata(self, shape: Sequence[int], dims: Sequence[str], attributes: Mapping[str, Any]) -> bytes:
+        """The `zarr.json` of an array laid out so; missing shards read as NaN, or 0 for integers.
 
-def array_metadata(
-    layout: ShardLayout, shape: Sequence[int], dims: Sequence[str], attributes: Mapping[str, Any]
-) -> bytes:
-    """The `zarr.json` of an array laid out so; missing shards read as NaN, or 0 for integers.
-
-    shape, dims: of the whole array, layer axis included where there is one.
-    """
-    inner = [layout.chunk_rows, *layout.tail]
-    outer = [layout.rows, *layout.tail]
-    little = {"name": "bytes", "configuration": {"endian": "little"}}
-    sharding = {
-        "name": "sharding_indexed",
-        "configuration": {
-            "chunk_shape": [1, *inner] if layout.layered else inner,
-            "codecs": [little, *_compressing(layout), *([{"name": "crc32c"}] if layout.checked else [])],
-            "index_codecs": [little, {"name": "crc32c"}],
-            "index_location": "end",
-        },
-    }
-    metadata = {
-        "zarr_format": 3,
-        "node_type": "array",
-        "shape": list(shape),
-        "data_type": layout.dtype,
-        "chunk_grid": {
-            "name": "regular",
-            "configuration": {"chunk_shape": [1, *outer] if layout.layered else outer},
-        },
-        "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
-        "fill_value": "NaN" if math.isnan(layout.fill) else 0,
-        "codecs": [sharding],
-        "attributes": dict(attributes),
-        "dimension_names": list(dims),
-        "storage_transformers": [],
-    }
-    return json.dumps(metadata, indent=1).encode()
+        shape, dims: of the whole array, layer axis included where there is one.
+        """
+        front = [1] if self.layered else []
+        sharding = {
+            "name": "sharding_indexed",
+            "configuration": {
+                "chunk_shape": [*front, self.chunk_rows, *self.tail],
+                "codecs": [LITTLE_ENDIAN, *_compressing(self), CRC32C],
+                "index_codecs": [LITTLE_ENDIAN, CRC32C],
+                "index_location": "end",
+            },
+        }
+        return array_metadata(
+            self.dtype,
+            shape,
+            [*front, self.rows, *self.tail],
+            [sharding],
+            dims=dims,
+            fill_value="NaN" if math.isnan(self.fill) else 0,
+            attributes=attributes,
+        )
 
 
 def write_shards(
@@ -280,8 +264,7 @@ def shard_parts(name: str, rows: Array, layout: ShardLayout) -> list[Buffer]:
             zeros = _ZEROS[: min(CHUNK_BYTES, short - at)]
             parts.append(zeros)
             checksum = crc32c(zeros, checksum)
-        if layout.checked:
-            parts.append(checksum.to_bytes(SUM_BYTES, "little"))
+        parts.append(checksum.to_bytes(SUM_BYTES, "little"))
     return [*parts, index + crc32c(index).to_bytes(SUM_BYTES, "little")]
 
 
@@ -290,8 +273,7 @@ def raw_parts(chunks: Iterable[bytes], count: int, layout: ShardLayout) -> list[
     parts: list[Buffer] = []
     for chunk in chunks:
         parts.append(chunk)
-        if layout.checked:
-            parts.append(crc32c(chunk).to_bytes(SUM_BYTES, "little"))
+        parts.append(crc32c(chunk).to_bytes(SUM_BYTES, "little"))
     index = _index(count * layout.chunk_rows, layout).tobytes()
     return [*parts, index + crc32c(index).to_bytes(SUM_BYTES, "little")]
 
@@ -306,8 +288,7 @@ def coded_parts(chunks: Iterable[bytes], layout: ShardLayout) -> list[Buffer]:
     for number, chunk in enumerate(chunks):
         numbers = np.frombuffer(chunk, layout.native if layout.native.kind in "fi" else np.uint16)
         packed = blosc.compress(numbers, b"zstd", _LEVEL, blosc.SHUFFLE, _BLOCK_BYTES)
-        if layout.checked:
-            packed += crc32c(packed).to_bytes(SUM_BYTES, "little")
+        packed += crc32c(packed).to_bytes(SUM_BYTES, "little")
         parts.append(packed)
         index[number] = at, len(packed)
         at += len(packed)
@@ -478,13 +459,10 @@ def read_shard(mapped: Mapped, layout: ShardLayout, rows: int, what: str = "") -
         raise CorruptEntry(f"{what}: its shard index is not what its crc32c says; {REPAIR}")
     index = np.frombuffer(data, "<u8", 2 * layout.n_chunks, end).reshape(-1, 2)
     is_ours = size == layout.file_bytes(rows) and np.array_equal(index, _index(rows, layout))
-    if not mapped.is_whole and not (is_ours and layout.checked):
+    if not mapped.is_whole and not is_ours:
         mapped.fetch([(0, end)])  # nothing tells one chunk from bytes that are not there
     if not is_ours:
         return ShardRows(_in_order(data, end, index, layout, what).reshape(1, -1, *layout.tail), rows)
-    if not layout.checked:  # nothing between the chunks: they are one
-        flat: Array = np.frombuffer(data, layout.native, rows * math.prod(layout.tail))
-        return ShardRows(flat.reshape(1, rows, *layout.tail), rows, mapped=mapped)
     held = -(-rows // layout.chunk_rows)
     chunks, checks = _chunks_at(data, layout, held, 0), _checks_at(data, layout, held, 0)
     return ShardRows(chunks, rows, what, checks=checks, mapped=mapped, stored_bytes=layout.stored_bytes)
@@ -512,7 +490,7 @@ def _chunks_at(mapped: mmap.mmap, layout: ShardLayout, held: int, offset: int) -
 
 def _checks_at(mapped: mmap.mmap, layout: ShardLayout, held: int, offset: int) -> tuple[Array, Array] | None:
     """Bytes and checksums of as many chunks in a row, mapped; None where there are none."""
-    if not layout.checked or not held:
+    if not held:
         return None
     strides = (layout.stored_bytes, 1)
     data: Array = np.ndarray((held, layout.chunk_bytes), np.uint8, mapped, offset, strides)

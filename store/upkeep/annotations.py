@@ -23,11 +23,9 @@ from ..files import Folder
 from ..records import now
 from ..sealed import sealed, unsealed
 
-__all__ = ["ANNOTATION", "ANNOTATIONS", "Annotation", "annotate", "said_of"]
+__all__ = ["ANNOTATIONS", "Annotation", "annotate", "said_of"]
 
 ANNOTATIONS = "annotations"
-ANNOTATION = ("subject", "said", "author", "created")
-"""Fields of a record."""
 LONGEST = 2000
 """Characters of a text."""
 
@@ -57,7 +55,7 @@ def annotate(files: Folder, subject: str, said: Mapping[str, str], author: str) 
             raise ShapeError(
                 f"expected one line of printable text of at most {LONGEST} characters, found {what!r:.80}"
             )
-    fields = dict(zip(ANNOTATION, (subject, dict(said), author, now()), strict=True))
+    fields = {"subject": subject, "said": dict(said), "author": author, "created": now()}
     name = f"{time.time_ns():020d}-{secrets.token_hex(4)}"
     files.put_new(f"{ANNOTATIONS}/{subject}/{name}.json", sealed(fields))
 
@@ -70,7 +68,7 @@ def said_of(files: Folder, subject: str) -> list[Annotation]:
         f"{ANNOTATIONS}/{subject}/{each}" for each in files.children(f"{ANNOTATIONS}/{subject}")
     ):
         if (text := files.get(name)) is not None:
-            told = unsealed(name, text, ANNOTATION)
+            told = unsealed(name, text, ("said", "author", "created"))
             found += [
                 Annotation(item, said, told["author"], told["created"]) for item, said in told["said"].items()
             ]

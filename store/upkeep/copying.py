@@ -2,8 +2,8 @@
 
 Every file is compared with its digest on the way, and the key comes last, so a copy that was cut off left
 nothing visible, and goes on where it was when it is asked again. What the target has under a key stays: the
-first is right, and the caller is told where the contents differ. Files are copied as they lie, those of older
-formats too; runs that are not finished, pins and the index are not copied.
+first is right, and the caller is told where the contents differ. Files are copied as they lie; runs that are
+not finished, pins and the index are not copied.
 
 With a codec the shards of runs are compressed in the target, or plain again. Keys stay, and so do the digests
 of contents, which are of plain bytes: what is stored otherwise is compared with them.
@@ -13,7 +13,7 @@ Border: files and records; what they mean to an analysis is not asked.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,10 +25,9 @@ from ..files import THREADS
 from ..keys import ActivationKey, RunKey
 from ..provenance import note_names
 from ..records import ACTIVATION, RESULT, Record
-from ..results import MANIFEST
-from ..runs.committed import PLAIN, RECORD, record_name
+from ..runs.committed import PLAIN, record_name
 from ..runs.coordinates import BARE, BOOKKEEPING, LABELS, OF_LABELS, SAID, metadata_record, recorded
-from ..runs.entries import CELL_MANIFEST, group_attributes
+from ..runs.entries import group_attributes
 from ..runs.quantised import QUANTISED, is_scale, scale_name
 from ..runs.vocabularies import put_vocabulary, read_vocabulary
 from ..sealed import files_of, sealed, unsealed
@@ -128,7 +127,7 @@ def _about(source: Catalog, record: Record) -> Mapping[str, Any]:
 def _copy_result(source: Catalog, target: Catalog, record: Record, done: Copied) -> None:
     name = f"{record.data}/manifest.json"
     text = _text(source, name)
-    _put_files(source, target, record.data, _listed(name, text, MANIFEST), done)
+    _put_files(source, target, record.data, files_of(name, unsealed(name, text)), done)
     put_text(target, name, text)
     _put_notes(source, target, record.data)
 
@@ -138,24 +137,23 @@ def _copy_array(source: Catalog, target: Catalog, record: Record, done: Copied, 
     data, name = record.data, f"{record.data}/{manifest_of(record)}"
     _put_run(source, target, data, done)
     text = _text(source, name)
-    told = unsealed(name, text, CELL_MANIFEST)
-    variable, cell = str(told["variable"]), record.label.replace("/", ".")
-    listed = _listed(name, text, CELL_MANIFEST)
-    plain = _files(name, told, PLAIN) if PLAIN in told else {}
+    manifest = unsealed(name, text, ("variable", "files", PLAIN))
+    variable, cell = str(manifest["variable"]), record.label.replace("/", ".")
+    listed: Files = files_of(name, manifest)
+    plain: Files = files_of(name, manifest, PLAIN)
     if (recoding := recoding_of(source, target, data, variable, codec)) is not None:
         recoding.describe(target)
         listed, plain = _recode(source, target, recoding, listed, plain or listed, done)
-        fields = {field: told[field] for field in CELL_MANIFEST} | {"files": listed}
-        text = sealed(fields | ({PLAIN: plain} if plain else {}))
+        text = sealed({**manifest, "files": listed, PLAIN: plain})
     else:
         for each in (f"{data}/{variable}/zarr.json", f"{data}/{metadata_record(variable)}"):
             if (there := source.files.get(each)) is not None:
                 put_text(target, each, there)
         _put_files(source, target, data, listed, done)
     for n, (file, stored) in enumerate(listed.items()):
-        stands = dict(zip(RECORD, (n, [cell], {file: stored}), strict=True))
-        stands |= {PLAIN: {file: plain[file]}} if plain else {}
-        target.files.put_new(record_name(data, n, [cell]), sealed(stands))
+        stands_for = {file: plain[file]} if plain else {}
+        segment = {"segment": n, "cells": [cell], "files": {file: stored}, PLAIN: stands_for}
+        target.files.put_new(record_name(data, n, [cell]), sealed(segment))
     target.files.put_new(name, text)
 
 
@@ -205,13 +203,11 @@ def _put_labels(source: Catalog, target: Catalog, data: str, done: Copied) -> No
     """The labels of a run that is not there yet. Where somebody else has begun it with other texts, as a
     capture or a copy that was cut off, those stay, and ids and sizes alone are put."""
     folder = f"{data}/coordinates"
-    told = {name: (int(size), str(sha)) for name, (size, sha) in recorded(source.files, data).items()}
+    told = recorded(source.files, data)
     # Records of the arrays' descriptions (<variable>.zarr.json) go with the arrays.
     names = [name for name in source.files.children(folder) if not name.endswith("zarr.json")]
-    ours = True
-    if (text := source.files.get(f"{folder}/{LABELS}")) is not None:
-        target.files.put_new(f"{folder}/{LABELS}", text)
-        ours = _labels(target, folder) == _labels(source, folder)
+    target.files.put_new(f"{folder}/{LABELS}", _text(source, f"{folder}/{LABELS}"))
+    ours = _labels(target, folder) == _labels(source, folder)
     if not ours:
         told = {file: about for file, about in told.items() if file.partition("/")[0] not in SAID}
         names = [name for name in names if not OF_LABELS.fullmatch(name)]
@@ -225,7 +221,7 @@ def _put_labels(source: Catalog, target: Catalog, data: str, done: Copied) -> No
 
 def _labels(store: Catalog, folder: str) -> str:
     name = f"{folder}/{LABELS}"
-    return str(unsealed(name, store.files.get(name) or b"", ("labels",))["labels"])
+    return str(unsealed(name, _text(store, name), ("labels",))["labels"])
 
 
 def _put_notes(source: Catalog, target: Catalog, data: str) -> None:
@@ -260,11 +256,3 @@ def _text(source: Catalog, name: str) -> bytes:
     if (text := source.files.get(name)) is None:
         raise CorruptEntry(f"{source.files.where(name)}: expected a list of files, found none; {REPAIR}")
     return text
-
-
-def _listed(name: str, text: bytes, known: Collection[str]) -> Files:
-    return _files(name, unsealed(name, text, known), "files")
-
-
-def _files(name: str, fields: Mapping[str, Any], listed: str) -> Files:
-    return {file: (int(size), str(told)) for file, (size, told) in files_of(name, fields, listed).items()}

@@ -20,10 +20,9 @@ from ..errors import CorruptEntry, ReadOnlyStore
 from ..provenance import as_json
 from ..reading.datasets import forget_entries
 from ..records import ACTIVATION, Record
-from ..runs.committed import PLAIN, RECORD, record_name
+from ..runs.committed import PLAIN, record_name
 from ..runs.coordinates import BOOKKEEPING, EMPTY_GROUP, metadata_record
 from ..runs.quantised import scale_name, scaled_name
-from ..runs.vocabularies import CHECK, VOCABULARIES
 from ..sealed import sealed, unsealed
 from .verify import Damage, committed_files, manifest_of
 
@@ -48,10 +47,6 @@ def quarantine(store: Catalog, damage: Damage) -> None:
         for name, segment in segments.items():
             _withdraw_cells(store, damage, name, segment, aside)
         _move(store, f"{damage.data}/{damage.file}", aside)
-    elif damage.data == VOCABULARIES:
-        stem = damage.file.removesuffix(CHECK).removesuffix(".json")
-        _move(store, f"{VOCABULARIES}/{stem}.json", aside)
-        _move(store, f"{VOCABULARIES}/{stem}{CHECK}", aside)
     elif not _is_in_data(damage.data) or damage.file in _GROUPS:
         _move(store, f"{damage.data}/{damage.file}", aside)
         if damage.file in _GROUPS:
@@ -105,8 +100,8 @@ def _segment_records(store: Catalog, damage: Damage) -> dict[str, dict[str, Any]
     for name in store.files.list(f"{damage.data}/seg"):
         if name.endswith(".json") and not name.endswith("/zarr.json"):
             with suppress(CorruptEntry):  # an unreadable record is damage of its own
-                record = unsealed(name, store.files.get(name) or b"", RECORD)
-                if damage.file in record.get("files", {}):
+                record = unsealed(name, store.files.get(name) or b"", ("segment", "cells", "files", PLAIN))
+                if damage.file in record["files"]:
                     found[name] = record
     return found
 
@@ -118,9 +113,8 @@ def _withdraw_cells(store: Catalog, damage: Damage, name: str, record: dict[str,
     rest = [cell for cell in record["cells"] if cell not in bad]
     files = {file: told for file, told in record["files"].items() if file != damage.file}
     if rest:
-        kept = dict(zip(RECORD, (record["segment"], rest, files), strict=True))
-        if plain := {file: told for file, told in record.get(PLAIN, {}).items() if file in files}:
-            kept[PLAIN] = plain
+        plain = {file: told for file, told in record[PLAIN].items() if file in files}
+        kept = {**record, "cells": rest, "files": files, PLAIN: plain}
         store.files.put_new(record_name(damage.data, record["segment"], rest), sealed(kept))
     labels = _whole(cell.replace(".", "/") for cell in bad)
     _withdraw(store, [r for r in _readable(store) if r.data == damage.data and r.label in labels])

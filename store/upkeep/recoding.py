@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from json import dumps
 
 from ..catalog import Catalog
 from ..digest import content_digest
 from ..errors import REPAIR, ConfigError, CorruptEntry, StoreFormatError
 from ..runs.archived import plain_measure, recoded
 from ..runs.coordinates import metadata_record
-from ..runs.shards import CODECS, ShardLayout, Written, array_metadata
+from ..runs.shards import CODECS, ShardLayout, Written
 from ..sealed import read_json, sealed
 
 __all__ = ["PLAINLY", "Differs", "Recoding", "check_codec", "put_text", "recoding_of"]
@@ -114,8 +113,7 @@ def recoding_of(
         return None
     metadata = read_json(text)
     told = (metadata[field] for field in ("shape", "dimension_names", "attributes"))
-    metadata["codecs"] = read_json(array_metadata(after, *told))["codecs"]
-    return Recoding(data, variable, before, after, dumps(metadata, indent=1).encode())
+    return Recoding(data, variable, before, after, after.metadata(*told))
 
 
 def _layout(text: bytes | None) -> ShardLayout | None:

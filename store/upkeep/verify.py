@@ -5,26 +5,22 @@ Border: files and records; what they mean to an analysis is not asked.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 from ..catalog import Catalog
 from ..errors import CorruptEntry, StoreError
 from ..files import THREADS
-from ..provenance import note_names, read_note
-from ..records import PIN, RESULT, Record
-from ..results import DATASET, MANIFEST
-from ..runs.committed import RECORD
+from ..provenance import note_names
+from ..records import RESULT, Record
+from ..results import DATASET
 from ..runs.coordinates import OF_LABELS
-from ..runs.entries import CELL_MANIFEST, group_attributes
-from ..runs.vocabularies import CHECK, VOCABULARIES
-from ..sealed import files_of, read_json, unsealed
-from .annotations import ANNOTATION, ANNOTATIONS
+from ..runs.entries import group_attributes
+from ..runs.vocabularies import VOCABULARIES
+from ..sealed import files_of, unsealed
+from .annotations import ANNOTATIONS
 
 PINS = "pins"
 LEASES = "leases"
@@ -67,12 +63,12 @@ def verify(store: Catalog, *, quick: bool, progress: Callable[[int, int], None] 
     strange = _Names(f"{damage.data}/{damage.file}" for damage in found)
     found += _dangling(store, strange)
     expected = []
-    for data in [*store.folders(), VOCABULARIES]:
+    for data in store.folders():
         files, unreadable = committed_files(store, data, strange)
         found += unreadable
         expected += [
-            (data, name, int(size), str(told))
-            for name, (size, told) in files.items()
+            (data, name, size, file_digest)
+            for name, (size, file_digest) in files.items()
             if f"{data}/{name}" not in strange
         ]
     total, done = sum(size for _, _, size, _ in expected), 0
@@ -128,21 +124,22 @@ def _dangling(store: Catalog, strange: _Names) -> list[Damage]:
             return False
         return True
 
+    def describes_run(name: str, text: bytes) -> object:
+        return group_attributes(store.files, name.removesuffix("/zarr.json"))
+
     for name in store.files.list(PINS):
-        look(PINS, name, "a pin", partial(unsealed, known=PIN))
+        look(PINS, name, "a pin", unsealed)
     for name in store.files.list(ANNOTATIONS):
-        look(name.rpartition("/")[0], name, "an annotation", partial(unsealed, known=ANNOTATION))
+        look(name.rpartition("/")[0], name, "an annotation", unsealed)
+    for name in store.files.list(VOCABULARIES):
+        look(VOCABULARIES, name, "token strings", unsealed)
     for data in store.folders():
         for name in note_names(store.files, data):
-            look(data, name, "a note", read_note)
-        is_run = look(data, f"{data}/zarr.json", "the description of a run", partial(_described, store, data))
+            look(data, name, "a note", unsealed)
+        is_run = look(data, f"{data}/zarr.json", "the description of a run", describes_run)
         if is_run and not _lists_labels(store, data):
             found.append(Damage(data, "coordinates", "a list of the files of its labels", "missing"))
     return found
-
-
-def _described(store: Catalog, data: str, name: str, text: bytes) -> None:
-    group_attributes(store.files, data)
 
 
 def _lists_labels(store: Catalog, data: str) -> bool:
@@ -179,53 +176,29 @@ def _check(store: Catalog, data: str, name: str, size: int, told: str, *, quick:
 
 def committed_files(
     store: Catalog, data: str, strange: _Names | None = None
-) -> tuple[dict[str, list[Any]], list[Damage]]:
-    """File -> [size, digest] of all committed in a folder, published or not; and unreadable lists.
+) -> tuple[dict[str, tuple[int, str]], list[Damage]]:
+    """File -> (size, digest) of all committed in a folder, published or not; and unreadable lists.
 
     strange: names that are no files.
     """
-    files: dict[str, list[Any]] = {}
+    files: dict[str, tuple[int, str]] = {}
     unreadable, strange = [], strange or _Names()
-    for name, known in _lists(store, data):
+    for name in _lists(store, data):
         try:
             if name in strange or (text := store.files.get(name)) is None:
                 continue
-            found = unsealed(name, text, known)
-            files |= files_of(name, found) if "files" in found else {}
+            record = unsealed(name, text)
+            if "files" in record:
+                files |= files_of(name, record)
         except CorruptEntry:
             unreadable.append(Damage(data, name.removeprefix(f"{data}/"), "a list of files", "unreadable"))
     return files, unreadable
 
 
-def _lists(store: Catalog, data: str) -> Iterator[tuple[str, Sequence[str]]]:
-    """Names of the records in a folder, and the fields each has."""
-    if data == VOCABULARIES:
-        yield from ((name, ("files",)) for name in store.files.list(data) if name.endswith(CHECK))
-        return
-    yield f"{data}/manifest.json", MANIFEST
-    fields = {"coordinates": ("files",), "manifest": CELL_MANIFEST, "seg": RECORD}
-    for part, known in fields.items():
+def _lists(store: Catalog, data: str) -> Iterator[str]:
+    """Names of the records in a folder that list its files."""
+    yield f"{data}/manifest.json"
+    for part in ("coordinates", "manifest", "seg"):
         for name in sorted(store.files.list(f"{data}/{part}")):
             if name.endswith(".json") and not name.endswith("/zarr.json"):
-                yield name, ("labels",) if name.endswith("/labels.json") else known
-
-
-def unchecked(store: Catalog, folders: Sequence[str] | None = None) -> list[str]:
-    """Stored arrays whose chunks carry no checksums, so that readers cannot check them, by name.
-
-    folders: of runs and results, by default all. A description that cannot be read is left to `verify`.
-    """
-    found = []
-    for data in store.folders() if folders is None else folders:
-        for name in store.files.list(data):
-            if name.endswith("/zarr.json"):
-                with suppress(CorruptEntry, ValueError, LookupError, TypeError, AttributeError):
-                    codecs = read_json(store.files.get(name) or b"{}").get("codecs", ())
-                    if codecs and not _carry_checksums(codecs):
-                        found.append(name.removesuffix("/zarr.json"))
-    return sorted(found)
-
-
-def _carry_checksums(codecs: Sequence[dict[str, Any]]) -> bool:
-    inner = [one for codec in codecs for one in codec.get("configuration", {}).get("codecs", [codec])]
-    return any(codec["name"] == "crc32c" for codec in inner)
+                yield name

@@ -126,7 +126,7 @@ gen(temperature=1,top_p="x") -> expected top_p to be a number, found 'x'; write 
 gen(stop=5.5) -> expected stop to hold texts and token ids, found 5.5; leave it out
 gen(stop=999999) -> expected stop ids in 0..2047, found 999999; leave it out
 gen(eos=-1) -> expected eos to hold token ids, found -1; eos=() ends at none
-gen(cache="yes") -> expected cache as True, False or None, found 'yes'; leave it out
+gen(cache="yes") -> expected cache as True or False, found 'yes'; leave it out
 gen(capture_positions="old") -> expected capture_positions='new' or 'every', found 'old'
 gen(on_token=5) -> expected on_token as a function of a token, found 5; leave it out
 gen(hooks=5) -> expected hooks as a HookSpec, found 5; write
@@ -158,6 +158,16 @@ cap(workers=1.5) -> expected workers to be a whole number, found 1.5; write work
 cap(codec="gzip") -> expected a codec among zstd, none, found 'gzip'; name one, or leave it out
 cap(backend="jax") -> expected backend beside a model's name, found backend='jax' beside a loaded model; give
 cap(adapter="nowhere") -> expected adapter beside a model's name, found adapter='nowhere' beside a loaded
+cap(progress="no") -> expected progress as True or False, found 'no'; leave it out
+capture("specimen",["a"],P,store=new,trust_layout="x") -> expected trust_layout as True or False, found 'x'
+comp(model="specimen",trust_layout=1) -> expected trust_layout as True or False, found 1; leave it out
+comp(quiet="x") -> expected quiet as True or False, found 'x'; leave it out
+comp(store="fresh",memory=1) -> capture needs about
+comp(store="fresh",threads=0) -> expected threads of at least 1, found 0
+Model.from_pretrained("specimen",trust_layout="no") -> expected trust_layout as True or False, found 'no'
+Model.from_pretrained("specimen",progress="x") -> expected progress as True or False, found 'x'; leave it out
+store.verify(quick="x") -> expected quick as True or False, found 'x'; leave it out
+store.gc(dry_run="no") -> expected dry_run as True or False, found 'no'; leave it out
 cap(revision="x") -> expected revision beside a model's name, found revision='x' beside a loaded model; give
 capture(None,["a"],P,store=new) -> expected a model, its hub id or its folder, found None; load it:
 ds.mi.sel(layer=99) -> expected layers 99 of resid_post, found 0-5; leave the others out, or capture them:

@@ -18,10 +18,11 @@ import mizarr.store.runs.bfloat16  # noqa: F401 - teaches zarr the dtype
 from mizarr.store import PackedTokens, ResultKey, RunKey, open_store
 from mizarr.store.content import content_of
 from mizarr.store.errors import CorruptEntry, MizarrError
-from mizarr.store.provenance import note_names, read_note
+from mizarr.store.provenance import note_names
 from mizarr.store.runs import shards
 from mizarr.store.runs.entries import ArraySpec
 from mizarr.store.runs.shards import DTYPES
+from mizarr.store.sealed import unsealed
 
 PROMPTS = [[1, 2, 3], [4, 5, 6, 7, 8], [9], [3, 3, 1, 2]]
 TEXTS = ["a b c", "dé f", "", "x"]
@@ -231,13 +232,13 @@ def test_no_flipped_bit_of_a_note_takes_its_check_for_none(sound):
     store = open_store(sound[0], mode="r")
     (name, *_) = note_names(store.files, store.lookup(RESULT).data)
     whole = store.files.get(name)
-    assert read_note(name, whole)["at"]
+    assert unsealed(name, whole)["at"]
     for at in range(whole.rindex(b'"check"') - 4, len(whole)):
         for bit in range(8):
             flipped = bytearray(whole)
             flipped[at] ^= 1 << bit
             with pytest.raises(CorruptEntry):
-                read_note(name, bytes(flipped))
+                unsealed(name, bytes(flipped))
 
 
 @pytest.mark.slow

@@ -16,7 +16,6 @@ from mizarr.store.errors import CorruptEntry, MizarrError
 from mizarr.store.files import open_folder
 from mizarr.store.files.folder import checked
 from mizarr.store.keys import ResultKey
-from mizarr.store.runs.entries import CELL_MANIFEST
 from mizarr.store.runs.vocabularies import vocabulary_path
 from mizarr.store.sealed import sealed, unsealed
 
@@ -76,7 +75,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def rewrite_manifest(root: Path, **fields: object) -> None:
     path = min(root.glob("data/*/*/manifest/*.json"))
-    known = unsealed(str(path), path.read_bytes(), CELL_MANIFEST)
+    known = unsealed(str(path), path.read_bytes())
     path.write_bytes(sealed({name: value for name, value in {**known, **fields}.items() if name != "check"}))
 
 
@@ -88,7 +87,7 @@ def of_variable(root: Path) -> None:
 
 def of_files(root: Path) -> None:
     path = min(root.glob("data/*/*/manifest/*.json"))
-    listed = unsealed(str(path), path.read_bytes(), CELL_MANIFEST)["files"]
+    listed = unsealed(str(path), path.read_bytes())["files"]
     rewrite_manifest(root, files={f"../../../../{name}": told for name, told in listed.items()})
 
 

@@ -16,13 +16,12 @@ from mizarr.store import open_store
 from mizarr.store.catalog import Catalog
 from mizarr.store.errors import MizarrError
 from mizarr.store.files import LocalFolder
-from mizarr.store.provenance import read_note
 from mizarr.store.records import Record
 from mizarr.store.runs.archived import read_archived
 from mizarr.store.runs.committed import Committed
 from mizarr.store.runs.coordinates import read_tokens
 from mizarr.store.runs.entries import group_attributes
-from mizarr.store.runs.shards import ShardLayout, array_metadata, crc32c, read_shard, shard_parts
+from mizarr.store.runs.shards import ShardLayout, crc32c, read_shard, shard_parts
 from mizarr.store.runs.vocabularies import read_vocabulary, vocabulary_path
 from mizarr.store.sealed import sealed, unsealed
 
@@ -40,7 +39,7 @@ BYTES = st.binary(max_size=300)
 LAYOUT = ShardLayout("float32", (4,), 32, 8, layered=True)
 PACKED = replace(LAYOUT, codec="zstd")
 METADATA, PACKED_METADATA = (
-    json.loads(array_metadata(layout, (2, 64, 4), ("layer", "token", "hidden"), {"mizarr": {}}))
+    json.loads(layout.metadata((2, 64, 4), ("layer", "token", "hidden"), {"mizarr": {}}))
     for layout in (LAYOUT, PACKED)
 )
 READERS = [(LAYOUT, read_shard), (PACKED, read_archived)]
@@ -80,7 +79,6 @@ SOMETHING_SEALED = RECORD_FIELDS.map(seals) | ANYTHING.map(lambda v: json.dumps(
 def test_records_notes_and_sealed_files(text):
     refused_or_read(Record.from_bytes, "0" * 64, text)
     refused_or_read(unsealed, "name", text, ("a",))
-    refused_or_read(read_note, "name", text)
 
 
 @QUICK

@@ -12,9 +12,17 @@ import pytest
 import xarray as xr
 
 from mizarr.store import PackedTokens, ResultKey, RunKey, open_store
-from mizarr.store.errors import EntryNotFound, PromptError, ReadOnlyStore, ShapeError, StoreFormatError
+from mizarr.store.errors import (
+    ConfigError,
+    EntryNotFound,
+    PromptError,
+    ReadOnlyStore,
+    ShapeError,
+    StoreFormatError,
+)
 from mizarr.store.runs.entries import ArraySpec
-from mizarr.store.store import default_segment_tokens
+from mizarr.store.sealed import sealed
+from mizarr.store.store import default_segment_tokens, requested_store
 
 DIMS = ("layer", "token", "hidden")
 
@@ -54,16 +62,53 @@ def files_in(path):
 
 def test_an_opened_folder_is_a_store_of_this_format(path):
     open_store(path)
-    assert json.loads((path / "store.json").read_text())["format"] == 2
+    assert json.loads((path / "store.json").read_text())["format"] == 1
     assert open_store(str(path)).path == path
 
 
-def test_a_store_of_a_newer_format_is_refused(path):
+@pytest.mark.parametrize("text", [b'{"format": 2, "digest": "sha256"}', sealed({"format": 2, "more": [1]})])
+def test_a_store_of_a_later_format_is_refused_in_one_line(path, text):
     open_store(path)
-    (path / "store.json").write_text('{"format": 3, "digest": "sha256"}')
+    (path / "store.json").write_bytes(text)
     for mode in ("a", "r"):
-        with pytest.raises(StoreFormatError, match=r"format 2 or older, found format 3.*upgrade"):
+        with pytest.raises(StoreFormatError, match=r"of format 1, found format 2.*upgrade") as refused:
             open_store(path, mode=mode)
+        assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("text", [b"{}", b'{"format": 1, "digest": "sha256"}'])
+def test_a_damaged_description_is_mended_by_that_of_another_store(path, tmp_path, text):
+    open_store(path).put_vocabulary("sha256:ab", ["a"])
+    open_store(tmp_path / "another")
+    (path / "store.json").write_bytes(text)
+    with pytest.raises(StoreFormatError, match="copy the file from another store of this version"):
+        open_store(path)
+    (path / "store.json").write_bytes((tmp_path / "another" / "store.json").read_bytes())
+    assert open_store(path).vocabulary("sha256:ab") == ["a"]
+
+
+def test_a_refused_request_takes_its_new_store_away_again(path):
+    def refused(store):
+        assert store.index.last_used() == {} and store.files.now() and (path / "store.json").exists()
+        raise ConfigError("refused")
+
+    with pytest.raises(ConfigError), requested_store(path) as store:
+        refused(store)
+    assert not path.exists()
+    open_store(path)
+    with pytest.raises(ConfigError), requested_store(path) as store:
+        refused(store)
+    assert (path / "store.json").exists()  # it was there before
+
+
+def test_a_new_store_that_holds_something_stays_when_the_request_fails(path):
+    def failing(store):
+        store.put_vocabulary("sha256:ab", ["a"])
+        raise ConfigError("refused")
+
+    with pytest.raises(ConfigError), requested_store(path) as store:
+        failing(store)
+    assert open_store(path, mode="r").vocabulary("sha256:ab") == ["a"]
 
 
 def test_a_folder_with_other_things_is_not_adopted(path):

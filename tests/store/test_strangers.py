@@ -42,7 +42,6 @@ FILES = {
     "a pin": "pins/figure.json",
     "a text": "annotations/*/*.json",
     "a vocabulary": "vocabularies/words.json",
-    "the digest of a vocabulary": "vocabularies/words.check.json",
 }  # fmt: skip
 FOUND = {"folder": "a folder", "pipe": "a pipe", "link": "a link, which is not followed"}
 

@@ -142,11 +142,12 @@ def label(
     """
     from ...stages.features.dictionary import Dictionary
     from ...stages.features.labels import set_labels
-    from ...store import open_store
+    from ...store.store import requested_store
 
     dictionary = Dictionary.from_pretrained(reference, read=read, write=write)
-    found = dictionary.feature(feature)  # first: a feature there is not leaves no new store behind
-    set_labels(open_store(store_path), dictionary, {found: text}, author=author)
+    named = dictionary.feature(feature)  # first: a feature there is not leaves no new store behind
+    with requested_store(store_path) as store:
+        set_labels(store, dictionary, {named: text}, author=author)
 
 
 @features.command(epilog="Example: mizarr features labels specimen/sae --json")
@@ -213,7 +214,7 @@ def pages(
     The workflow feature_pages is computed as far as it is not cached; a killed one goes on where it was. The
     pages open in any browser, offline; their folder may be moved whole.
     """
-    from ...store import open_store
+    from ...store.store import requested_store
     from .. import build
     from ..features.feature_pages import FeaturePages
     from ..features.page_files import check_folder
@@ -230,7 +231,8 @@ def pages(
     assert isinstance(workflow, FeaturePages)
     if neuronpedia is None:
         check_folder(folder)
-    workflow.run(open_store(store_path), quiet=quiet)
+    with requested_store(store_path) as store:
+        workflow.run(store, quiet=quiet)
     if neuronpedia is None:
         path = workflow.write_pages(folder)
     else:

@@ -34,7 +34,7 @@ def replicate(
     the exit code is 1 if any differs by more than it may. Else what would be fetched is told, and the same
     protocol runs on a shipped model: that it runs, not that it replicates.
     """
-    from ...store import open_store
+    from ...store.store import requested_store
     from .. import build
     from ..replications import REPLICATIONS
 
@@ -47,7 +47,8 @@ def replicate(
     if published and not is_here:
         echo(_would_fetch(chosen, published), err=True)
     settings = chosen.asked(published) if is_here else chosen.here
-    done = build(chosen.workflow, **settings).run(open_store(store_path), **how)
+    with requested_store(store_path) as store:
+        done = build(chosen.workflow, **settings).run(store, **how)
     claims = _compared(chosen, published, done) if is_here else []
     about = {"replication": name, "source": chosen.source, "is_published_model": is_here, "claims": claims}
     if as_json:

@@ -35,12 +35,13 @@ if TYPE_CHECKING:
 @run_options
 def report(workflow: Workflow, store_path: str, as_json: bool, output: Path | None, **how: Any) -> None:
     """See `help` above."""
-    from ...store import open_store
+    from ...store.store import requested_store
     from ..report.page import check_output
 
     path = output or Path(f"{workflow.name}.html")
     check_output(path)
-    workflow.run(open_store(store_path), **how).report(path)
+    with requested_store(store_path) as store:
+        workflow.run(store, **how).report(path)
     if as_json:
         print_json({"workflow": workflow.name, "page": str(path), "bytes": path.stat().st_size})
         return

@@ -201,7 +201,7 @@ def capture(
     from ...stages.forward.models.reference import ModelRef
     from ...stages.forward.models.source import ModelSource
     from ...stages.forward.text.corpora.estimate import estimated_size
-    from ...store import open_store
+    from ...store.store import open_store, requested_store
 
     exact, quiet = options["exact"], options["quiet"]
     if exact and not dry_run:
@@ -226,7 +226,7 @@ def capture(
         if dry_run:
             store = held.enter_context(_store_to_look_into(options["store_path"]))
         else:
-            store = open_store(options["store_path"], durability=options["durability"])
+            store = held.enter_context(requested_store(options["store_path"], options["durability"]))
         if dry_run and corpus is not None and not exact:
             nodes = corpus.nodes(source.tokenizer)
             sampled = None if all(each.status(store).is_cached for each in nodes) else corpus
@@ -335,8 +335,8 @@ def compute(
     workflow: Workflow, store_path: str, as_json: bool, figures: Path | None, every_model: bool, **how: Any
 ) -> None:
     """See `help` above."""
-    from ...store import open_store
     from ...store.display.console import EscapingConsole
+    from ...store.store import requested_store
 
     if figures is not None and every_model:
         require("plots", "--figures")
@@ -347,10 +347,10 @@ def compute(
         from ..report.page import check_output
 
         check_output(figures / "figure.png")
-    store = open_store(store_path)
-    if figures is not None:
-        workflow.require("plots", store)
-    done = workflow.run(store, **how)
+    with requested_store(store_path) as store:
+        if figures is not None:
+            workflow.require("plots", store)
+        done = workflow.run(store, **how)
     if as_json:
         drawn = done.draw(figures) if figures else []
         print_json(done.to_json() | {"figures": [str(path) for path in drawn]})

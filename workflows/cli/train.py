@@ -127,7 +127,7 @@ def train(
     """
     from ...stages.forward.models.reference import ModelRef
     from ...stages.training_data.several import SideBySide
-    from ...store import open_store
+    from ...store.store import requested_store
     from ..report.page import check_output
 
     chosen = _settings(config, given)
@@ -146,8 +146,8 @@ def train(
         # Read once, also from stdin, before anything is captured.
         plain = prompts.read() if corpus is None else None
         read = plain if corpus is None else corpus
-        store = open_store(options["store_path"])
-        runs = [_captured(name, read, hooks, store, quiet, storing) for name in models]
+        with requested_store(options["store_path"]) as store:
+            runs = [_captured(name, read, hooks, store, quiet, storing) for name in models]
     source = runs[0] if against is None else SideBySide(tuple(runs))
     training = _train(chosen, source, out, options["save_every"], quiet)
     if not (out / RESULT).exists():

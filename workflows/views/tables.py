@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Column", "Styled", "Table", "bold", "dash", "dim", "points"]
 
-TableCell = "str | Run | tuple[str | Styled, ...] | None"
 PROSE = 24
 """Characters beyond which a column of text may take several lines."""
 

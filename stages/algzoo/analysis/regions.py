@@ -23,7 +23,7 @@ from ..rnn import RnnWeights, require_rnn
 if TYPE_CHECKING:
     import xarray as xr
 
-__all__ = ["gates_of", "linear_maps", "linear_regions", "most_regions", "pattern_bits"]
+__all__ = ["gates_of", "linear_maps", "linear_regions", "pattern_bits"]
 
 
 def gates_of(rnn: RnnWeights, x: Array) -> Bools:
@@ -53,11 +53,6 @@ def linear_maps(rnn: RnnWeights, gates: Bools) -> Array:
     if not np.isfinite(maps).all():
         raise WeightsError(f"linear maps: expected finite entries, found an overflow over {steps} steps")
     return maps
-
-
-def most_regions(hidden: int, steps: int) -> int:
-    """How many patterns there could be, 2^(H T)."""
-    return int(2 ** (hidden * steps))
 
 
 @stage(

@@ -21,7 +21,7 @@ from ..rnn import require_rnn
 if TYPE_CHECKING:
     import xarray as xr
 
-__all__ = ["SMALLEST", "is_standardizable", "quality", "standardized_rnn"]
+__all__ = ["SMALLEST", "is_standardizable", "standardized_rnn"]
 
 SMALLEST = 1.19e-7
 """Input weight below which a neuron has no unit of its own: the rounding of float32."""
@@ -67,8 +67,3 @@ def standardized_rnn(weights: xr.Dataset) -> xr.Dataset:
         },
         attrs={"network": "rnn", "heads": 1},
     )
-
-
-def quality(weights: xr.Dataset) -> float:
-    """How far input weights are from 1 and -1: the largest ||ih_j| - 1|; 0 of a standardised network."""
-    return float(np.abs(np.abs(require_rnn(weights, "standardisation").ih) - 1.0).max())

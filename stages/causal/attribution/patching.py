@@ -92,11 +92,6 @@ class AttributionPatching(ActivationPatching):
                 "leave dropout out"
             )
 
-    def params(self) -> dict[str, Any]:
-        """What is estimated without dropout is known by what it was before there was any."""
-        given = super().params()
-        return given if self.dropout else {name: each for name, each in given.items() if name != "dropout"}
-
     def prepare(self, model: Model) -> PreparedGrid:
         """Both runs with their activations, side by side in one pass, and back from it for every metric."""
         points = [

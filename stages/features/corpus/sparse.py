@@ -20,7 +20,7 @@ from ...corpus.token_blocks import ahead
 if TYPE_CHECKING:
     import xarray as xr
 
-__all__ = ["ActiveBlock", "active_table", "blocks", "join_encoded", "top_features"]
+__all__ = ["ActiveBlock", "active_table", "blocks", "join_encoded"]
 
 BLOCK = 1 << 20
 """Active features read at a time."""
@@ -144,27 +144,4 @@ def _table(layer: int, encoded: xr.Dataset) -> xr.Dataset:
             **{name: ("active", by_token(values)) for name, values in labels.items()},
             "feature": ("active", held["feature"].data),
         },
-    )
-
-
-def top_features(encoded: xr.Dataset, tokens: Sequence[int], k: int) -> xr.Dataset:
-    """The k strongest features of some tokens of one layer: feature and value [token, rank]; ties by feature.
-
-    Where fewer are active, feature is -1 and value 0.
-    """
-    import xarray as xr
-
-    ptr = encoded["token_ptr"].values
-    shape = (len(tokens), k)
-    feature, value = np.full(shape, -1, np.int32), np.zeros(shape, np.float32)
-    for row, token in enumerate(tokens):
-        if not 0 <= token < len(ptr) - 1:
-            raise ShapeError(f"expected tokens from 0 to {len(ptr) - 2}, found {token}")
-        here = encoded.isel(active=slice(int(ptr[token]), int(ptr[token + 1])))
-        order = np.argsort(-here["value"].values, kind="stable")[:k]
-        feature[row, : len(order)] = here["feature"].values[order]
-        value[row, : len(order)] = here["value"].values[order]
-    return xr.Dataset(
-        {"feature": (("token", "rank"), feature), "value": (("token", "rank"), value)},
-        coords={"token": list(tokens), "rank": np.arange(k)},
     )

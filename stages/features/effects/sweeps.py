@@ -60,8 +60,8 @@ class Dose:
     like: str | None = None
 
     def params(self) -> dict[str, Any]:
-        """Plain values; what a dose of its own strength has no word for is left out."""
-        return {key: value for key, value in vars(self).items() if key != "like" or value is not None}
+        """The fields as plain values."""
+        return dict(vars(self))
 
     def at(self, strength: float, dictionary: Dictionary) -> Injection:
         """The injection of a run. Raises InterventionError for a feature that writes nothing to be scaled."""

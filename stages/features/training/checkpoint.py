@@ -15,15 +15,12 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ....store.errors import ConfigError
 from ...torch_files import load_pickled
 
-if TYPE_CHECKING:
-    import xarray as xr
-
-__all__ = ["Log", "load", "read_log", "require_same", "save"]
+__all__ = ["Log", "load", "require_same", "save"]
 
 CHECKPOINT, LOG = "checkpoint.pt", "log.jsonl"
 
@@ -80,30 +77,6 @@ class Log:
         """Add a line of the log, for this step."""
         with self.path.open("a", encoding="utf-8") as file:
             file.write(_text(values))
-
-
-def read_log(folder: Path) -> xr.Dataset:
-    """What was logged, by step; per-layer values have a dimension of their layers, `layer` or `target`.
-
-    Values that not every line has are NaN elsewhere.
-    """
-    import numpy as np
-    import xarray as xr
-
-    lines = _lines(folder / LOG)
-    data: dict[str, Any] = {}
-    for name in sorted({name for line in lines for name in line} - {"step"}):
-        first = next(line[name] for line in lines if name in line)
-        if isinstance(first, dict):
-            labels = list(first)
-            values = [[line.get(name, {}).get(label, np.nan) for label in labels] for line in lines]
-            dim = "target" if "fvu" in name else "layer"
-            data[name] = xr.DataArray(
-                values, dims=("step", dim), coords={dim: [int(label) for label in labels]}
-            )
-        else:
-            data[name] = ("step", [line.get(name, np.nan) for line in lines])
-    return xr.Dataset(data, {"step": [line["step"] for line in lines]})
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import numpy as np
 
 from ....pipeline.options import option
-from ....store.arrays import as_count, as_indices, as_number, require_kind
+from ....store.arrays import as_count, as_indices, as_number, require_flag
 from ....store.digest import LARGEST
 from ....store.errors import ConfigError, HookPointNotFound, PromptError, nearest
 from ..architectures.points import HookPoint, as_point
@@ -87,7 +87,7 @@ class GenerationSettings:
             as_indices(self.seed, "seed")
             for seed in np.atleast_1d(self.seed).tolist():
                 as_count(seed, "seed", least=0, most=LARGEST)
-        require_kind(self.cache, (bool, type(None)), "cache as True, False or None", "leave it out")
+        require_flag(self.cache, "cache", optional=True)
         if self.temperature == 0 and (self.top_k is not None or self.top_p is not None):
             raise ConfigError(
                 "top_k and top_p choose among draws, but temperature 0 always takes the most likely token; "

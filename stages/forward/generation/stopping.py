@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from ....store.arrays import as_list
 from ....store.errors import ConfigError
 from ....store.exchange.outside import json_object, require_content
 
@@ -40,18 +41,18 @@ class Stop:
     def of(cls, stop: str | int | Sequence[str | int], eos: int | Iterable[int]) -> Stop:
         """From strings and ids in any order. Raises ConfigError for an empty string, and for ids that are no
         whole numbers of at least 0."""
-        ends = list(eos) if isinstance(eos, Iterable) and not isinstance(eos, str) else [eos]
+        ends = as_list(eos)
         for token in ends:
             if isinstance(token, bool) or not isinstance(token, int | np.integer) or token < 0:
                 raise ConfigError(f"expected eos to hold token ids, found {token!r}; eos=() ends at none")
-        given = list(stop) if isinstance(stop, Iterable) and not isinstance(stop, str) else [stop]
-        for each in given:
-            if isinstance(each, bool) or not isinstance(each, str | int) or each == "":
-                raise ConfigError(f"expected stop to hold texts and token ids, found {each!r}; leave it out")
-            if isinstance(each, int) and each < 0:
-                raise ConfigError(f"expected stop ids counted from 0, found {each}")
-        strings = tuple(dict.fromkeys(each for each in given if isinstance(each, str)))
-        return cls(frozenset(map(int, ends)), frozenset(i for i in given if isinstance(i, int)), strings)
+        stops = as_list(stop)
+        for item in stops:
+            if isinstance(item, bool) or not isinstance(item, str | int) or item == "":
+                raise ConfigError(f"expected stop to hold texts and token ids, found {item!r}; leave it out")
+            if isinstance(item, int) and item < 0:
+                raise ConfigError(f"expected stop ids counted from 0, found {item}")
+        strings = tuple(dict.fromkeys(item for item in stops if isinstance(item, str)))
+        return cls(frozenset(map(int, ends)), frozenset(i for i in stops if isinstance(i, int)), strings)
 
     def reason(self, token: int) -> Reason | None:
         """Why this token ends a generation; None if it does not."""

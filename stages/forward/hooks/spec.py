@@ -13,11 +13,11 @@ to keep of a captured value may be less than all (keeps.py).
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
-from ....store.arrays import require_kind, shown
+from ....store.arrays import as_list, require_kind, shown
 from ....store.digest import canonical_json, digest
 from ....store.display import html
 from ....store.errors import HookPointNotFound, InterventionError, StageError
@@ -425,8 +425,7 @@ def as_spec(hooks: HookSpec | str | Sequence[str]) -> HookSpec:
     """A spec, or the names and globs of what to capture, as a spec."""
     if isinstance(hooks, HookSpec):
         return hooks
-    several = isinstance(hooks, Iterable) and not isinstance(hooks, str | bytes | Mapping)
-    return HookSpec().capture(*(hooks if several else [hooks]))
+    return HookSpec().capture(*as_list(hooks))
 
 
 def split_gradient(point: HookPoint | str) -> tuple[HookPoint | str, bool]:

@@ -20,6 +20,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from ....store.arrays import require_flag
 from ....store.digest import digest
 from ....store.errors import (
     ConfigError,
@@ -372,6 +373,7 @@ def resolve(
             f"expected a model directory, a hub id such as org/name, or one of {', '.join(SHIPPED)}, found "
             f"{name!r:.80}; name one"
         )
+    require_flag(trust_layout, "trust_layout")
     if backend not in (None, *BACKENDS):
         raise ConfigError(f"expected backend to be one of {', '.join(BACKENDS)}, found {backend!r}")
     bare, named = _parted(text)

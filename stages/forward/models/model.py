@@ -20,7 +20,7 @@ from torch import Tensor
 from ....pipeline.ambient import each_in_plain_torch, plain_torch
 from ....pipeline.options import split_options, takes_options
 from ....pipeline.plan import as_bytes
-from ....store.arrays import as_index, shown
+from ....store.arrays import as_index, require_flag, shown
 from ....store.display import html
 from ....store.display.terminal import echo
 from ....store.errors import ConfigError, InterventionError, PromptError, ShapeError
@@ -127,6 +127,7 @@ class Model:
         from ..networks.table import build, of_weights
         from ..networks.weights import unread_line
 
+        require_flag(progress, "progress", optional=True)
         (loading,) = split_options("from_pretrained", options, ModelRef)
         reference = ModelRef.of(name, **loading)
         place, numbers = as_device(reference.device), as_dtype(reference.dtype or "float32")

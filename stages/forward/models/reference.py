@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ....pipeline.options import option, options_of
-from ....store.arrays import require_kind, shown
+from ....store.arrays import require_flag, require_kind, shown
 from ....store.errors import ConfigError, MizarrError
 from .files import ModelFiles, resolve_runnable
 
@@ -63,7 +63,7 @@ class ModelRef:
             object.__setattr__(self, "dtype", name)
             if name not in COMPUTED_IN:
                 raise ConfigError(f"expected dtype to be one of {', '.join(COMPUTED_IN)}, found {name!r}")
-        require_kind(self.trust_layout, bool, "trust_layout as a flag", "write True or False")
+        require_flag(self.trust_layout, "trust_layout")
         if not isinstance(self.model, str | Path):
             self._require_as_loaded()
 

@@ -82,11 +82,6 @@ class Encoding:
                 splits[one] = splits[following] = True
         return splits
 
-    @property
-    def tokens_with_offsets(self) -> list[tuple[str, tuple[int, int]]]:
-        """(piece, offsets) of every token."""
-        return list(zip(self.tokens, self.offsets, strict=True))
-
     @cached_property
     def spans(self) -> CharacterSpans:
         """The same offsets, to look characters up in."""

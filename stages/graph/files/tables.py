@@ -16,11 +16,9 @@ from xml.sax.saxutils import escape, quoteattr
 from ....store.errors import MissingExtra
 
 if TYPE_CHECKING:
-    import xarray as xr
-
     from .written import WrittenPart
 
-__all__ = ["read_parquet", "write_graphml", "write_parquet"]
+__all__ = ["write_graphml", "write_parquet"]
 
 _TYPES = {"U": "string", "O": "string", "T": "string", "i": "long", "f": "double"}
 
@@ -70,19 +68,6 @@ def write_parquet(pruned: WrittenPart, folder: Path) -> tuple[Path, Path]:
         paths.append(folder / f"{name}.parquet")
         parquet.write_table(arrow.table(columns), paths[-1])
     return paths[0], paths[1]
-
-
-def read_parquet(folder: Path) -> tuple[xr.Dataset, xr.Dataset]:
-    """Nodes and edges as `write_parquet` left them: datasets over node and edge."""
-    import xarray as xr
-
-    _, parquet = _pyarrow()
-    nodes, edges = (parquet.read_table(folder / f"{name}.parquet").to_pydict() for name in ("nodes", "edges"))
-    numbers = nodes.pop("id")
-    labelled = xr.Dataset(
-        {name: ("node", values) for name, values in nodes.items()}, coords={"node": numbers}
-    )
-    return labelled, xr.Dataset({name: ("edge", values) for name, values in edges.items()})
 
 
 def _pyarrow() -> tuple[Any, Any]:

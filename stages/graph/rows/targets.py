@@ -10,14 +10,14 @@ on.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from ....store.arrays import as_count, as_number
+from ....store.arrays import as_count, as_list, as_number
 from ....store.digest import LARGEST, array_digest
 from ....store.errors import PromptError, ShapeError, TokenizerError
 from ...forward.text.rows import one_row
@@ -125,13 +125,7 @@ def choose(
         )
     if given is None:
         return TargetChoice(most=most, probability=probability)
-    items: list[Any] = (
-        given.tolist()
-        if hasattr(given, "tolist")
-        else [given]
-        if isinstance(given, str) or not isinstance(given, Iterable)
-        else list(given)
-    )
+    items = as_list(given)
     if not items:
         raise PromptError(
             "expected at least one target, found none; leave targets out for the likeliest tokens"

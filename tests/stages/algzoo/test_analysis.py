@@ -12,8 +12,8 @@ from mizarr import HookSpec, Zero
 from mizarr.stages.algzoo.analysis.ablation import neuron_ablation, random_ablation
 from mizarr.stages.algzoo.analysis.cones import gaussian_accuracy, measure, second_moment, split
 from mizarr.stages.algzoo.analysis.probing import absolute_correlation, neuron_roles, references
-from mizarr.stages.algzoo.analysis.regions import gates_of, linear_maps, linear_regions, most_regions
-from mizarr.stages.algzoo.analysis.standardized import quality, standardized_rnn
+from mizarr.stages.algzoo.analysis.regions import gates_of, linear_maps, linear_regions
+from mizarr.stages.algzoo.analysis.standardized import standardized_rnn
 from mizarr.stages.algzoo.model import FOLDER, SHIPPED, load_model
 from mizarr.stages.algzoo.networks import labelled, shape_of
 from mizarr.stages.algzoo.rnn import require_rnn
@@ -55,7 +55,7 @@ def test_standardised_weights_are_the_reference_and_say_the_same(name):
         np.testing.assert_allclose(found[ours].values.squeeze(), np.array(expected[key]).squeeze(), atol=1e-9)
     x = drawn(model.task, model.sequence, 500, seed=1)
     np.testing.assert_allclose(require_rnn(found, "").outputs(x), model.outputs(x), rtol=1e-9, atol=1e-9)
-    assert quality(found) < 1e-12
+    assert np.abs(np.abs(found["weight_ih"]) - 1.0).max() < 1e-12
 
 
 @needs_reference
@@ -170,10 +170,6 @@ def test_the_map_of_a_region_is_what_the_network_says_there(hidden, sequence, se
     gates = gates_of(rnn, x)
     np.testing.assert_array_equal(found["active"][found["region_id"]], gates.sum((1, 2)))
     np.testing.assert_allclose(found["active_by_time"], gates.mean((0, 2)))
-
-
-def test_there_are_two_to_the_gates_patterns_at_most():
-    assert [most_regions(*each) for each in ((2, 2), (4, 3), (8, 5), (16, 10))] == [16, 4096, 2**40, 2**160]
 
 
 def test_an_overflow_is_an_error():

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 
-from mizarr.stages.graph.files.tables import read_parquet
 from mizarr.stages.graph.files.viewer import read
 from mizarr.stages.graph.graph import AttributionGraph
 from mizarr.store.errors import StageError
@@ -172,9 +171,11 @@ def test_graphml_and_parquet_hold_what_is_kept(tmp_path: Path):
     edges = root.findall(".//g:edge", space)
     assert [int(edge.attrib["target"]) for edge in edges] == kept.edges["target"].values.tolist()
     assert [float(edge[0].text or "") for edge in edges] == kept.edges["weight"].values.tolist()
-    pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
     kept.to_parquet(tmp_path)
-    nodes, links = read_parquet(tmp_path)
-    np.testing.assert_array_equal(nodes["node"], np.flatnonzero(kept.node_mask))
+    nodes, links = (
+        parquet.read_table(tmp_path / f"{name}.parquet").to_pydict() for name in ("nodes", "edges")
+    )
+    np.testing.assert_array_equal(nodes["id"], np.flatnonzero(kept.node_mask))
     np.testing.assert_array_equal(links["weight"], kept.edges["weight"])
     np.testing.assert_array_equal(nodes["influence"], kept.nodes["influence"])

@@ -46,11 +46,13 @@ def copy(
     TARGET has already stays; a copy that was cut off goes on where it was.
     """
     from ....store import open_store
+    from ....store.store import requested_store
 
     store = open_store(source, mode="r")
     _require_other([source], target)
     records = _chosen(store, runs, results)
-    _tell(_copied([store], open_store(target), [records], quiet, codec), as_json)
+    with requested_store(target) as opened:
+        _tell(_copied([store], opened, [records], quiet, codec), as_json)
 
 
 @click.command(epilog="Example: mizarr merge of-monday of-tuesday activations")
@@ -64,10 +66,13 @@ def merge(sources: Sequence[str], target: str, as_json: bool, quiet: bool) -> No
     Where two hold the same key with other contents the first stays, TARGET's before all; those keys are told.
     """
     from ....store import open_store
+    from ....store.store import requested_store
 
     _require_other(sources, target)
-    stores = [open_store(each, mode="r") for each in sources]
-    _tell(_copied(stores, open_store(target), [list(each.records()) for each in stores], quiet), as_json)
+    stores = [open_store(source, mode="r") for source in sources]
+    records = [list(store.records()) for store in stores]
+    with requested_store(target) as opened:
+        _tell(_copied(stores, opened, records, quiet), as_json)
 
 
 def _require_other(sources: Sequence[str], target: str) -> None:

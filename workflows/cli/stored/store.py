@@ -175,9 +175,8 @@ def show(key: str, store_path: str, as_json: bool) -> None:
     store = open_store(store_path, mode="r")
     dataset = store[key]
     provenance = store.provenance(key)
-    unchecked = store.unchecked(key)
     if as_json:
-        print_json({"dataset": _shape(dataset), "provenance": provenance, "unchecked": unchecked})
+        print_json({"dataset": _shape(dataset), "provenance": provenance})
         return
     for name, text in _about(provenance):
         echo(f"{name:<10}{text}")
@@ -185,7 +184,6 @@ def show(key: str, store_path: str, as_json: bool) -> None:
     echo()
     with _short_repr():
         echo(repr(dataset))
-    _tell_unchecked(unchecked)
 
 
 def _about(provenance: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
@@ -251,7 +249,7 @@ def verify(store_path: str, quick: bool, quarantine: bool, as_json: bool, quiet:
             read.total = total
             read.advance(done - read.done)
 
-        damage, unchecked = store.verify(quick=quick, progress=seen), store.unchecked()
+        damage = store.verify(quick=quick, progress=seen)
     for item in damage if quarantine else ():
         store.quarantine(item)
     if as_json:
@@ -260,7 +258,6 @@ def verify(store_path: str, quick: bool, quarantine: bool, as_json: bool, quiet:
         for item in damage:
             echo(str(item))
         echo(f"{len(damage)} damaged files" if damage else "no damage found", err=True)
-    _tell_unchecked(unchecked)
     return DAMAGED if damage else 0
 
 
@@ -323,17 +320,6 @@ def pin(name: str, key: str | None, remove: bool, store_path: str) -> None:
         store.pin(name, key)
     except ValueError as error:
         raise click.UsageError(str(error)) from error
-
-
-def _tell_unchecked(arrays: list[str]) -> None:
-    """Say on stderr which arrays readers cannot check, and what helps."""
-    if arrays:
-        echo(
-            f"{len(arrays)} array{'s carry' if len(arrays) > 1 else ' carries'} no checksums of their own: "
-            "older versions wrote none. `mizarr verify` finds a changed byte, readers do not. Capture or "
-            "compute into a new store to have every chunk checked",
-            err=True,
-        )
 
 
 def _shape(dataset: Any) -> dict[str, Any]:

@@ -27,7 +27,7 @@ import numpy as np
 from .....pipeline.execute import run
 from .....pipeline.nodes import Estimate
 from .....pipeline.sources import SourceNode
-from .....store.arrays import as_count, as_number, require_kind, shown
+from .....store.arrays import as_count, as_list, as_number, require_kind, shown
 from .....store.digest import LARGEST
 from .....store.errors import PromptError, SourceChanged, TokenizerError
 from .....store.index import file_digests
@@ -91,16 +91,14 @@ class Corpus:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        one = isinstance(self.sources, str | Path) or not isinstance(self.sources, Iterable)
-        named: tuple[Any, ...] = (self.sources,) if one else tuple(self.sources)
+        named = as_list(self.sources)
         if not named or not all(isinstance(each, str | Path) and str(each) for each in named):
             raise PromptError(
                 f"expected files, folders or globs as sources, found {shown(self.sources)}; name them"
             )
         object.__setattr__(self, "sources", tuple(str(Path(each).expanduser()) for each in named))
         require_kind(self.labels, Iterable, "labels as names of columns", "write ['label']", PromptError)
-        labels = (self.labels,) if isinstance(self.labels, str) else tuple(self.labels)
-        object.__setattr__(self, "labels", labels)
+        object.__setattr__(self, "labels", tuple(as_list(self.labels)))
         if self.column is not None and (not isinstance(self.column, str) or not self.column):
             raise PromptError(
                 f"expected the name of a column, found {self.column!r}; leave it out for text, else ids"

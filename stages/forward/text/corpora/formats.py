@@ -25,7 +25,6 @@ from ..rows import as_text
 
 __all__ = [
     "FORMATS",
-    "TABLES",
     "Document",
     "Reading",
     "documents_in",
@@ -275,8 +274,6 @@ FORMATS: dict[str, Callable[[IO[bytes], Reading, str], Iterator[Document]]] = {
     ".tar": _tar,
 }
 """Ending -> what reads it, of each also with ".gz" behind; any other file that is named is text."""
-TABLES = (".parquet", ".arrow")
-"""Formats that are not read from their beginning to their end."""
 
 
 def _lines(lines: IO[str], told: str) -> Iterator[str]:

@@ -19,7 +19,7 @@ from mizarr.pipeline import StageNode, plan, run
 from mizarr.stages.features.corpus import encode, sparse
 from mizarr.stages.features.corpus.encode import encode_corpus, encode_nodes
 from mizarr.stages.features.corpus.examples import contexts, top_examples
-from mizarr.stages.features.corpus.sparse import active_table, blocks, top_features
+from mizarr.stages.features.corpus.sparse import active_table, blocks
 from mizarr.stages.features.corpus.statistics import feature_statistics
 from mizarr.stages.features.dictionary import Dictionary
 from mizarr.stages.forward.capture.capture import CaptureNode
@@ -230,16 +230,6 @@ def test_statistics_are_those_of_the_dense_activations(stored):
     np.testing.assert_allclose(found["max_activation"], x.max(0))
     np.testing.assert_array_equal(found["l0_count"], np.bincount(fires.sum(1)))
     assert found.attrs["n_tokens"] == len(x)
-
-
-def test_top_features_are_the_strongest_of_a_token(stored):
-    _, _, encoded = stored
-    x = dense(encoded)
-    found = top_features(encoded, [0, 7], 3)
-    for row, token in enumerate((0, 7)):
-        order = np.argsort(-x[token], kind="stable")[:3]
-        np.testing.assert_array_equal(found["feature"][row], np.where(x[token, order] > 0, order, -1))
-        np.testing.assert_array_equal(found["value"][row], x[token, order])
 
 
 @pytest.mark.parametrize("one_per_prompt", [False, True])
