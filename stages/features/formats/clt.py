@@ -48,14 +48,17 @@ def read(
     for layer in layers:
         expected = {f"W_enc_{layer}": (size, width), f"b_enc_{layer}": (size,), f"b_dec_{layer}": (width,)}
         expected |= {f"threshold_{layer}": (size,)} if is_jump else {}
-        require_shapes(files, f"W_enc_{layer}.safetensors", expected)
+        encoders = require_shapes(files, f"W_enc_{layer}.safetensors", expected)
         if f"W_dec_{layer}.safetensors" not in files.listing:
             raise DictionaryError(
                 f"expected W_dec_{layer}.safetensors beside its encoder in {files.directory}, found none; "
                 "fetch it again"
             )
         decoder = {f"W_dec_{layer}": (size, len(layers) - layer, width)}
-        require_shapes(files, f"W_dec_{layer}.safetensors", decoder)
+        decoders = require_shapes(files, f"W_dec_{layer}.safetensors", decoder)
+        for part, shapes in (("enc", encoders), ("dec", decoders)):
+            names = {name.removesuffix(f"_{layer}"): shape for name, shape in shapes.items()}
+            apply_fields("clt tensors", names, files.path(f"W_{part}_{layer}.safetensors"))
     layout = DictionaryLayout(
         format="clt",
         kind="clt",

@@ -118,6 +118,7 @@ def _loaded(files: DictionaryFiles, name: str) -> dict[str, Tensor]:
         raise DictionaryError(
             f"expected a state dict of tensors in {files.path(name)}, found other values; fetch it again"
         )
+    apply_fields("dictionary_learning tensors", state, files.path(name))
     return dict(state)
 
 

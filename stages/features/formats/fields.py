@@ -151,7 +151,28 @@ FIELDS: Mapping[str, Mapping[str, str | Only]] = {
             "add_special_tokens max_activation_norm_multiple",
         ),
     },
-    "gemma_scope": _all(HONOURED, "W_enc W_dec b_enc b_dec threshold"),
+    "clt tensors": _all(HONOURED, "W_enc W_dec b_enc b_dec threshold"),
+    "plt tensors": _all(HONOURED, "W_enc W_dec b_enc b_dec W_skip activation_function.threshold"),
+    "saelens tensors": _all(
+        HONOURED,
+        "W_enc W_dec b_enc b_dec b_gate b_mag r_mag threshold log_threshold topk_threshold W_skip",
+        "scaling_factor",
+    ),
+    "sparsify tensors": _all(HONOURED, "encoder.weight encoder.bias W_dec b_dec W_skip"),
+    "dictionary_learning tensors": {
+        **_all(
+            HONOURED,
+            "encoder.weight encoder.bias decoder.weight W_enc b_enc W_dec b_dec bias decoder_bias threshold",
+            "gate_bias mag_bias r_mag",
+        ),
+        # k is read from config.json; groups of a Matryoshka autoencoder matter in training only.
+        **_all(UNUSED, "k group_sizes"),
+    },
+    "gemma_scope tensors": _all(HONOURED, "W_enc W_dec b_enc b_dec threshold"),
+    "gemma_scope_2 tensors": _all(HONOURED, "w_enc w_dec b_enc b_dec threshold affine_skip_connection"),
+    "llama_scope tensors": _all(
+        HONOURED, "encoder.weight encoder.bias decoder.weight decoder.bias log_jumprelu_threshold"
+    ),
     "gemma_scope_2": {
         **_all(HONOURED, "hf_hook_point_in hf_hook_point_out model_name"),
         "architecture": Only((None, "jump_relu", "jumprelu"), "another activation function"),
@@ -187,7 +208,7 @@ FIELDS: Mapping[str, Mapping[str, str | Only]] = {
         **_all(UNUSED, "activation_dim dict_size num_layers"),
     },
 }
-"""Format, or part of its configuration -> field -> what is made of it. Gemma Scope has none, but arrays."""
+"""Format, part of its configuration or "tensors" of its weight files -> field -> what is made of it."""
 
 
 def apply_fields(part: str, found: Mapping[str, Any], place: object) -> None:
@@ -212,7 +233,7 @@ def apply_fields(part: str, found: Mapping[str, Any], place: object) -> None:
     if unknown:
         shown = ", ".join(unknown[:6]) + (f" and {len(unknown) - 6} more" if len(unknown) > 6 else "")
         warnings.warn(
-            f"{place} has fields that are not known, and are not read: {shown}; numbers are as without them",
+            f"{place} has entries that are not known and are not read: {shown}; numbers are as without them",
             UserWarning,
             stacklevel=2,
         )

@@ -118,7 +118,7 @@ def _shapes(place: Path) -> dict[str, tuple[int, ...]]:
                 f"expected {name!r} in {place} as one of float32, float64, found {layout.dtype.name}"
             )
     shapes = {name: layout.shape for name, layout in layouts.items()}
-    apply_fields("gemma_scope", shapes, place)
+    apply_fields("gemma_scope tensors", shapes, place)
     return shapes
 
 

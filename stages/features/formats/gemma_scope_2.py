@@ -189,7 +189,9 @@ def _require_biases(
     files: DictionaryFiles, name: str, size: int, d_in: int, d_out: int
 ) -> dict[str, tuple[int, ...]]:
     expected = {"b_enc": (size,), "b_dec": (d_out,), "threshold": (size,)}
-    return require_shapes(files, name, expected, {"affine_skip_connection": (d_in, d_out)})
+    shapes = require_shapes(files, name, expected, {"affine_skip_connection": (d_in, d_out)})
+    apply_fields("gemma_scope_2 tensors", shapes, files.path(name))
+    return shapes
 
 
 def _path(files: DictionaryFiles, name: str) -> str:

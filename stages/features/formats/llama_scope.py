@@ -54,7 +54,8 @@ def part(
     if not is_scalar:
         expected["log_jumprelu_threshold"] = (size,)
     d_out = require_shapes(files, weights, expected)["decoder.weight"][0]
-    require_shapes(files, weights, {}, {"decoder.bias": (d_out,)})
+    shapes = require_shapes(files, weights, {}, {"decoder.bias": (d_out,)})
+    apply_fields("llama_scope tensors", shapes, files.path(weights))
     norm = (config.get("dataset_average_activation_norm") or {}).get("in")
     if norm is None and is_scalar:
         raise DictionaryError(f"expected dataset_average_activation_norm.in in {place}, found none")

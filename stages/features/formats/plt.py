@@ -69,7 +69,9 @@ def part(
     if name == "jumprelu":
         expected[_THRESHOLD] = (size,)
     optional = {"W_skip": (d_out, d_in), _THRESHOLD: (size,)}
-    has_skip = "W_skip" in require_shapes(files, file, expected, optional)
+    shapes = require_shapes(files, file, expected, optional)
+    apply_fields("plt tensors", shapes, files.path(file))
+    has_skip = "W_skip" in shapes
 
     def open_layer() -> LayerFeatures:
         from ..layers.layer import LayerFeatures

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from ....store.errors import DictionaryError
 from ..layers.files import CFG_JSON, DictionaryFiles
+from .fields import apply_fields
 from .layered import require_shapes
 from .saelens_config import SaeLensConfig
 from .single import LayerByLayer, LayerHooks, OneLayer, SaidHooks, files_beside, hooks_given
@@ -51,6 +52,7 @@ def part(
     d_out = found["W_dec"][1]
     if "W_skip" in found:
         require_shapes(files, name, {"W_skip": (d_out, config.d_in)})
+    apply_fields("saelens tensors", found, files.path(name))
 
     def open_layer() -> LayerFeatures:
         from ..layers.layer import LayerFeatures

@@ -52,6 +52,7 @@ def part(
     skip: dict[str, tuple[int, ...]] = {"W_skip": (d_out, d_in)}
     has_skip = bool(config.get("skip_connection", False))
     found = require_shapes(files, name, {**expected, **(skip if has_skip else {})}, skip)
+    apply_fields("sparsify tensors", found, files.path(name))
     if activation == "groupmax" and size % k:
         raise DictionaryError(f"expected k to divide the {size} features of {files.path(cfg)}, found k {k}")
 

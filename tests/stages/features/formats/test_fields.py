@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import mizarr
 from mizarr.stages.features.dictionary import Dictionary
@@ -24,6 +25,7 @@ from ....random_dictionaries import (
     save,
     write_clt,
     write_config,
+    write_gemma_scope_2,
     write_plt,
     write_saelens,
     write_sparsify,
@@ -61,8 +63,21 @@ WRITTEN = {
     "plt": "model_name model_kind feature_input_hook feature_output_hook scan transcoders activation k",
     "clt": "model_name model_kind feature_input_hook feature_output_hook scan transcoders",
     "listed": "model_name model_kind feature_input_hook feature_output_hook scan transcoders",
-    # Gemma Scope, arrays of params.npz.
-    "gemma_scope": "W_enc W_dec b_enc b_dec threshold",
+    # Tensors. circuit-tracer, circuit_tracer/transcoder/{single_layer,cross_layer}_transcoder.py.
+    "plt tensors": "W_enc W_dec b_enc b_dec W_skip activation_function.threshold",
+    "clt tensors": "W_enc W_dec b_enc b_dec threshold",
+    # SAELens, parameters of sae_lens/saes/*.py.
+    "saelens tensors": "W_enc W_dec b_enc b_dec b_gate b_mag r_mag threshold W_skip scaling_factor",
+    # sparsify, sparsify/sparse_coder.py.
+    "sparsify tensors": "encoder.weight encoder.bias W_dec b_dec W_skip",
+    # dictionary_learning 0.1.0, parameters and buffers of dictionary.py and trainers/*top_k.py.
+    "dictionary_learning tensors": """encoder.weight encoder.bias decoder.weight W_enc W_dec b_enc b_dec bias
+        decoder_bias threshold gate_bias mag_bias r_mag k group_sizes""",
+    # Gemma Scope, arrays of params.npz; Gemma Scope 2, tensors of params.safetensors.
+    "gemma_scope tensors": "W_enc W_dec b_enc b_dec threshold",
+    "gemma_scope_2 tensors": "w_enc w_dec b_enc b_dec threshold affine_skip_connection",
+    # Language-Model-SAEs (Llama Scope).
+    "llama_scope tensors": "encoder.weight encoder.bias decoder.weight decoder.bias log_jumprelu_threshold",
     # Gemma Scope 2, config.json beside each params.safetensors.
     "gemma_scope_2": """hf_hook_point_in hf_hook_point_out width model_name architecture l0
         affine_connection type""",
@@ -235,11 +250,66 @@ def test_settings_of_llama_scope_that_are_not_computed_are_refused(field: str, t
         Dictionary.from_pretrained(tmp_path)
 
 
+def write_llama_scope(folder: Path) -> None:
+    weights = draw()
+    linear = {
+        "encoder.weight": weights["W_enc"],
+        "encoder.bias": weights["b_enc"],
+        "decoder.weight": weights["W_dec"].T,
+        "decoder.bias": weights["b_dec"],
+    }
+    save(folder, "checkpoints/final.safetensors", linear)
+    config = {
+        "hook_point_in": "blocks.7.hook_resid_post",
+        "jump_relu_threshold": 0.3,
+        "dataset_average_activation_norm": {"in": 5.0},
+    }
+    (folder / "hyperparams.json").write_text(json.dumps(config))
+
+
+def write_every_file_of_a_clt(folder: Path) -> None:
+    layer = draw() | {"W_dec": draw()["W_dec"][:, None]}
+    write_clt(folder, [layer], jump=True)
+    write_config(folder, "cross_layer_transcoder")
+
+
+def write_every_file_of_a_plt(folder: Path) -> None:
+    write_plt(folder, 0, draw(), skip=True)
+    write_config(folder)
+
+
+WRITERS = {
+    "clt": write_every_file_of_a_clt,
+    "plt": write_every_file_of_a_plt,
+    "saelens": lambda folder: write_saelens(folder, draw(), "jumprelu"),
+    "sparsify": lambda folder: write_sparsify(folder / "layers.1.mlp", draw(), transcode=True),
+    "gemma_scope_2": lambda folder: write_gemma_scope_2(
+        folder / "resid_post" / "layer_1_width_16_l0_medium" / "params.safetensors", draw()
+    ),
+    "llama_scope": write_llama_scope,
+}
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_a_tensor_that_no_reader_knows_is_told(name, tmp_path):
+    """Its absence from the arithmetic could be the difference between these features and their author's."""
+    WRITERS[name](tmp_path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        Dictionary.from_pretrained(tmp_path)
+    for path in tmp_path.rglob("*.safetensors"):
+        original = path.read_bytes()
+        save_file(load_file(path) | {"input_scale": torch.ones(D)}, path)
+        with pytest.warns(UserWarning, match=rf"{path.name} has entries .* not read: input_scale; numbers"):
+            Dictionary.from_pretrained(tmp_path)
+        path.write_bytes(original)
+
+
 def test_fields_that_are_not_known_are_told_unless_they_are_off(tmp_path: Path):
     write_plt(tmp_path, 0, draw())
     write_config(tmp_path, centre_inputs=True, twist=0, notes="")
     with pytest.warns(
-        UserWarning, match=r"config.yaml has fields that are not known, .*: centre_inputs; numbers"
+        UserWarning, match=r"config.yaml has entries that are not known .*: centre_inputs; numbers"
     ):
         Dictionary.from_pretrained(tmp_path)
     place = tmp_path / "gemma-scope-2b-pt-res" / "layer_0" / "params.npz"
@@ -247,7 +317,7 @@ def test_fields_that_are_not_known_are_told_unless_they_are_off(tmp_path: Path):
     arrays = {name: draw()[name] for name in ("W_dec", "b_enc", "b_dec", "threshold")}
     np.savez(place, W_enc=draw()["W_enc"].T, scaling_factor=np.ones(F, np.float32), **arrays)
     with pytest.warns(
-        UserWarning, match=r"params.npz has fields that are not known, .*: scaling_factor; numbers"
+        UserWarning, match=r"params.npz has entries that are not known .*: scaling_factor; numbers"
     ):
         Dictionary.from_pretrained(place.parent)
     with warnings.catch_warnings():
