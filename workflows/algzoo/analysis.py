@@ -30,6 +30,7 @@ from ...stages.algzoo.samples import algzoo_samples
 from ...stages.causal.controls import Null
 from ...store.arrays import Floats
 from ...store.errors import ConfigError
+from ..claim import Claim
 from ..settings import Count, Natural, setting
 from ..views import (
     Bars,
@@ -37,7 +38,6 @@ from ..views import (
     Cones,
     Data,
     Figure,
-    Finding,
     Findings,
     Heatmap,
     Line,
@@ -205,7 +205,7 @@ class StoicheiaAnalysis(AlgZooWorkflow):
         claim = (
             f"without neuron {self.neuron}, the one needed most on other samples, {self.network.title} loses"
         )
-        return Findings.of(Finding(claim, effect, null, unit=unit))
+        return Findings.of(Claim(claim, effect, null, unit=unit))
 
     def _accuracy(self) -> Iterator[View]:
         counted, network = self.counted, self.network

@@ -32,8 +32,9 @@ from ...stages.attention.head_detection import KINDS, displaced_scores, head_sco
 from ...stages.attention.statistics import head_statistics
 from ...stages.causal.controls import Null, chosen_at_random
 from ...store.errors import PromptError
+from ..claim import Claim
 from ..settings import ControlSettings, Count, ModelSettings, Natural, setting
-from ..views import Choice, Figure, Finding, Findings, Heatmap, Table, View
+from ..views import Choice, Figure, Findings, Heatmap, Table, View
 from ..workflow import ModelWorkflow
 
 if TYPE_CHECKING:
@@ -236,7 +237,7 @@ class HeadDetection(ModelWorkflow):
         n_heads = lead[0].size
         layer, head = divmod(int(lead.values[0].argmax()), lead.sizes["head"])
         return Findings.of(
-            Finding(
+            Claim(
                 f"layer {lead['layer'].values[layer]}, head {head} looks behind where its token stood before "
                 f"by this much more than when the tokens are shuffled ({self.measure})",
                 float(lead[0].max()),

@@ -25,6 +25,7 @@ from ...stages.attention.layer_scan import CONDITIONS, UNSEEN, best_layer, layer
 from ...stages.causal.controls import Null
 from ...store.errors import ConfigError, PromptError
 from ...store.runs.coordinates import pair_starts
+from ..claim import Claim
 from ..material.samples.marker_samples import (
     Conversion,
     Placed,
@@ -35,7 +36,7 @@ from ..material.samples.marker_samples import (
 )
 from ..settings import ControlSettings, Count, ModelSettings, setting
 from ..subject import shipped_prose
-from ..views import Bars, Data, Finding, Findings, Line, Lines, Table, View, together
+from ..views import Bars, Data, Findings, Line, Lines, Table, View, together
 from ..workflow import ModelWorkflow, loaded
 
 if TYPE_CHECKING:
@@ -173,7 +174,7 @@ class LayerScan(ModelWorkflow):
         drawn = permuted_t(weight, is_b, self.settings.controls, seed=self.settings.seed)
         one, other = self.conditions
         return Findings.of(
-            Finding(
+            Claim(
                 f"in layer {self.layers[int(t.argmax())]} markers look at their targets more in {one!r} "
                 f"than in {other!r}, Welch's t",
                 float(t.max()),

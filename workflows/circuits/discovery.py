@@ -24,8 +24,9 @@ from ...stages.circuits.circuit import Circuit
 from ...stages.circuits.experiment import EdgeExperiment, one_length
 from ...stages.circuits.scores import EdgeEffects, EdgeScores
 from ...stages.circuits.selected import SelectedCircuits
+from ..claim import Claim
 from ..settings import CircuitSettings, Count, Natural, setting
-from ..views import CircuitDrawing, Data, Figure, Finding, Findings, Heatmap, Table, View
+from ..views import CircuitDrawing, Data, Figure, Findings, Heatmap, Table, View
 from .tasks import CircuitWorkflow
 
 if TYPE_CHECKING:
@@ -118,7 +119,7 @@ class CircuitDiscovery(CircuitWorkflow):
                 continue
             effect, spread, random = self.faithful(task)
             found.append(
-                Finding(
+                Claim(
                     f"{self.size(task)} of {self.edges(task)} edges keep what the model does in {task}",
                     effect,
                     Null(random, "random circuits of as many edges"),

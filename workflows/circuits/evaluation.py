@@ -25,8 +25,9 @@ from ...stages.circuits.experiment import EdgeExperiment
 from ...stages.circuits.pairs import Alternative
 from ...stages.circuits.selected import SelectedCircuits
 from ...store.errors import ConfigError
+from ..claim import Claim
 from ..settings import CircuitSettings, Count, Share, setting
-from ..views import Data, Figure, Finding, Findings, Line, Lines, Table, View
+from ..views import Data, Figure, Findings, Line, Lines, Table, View
 from .tasks import CircuitWorkflow
 
 if TYPE_CHECKING:
@@ -134,7 +135,7 @@ class CircuitEvaluation(CircuitWorkflow):
             effect, _ = areas(self.shares, curves["circuit"])
             others = [areas(self.shares, draw)[0] for draw in curves["random"].T]
             found.append(
-                Finding(
+                Claim(
                     f"circuits of growing size keep what the model does in {task}, on average",
                     effect,
                     Null(np.array(others), "sequences of random circuits as large"),

@@ -40,11 +40,12 @@ from ...stages.evaluation.order import LayerOrders, swaps
 from ...stages.evaluation.recall import FactualRecall
 from ...store.errors import ConfigError
 from ..attention.head_detection import ordinary_tokens, repeated_tokens, shuffled, special_prefix
+from ..claim import Claim
 from ..material.facts.fact_data import FIELDS, read_records
 from ..readout.character_count_helix import line_corpus
 from ..settings import ControlSettings, Count, ModelSettings, Natural, setting
 from ..subject import read_texts, shipped_facts
-from ..views import Finding, Findings, Lines, Table, View, together
+from ..views import Findings, Lines, Table, View, together
 from ..workflow import ModelWorkflow
 from .changed import Change, averaged, reconstructed, zeroed
 
@@ -203,10 +204,8 @@ class Evaluate(ModelWorkflow):
         found: Floats = self.result(other)["loss"].values - self.result(one)["loss"].values
         return found
 
-    def _paired(self, claim: str, gain: Floats, of: str) -> Finding:
-        null = Null(random_signs(gain, self.settings.controls, seed=self.settings.seed), of)
-        spread = interval(gain, seed=self.settings.seed)
-        return Finding(claim, float(gain.mean()), null, "nats", spread, prompts=len(gain))
+    def _paired(self, text: str, gain: Floats, of: str) -> Claim:
+        return Claim.paired(text, gain, of, self.settings, unit="nats")
 
     def recall(self) -> dict[str, Any]:
         """Share of facts said, median rank, and how much likelier an answer is behind its own prompt."""
@@ -269,7 +268,7 @@ class Evaluate(ModelWorkflow):
         ]
         recalled = self.recall()
         found.append(
-            Finding(
+            Claim(
                 "answers are likelier behind their own prompts than behind those of other facts",
                 float(recalled["gain"].mean()),
                 Null(recalled["draws"], "exchanges of answers among facts"),
@@ -284,7 +283,7 @@ class Evaluate(ModelWorkflow):
             one, other = self.orders["exchanged"]
             many = len(self.orders["costs"])
             found.append(
-                Finding(
+                Claim(
                     f"of {many} exchanges of two layers the cheapest, of {one} and {other}, costs",
                     self.orders["best"],
                     Null(self.orders["draws"], f"draws of signs, each the cheapest of {many}"),
@@ -360,7 +359,7 @@ class Evaluate(ModelWorkflow):
         own, *others = self.costs
         return {"unit": "nats", **own, "others": {"of": change.of, "costs": others}}
 
-    def _cost_findings(self) -> list[Finding]:
+    def _cost_findings(self) -> list[Claim]:
         """That a change costs more than others of its size; none where too few of these are known."""
         if self.change is None or len(self.others) < LEAST:
             return []
@@ -368,7 +367,7 @@ class Evaluate(ModelWorkflow):
         told, changed = (_behind(self.result(name).load())[1] for name in ("facts", "changed_facts"))
         by_prompt = {"text": self._gain("text", "changed_text"), "facts": told - changed}
         return [
-            Finding(
+            Claim(
                 f"{self.change.told} costs, on {where}",
                 own[where],
                 Null(np.array([each[where] for each in others]), self.change.of),

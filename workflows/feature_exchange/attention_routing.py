@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ...stages.logits.lens import format_token
+from ..claim import Claim
 from ..settings import ControlSettings, Count, InjectionSettings, Positive, setting
-from ..views import Data, Finding, Heatmap, Lines, Table, View, together
+from ..views import Data, Heatmap, Lines, Table, View, together
 from .workflow import ExchangeWorkflow
 
 if TYPE_CHECKING:
@@ -117,18 +118,18 @@ class AttentionRouting(ExchangeWorkflow):
         (top,) = top_heads(self.sweep.isel(place=0).sel(strength=self.exchange.strength), 1)
         return top["layer"], top["head"]
 
-    def claims(self) -> Iterator[Finding]:
+    def claims(self) -> Iterator[Claim]:
         """The head that changes most, all heads together, and that head in other texts of the kind."""
         exchange, (layer, head), change = self.exchange, self.head, _changes(self.result("controls"))
         injected = f"{self.labels.short(exchange.inject)} injected at {exchange.site_label}"
         cause = f"{injected} moves the end's attention to it"
         most, total = abs(change).max(("layer", "head")).values, abs(change).sum(("layer", "head")).values
-        yield self.finding(most, f"{cause}, most of all heads layer {layer} head {head}: |change|")
-        yield self.finding(total, f"{cause}: sum of |change| over all heads")
+        yield self.claim_here(most, f"{cause}, most of all heads layer {layer} head {head}: |change|")
+        yield self.claim_here(total, f"{cause}: sum of |change| over all heads")
         if exchange.held_out:
             direction = np.sign(change.isel(place=0, exchange=0, layer=layer, head=head).item())
             there = _changes(self.result("held_out")).isel(layer=layer, head=head).values * direction
-            yield self.held_out_finding(
+            yield self.held_out_claim(
                 there, f"layer {layer} head {head} moves as it did here in {exchange.kin.where}"
             )
 

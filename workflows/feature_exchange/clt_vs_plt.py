@@ -29,10 +29,11 @@ from ...stages.features.effects.ranked import RankedExchanges, RankedTrace
 from ...stages.features.layers.layout import FeatureId
 from ...stages.logits.lens import format_token
 from ...store.errors import ConfigError
+from ..claim import Claim
 from ..material.answers import number, word_id
 from ..material.feature_labels import FeatureLabels, ranked_words
 from ..settings import ControlSettings, InjectionSettings, setting
-from ..views import Data, Finding, Findings, Heatmap, Line, Lines, Table, View, together
+from ..views import Data, Findings, Heatmap, Line, Lines, Table, View, together
 from .exchange import changes
 from .presets import PRESETS, FeaturePreset
 from .workflow import ExchangeWorkflow, position_sweep
@@ -215,7 +216,7 @@ class CltVsPlt(ExchangeWorkflow):
                 f"{arm}: the word's best features along the prompt",
             ).without_first_token()
 
-    def claims(self) -> Iterator[Finding]:
+    def claims(self) -> Iterator[Claim]:
         """What the preset's features do, and what the best ranked ones of each kind do."""
         yield from super().claims()
         word = self.preset.inject_word
@@ -226,7 +227,7 @@ class CltVsPlt(ExchangeWorkflow):
                 f"at {self.exchange.site_label} changes P({word!r}) at the end"
             )
             null = Null(effects[1:], "sets of other features that write as much")
-            yield Finding(claim, float(effects[0]), null)
+            yield Claim(claim, float(effects[0]), null)
 
     def _ranking(self) -> Table:
         """The best features of both kinds, side by side."""

@@ -33,9 +33,10 @@ from ...stages.features.dictionary import Dictionary
 from ...stages.logits.lens import format_probability, format_text, format_token
 from ...store.arrays import Floats
 from ...store.errors import ConfigError
+from ..claim import Claim, Controls
 from ..settings import ControlSettings, Count, ModelSettings, Natural, Positive, preset_of, setting
 from ..subject import Subject
-from ..views import Data, Finding, Findings, Heatmap, Line, Lines, Table, View, together
+from ..views import Data, Findings, Heatmap, Line, Lines, Table, View, together
 from ..workflow import Workflow
 from .exchange import FeatureExchange, changes, probabilities
 from .presets import PAIR_PRESETS, ExchangePair, PairPreset, read_pairs
@@ -306,23 +307,25 @@ class PlanningPairs(Workflow):
         peaks = np.array([result.peaks for result in results])
         # The features of the shipped pairs were chosen on other prompts; of other pairs nobody knows.
         is_held_out = not settings.pairs and self.preset.model == "specimen"
-        shared: dict[str, Any] = {"draws": 1000, "seed": settings.seed, "held_out": is_held_out}
-        controls = "times another feature of its layer in each pair, that writes as much"
+        draws = Controls(1000, settings.seed)
+        controls = "another feature of the layer in each pair that writes as much"
         over = f"over {len(results)} pairs of {self.subject.name}"
-        findings = [
-            Finding.over(
+        claims = [
+            Claim.over(
                 f"{over}, the exchange at the site changes the probability of the injected word",
                 np.array([result.effect for result in results]),
                 np.array([result.null.values for result in results]),
                 controls,
-                **shared,
+                draws,
+                held_out=is_held_out,
             ),
-            Finding.over(
+            Claim.over(
                 f"{over}, the share that changes it most at the site",
                 peaks[:, 0],
                 peaks[:, 1:],
                 controls,
-                **shared,
+                draws,
+                held_out=is_held_out,
             ),
         ]
         caption = self.preset.found
@@ -331,10 +334,10 @@ class PlanningPairs(Workflow):
             both = f"{self.preset.dictionary} and {self.other.preset.dictionary}"
             if np.isfinite(overlap):
                 null = Null(random, "pairings of as many pairs at random")
-                findings.append(Finding(f"pairs that work in {both}, Jaccard", overlap, null))
+                claims.append(Claim(f"pairs that work in {both}, Jaccard", overlap, null))
             else:
                 caption += f" No pair works in {both}: nothing is said of their overlap."
-        return Findings.of(*findings, caption=caption, sources=tuple(self.nodes))
+        return Findings.of(*claims, caption=caption, sources=tuple(self.nodes))
 
     @cached_property
     def overlap(self) -> tuple[float, Floats]:
@@ -414,8 +417,8 @@ class PlanningPairs(Workflow):
         is_there = np.isfinite(own)
 
         def mean(values: Floats) -> Floats:
-            total: Floats = np.where(is_there, values, 0.0).sum(axis=0)
-            return total / is_there.sum(axis=0)
+            total: Floats = np.where(is_there, values, 0.0).sum(axis=0) / is_there.sum(axis=0)
+            return total
 
         lines = Lines(
             title="Mean over the pairs",

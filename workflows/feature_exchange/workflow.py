@@ -20,9 +20,10 @@ from ...stages.features.labels import labels_of
 from ...stages.features.layers.layout import FeatureId
 from ...stages.logits.lens import format_probability, format_token
 from ...store.arrays import Floats
+from ..claim import Claim
 from ..material.feature_labels import FeatureLabels
 from ..subject import Subject
-from ..views import Finding, Findings, Table, View, dash
+from ..views import Findings, Table, View, dash
 from ..workflow import Workflow
 from .exchange import FeatureExchange, changes, probabilities
 from .presets import FeaturePreset, chosen_preset
@@ -117,25 +118,25 @@ class ExchangeWorkflow(Workflow):
             f"P({self.exchange.words[0]!r}) at the end"
         )
 
-    def claims(self) -> Iterator[Finding]:
+    def claims(self) -> Iterator[Claim]:
         """The effect in this prompt, and in other texts of its kind on which nothing was chosen."""
-        yield self.finding(self.effects(self.result("controls")), self.claim)
+        yield self.claim_here(self.effects(self.result("controls")), self.claim)
         if self.exchange.held_out:
             there = self.effects(self.result("held_out"))
-            yield self.held_out_finding(there, f"the same in {self.exchange.kin.where}")
+            yield self.held_out_claim(there, f"the same in {self.exchange.kin.where}")
 
-    def finding(self, effects: Floats, claim: str) -> Finding:
+    def claim_here(self, effects: Floats, text: str) -> Claim:
         """A claim about this prompt. effects: [place, exchange]; without a named site the best place counts,
         of the exchange and of each control."""
         best, exchange = effects.max(axis=0), self.exchange
         null = Null(exchange.of_random(best), exchange.controls_label, looked_at=exchange.looked_at)
-        return Finding(claim, float(best[0]), null)
+        return Claim(text, float(best[0]), null)
 
-    def held_out_finding(self, effects: Floats, claim: str) -> Finding:
+    def held_out_claim(self, effects: Floats, text: str) -> Claim:
         """A claim about other texts, means over them. effects: [place, exchange]."""
-        null = Null(self.exchange.of_random(effects.mean(axis=0)), self.exchange.controls_label)
-        own = effects[:, 0]
-        return Finding(claim, float(own.mean()), null, spread=interval(own), prompts=len(own), held_out=True)
+        own, random = effects[:, 0], self.exchange.of_random(effects.mean(axis=0))
+        spread, null = interval(own), Null(random, self.exchange.controls_label)
+        return Claim(text, float(own.mean()), null, spread=spread, prompts=len(own), held_out=True)
 
     # -- views
 
@@ -161,8 +162,8 @@ class ExchangeWorkflow(Workflow):
             ("fires on", lambda row: dash(labels.fires.get(row[0]), repr)),
             title="The features that are exchanged",
             caption="the token that each one's decoder raises most, read by the unembedding, without "
-            "what later layers make of it; the token of this prompt at which it is most active, if it is active "
-            "at all",
+            "what later layers make of it; the token of this prompt at which it is most active, if it is "
+            "active at all",
         )
 
     def parts_table(self) -> Table:

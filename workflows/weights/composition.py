@@ -24,8 +24,9 @@ from ...stages.weights.composition import MODES, composition_scores
 from ...stages.weights.matrices import attending, require_outputs
 from ...stages.weights.stored import StoredMatrices
 from ...store.errors import ConfigError
+from ..claim import Claim
 from ..settings import ControlSettings, Count, ModelSettings, setting
-from ..views import Figure, Finding, Findings, Heatmap, Table, View
+from ..views import Figure, Findings, Heatmap, Table, View
 from ..workflow import ModelWorkflow, loaded
 
 if TYPE_CHECKING:
@@ -104,14 +105,14 @@ class Composition(ModelWorkflow):
             )
         return rows
 
-    def _finding(self, mode: str, best: dict[str, Any]) -> Finding:
+    def _finding(self, mode: str, best: dict[str, Any]) -> Claim:
         pairs = int(self.scores["score"].sel(mode=mode).notnull().sum())
         claim = f"{_head(best)} reads what {_head(best, 'source_')} writes, {READS[mode]} (composition score)"
         null = Null(
             self.scores["largest_control"].sel(mode=mode).values,
             f"draws of all heads writing elsewhere as much, each its best of {pairs} pairs",
         )
-        return Finding(claim, best["score"], null)
+        return Claim(claim, best["score"], null)
 
     def views(self) -> Iterator[View]:
         """The best pairs of each mode, and all pairs."""

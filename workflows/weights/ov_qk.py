@@ -27,9 +27,10 @@ from ...stages.weights.positional import position_scores
 from ...stages.weights.singular import singular_directions
 from ...stages.weights.stored import StoredMatrices
 from ...store.errors import ConfigError
+from ..claim import Claim
 from ..material.answers import named
 from ..settings import ControlSettings, Count, ModelSettings, Natural, setting
-from ..views import Figure, Finding, Findings, Heatmap, Table, View
+from ..views import Figure, Findings, Heatmap, Table, View
 from ..workflow import ModelWorkflow, loaded
 
 if TYPE_CHECKING:
@@ -107,7 +108,7 @@ class OvQk(ModelWorkflow):
         named_so = [f"L{found['layer'].values[a]}H{b}" for a, b in (most, least)]
         control = found["control"].values
         return Findings.of(
-            Finding(
+            Claim(
                 f"{named_so[0]} copies what it reads (sum of eigenvalues over that of their sizes)",
                 float(scores[most]),
                 Null(
@@ -115,7 +116,7 @@ class OvQk(ModelWorkflow):
                     f"draws of all heads writing elsewhere, each the best of {heads}",
                 ),
             ),
-            Finding(
+            Claim(
                 f"{named_so[1]} lowers what it reads (sum of eigenvalues over that of their sizes)",
                 float(scores[least]),
                 Null(
