@@ -92,6 +92,37 @@ class Claim:
     """Largest p-value of an effect beyond chance."""
 
     @classmethod
+    def against(
+        cls,
+        text: str,
+        effects: Any,
+        draws: Any,
+        of: str,
+        *,
+        side: Side = "above",
+        looked_at: int = 1,
+        seed: int = 0,
+        **fields: Any,
+    ) -> Claim:
+        """A claim beside draws that runs of their own gave.
+
+        Arguments:
+            text: see `Claim`.
+            effects: the measure under the cause, a number; or [prompt], for a mean and its bootstrap interval.
+            draws: the same measure under random causes, [draw]; empty without controls.
+            of: what was drawn, in words that follow "50".
+            side: which effects count as large; see `Null`.
+            looked_at: number of candidates that the cause was chosen among on the same data.
+            seed: of the bootstrap.
+            fields: further fields of the claim.
+        """
+        null = Null(np.asarray(draws, np.float64), of, side, looked_at)
+        if np.ndim(effects) == 0:
+            return cls(text, float(effects), null, **fields)
+        spread = interval(effects, seed=seed)
+        return cls(text, float(np.nanmean(effects)), null, spread=spread, prompts=len(effects), **fields)
+
+    @classmethod
     def over(
         cls,
         text: str,
@@ -118,15 +149,15 @@ class Claim:
         """
         count = settings.controls if np.size(controls) else 0
         draws = random_means(np.column_stack([effects, controls]), count, seed=settings.seed)
-        null = Null(draws, f"draws of {of}", side, looked_at)
-        return cls._mean(text, effects, null, settings, **fields)
+        of, seed = f"draws of {of}", settings.seed
+        return cls.against(text, effects, draws, of, side=side, looked_at=looked_at, seed=seed, **fields)
 
     @classmethod
     def paired(cls, text: str, differences: Any, of: str, settings: ControlOptions, **fields: Any) -> Claim:
         """A claim about several prompts: the mean difference from each prompt's own control, beside the means
         with random signs. differences: [prompt]. of: what a sign decides, in words that follow "50"."""
-        null = Null(random_signs(differences, settings.controls, seed=settings.seed), of)
-        return cls._mean(text, differences, null, settings, **fields)
+        draws = random_signs(differences, settings.controls, seed=settings.seed)
+        return cls.against(text, differences, draws, of, seed=settings.seed, **fields)
 
     @classmethod
     def among(
@@ -153,7 +184,7 @@ class Claim:
             seed=settings.seed,
             without=[own],
         )
-        return cls(text, float(values[own]), Null(values[drawn], of, side), **fields)
+        return cls.against(text, values[own], values[drawn], of, side=side, **fields)
 
     @classmethod
     def ranking(
@@ -168,14 +199,8 @@ class Claim:
             np.nanmean([rank_correlation(random.permutation(estimate), exact) for estimate, exact in pairs])
             for _ in range(settings.controls)
         ]
-        null = Null(np.array(draws), f"shuffles of the estimates among the {cells}")
-        return cls._mean(text, ranks, null, settings)
-
-    @classmethod
-    def _mean(cls, text: str, effects: Any, null: Null, settings: ControlOptions, **fields: Any) -> Claim:
-        """A claim whose effect is the mean over prompts [prompt], with its bootstrap interval."""
-        spread = interval(effects, seed=settings.seed)
-        return cls(text, float(np.nanmean(effects)), null, spread=spread, prompts=len(effects), **fields)
+        of = f"shuffles of the estimates among the {cells}"
+        return cls.against(text, ranks, draws, of, seed=settings.seed)
 
     @property
     def p_value(self) -> float:

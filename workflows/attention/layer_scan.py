@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ...stages.attention.layer_scan import CONDITIONS, UNSEEN, best_layer, layer_scan, permuted_t, welch_t
-from ...stages.causal.controls import Null
 from ...store.errors import ConfigError, PromptError
 from ...store.runs.coordinates import pair_starts
 from ..claim import Claim
@@ -173,14 +172,12 @@ class LayerScan(ModelWorkflow):
         t = welch_t(weight, is_b)
         drawn = permuted_t(weight, is_b, self.settings.controls, seed=self.settings.seed)
         one, other = self.conditions
-        return Findings.of(
-            Claim(
-                f"in layer {self.layers[int(t.argmax())]} markers look at their targets more in {one!r} "
-                f"than in {other!r}, Welch's t",
-                float(t.max()),
-                Null(drawn, f"random deals of the samples, every time the best of {len(t)} layers"),
-            )
+        text = (
+            f"in layer {self.layers[int(t.argmax())]} markers look at their targets more in {one!r} than in "
+            f"{other!r}, Welch's t"
         )
+        of = f"random deals of the samples, every time the best of {len(t)} layers"
+        return Findings.of(Claim.against(text, t.max(), drawn, of))
 
     def views(self) -> Iterator[View]:
         """The test layer by layer, every sample, and how sure the difference is."""

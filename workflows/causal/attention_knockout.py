@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ...stages.causal.controls import Side, chosen_at_random
+from ...stages.causal.controls import chosen_at_random
 from ...stages.causal.draws import AtOnce
 from ...stages.causal.knockout import EdgeKnockout, HeadKnockout
 from ...stages.logits.lens import format_text, format_token
@@ -108,10 +108,9 @@ class AttentionKnockout(EdgeWorkflow):
             int(np.flatnonzero(self.edges[axis].values == at)[0])
             for axis, at in (("layer", layer), ("key", key))
         )
-        side: Side = "either" if measure == "logit_diff" else "above"
         of = "other (layer, key) edges of this query"
         own = row * effects.shape[1] + column
-        return Claim.among(text, effects, own, of, self.settings, side=side, **fields)
+        return Claim.among(text, effects, own, of, self.settings, **fields)
 
     def views(self) -> Iterator[View]:
         """What is claimed; the one edge; every key and every head in its place."""

@@ -266,32 +266,18 @@ class Evaluate(ModelWorkflow):
                 signs,
             ),
         ]
-        recalled = self.recall()
-        found.append(
-            Claim(
-                "answers are likelier behind their own prompts than behind those of other facts",
-                float(recalled["gain"].mean()),
-                Null(recalled["draws"], "exchanges of answers among facts"),
-                "nats",
-                interval(recalled["gain"], seed=given.seed),
-                prompts=recalled["facts"],
-            )
-        )
+        recalled, seed = self.recall(), given.seed
+        text = "answers are likelier behind their own prompts than behind those of other facts"
+        of = "exchanges of answers among facts"
+        found.append(Claim.against(text, recalled["gain"], recalled["draws"], of, unit="nats", seed=seed))
         found += self._cost_findings()
         told = [self._too_few()]
         if self.orders is not None:
             one, other = self.orders["exchanged"]
             many = len(self.orders["costs"])
-            found.append(
-                Claim(
-                    f"of {many} exchanges of two layers the cheapest, of {one} and {other}, costs",
-                    self.orders["best"],
-                    Null(self.orders["draws"], f"draws of signs, each the cheapest of {many}"),
-                    "nats",
-                    interval(self.orders["by_prompt"], seed=given.seed),
-                    prompts=len(self.orders["by_prompt"]),
-                )
-            )
+            text = f"of {many} exchanges of two layers the cheapest, of {one} and {other}, costs"
+            of, cost = f"draws of signs, each the cheapest of {many}", self.orders["by_prompt"]
+            found.append(Claim.against(text, cost, self.orders["draws"], of, unit="nats", seed=seed))
             if not self.orders["is_sound"]:
                 told.append(
                     f"the model does better with layers {one} and {other} exchanged: its layers are not in "
@@ -366,17 +352,15 @@ class Evaluate(ModelWorkflow):
         own, *others = self.costs
         told, changed = (_behind(self.result(name).load())[1] for name in ("facts", "changed_facts"))
         by_prompt = {"text": self._gain("text", "changed_text"), "facts": told - changed}
-        return [
-            Claim(
-                f"{self.change.told} costs, on {where}",
-                own[where],
-                Null(np.array([each[where] for each in others]), self.change.of),
-                "nats",
-                interval(by_prompt[where], seed=self.settings.seed) if where in by_prompt else None,
-                prompts=len(by_prompt.get(where, [0])),
-            )
-            for where, _ in COSTS.values()
-        ]
+        claims = []
+        for where, _ in COSTS.values():
+            fields: dict[str, Any] = {"unit": "nats"}
+            if where in by_prompt:  # the effect is a mean over tokens, its interval one over prompts
+                spread = interval(by_prompt[where], seed=self.settings.seed)
+                fields |= {"spread": spread, "prompts": len(by_prompt[where])}
+            text, draws = f"{self.change.told} costs, on {where}", [other[where] for other in others]
+            claims.append(Claim.against(text, own[where], draws, self.change.of, **fields))
+        return claims
 
     def _too_few(self) -> str:
         """Why nothing is claimed of a change's cost; empty where something is."""

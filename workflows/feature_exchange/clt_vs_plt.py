@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ...stages.causal.controls import Null
 from ...stages.features.dictionary import Dictionary
 from ...stages.features.effects.ranked import RankedExchanges, RankedTrace
 from ...stages.features.layers.layout import FeatureId
@@ -226,8 +225,8 @@ class CltVsPlt(ExchangeWorkflow):
                 f"{arm}: the five features that write most along {word!r} suppressed and the first injected "
                 f"at {self.exchange.site_label} changes P({word!r}) at the end"
             )
-            null = Null(effects[1:], "sets of other features that write as much")
-            yield Claim(claim, float(effects[0]), null)
+            of = "sets of other features that write as much"
+            yield Claim.against(claim, effects[0], effects[1:], of)
 
     def _ranking(self) -> Table:
         """The best features of both kinds, side by side."""

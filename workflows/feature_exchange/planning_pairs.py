@@ -333,8 +333,8 @@ class PlanningPairs(Workflow):
             overlap, random = self.overlap
             both = f"{self.preset.dictionary} and {self.other.preset.dictionary}"
             if np.isfinite(overlap):
-                null = Null(random, "pairings of as many pairs at random")
-                claims.append(Claim(f"pairs that work in {both}, Jaccard", overlap, null))
+                of = "pairings of as many pairs at random"
+                claims.append(Claim.against(f"pairs that work in {both}, Jaccard", overlap, random, of))
             else:
                 caption += f" No pair works in {both}: nothing is said of their overlap."
         return Findings.of(*claims, caption=caption, sources=tuple(self.nodes))

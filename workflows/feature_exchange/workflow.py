@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from ...stages.causal.controls import Null, interval
 from ...stages.features.dictionary import Dictionary
 from ...stages.features.labels import labels_of
 from ...stages.features.layers.layout import FeatureId
@@ -129,14 +128,13 @@ class ExchangeWorkflow(Workflow):
         """A claim about this prompt. effects: [place, exchange]; without a named site the best place counts,
         of the exchange and of each control."""
         best, exchange = effects.max(axis=0), self.exchange
-        null = Null(exchange.of_random(best), exchange.controls_label, looked_at=exchange.looked_at)
-        return Claim(text, float(best[0]), null)
+        random, of = exchange.of_random(best), exchange.controls_label
+        return Claim.against(text, best[0], random, of, looked_at=exchange.looked_at)
 
     def held_out_claim(self, effects: Floats, text: str) -> Claim:
         """A claim about other texts, means over them. effects: [place, exchange]."""
-        own, random = effects[:, 0], self.exchange.of_random(effects.mean(axis=0))
-        spread, null = interval(own), Null(random, self.exchange.controls_label)
-        return Claim(text, float(own.mean()), null, spread=spread, prompts=len(own), held_out=True)
+        random, of = self.exchange.of_random(effects.mean(axis=0)), self.exchange.controls_label
+        return Claim.against(text, effects[:, 0], random, of, held_out=True)
 
     # -- views
 

@@ -312,9 +312,9 @@ class PlaceWorkflow(KnownWorkflow):
             yield self.on_held_out()
 
         def here(place: tuple[int, int], measure: str, effect: str, before: str = "") -> Claim:
-            unit = "nats" if measure == "kl" else "logits"
+            unit, side = ("nats", "above") if measure == "kl" else ("logits", "either")
             text = f"{before}{self.cause(*place)} {effect}"
-            return self.claim_here(*place, measure, text, unit=unit, held_out=is_held_out)
+            return self.claim_here(*place, measure, text, side=side, unit=unit, held_out=is_held_out)
 
         yield here(place, "kl", "changes the next token")
         if self.pieces:

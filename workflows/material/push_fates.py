@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ...stages.causal.absorption import Fate, fates, label, share_left
-from ...stages.causal.controls import Null
 from ...stages.causal.convergence import cosine
 from ..claim import Claim
 
@@ -69,11 +68,10 @@ class PushFates:
             return None
         after = f"layer {layers[0]}" if len(layers) == 1 else f"layers {layers[0]} to {layers[-1]}"
         times = " and ".join(f"{strength:g}" for strength in self.strengths)
-        return Claim(
-            f"{self.what} after {after}, {times} times, keep this share of their largest distance to the end",
-            share_left(self.held.values()),
-            Null(np.array(verdicts), self.of, side="below"),
+        text = (
+            f"{self.what} after {after}, {times} times, keep this share of their largest distance to the end"
         )
+        return Claim.against(text, share_left(self.held.values()), verdicts, self.of, side="below")
 
     @property
     def label(self) -> str:

@@ -25,7 +25,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ...stages.attention.flow import attention_flow, unpacked
-from ...stages.causal.controls import Null
 from ...stages.causal.draws import AtOnce
 from ...stages.causal.state_writes import WRITE_SCALES, RandomWrites, StateKnockout, StateSteering
 from ...stages.logits.lens import format_probability, format_text, format_token
@@ -172,10 +171,8 @@ class RwkvInference(PlaceWorkflow):
     def claim_here(self, layer: int, key: int, measure: str, text: str, **fields: Any) -> Claim:
         """What one write left out does in this prompt, beside random ones in its place."""
         at = {"layer": layer, "position": key}
-        null = Null(
-            self.controls.sel(at)[measure].values, OTHERS, "either" if measure == "logit_diff" else "above"
-        )
-        return Claim(text, float(self.writes.sel(at)[measure]), null, **fields)
+        effect, draws = (float(self.writes.sel(at)[measure]), self.controls.sel(at)[measure].values)
+        return Claim.against(text, effect, draws, OTHERS, **fields)
 
     def on_held_out(self) -> Claim:
         """The chosen write left out, in facts that had no part in the choice."""

@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from ...stages.causal.controls import Null
 from ...stages.causal.draws import AtOnce
 from ...stages.causal.steering import (
     DOSE_LEVELS,
@@ -142,8 +141,7 @@ class SteeringDoseResponse(EdgeWorkflow):
         low, high = weights[near].min(), weights[near].max()
         attention = f"({low:.2g} to {high:.2g}, here {weights[own]:.2g})"
         of = f"other edges of this query, nearest in attention {attention}"
-        null = Null(effects[near], of, "either" if measure == "logit_diff" else "above")
-        return Claim(text, float(effects[own]), null, **fields)
+        return Claim.against(text, effects[own], effects[near], of, **fields)
 
     def doing(self, query: str, key: str, layer: int) -> str:
         """Scaling by the strongest dose."""
