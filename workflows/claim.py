@@ -88,6 +88,9 @@ class Claim:
     """Whether the cause was chosen on other prompts than these."""
     noises: int = 1
     """Number of noises that the effect is a mean of in each prompt."""
+    levels: tuple[float, float] | None = None
+    """What is measured without and with the cause, such as a probability, where the effect is their
+    difference."""
     chance: float = CHANCE
     """Largest p-value of an effect beyond chance."""
 
@@ -108,7 +111,7 @@ class Claim:
 
         Arguments:
             text: see `Claim`.
-            effects: the measure under the cause, a number; or [prompt], for a mean and its bootstrap interval.
+            effects: the measure under the cause: a number, or [prompt] for a mean with its interval.
             draws: the same measure under random causes, [draw]; empty without controls.
             of: what was drawn, in words that follow "50".
             side: which effects count as large; see `Null`.
@@ -235,8 +238,8 @@ class Claim:
 
     @property
     def _interval(self) -> str:
-        """In brackets the interval of the effect, and where its cause was chosen."""
-        parts = []
+        """In brackets the levels before and after, the interval, and where the cause was chosen."""
+        parts = [] if self.levels is None else ["from {:.3g} to {:.3g}".format(*self.levels)]
         if self.prompts > 1 or self.spread is not None:
             low, high = self.spread or (self.effect, self.effect)
             which = "held-out prompts" if self.held_out else "prompts"
@@ -269,6 +272,7 @@ class Claim:
             "prompts": self.prompts,
             "held_out": self.held_out,
             "noises": self.noises,
+            "levels": self.levels,
             "chance": self.chance,
             "null": self.null.to_json(self.effect),
         }

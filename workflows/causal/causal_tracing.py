@@ -285,8 +285,9 @@ class CausalTrace(KnownWorkflow):
         own = site.layer, roles_of(self.noised[-1], length)[site.role]
         last = length - is_state(kind)
         rise = grid["probability"].transpose("layer", "position").values - noised
-        cells = [row * length + at for row in range(len(rise)) for at in range(self.noised[0], last)]
-        cell = own[0] * length + own[1]
+        rows, columns = rise.shape
+        cells = [row * columns + at for row in range(rows) for at in range(self.noised[0], last)]
+        cell = own[0] * columns + own[1]
         if cell not in cells or len(cells) < 2:
             return None
         spread = None
@@ -301,6 +302,7 @@ class CausalTrace(KnownWorkflow):
             "other places that the noise reaches",
             given,
             candidates=cells,
+            levels=(noised, noised + float(rise[own])),
             spread=spread,
             held_out=True,
             noises=given.samples,

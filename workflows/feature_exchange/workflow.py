@@ -119,17 +119,25 @@ class ExchangeWorkflow(Workflow):
 
     def claims(self) -> Iterator[Claim]:
         """The effect in this prompt, and in other texts of its kind on which nothing was chosen."""
-        yield self.claim_here(self.effects(self.result("controls")), self.claim)
+        controls = self.result("controls")
+        yield self.claim_here(self.effects(controls), self.claim, probabilities(controls)[:, 0])
         if self.exchange.held_out:
             there = self.effects(self.result("held_out"))
             yield self.held_out_claim(there, f"the same in {self.exchange.kin.where}")
 
-    def claim_here(self, effects: Floats, text: str) -> Claim:
-        """A claim about this prompt. effects: [place, exchange]; without a named site the best place counts,
-        of the exchange and of each control."""
+    def claim_here(self, effects: Floats, text: str, after: Floats | None = None) -> Claim:
+        """A claim about this prompt. Without a named site the best place counts, of the exchange and of each
+        control.
+
+        effects: [place, exchange]. after: probability under the exchange, where the effect is its change,
+        [place].
+        """
         best, exchange = effects.max(axis=0), self.exchange
-        random, of = exchange.of_random(best), exchange.controls_label
-        return Claim.against(text, best[0], random, of, looked_at=exchange.looked_at)
+        fields: dict[str, Any] = {"looked_at": exchange.looked_at}
+        if after is not None:
+            reached = float(after[effects[:, 0].argmax()])
+            fields["levels"] = (reached - float(best[0]), reached)
+        return Claim.against(text, best[0], exchange.of_random(best), exchange.controls_label, **fields)
 
     def held_out_claim(self, effects: Floats, text: str) -> Claim:
         """A claim about other texts, means over them. effects: [place, exchange]."""

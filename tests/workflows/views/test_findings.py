@@ -42,6 +42,12 @@ def test_an_effect_without_a_control_claims_nothing_and_has_no_p_value():
     assert found.strip["draws"] == []
 
 
+def test_levels_before_and_after_are_in_the_sentence():
+    claim = Claim("cutting the edge lowers P('x')", -0.49, NULL, levels=(0.61, 0.12), prompts=1)
+    assert claim.sentence.startswith("Cutting the edge lowers P('x'): -0.49 (from 0.61 to 0.12)")
+    assert claim.to_json()["levels"] == (0.61, 0.12)
+
+
 def test_a_cause_chosen_among_many_says_so_and_pays():
     found = Claim("cutting the edge", 1.0, Null(NULL.values, "edges", looked_at=20))
     assert not found.is_beyond_chance
