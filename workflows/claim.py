@@ -1,24 +1,23 @@
 """Claims: the one protocol by which every causal question says what a cause does, beside what chance does.
 
-A workflow declares the effects it measured: of the candidates it chose among, on the prompts they are chosen
-on and on the held-out prompts they are scored on, and of the control runs. `Claim` and `Candidates` own
-everything else: the choice, how many controls are drawn and which, the null distribution, the interval, the
-p-value and the sentence.
+A workflow declares the effects it measured: of the candidates it chose among, on the prompts they are chosen on
+and on the held-out prompts they are scored on, and of the control runs. `Claim` and `CandidateEffects` own the
+rest: the choice, how many controls are drawn and which, the null distribution, the interval, the p-value and the
+sentence.
 
-    candidates = Candidates(chosen_on, scored_on)                      # effects [prompt, layer, head]
-    claim = candidates.claim(text, candidates.best, "other heads", settings, unit="nats")
+    heads = CandidateEffects(chosen_on, scored_on)                     # effects [prompt, layer, head]
+    claim = heads.claim(text, heads.best, "another head of each prompt", settings, unit="nats")
     claim.is_beyond_chance, claim.p_value, claim.sentence
 
-| constructor | what the cause is compared with | null distribution | |---|---|---| | `Claim.over` | control
-causes in each of several prompts | means over the prompts of a cause drawn in each | | `Candidates.claim` |
-the same, of the candidate chosen on other prompts | the same | | `Claim.among` | other candidates of one
-prompt | some of them, drawn without replacement | | `Claim.paired` | the same prompts without the cause |
-means of the differences with random signs | | `Claim.ranking` | exact effects, which estimates should rank |
-rank correlations of shuffled estimates | | `Claim` itself | draws that the workflow's own runs gave | those
-draws |
+constructor               the cause is compared with             null distribution
+`Claim.over`              control causes in each of the prompts  means over prompts of a cause drawn in each
+`CandidateEffects.claim`  the same, chosen on other prompts      the same
+`Claim.among`             other candidates of one prompt         some of them, drawn without replacement
+`Claim.paired`            the same prompts without the cause     means of the differences with random signs
+`Claim.ranking`           exact effects, which estimates rank    rank correlations of shuffled estimates
+`Claim.against`           draws that runs of their own gave      those draws
 
-An effect that random causes of equal size reach as often as `chance` allows is reported as no more than
-chance.
+An effect that random causes of equal size reach as often as `chance` allows is no more than chance.
 
 Axes: prompt, cause or candidate, draw. Units: of the measure.
 """
@@ -43,7 +42,7 @@ from ..stages.causal.controls import (
 )
 from ..store.arrays import Floats
 
-__all__ = ["Candidates", "Claim", "Controls", "ControlOptions"]
+__all__ = ["CandidateEffects", "Claim", "Controls", "ControlOptions"]
 
 NO_MORE = "no more than chance"
 NO_CONTROL = "nothing is claimed, as no control was run"
@@ -300,7 +299,7 @@ class Claim:
 
 
 @dataclass(frozen=True, eq=False)
-class Candidates:
+class CandidateEffects:
     """Effects of candidate causes: chosen on some prompts, scored on held-out ones. Axes behind `prompt` are
     those of the candidates, such as [prompt, layer, head]."""
 

@@ -29,7 +29,7 @@ from ...stages.causal.grids.patching_metrics import KL, Metric, Probability
 from ...stages.logits.lens import format_probability, format_text, format_token
 from ...store.arrays import Floats
 from ...store.errors import ConfigError
-from ..claim import Candidates, Claim
+from ..claim import CandidateEffects, Claim
 from ..material.answers import answer_pieces, encoded, named, target_json
 from ..material.facts.fact_data import Fact, enough, facts_of, shown_fact
 from ..material.facts.known import CHOSEN_ON, SCORED, KnownWorkflow
@@ -178,13 +178,13 @@ class AblationOfEach(KnownWorkflow):
         return found
 
     @cached_property
-    def candidates(self) -> Candidates:
+    def candidates(self) -> CandidateEffects:
         """KL without each compared unit on other facts that the model knows, in nats: [fact, unit]."""
         parts = zip(np.split(self.lost, 2), (CHOSEN_ON, SCORED), strict=True)
         chosen_on, scored_on = (
             part[self.is_known(name)].reshape(-1, part[0].size)[:, self.compared] for part, name in parts
         )
-        return Candidates(chosen_on, scored_on)
+        return CandidateEffects(chosen_on, scored_on)
 
     def claims(self) -> Iterator[Claim]:
         """The unit that other facts need most, on more of them and here; and the one they need least."""

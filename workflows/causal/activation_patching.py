@@ -44,7 +44,7 @@ from ...stages.forward.models.files import SHIPPED
 from ...stages.logits.lens import format_probability, format_text, format_token
 from ...store.arrays import Floats
 from ...store.errors import ConfigError
-from ..claim import Candidates, Claim
+from ..claim import CandidateEffects, Claim
 from ..material.answers import answer_pieces, encoded, named
 from ..material.facts.fact_data import FIELDS
 from ..material.facts.fact_pairs import pair_records, shipped_pairs
@@ -313,12 +313,12 @@ class ActivationPatchingTrace(KnownWorkflow):
 
     claim_sources = CONTROLS
 
-    def candidates(self, kind: str) -> Candidates:
+    def candidates(self, kind: str) -> CandidateEffects:
         """Percent recovered by each place of a kind, [pair, layer, role]."""
         roles = 1 if kind.startswith("resid") or _is_memory(kind) else 2
         choice, scored, controls = (self._recovered(name, kind)[..., :roles] for name in self.CONTROLS)
         by_donor = controls.reshape(len(scored), self.num_donors, *scored.shape[1:])
-        return Candidates(choice, scored, by_donor)
+        return CandidateEffects(choice, scored, by_donor)
 
     def claims(self) -> Iterator[Claim]:
         """The place of each kind that recovers most in other pairs, and one that moves them least."""
@@ -363,7 +363,9 @@ class ActivationPatchingTrace(KnownWorkflow):
         known = self.counts(name)
         return found[known.repeat(len(found) // len(known))]
 
-    def _claim(self, kind: str, candidates: Candidates, place: tuple[int, ...], before: str = "") -> Claim:
+    def _claim(
+        self, kind: str, candidates: CandidateEffects, place: tuple[int, ...], before: str = ""
+    ) -> Claim:
         """What one place [layer, role] of a kind recovers, beside states of unrelated prompts there."""
         (layer, role), name = place, "state" if _is_memory(kind) else kind
         text = (

@@ -36,7 +36,7 @@ from ...stages.corpus.positions import phrase_tokens
 from ...stages.forward.models.files import SHIPPED
 from ...stages.logits.lens import format_probability, format_text, format_token
 from ...store.errors import ConfigError
-from ..claim import Candidates, Claim
+from ..claim import CandidateEffects, Claim
 from ..material.answers import FRANCE, answer_pieces, encoded, named, target_json
 from ..material.facts.fact_data import enough
 from ..material.facts.fact_pairs import pair_records
@@ -216,11 +216,13 @@ class CausalTrace(KnownWorkflow):
         return {kind: self.result(kind).load() for kind in self.kinds}
 
     @cached_property
-    def candidates(self) -> dict[str, Candidates]:
+    def candidates(self) -> dict[str, CandidateEffects]:
         """Rise of the answer's probability by each kind of state, [fact, layer, role], on facts that the
         model knows; the held-out ones have drawn positions behind the roles."""
         return {
-            kind: Candidates(self._rise(f"choice_{kind}", CHOSEN_ON), self._rise(f"scored_{kind}", SCORED))
+            kind: CandidateEffects(
+                self._rise(f"choice_{kind}", CHOSEN_ON), self._rise(f"scored_{kind}", SCORED)
+            )
             for kind in self.kinds
         }
 

@@ -23,7 +23,7 @@ import numpy as np
 from ...stages.causal.counterfact import CounterFactPatching
 from ...stages.causal.factual_routing import FactualRouting
 from ...stages.logits.lens import format_text, format_token
-from ..claim import Candidates, Claim
+from ..claim import CandidateEffects, Claim
 from ..material.answers import named
 from ..material.facts.fact_pairs import SUBJECTS, PairWorkflow, layers_told
 from ..material.facts.known import CHOSEN_ON, SCORED
@@ -69,7 +69,7 @@ class CounterFactPatches(PairWorkflow):
         return nodes
 
     @cached_property
-    def candidates(self) -> Candidates:
+    def candidates(self) -> CandidateEffects:
         """Whether the state of the counterfactual subject in each block makes the model predict what the
         counterfactual prompt does, of pairs that the model knows."""
         choice = self.result("choice").load().isel(draw=0)
@@ -78,7 +78,7 @@ class CounterFactPatches(PairWorkflow):
         expected = self.found["counterfactual_token_id"].values[known]
         patched = self.result("subjects").load()["token_id"].transpose("pair", "block").values[known]
         controls = self.result("controls").load().isel(draw=0)["token_id"].transpose("pair", "block").values
-        return Candidates(
+        return CandidateEffects(
             predicts[self.is_known(CHOSEN_ON)],
             patched == expected[:, None],
             self.by_donor(controls) == expected[:, None, None],

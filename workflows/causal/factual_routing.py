@@ -21,7 +21,7 @@ import numpy as np
 from ...stages.causal.factual_routing import FactualRouting
 from ...stages.logits.lens import format_text
 from ...store.arrays import Floats
-from ..claim import Candidates, Claim
+from ..claim import CandidateEffects, Claim
 from ..material.answers import named
 from ..material.facts.fact_pairs import SUBJECTS, PairWorkflow, layers_told
 from ..material.facts.known import CHOSEN_ON, SCORED
@@ -63,14 +63,14 @@ class Routing(PairWorkflow):
         return {"routing": self.on_model(routing), **self.control_nodes()}
 
     @cached_property
-    def candidates(self) -> Candidates:
+    def candidates(self) -> CandidateEffects:
         """How far attention moves for the other subject, [pair, block, layer, head], of pairs that the model
         knows."""
         sizes = {
             name: np.abs(_moved(self.result(name).load().isel(draw=0))) for name in ("choice", "controls")
         }
         scored_on = np.abs(self.routing["delta"].values)[self.is_known(SCORED)]
-        return Candidates(
+        return CandidateEffects(
             sizes["choice"][self.is_known(CHOSEN_ON)], scored_on, self.by_donor(sizes["controls"])
         )
 
@@ -79,7 +79,7 @@ class Routing(PairWorkflow):
         in the one that moves least."""
         heads, of = self.candidates, "the states of unrelated prompts as long"
         assert heads.controls is not None  # by_donor gives them
-        blocks = Candidates(
+        blocks = CandidateEffects(
             *(part.sum((-2, -1)) for part in (heads.chosen_on, heads.scored_on, heads.controls))
         )
         (block,) = blocks.best

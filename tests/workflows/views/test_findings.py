@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from mizarr.stages.causal.controls import Null
-from mizarr.workflows.claim import Candidates, Claim, Controls
+from mizarr.workflows.claim import CandidateEffects, Claim, Controls
 from mizarr.workflows.views import Findings, paper
 
 NULL = Null(np.linspace(-0.1, 0.1, 50), "features of the same layer")
@@ -102,7 +102,7 @@ def test_a_candidate_is_chosen_on_one_half_and_scored_on_the_other():
     chosen_on = np.zeros((3, 2, 4))
     chosen_on[:, 1, 2], chosen_on[:, 0, 3] = 1.0, -1.0
     scored_on = np.arange(16.0).reshape(2, 2, 4)
-    candidates = Candidates(chosen_on, scored_on)
+    candidates = CandidateEffects(chosen_on, scored_on)
     assert (candidates.best, candidates.weakest) == ((1, 2), (0, 3))
     claim = candidates.claim("cutting a head", candidates.best, "another head", SETTINGS)
     assert (claim.effect, claim.prompts, claim.held_out) == (10.0, 2, True)
@@ -113,7 +113,7 @@ def test_a_candidate_is_chosen_on_one_half_and_scored_on_the_other():
 
 def test_candidates_with_controls_of_their_own_are_compared_with_these():
     controls = np.full((2, 5, 3), 0.5)
-    candidates = Candidates(np.eye(3)[:2], np.ones((2, 3)), controls)
+    candidates = CandidateEffects(np.eye(3)[:2], np.ones((2, 3)), controls)
     claim = candidates.claim("patching", (0,), "unrelated states", SETTINGS)
     assert set(claim.null.values) <= {0.5, 0.75, 1.0}, "controls, and the cause itself"
     assert claim.null.of == "draws of unrelated states"
