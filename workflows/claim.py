@@ -1,9 +1,9 @@
 """Claims: the one protocol by which every causal question says what a cause does, beside what chance does.
 
-A workflow declares the effects it measured: of the candidates it chose among, on the prompts they are chosen on
-and on the held-out prompts they are scored on, and of the control runs. `Claim` and `CandidateEffects` own the
-rest: the choice, how many controls are drawn and which, the null distribution, the interval, the p-value and the
-sentence.
+A workflow declares the effects it measured: of the candidates it chose among, on the prompts they are chosen
+on and on the held-out prompts they are scored on, and of the control runs. `Claim` and `CandidateEffects` own
+the rest: the choice, how many controls are drawn and which, the null distribution, the interval, the p-value
+and the sentence.
 
     heads = CandidateEffects(chosen_on, scored_on)                     # effects [prompt, layer, head]
     claim = heads.claim(text, heads.best, "another head of each prompt", settings, unit="nats")
