@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from ..pipeline.nodes import ResultNode
     from ..store import Store
-    from .views import Finding
+    from .claim import Claim
 
 __all__ = ["Checkpoints", "several_revisions"]
 
@@ -99,7 +99,7 @@ class Checkpoints(Workflow):
         return found
 
     @cached_property
-    def findings(self) -> dict[str, tuple[Finding, ...]]:
+    def findings(self) -> dict[str, tuple[Claim, ...]]:
         """What each revision claims, by revision; () where it claims nothing."""
         return {
             revision: next((view.findings for view in workflow.shown if isinstance(view, Findings)), ())
@@ -149,7 +149,7 @@ class Checkpoints(Workflow):
             Line("null, highest of 95 %", high, control=True),
         )
         return Lines(
-            title=one.claim,
+            title=one.text,
             caption=f"dashed: {one.null.of}",
             x=tuple(self.each),
             x_name="revision",

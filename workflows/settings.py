@@ -14,7 +14,7 @@ import types
 import typing
 from collections.abc import Iterator, Mapping, Sized
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import msgspec
 
@@ -50,9 +50,12 @@ __all__ = [
     "SubjectRule",
     "TaskSettings",
     "as_given",
+    "preset_of",
     "read_settings",
     "setting",
 ]
+
+T = TypeVar("T")
 
 Count = Annotated[int, msgspec.Meta(ge=1)]
 Natural = Annotated[int, msgspec.Meta(ge=0)]
@@ -172,7 +175,7 @@ class ChosenEdgeSettings(ChosenPlaceSettings):
 
 @dataclass(frozen=True)
 class InjectionSettings(ModelSettings):
-    """An experiment on features (feature_presets.py); what is left empty is the preset's."""
+    """An experiment on features (feature_exchange/presets.py); what is left empty is the preset's."""
 
     model: str = setting("", "hub id or directory")
     preset: str = setting("specimen", "published experiment, or the specimen's own")
@@ -250,6 +253,15 @@ class CircuitSettings(TaskSettings):
     selection: Literal["top", "greedy"] = setting(
         "top", "edges of largest |score|, or one after the other from the logits down"
     )
+
+
+def preset_of(name: str, presets: Mapping[str, T]) -> T:
+    """A preset by name; ConfigError for an unknown one, naming the nearest."""
+    if name not in presets:
+        near = nearest(name, presets)
+        hint = f"did you mean {near!r}?" if near else f"there are {', '.join(presets)}"
+        raise ConfigError(f"no preset {name!r}; {hint}")
+    return presets[name]
 
 
 def read_settings(kind: type[Any], name: str, given: Mapping[str, Any]) -> Any:

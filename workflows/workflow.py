@@ -111,10 +111,8 @@ class Workflow:
 
     @property
     def _subject(self) -> Subject | None:
-        found: Subject | None = getattr(self, "subject", None) or getattr(
-            getattr(self, "planned", None), "subject", None
-        )
-        return found
+        subject: Subject | None = getattr(self, "subject", None)
+        return subject
 
     def _chosen_settings(self) -> dict[str, Any]:
         """Settings that differ from their defaults, as plain values, without the model and the device."""

@@ -34,11 +34,13 @@ __all__ = [
     "Null",
     "Side",
     "chosen_at_random",
+    "correlation",
     "interval",
     "interval_of_mean",
     "random_directions",
     "random_means",
     "random_signs",
+    "rank_correlation",
 ]
 
 ROUNDING = 1e-9
@@ -223,3 +225,23 @@ def random_directions(like: Any, count: int, *, seed: int) -> npt.NDArray[np.flo
         drawn / length * np.linalg.norm(wanted, axis=-1, keepdims=True), np.float32
     )
     return found
+
+
+def rank_correlation(one: Floats, other: Floats) -> float:
+    """Spearman's rank correlation; equal values share their mean rank."""
+    return correlation(_ranks(one), _ranks(other))
+
+
+def correlation(one: Floats, other: Floats) -> float:
+    """Pearson's correlation; NaN for fewer than three values, or where all are equal."""
+    one, other = (
+        np.asarray(values, np.float64) - np.mean(values) if len(values) else values for values in (one, other)
+    )
+    size = float(np.linalg.norm(one) * np.linalg.norm(other))
+    return float(one @ other) / size if len(one) > 2 and size > 0 else float("nan")
+
+
+def _ranks(values: Floats) -> Floats:
+    _, place, counts = np.unique(values, return_inverse=True, return_counts=True)
+    ranks: Floats = (np.cumsum(counts) - (counts - 1) / 2)[place]
+    return ranks

@@ -28,7 +28,7 @@ _held: set[str] = set()
 """Claims of this process."""
 
 
-class Claim:
+class SegmentClaim:
     """One claim: `with claim as mine:`, or `acquire` before the work and `release` after it."""
 
     def __init__(self, folder: Folder, name: str, ttl: float = TTL) -> None:

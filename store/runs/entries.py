@@ -37,7 +37,7 @@ from ..keys import ActivationKey, RunKey
 from ..records import Record
 from ..sealed import read_json, sealed
 from .archived import plain_measure, recoded
-from .claims import TTL, Claim
+from .claims import TTL, SegmentClaim
 from .committed import PLAIN, Committed, VariableLayer, cell_name, record_name
 from .coordinates import BOOKKEEPING, check_metadata, read_selected, write_selected
 from .mapped import MappedShards
@@ -424,9 +424,9 @@ class Entry:
         held = plain_measure(there, ours, target) if ours.codec else (len(there), content_digest(there))
         return (len(there), content_digest(there)) if held == other._committed.content(n, part) else None
 
-    def claim(self, n: int) -> Claim:
+    def claim(self, n: int) -> SegmentClaim:
         """A claim on a segment: `with entry.claim(n) as mine:`, or `acquire` … `release` from any thread."""
-        return Claim(self.folder, f"{self.path}/seg/{n}.claim", self._claim_ttl)
+        return SegmentClaim(self.folder, f"{self.path}/seg/{n}.claim", self._claim_ttl)
 
     def publish(self, wanted: Iterable[VariableLayer]) -> list[Record]:
         """Make complete arrays visible: manifest, then key. Those with a segment missing are left out."""

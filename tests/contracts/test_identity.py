@@ -69,11 +69,11 @@ from mizarr.stages.features.dictionary import Dictionary
 from mizarr.stages.features.effects.activity import FeatureActivity, FeatureTrace
 from mizarr.stages.features.effects.alignment import DecoderSearch
 from mizarr.stages.features.effects.attribution import FeatureAttribution
+from mizarr.stages.features.effects.doses import Dose
 from mizarr.stages.features.effects.exchanges import FeatureExchanges
 from mizarr.stages.features.effects.pushes import FeaturePushes, FeatureVectors, RandomFeaturePushes
 from mizarr.stages.features.effects.random_attribution import RandomAttribution
-from mizarr.stages.features.effects.ranked import RankedExchanges, RankedSweep, RankedTrace
-from mizarr.stages.features.effects.sweeps import Dose, InjectionSweep
+from mizarr.stages.features.effects.ranked import RankedExchanges, RankedTrace
 from mizarr.stages.features.layers.layout import DictionaryLayout
 from mizarr.stages.forward.architectures.architecture import HeadTransform
 from mizarr.stages.forward.architectures.composed import ComposedArchitecture, LayerSpec
@@ -391,18 +391,6 @@ EXPERIMENTS: dict[type[Any], tuple[dict[str, Any], dict[str, Any]]] = {
         {**NAMED, "token": 1},
         {**OF_NAMED, "token": 2, "target": 1, "top_k": 3, "cosine": False},
     ),
-    InjectionSweep: (
-        {**NAMED, "tokens": (1, 2, 3), "doses": (Dose(0, 1),), "strengths": (1.0,), "words": (4,)},
-        {
-            **OF_NAMED,
-            "tokens": (1, 2, 4),
-            "doses": (Dose(0, 2),),
-            "strengths": (2.0,),
-            "words": (5,),
-            "positions": (1,),
-            "edge": (2, 1),
-        },
-    ),
     RandomAttribution: (
         {**NAMED, "clean": (1, 2, 3), "corrupted": (1, 4, 3), "metric": Probability(1)},
         {
@@ -432,30 +420,16 @@ EXPERIMENTS: dict[type[Any], tuple[dict[str, Any], dict[str, Any]]] = {
             **NAMED,
             "places": (((1, 2, 3), 1),),
             "exchanges": ((Dose(0, 1),),),
-            "strength": 1.0,
+            "strengths": (1.0,),
             "words": (4,),
         },
         {
             **OF_NAMED,
             "places": (((1, 2, 3), 2),),
             "exchanges": ((Dose(0, 1, like="L0:2"),),),
-            "strength": 2.0,
+            "strengths": (2.0,),
             "words": (5,),
             "edge": True,
-        },
-    ),
-    RankedSweep: (
-        {**NAMED, "tokens": (1, 2), "word": 3, "target": 1},
-        {
-            **OF_NAMED,
-            "tokens": (1, 4),
-            "word": 4,
-            "target": 0,
-            "over_targets": True,
-            "suppress": 2,
-            "inject": "ranked",
-            "strength": 2.0,
-            "words": (5,),
         },
     ),
     RankedExchanges: (
@@ -604,12 +578,10 @@ NOT_IN_A_KEY = {
         for kind in (
             FeatureActivity,
             DecoderSearch,
-            InjectionSweep,
             FeatureAttribution,
             RandomAttribution,
             FeatureExchanges,
             RankedExchanges,
-            RankedSweep,
             RankedTrace,
             FeatureTrace,
             FeatureVectors,

@@ -15,7 +15,7 @@ from crash_writer import entry_in, harvest_entry
 
 from mizarr.store.errors import StoreFull
 from mizarr.store.files import open_folder
-from mizarr.store.runs.claims import Claim, _is_orphan
+from mizarr.store.runs.claims import SegmentClaim, _is_orphan
 from mizarr.store.runs.entries import Entry
 
 TTL = 5.0  # seconds: longer than any segment takes, so that only a wrong clock finds a claim too old
@@ -30,7 +30,7 @@ def ahead(folder, skew):
 
 def tell_thefts():
     """Have claims print when they are taken from a living holder."""
-    acquire = Claim.acquire
+    acquire = SegmentClaim.acquire
 
     def told(self):
         holder = (self._folder.get(self._name) or b"").decode()
@@ -39,7 +39,7 @@ def tell_thefts():
             print("stole", flush=True)
         return mine
 
-    Claim.acquire = told
+    SegmentClaim.acquire = told
 
 
 def stall(seconds):

@@ -11,12 +11,12 @@ import pytest
 from mizarr.store import repeated
 from mizarr.store.files.local import LocalFolder
 from mizarr.store.runs import claims
-from mizarr.store.runs.claims import Claim
+from mizarr.store.runs.claims import SegmentClaim
 
 from ..interrupts import at_every_line
 
 
-def use(claim: Claim) -> None:
+def use(claim: SegmentClaim) -> None:
     with claim as mine:
         assert mine
 
@@ -24,13 +24,15 @@ def use(claim: Claim) -> None:
 def test_an_interrupt_at_any_line_leaves_the_claim_to_others(tmp_path):
     folder = LocalFolder(tmp_path, durability="process")
     places = []
-    for place in at_every_line(lambda: use(Claim(folder, "run/seg/0.claim", ttl=0.3)), claims, repeated):
+    for place in at_every_line(
+        lambda: use(SegmentClaim(folder, "run/seg/0.claim", ttl=0.3)), claims, repeated
+    ):
         places.append(place)
         gc.collect()
         deadline = time.monotonic() + 2
         mine = False
         while not mine and time.monotonic() < deadline:
-            other = Claim(folder, "run/seg/0.claim", ttl=0.3)
+            other = SegmentClaim(folder, "run/seg/0.claim", ttl=0.3)
             mine = other.acquire()
             time.sleep(0 if mine else 0.05)
         assert mine, f"others wait after an interrupt at {place}"
@@ -46,8 +48,8 @@ def test_an_interrupt_at_any_line_leaves_the_claim_to_others(tmp_path):
 @pytest.mark.parametrize("times", [1, 2])
 def test_a_claim_is_released_once_however_often_it_is_asked(tmp_path, times):
     folder = LocalFolder(tmp_path, durability="process")
-    claim = Claim(folder, "a/0.claim")
+    claim = SegmentClaim(folder, "a/0.claim")
     assert claim.acquire()
     for _ in range(times):
         claim.release()
-    assert Claim(folder, "a/0.claim").acquire()
+    assert SegmentClaim(folder, "a/0.claim").acquire()

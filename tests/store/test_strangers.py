@@ -16,7 +16,7 @@ from mizarr.store import ResultKey, open_store
 from mizarr.store.content import content_of
 from mizarr.store.errors import CorruptEntry, MizarrError, StoreError, StoreFormatError
 from mizarr.store.files import LocalFolder
-from mizarr.store.runs.claims import Claim
+from mizarr.store.runs.claims import SegmentClaim
 from mizarr.workflows.cli import run
 
 pytestmark = pytest.mark.timeout(60)
@@ -160,7 +160,7 @@ def test_an_index_that_is_none_is_forgotten(root, sound, kind):
 def test_a_claim_that_is_none_makes_nobody_wait(root, kind):
     (entry,) = open_store(root).entries()
     put(kind, root / entry.path / "seg/0.claim")
-    claim = Claim(entry.folder, f"{entry.path}/seg/0.claim")
+    claim = SegmentClaim(entry.folder, f"{entry.path}/seg/0.claim")
     with pytest.raises(CorruptEntry, match="verify --quarantine"):
         claim.acquire()
     store = open_store(root)
@@ -245,10 +245,10 @@ def test_a_claim_from_the_future_is_nobodys(root):
     (entry,) = open_store(root).entries()
     name = f"{entry.path}/seg/0.claim"
     entry.folder.mark(name, b"elsewhere 1 abcd")
-    assert not Claim(entry.folder, name).acquire()
+    assert not SegmentClaim(entry.folder, name).acquire()
     late = time.time() + 3600
     os.utime(root / name, (late, late))
-    with Claim(entry.folder, name) as mine:
+    with SegmentClaim(entry.folder, name) as mine:
         assert mine
 
 

@@ -12,8 +12,8 @@ import torch
 
 import mizarr
 from mizarr.stages.features.dictionary import Dictionary
+from mizarr.stages.features.effects.doses import Dose, in_place_of
 from mizarr.stages.features.effects.injection import Injection, injected
-from mizarr.stages.features.effects.sweeps import Dose, in_place_of
 from mizarr.workflows import build, compute
 
 PROMPT = "The large horse said night\nand Estella with the coach said"
@@ -43,7 +43,7 @@ def clt() -> Dictionary:
 
 @pytest.fixture(autouse=True)
 def two_couplets(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("mizarr.workflows.material.feature_controls.HELD_OUT", 2)
+    monkeypatch.setattr("mizarr.workflows.feature_exchange.exchange.HELD_OUT", 2)
 
 
 def norm(clt: Dictionary, layer: int, index: int, first: int = 0) -> float:
@@ -194,7 +194,7 @@ def test_settings_of_controls_move_the_null_and_nothing_else(store: Path):
 
 def test_a_feature_of_ones_own_pays_for_what_was_looked_at():
     def looked_at(**given: Any) -> int:
-        return build("planning_in_poems", **given).controls.looked_at
+        return build("planning_in_poems", **given).exchange.looked_at
 
     assert looked_at() == 211
     assert looked_at(inject="0:100") == 1

@@ -27,9 +27,9 @@ from ...stages.algzoo.analysis.regions import linear_regions
 from ...stages.algzoo.analysis.standardized import is_standardizable, standardized_rnn
 from ...stages.algzoo.analysis.surprise import SIGMAS, surprise_accounting
 from ...stages.algzoo.samples import algzoo_samples
-from ...stages.causal.controls import Null
 from ...store.arrays import Floats
 from ...store.errors import ConfigError
+from ..claim import Claim
 from ..settings import Count, Natural, setting
 from ..views import (
     Bars,
@@ -37,7 +37,6 @@ from ..views import (
     Cones,
     Data,
     Figure,
-    Finding,
     Findings,
     Heatmap,
     Line,
@@ -197,15 +196,12 @@ class StoicheiaAnalysis(AlgZooWorkflow):
     def _claim(self) -> Findings:
         hidden = self.network.shape.hidden
         unit = "of accuracy" if self.measure == "accuracy" else "of RMSE"
-        null = Null(
-            -self.null,
-            f"random bases of the state, of each the direction of {hidden} that is needed most",
-        )
         effect = -float(self.ablation["delta"][self.neuron])
         claim = (
             f"without neuron {self.neuron}, the one needed most on other samples, {self.network.title} loses"
         )
-        return Findings.of(Finding(claim, effect, null, unit=unit))
+        of = f"random bases of the state, of each the direction of {hidden} that is needed most"
+        return Findings.of(Claim.against(claim, effect, -self.null, of, unit=unit))
 
     def _accuracy(self) -> Iterator[View]:
         counted, network = self.counted, self.network

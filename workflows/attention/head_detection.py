@@ -30,10 +30,11 @@ import numpy.typing as npt
 
 from ...stages.attention.head_detection import KINDS, displaced_scores, head_scores
 from ...stages.attention.statistics import head_statistics
-from ...stages.causal.controls import Null, chosen_at_random
+from ...stages.causal.controls import chosen_at_random
 from ...store.errors import PromptError
+from ..claim import Claim
 from ..settings import ControlSettings, Count, ModelSettings, Natural, setting
-from ..views import Choice, Figure, Finding, Findings, Heatmap, Table, View
+from ..views import Choice, Figure, Findings, Heatmap, Table, View
 from ..workflow import ModelWorkflow
 
 if TYPE_CHECKING:
@@ -235,17 +236,13 @@ class HeadDetection(ModelWorkflow):
             return Findings.of(caption="no verdict: prompts too short to look anywhere else")
         n_heads = lead[0].size
         layer, head = divmod(int(lead.values[0].argmax()), lead.sizes["head"])
-        return Findings.of(
-            Finding(
-                f"layer {lead['layer'].values[layer]}, head {head} looks behind where its token stood before "
-                f"by this much more than when the tokens are shuffled ({self.measure})",
-                float(lead[0].max()),
-                Null(
-                    lead[1:].max(("layer", "head")).values,
-                    f"other distances behind it, every time the best of {n_heads} heads",
-                ),
-            )
+        text = (
+            f"layer {lead['layer'].values[layer]}, head {head} looks behind where its token stood before by "
+            f"this much more than when the tokens are shuffled ({self.measure})"
         )
+        of = f"other distances behind it, every time the best of {n_heads} heads"
+        best = lead.max(("layer", "head")).values
+        return Findings.of(Claim.against(text, best[0], best[1:], of))
 
     @property
     def told(self) -> str:

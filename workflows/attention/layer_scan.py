@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ...stages.attention.layer_scan import CONDITIONS, UNSEEN, best_layer, layer_scan, permuted_t, welch_t
-from ...stages.causal.controls import Null
 from ...store.errors import ConfigError, PromptError
 from ...store.runs.coordinates import pair_starts
+from ..claim import Claim
 from ..material.samples.marker_samples import (
     Conversion,
     Placed,
@@ -35,7 +35,7 @@ from ..material.samples.marker_samples import (
 )
 from ..settings import ControlSettings, Count, ModelSettings, setting
 from ..subject import shipped_prose
-from ..views import Bars, Data, Finding, Findings, Line, Lines, Table, View, together
+from ..views import Bars, Data, Findings, Line, Lines, Table, View, together
 from ..workflow import ModelWorkflow, loaded
 
 if TYPE_CHECKING:
@@ -172,14 +172,12 @@ class LayerScan(ModelWorkflow):
         t = welch_t(weight, is_b)
         drawn = permuted_t(weight, is_b, self.settings.controls, seed=self.settings.seed)
         one, other = self.conditions
-        return Findings.of(
-            Finding(
-                f"in layer {self.layers[int(t.argmax())]} markers look at their targets more in {one!r} "
-                f"than in {other!r}, Welch's t",
-                float(t.max()),
-                Null(drawn, f"random deals of the samples, every time the best of {len(t)} layers"),
-            )
+        text = (
+            f"in layer {self.layers[int(t.argmax())]} markers look at their targets more in {one!r} than in "
+            f"{other!r}, Welch's t"
         )
+        of = f"random deals of the samples, every time the best of {len(t)} layers"
+        return Findings.of(Claim.against(text, t.max(), drawn, of))
 
     def views(self) -> Iterator[View]:
         """The test layer by layer, every sample, and how sure the difference is."""

@@ -23,13 +23,13 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 
-from ...stages.causal.controls import Null, chosen_at_random
 from ...stages.causal.draws import AtOnce
 from ...stages.causal.grids.ablation import Ablation
 from ...stages.causal.grids.patching_metrics import KL, Metric, Probability
 from ...stages.logits.lens import format_probability, format_text, format_token
 from ...store.arrays import Floats
 from ...store.errors import ConfigError
+from ..claim import CandidateEffects, Claim
 from ..material.answers import answer_pieces, encoded, named, target_json
 from ..material.facts.fact_data import Fact, enough, facts_of, shown_fact
 from ..material.facts.known import CHOSEN_ON, SCORED, KnownWorkflow
@@ -37,7 +37,7 @@ from ..material.places import in_every_layer
 from ..material.unrelated import Unrelated
 from ..settings import Count, DataSettings, FactSettings, setting
 from ..subject import shipped_facts
-from ..views import Data, Figure, Finding, Findings, Heatmap, Table, View, points
+from ..views import Data, Figure, Heatmap, Table, View, points
 from ..workflow import loaded
 
 if TYPE_CHECKING:
@@ -177,49 +177,47 @@ class AblationOfEach(KnownWorkflow):
         found: Floats = self.result("facts")["kl"].transpose("draw", "layer", self.unit).values
         return found
 
-    def findings(self) -> Findings:
-        """The unit that other facts need most, on more of them and here; and the one they need least. Where
-        the model knows too few of them nothing is claimed."""
-        if self.not_claimed:
-            return self.unclaimed()
-        given, heads = self.settings, self.lost.shape[2]
-        known = [self.is_known(name) for name in (CHOSEN_ON, SCORED)]
-        counts = [int(each.sum()) for each in known]
-        chosen_on, scored = (
-            part[rows].reshape(int(rows.sum()), -1)
-            for part, rows in zip(np.split(self.lost, 2), known, strict=True)
+    @cached_property
+    def candidates(self) -> CandidateEffects:
+        """KL without each compared unit on other facts that the model knows, in nats: [fact, unit]."""
+        parts = zip(np.split(self.lost, 2), (CHOSEN_ON, SCORED), strict=True)
+        chosen_on, scored_on = (
+            part[self.is_known(name)].reshape(-1, part[0].size)[:, self.compared] for part, name in parts
         )
-        mean, here = chosen_on.mean(0), self.units["kl"].transpose("layer", self.unit).values.ravel()
-        layers, compared = self.units["layer"].values, self.compared
+        return CandidateEffects(chosen_on, scored_on)
 
-        def told(cell: int) -> str:
-            where = f"{self.unit} {cell % heads} of layer {layers[cell // heads]}"
+    def claims(self) -> Iterator[Claim]:
+        """The unit that other facts need most, on more of them and here; and the one they need least."""
+        heads, layers, settings = self.lost.shape[2], self.units["layer"].values, self.settings
+        most, least = (self.compared[index[0]] for index in (self.candidates.best, self.candidates.weakest))
+
+        def text(unit: int) -> str:
+            where = f"{self.unit} {unit % heads} of layer {layers[unit // heads]}"
             return f"taking {where} away changes the next token"
 
-        def in_prompt(cell: int, claim: str) -> Finding:
-            drawn = chosen_at_random(compared, given.controls, seed=given.seed, without=[cell])
-            null = Null(here[drawn], f"other {self.unit}s")
-            return Finding(claim, float(here[cell]), null, "nats", held_out=True)
+        of = f"another {self.unit} of each prompt"
+        yield self.candidates.claim(text(most), self.candidates.best, of, settings, unit="nats")
+        here = self.units["kl"].transpose("layer", self.unit).values
+        prompt = f"in '{format_text(self.prompt)}'"
+        for unit, before in ((most, prompt), (least, "for comparison")):
+            yield Claim.among(
+                f"{before}, {text(unit)}",
+                here,
+                unit,
+                f"other {self.unit}s",
+                settings,
+                candidates=self.compared,
+                unit="nats",
+                held_out=True,
+            )
 
-        most, least = (compared[int(end(mean[compared]))] for end in (np.argmax, np.argmin))
-        over = Finding.over(
-            told(most),
-            scored[:, most],
-            scored[:, [cell for cell in compared if cell != most]],
-            f"times another {self.unit} of each prompt",
-            draws=given.controls,
-            seed=given.seed,
-            unit="nats",
-            held_out=True,
-        )
-        return Findings.of(
-            over,
-            in_prompt(most, f"in '{format_text(self.prompt)}', {told(most)}"),
-            in_prompt(least, f"for comparison, {told(least)}"),
-            caption=f"The {self.unit} of the largest mean KL ({mean[most]:.3f} nats) on other facts, of "
-            f"{len(known[0])} the {counts[0]} whose answer the model says, scored on {counts[1]} more; for "
-            f"comparison that of the least.{self.described}",
-            sources=(f"{self.unit}s", "facts"),
+    def claims_caption(self) -> str:
+        """How the units were chosen."""
+        counts, totals = self.known_counts
+        return (
+            f"The {self.unit} of the largest mean KL ({float(self.candidates.mean.max()):.3f} nats) on other "
+            f"facts, of {totals[CHOSEN_ON]} the {counts[CHOSEN_ON]} whose answer the model says, scored on "
+            f"{counts[SCORED]} more; for comparison that of the least.{self.described}"
         )
 
     def _instead(self, tokens: tuple[int, ...], target: str, count: int) -> dict[str, Any]:

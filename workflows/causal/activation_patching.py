@@ -28,7 +28,7 @@ and so is what heads of a recurrent model read, write and are asked for; its sta
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -44,6 +44,7 @@ from ...stages.forward.models.files import SHIPPED
 from ...stages.logits.lens import format_probability, format_text, format_token
 from ...store.arrays import Floats
 from ...store.errors import ConfigError
+from ..claim import CandidateEffects, Claim
 from ..material.answers import answer_pieces, encoded, named
 from ..material.facts.fact_data import FIELDS
 from ..material.facts.fact_pairs import pair_records, shipped_pairs
@@ -51,7 +52,7 @@ from ..material.facts.known import CHOSEN_ON, SCORED, KnownWorkflow
 from ..material.places import NAMES, USUAL, check_kinds, in_every_layer
 from ..material.unrelated import Unrelated
 from ..settings import Count, DataSettings, ModelSettings, setting
-from ..views import Choice, Data, Figure, Finding, Findings, Heatmap, Table, View, dim
+from ..views import Choice, Data, Figure, Heatmap, Table, View, dim
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -305,27 +306,37 @@ class ActivationPatchingTrace(KnownWorkflow):
         """Tokens of a prompt as the model is asked."""
         return encoded(self.subject, self.subject.asked(text))
 
-    def findings(self) -> Findings:
-        """What the best place of other pairs recovers in these, by kind; and of the first kind one that
-        recovers nothing in them. Where the model knows too few pairs nothing is claimed."""
-        if self.not_claimed:
-            return self.unclaimed()
-        kinds, sources = [kind for kind in self.kinds if not _by_head(kind)], tuple(self.CONTROLS)
+    @property
+    def claimed_kinds(self) -> list[str]:
+        """Kinds that a claim is made about: those that are not patched head by head."""
+        return [kind for kind in self.kinds if not _by_head(kind)]
+
+    claim_sources = CONTROLS
+
+    def candidates(self, kind: str) -> CandidateEffects:
+        """Percent recovered by each place of a kind, [pair, layer, role]."""
+        roles = 1 if kind.startswith("resid") or _is_memory(kind) else 2
+        choice, scored, controls = (self._recovered(name, kind)[..., :roles] for name in self.CONTROLS)
+        by_donor = controls.reshape(len(scored), self.num_donors, *scored.shape[1:])
+        return CandidateEffects(choice, scored, by_donor)
+
+    def claims(self) -> Iterator[Claim]:
+        """The place of each kind that recovers most in other pairs, and one that moves them least."""
+        kinds = self.claimed_kinds
+        for kind in kinds:
+            candidates = self.candidates(kind)
+            yield self._claim(kind, candidates, candidates.best)
+        first = self.candidates(kinds[0])
+        weakest = replace(first, chosen_on=np.abs(first.mean)[None]).weakest
+        yield self._claim(kinds[0], first, weakest, "for comparison, ")
+
+    def claims_caption(self) -> str:
+        """How the places were chosen."""
         counts = [int(self.counts(name).sum()) for name in ("choice", "scored")]
-        chosen_on = {kind: self._recovered("choice", kind) for kind in kinds}
-        means = {
-            kind: values.mean(0)[:, : 1 if kind.startswith("resid") or _is_memory(kind) else 2]
-            for kind, values in chosen_on.items()
-        }
-        return Findings.of(
-            *(self._found(kind, int(mean.argmax()), mean.shape) for kind, mean in means.items()),
-            self._found(
-                kinds[0], int(np.abs(means[kinds[0]]).argmin()), means[kinds[0]].shape, is_quiet=True
-            ),
-            caption=f"Of each kind the place that recovers most on {counts[0]} other pairs whose answer the "
-            f"model says, and of {kinds[0]} the one that moves them least, scored on {counts[1]}; "
-            f"{self.num_donors} unrelated prompts per pair.",
-            sources=sources,
+        return (
+            f"Of each kind the place that recovers most on {counts[0]} other pairs whose answer the model "
+            f"says, and of {self.claimed_kinds[0]} the one that moves them least, scored on {counts[1]}; "
+            f"{self.num_donors} unrelated prompts per pair."
         )
 
     @property
@@ -352,23 +363,16 @@ class ActivationPatchingTrace(KnownWorkflow):
         known = self.counts(name)
         return found[known.repeat(len(found) // len(known))]
 
-    def _found(self, kind: str, cell: int, shape: tuple[int, ...], *, is_quiet: bool = False) -> Finding:
-        """What one place of a kind recovers, beside states of unrelated prompts at it. cell: the place among
-        layers and roles, [layer, role]."""
-        layer, role = map(int, np.unravel_index(cell, shape))
-        scored, controls = (self._recovered(name, kind)[:, layer, role] for name in ("scored", "controls"))
-        before, said = "for comparison, " if is_quiet else "", "state" if _is_memory(kind) else kind
-        return Finding.over(
-            f"{before}clean {said} of layer {layer} at {self._roles_named[role]} brings "
-            f"{MEASURES[self.settings.metric]} back",
-            scored,
-            controls.reshape(len(scored), self.num_donors),
-            "times states of unrelated prompts as long",
-            draws=self.settings.controls,
-            seed=self.settings.seed,
-            unit="%",
-            held_out=True,
+    def _claim(
+        self, kind: str, candidates: CandidateEffects, place: tuple[int, ...], before: str = ""
+    ) -> Claim:
+        """What one place [layer, role] of a kind recovers, beside states of unrelated prompts there."""
+        (layer, role), name = place, "state" if _is_memory(kind) else kind
+        text = (
+            f"{before}clean {name} of layer {layer} at {self._roles_named[role]} brings "
+            f"{MEASURES[self.settings.metric]} back"
         )
+        return candidates.claim(text, place, "states of unrelated prompts as long", self.settings, unit="%")
 
     def _asked(self) -> Sequence[tuple[str, str, Mapping[str, str]]]:
         """Clean prompts, answers and what may corrupt them, with the answers to that."""

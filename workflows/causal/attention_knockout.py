@@ -20,15 +20,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ...stages.causal.controls import Null, chosen_at_random
+from ...stages.causal.controls import chosen_at_random
 from ...stages.causal.draws import AtOnce
 from ...stages.causal.knockout import EdgeKnockout, HeadKnockout
 from ...stages.logits.lens import format_text, format_token
 from ...store.arrays import Floats
+from ..claim import Claim
 from ..material.answers import named, target_json
 from ..material.edge_choice import EdgeWorkflow
 from ..settings import ChosenEdgeSettings, setting
-from ..views import Data, Figure, Finding, Findings, Heatmap, Table, View
+from ..views import Data, Figure, Heatmap, Table, View
 from ..workflow import loaded
 
 if TYPE_CHECKING:
@@ -100,39 +101,16 @@ class AttentionKnockout(EdgeWorkflow):
         here = self.edges.sel(layer=layer)
         return here.isel(edge=int(np.flatnonzero(here["key"].values == key)[0]))
 
-    def found(self, layer: int, key: int, measure: str, claim: str, unit: str) -> Finding:
-        """What one cut does in this prompt, beside random cuts of its other edges."""
-        cells = [(at, place) for at in self.edges["layer"].values for place in self.edges["key"].values]
-        drawn = chosen_at_random(
-            cells, self.settings.controls, seed=self.settings.seed, without=[(layer, key)]
+    def claim_here(self, layer: int, key: int, measure: str, text: str, **fields: Any) -> Claim:
+        """What one cut does in this prompt, beside random cuts of other edges of the query."""
+        effects = self.edges[measure].transpose("layer", "edge").values
+        row, column = (
+            int(np.flatnonzero(self.edges[axis].values == at)[0])
+            for axis, at in (("layer", layer), ("key", key))
         )
-        null = Null(
-            np.array([float(self._cell(*cell)[measure]) for cell in drawn]),
-            "other (layer, key) edges of this query",
-            "either" if measure == "logit_diff" else "above",
-        )
-        effect = float(self._cell(layer, key)[measure])
-        return Finding(claim, effect, null, unit, held_out=self.chosen is not None)
-
-    def findings(self) -> Findings:
-        """The edge on other facts and in this prompt, and one that others say does nothing."""
-        if not self.is_claimed:
-            return self.unclaimed()
-
-        def cut(layer: int, key: int) -> str:
-            return f"cutting {self.edge_told((self.query, key))} in layer {layer}"
-
-        here, word = cut(self.layer, self.edge[1]), format_token(self.target)
-        found = [self.on_held_out()]
-        found.append(self.found(self.layer, self.edge[1], "kl", f"{here} changes the next token", "nats"))
-        if self.pieces:
-            claim = f"{here} lowers the logit of {word!r}"
-            found.append(self.found(self.layer, self.edge[1], "logit_diff", claim, "logits"))
-        if self.quiet is not None:
-            layer, key = self.quiet.layer, self.roles[self.quiet.role]
-            claim = f"for comparison, {cut(layer, key)} changes the next token"
-            found.append(self.found(layer, key, "kl", claim, "nats"))
-        return Findings.of(*filter(None, found), caption=self.choice_told, sources=tuple(self.nodes))
+        of = "other (layer, key) edges of this query"
+        own = row * effects.shape[1] + column
+        return Claim.among(text, effects, own, of, self.settings, **fields)
 
     def views(self) -> Iterator[View]:
         """What is claimed; the one edge; every key and every head in its place."""

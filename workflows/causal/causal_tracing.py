@@ -20,13 +20,13 @@ are the answer.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ...stages.causal.controls import Null, chosen_at_random, interval_of_mean
+from ...stages.causal.controls import chosen_at_random, interval_of_mean
 from ...stages.causal.draws import AtOnce
 from ...stages.causal.grids.patching import common_ends
 from ...stages.causal.grids.patching_grid import HIDDEN_KINDS
@@ -36,13 +36,14 @@ from ...stages.corpus.positions import phrase_tokens
 from ...stages.forward.models.files import SHIPPED
 from ...stages.logits.lens import format_probability, format_text, format_token
 from ...store.errors import ConfigError
+from ..claim import CandidateEffects, Claim
 from ..material.answers import FRANCE, answer_pieces, encoded, named, target_json
 from ..material.facts.fact_data import enough
 from ..material.facts.fact_pairs import pair_records
 from ..material.facts.known import CHOSEN_ON, SCORED, KnownWorkflow
 from ..material.places import NAMES, USUAL, check_kinds, in_every_layer
 from ..settings import Count, DataSettings, FactSettings, Natural, Positive, setting
-from ..views import Data, Figure, Finding, Findings, Heatmap, Table, View
+from ..views import Data, Figure, Heatmap, Table, View
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -215,11 +216,13 @@ class CausalTrace(KnownWorkflow):
         return {kind: self.result(kind).load() for kind in self.kinds}
 
     @cached_property
-    def risen(self) -> dict[str, tuple[Floats, Floats]]:
-        """By kind the rise in the answer's probability on the facts that the model knows: those to choose on
-        and those to score on, each [fact, layer, position], roles first."""
+    def candidates(self) -> dict[str, CandidateEffects]:
+        """Rise of the answer's probability by each kind of state, [fact, layer, role], on facts that the
+        model knows; the held-out ones have drawn positions behind the roles."""
         return {
-            kind: (self._rise(f"choice_{kind}", CHOSEN_ON), self._rise(f"scored_{kind}", SCORED))
+            kind: CandidateEffects(
+                self._rise(f"choice_{kind}", CHOSEN_ON), self._rise(f"scored_{kind}", SCORED)
+            )
             for kind in self.kinds
         }
 
@@ -239,70 +242,69 @@ class CausalTrace(KnownWorkflow):
 
     def site(self, kind: str, *, is_quiet: bool = False) -> Site:
         """The place of a kind that restores most on the facts to choose on, or moves their answer least."""
-        chosen_on, _ = self.risen[kind]
-        mean = chosen_on.mean(0)[:, : len(ROLES) - is_state(kind)]
+        mean = self.candidates[kind].mean[:, : len(ROLES) - is_state(kind)]
         best = np.abs(mean).argmin() if is_quiet else mean.argmax()
         layer, role = map(int, np.unravel_index(int(best), mean.shape))
         return Site(layer, role, float(mean[layer, role]))
 
-    def findings(self) -> Findings:
-        """Of every kind the place chosen, on other facts and in this one; and one that others say does
-        nothing. Of facts that the model does not know nothing is claimed."""
-        if self.not_claimed:
-            return self.unclaimed()
-        kinds = list(self.risen)
+    def claims(self) -> Iterator[Claim]:
+        """Of every kind the place chosen, on held-out facts and in this prompt; and one that moves least."""
+        kinds = list(self.kinds)
+        for kind in kinds:
+            yield self._on_others(kind, self.site(kind))
+        yield self._on_others(kinds[0], self.site(kinds[0], is_quiet=True), "for comparison, ")
+        for kind in kinds if self.says_answer else ():
+            if (claim := self._here(kind, self.site(kind))) is not None:
+                yield claim
+
+    def claims_caption(self) -> str:
+        """How the places were chosen."""
         known, total = ([number[name] for name in (CHOSEN_ON, SCORED)] for number in self.known_counts)
-        sites = {kind: self.site(kind) for kind in kinds}
-        quiet = self.site(kinds[0], is_quiet=True)
-        found: list[Finding | None] = [self._on_others(kind, sites[kind]) for kind in kinds]
-        found.append(self._on_others(kinds[0], quiet, "for comparison, "))
-        found += [self._here(kind, sites[kind]) for kind in kinds if self.says_answer]
-        return Findings.of(
-            *filter(None, found),
-            caption="Of each kind the place whose state raises the answer's probability most on other facts; "
-            f"for comparison one that moves it least. The model says the answer in {known[0]} of {total[0]} "
+        return (
+            "Of each kind the place whose state raises the answer's probability most on other facts; for "
+            f"comparison one that moves it least. The model says the answer in {known[0]} of {total[0]} "
             f"facts to choose on, in {known[1]} of {total[1]} to score on, and "
-            f"{'also' if self.says_answer else 'not'} in this prompt; of others nothing is claimed.",
-            sources=tuple(self.nodes),
+            f"{'also' if self.says_answer else 'not'} in this prompt; of others nothing is claimed."
         )
 
-    def _on_others(self, kind: str, site: Site, before: str = "") -> Finding:
-        """A place in facts that had no part in its choice, beside other places of each."""
-        _, scored = self.risen[kind]
-        held = np.delete(scored, len(ROLES) - 1, axis=2) if is_state(kind) else scored
-        flat, cell = held.reshape(len(held), -1), site.layer * held.shape[2] + site.role
-        return Finding.over(
+    def _on_others(self, kind: str, site: Site, before: str = "") -> Claim:
+        """A place in held-out facts, beside other places of each."""
+        own = self.candidates[kind]
+        if is_state(kind):  # the last role is the query itself, whose state is not put back
+            own = replace(own, scored_on=np.delete(own.scored_on, len(ROLES) - 1, axis=2))
+        return own.claim(
             f"{before}{self._claim(kind, site)} raises the probability of the answer",
-            flat[:, cell],
-            np.delete(flat, cell, axis=1),
-            "times another place of each prompt that the noise reaches",
-            draws=self.settings.controls,
-            seed=self.settings.seed,
-            held_out=True,
+            (site.layer, site.role),
+            "another place of each prompt that the noise reaches",
+            self.settings,
             noises=self.settings.fact_samples,
         )
 
-    def _here(self, kind: str, site: Site) -> Finding | None:
+    def _here(self, kind: str, site: Site) -> Claim | None:
         """The place in the prompt shown, beside its others; None where there are no two of them."""
         given, grid, length = self.settings, self.found[kind], len(self.tokens)
         noised = float(grid["unpatched"].sel(run="corrupted", metric="probability"))
         own = site.layer, roles_of(self.noised[-1], length)[site.role]
         last = length - is_state(kind)
-        cells = [(layer, at) for layer in grid["layer"].values for at in range(self.noised[0], last)]
-        if own not in cells or len(cells) < 2:
-            return None
         rise = grid["probability"].transpose("layer", "position").values - noised
-        drawn = chosen_at_random(cells, given.controls, seed=given.seed, without=[own])
-        effect = float(rise[own])
+        rows, columns = rise.shape
+        cells = [row * columns + at for row in range(rows) for at in range(self.noised[0], last)]
+        cell = own[0] * columns + own[1]
+        if cell not in cells or len(cells) < 2:
+            return None
         spread = None
         if "probability_std" in grid:
             deviation = grid["probability_std"].transpose("layer", "position").values[own]
-            spread = interval_of_mean(effect, float(deviation), given.samples)
+            spread = interval_of_mean(float(rise[own]), float(deviation), given.samples)
         word = format_token(named(self.subject, self.pieces[:1])[0])
-        return Finding(
+        return Claim.among(
             f"in '{format_text(self.prompt)}', {self._claim(kind, site)} raises the probability of {word!r}",
-            effect,
-            Null(np.array([rise[cell] for cell in drawn]), "other places that the noise reaches"),
+            rise,
+            cell,
+            "other places that the noise reaches",
+            given,
+            candidates=cells,
+            levels=(noised, noised + float(rise[own])),
             spread=spread,
             held_out=True,
             noises=given.samples,
@@ -382,7 +384,7 @@ class CausalTrace(KnownWorkflow):
         """The places chosen on other facts, by kind."""
         if self.not_claimed:
             return {}
-        sites = {kind: self.site(kind) for kind in self.risen}
+        sites = {kind: self.site(kind) for kind in self.candidates}
         return {"choice": {kind: vars(site) | {"role": ROLES[site.role]} for kind, site in sites.items()}}
 
 

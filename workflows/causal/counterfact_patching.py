@@ -23,11 +23,12 @@ import numpy as np
 from ...stages.causal.counterfact import CounterFactPatching
 from ...stages.causal.factual_routing import FactualRouting
 from ...stages.logits.lens import format_text, format_token
+from ..claim import CandidateEffects, Claim
 from ..material.answers import named
 from ..material.facts.fact_pairs import SUBJECTS, PairWorkflow, layers_told
 from ..material.facts.known import CHOSEN_ON, SCORED
 from ..settings import PairSettings
-from ..views import Bars, Choice, Figure, Finding, Findings, Heatmap, Line, Table, View, bold, dim
+from ..views import Bars, Choice, Figure, Heatmap, Line, Table, View, bold, dim
 from ..workflow import loaded
 
 if TYPE_CHECKING:
@@ -67,40 +68,40 @@ class CounterFactPatches(PairWorkflow):
             self.only_claims = (*self.only_claims, "subjects")
         return nodes
 
-    def findings(self) -> Findings:
-        """How often the subject's state makes the model say what the counterfactual prompt says, in the block
-        that others choose and in the one in which it does so least, of pairs that the model knows."""
-        if self.not_claimed:
-            return self.unclaimed()
+    @cached_property
+    def candidates(self) -> CandidateEffects:
+        """Whether the state of the counterfactual subject in each block makes the model predict what the
+        counterfactual prompt does, of pairs that the model knows."""
         choice = self.result("choice").load().isel(draw=0)
-        taken = choice["token_id"] == choice["counterfactual_token_id"]
-        often = taken.transpose("pair", "block").values[self.is_known(CHOSEN_ON)].mean(0)
-        # Of several blocks in which nothing happens the last one: it is farthest from the first.
-        most, least = int(often.argmax()), len(often) - 1 - int(often[::-1].argmin())
-        return Findings.of(
-            self._found(most, "putting"),
-            self._found(least, "for comparison, putting"),
-            caption=f"The block in which that happens most often on {self.counted()}, and the one in which "
-            f"it happens least; {self.settings.donors} unrelated prompts per pair.",
+        predicts = (choice["token_id"] == choice["counterfactual_token_id"]).transpose("pair", "block").values
+        known = self.is_known(SCORED)
+        expected = self.found["counterfactual_token_id"].values[known]
+        patched = self.result("subjects").load()["token_id"].transpose("pair", "block").values[known]
+        controls = self.result("controls").load().isel(draw=0)["token_id"].transpose("pair", "block").values
+        return CandidateEffects(
+            predicts[self.is_known(CHOSEN_ON)],
+            patched == expected[:, None],
+            self.by_donor(controls) == expected[:, None, None],
         )
 
-    def _found(self, block: int, begins: str) -> Finding:
-        """The subject patched in one block, beside states of unrelated prompts."""
-        controls = self.result("controls").load().isel(draw=0)["token_id"]
-        known = self.is_known(SCORED)
-        said = self.found["counterfactual_token_id"].values[known]
-        patched = self.result("subjects").load()["token_id"].isel(block=block).values[known]
-        other = self.by_donor(controls.transpose("pair", "block").values)[:, :, block]
-        layers = layers_told(self.blocks[block])
-        return Finding.over(
-            f"{begins} the counterfactual {SUBJECTS[self.settings.subject]} into layers {layers} makes the "
-            "model say what that prompt does, of all pairs",
-            patched == said,
-            other == said[:, None],
-            "times the states of unrelated prompts as long",
-            draws=self.settings.controls,
-            seed=self.settings.seed,
-            held_out=True,
+    def claims(self) -> Iterator[Claim]:
+        """The block that works most often on other pairs, and the one that does least."""
+        often = self.candidates.mean
+        # Of several blocks in which nothing happens the last one: it is farthest from the first.
+        weakest = len(often) - 1 - int(often[::-1].argmin())
+        for block, begins in ((self.candidates.best[0], "putting"), (weakest, "for comparison, putting")):
+            text = (
+                f"{begins} the counterfactual {SUBJECTS[self.settings.subject]} into layers "
+                f"{layers_told(self.blocks[block])} makes the model say what that prompt does, of all pairs"
+            )
+            of = "the states of unrelated prompts as long"
+            yield self.candidates.claim(text, (block,), of, self.settings)
+
+    def claims_caption(self) -> str:
+        """How the blocks were chosen."""
+        return (
+            f"The block in which that happens most often on {self.counted()}, and the one in which it "
+            f"happens least; {self.settings.donors} unrelated prompts per pair."
         )
 
     @cached_property

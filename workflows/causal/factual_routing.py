@@ -21,11 +21,12 @@ import numpy as np
 from ...stages.causal.factual_routing import FactualRouting
 from ...stages.logits.lens import format_text
 from ...store.arrays import Floats
+from ..claim import CandidateEffects, Claim
 from ..material.answers import named
 from ..material.facts.fact_pairs import SUBJECTS, PairWorkflow, layers_told
 from ..material.facts.known import CHOSEN_ON, SCORED
 from ..settings import Count, PairSettings, setting
-from ..views import Bars, Choice, Figure, Finding, Findings, Heatmap, Line, Table, View, bold
+from ..views import Bars, Choice, Figure, Heatmap, Line, Table, View, bold
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -61,52 +62,44 @@ class Routing(PairWorkflow):
         routing = FactualRouting(**self.read_pairs())
         return {"routing": self.on_model(routing), **self.control_nodes()}
 
-    def findings(self) -> Findings:
-        """How far attention moves for the other subject, in all heads and in the one that moves most, of
-        pairs that the model knows."""
-        if self.not_claimed:
-            return self.unclaimed()
+    @cached_property
+    def candidates(self) -> CandidateEffects:
+        """How far attention moves for the other subject, [pair, block, layer, head], of pairs that the model
+        knows."""
         sizes = {
             name: np.abs(_moved(self.result(name).load().isel(draw=0))) for name in ("choice", "controls")
         }
-        chosen_on = sizes["choice"][self.is_known(CHOSEN_ON)].mean(0)
-        own = np.abs(self.routing["delta"].values)[self.is_known(SCORED)]
-        others = self.by_donor(sizes["controls"])
-        block = int(chosen_on.sum((1, 2)).argmax())
-        layer, head = map(int, np.unravel_index(int(chosen_on[block].argmax()), chosen_on.shape[1:]))
+        scored_on = np.abs(self.routing["delta"].values)[self.is_known(SCORED)]
+        return CandidateEffects(
+            sizes["choice"][self.is_known(CHOSEN_ON)], scored_on, self.by_donor(sizes["controls"])
+        )
+
+    def claims(self) -> Iterator[Claim]:
+        """How far attention moves in all heads of the block that moves most, in its head that moves most and
+        in the one that moves least."""
+        heads, of = self.candidates, "the states of unrelated prompts as long"
+        assert heads.controls is not None  # by_donor gives them
+        blocks = CandidateEffects(
+            *(part.sum((-2, -1)) for part in (heads.chosen_on, heads.scored_on, heads.controls))
+        )
+        (block,) = blocks.best
+        moved = heads.mean[block]
+        layer, head = map(int, np.unravel_index(int(moved.argmax()), moved.shape))
         # Below the block nothing can move; that is no comparison.
-        above = min(self.blocks[block][0] + 1, chosen_on.shape[1] - 1)
-        reached = chosen_on[block, above:]
-        still, other = map(int, np.unravel_index(int(reached.argmin()), reached.shape))
-        layers = layers_told(self.blocks[block])
-        subject = SUBJECTS[self.settings.subject]
-        told: dict[str, Any] = {
-            "of": "times the states of unrelated prompts as long",
-            "draws": self.settings.controls,
-            "seed": self.settings.seed,
-            "held_out": True,
-        }
+        above = min(self.blocks[block][0] + 1, len(moved) - 1)
+        weakest, other = map(int, np.unravel_index(int(moved[above:].argmin()), moved[above:].shape))
+        cause = f"another {SUBJECTS[self.settings.subject]} in layers {layers_told(self.blocks[block])} moves"
+        text = f"{cause} the last token's attention to the fact, sum over heads"
+        yield blocks.claim(text, (block,), of, self.settings)
+        for before, place in (("", (layer, head)), ("for comparison, ", (above + weakest, other))):
+            text = f"{before}{cause} that of head {place[1]} of layer {place[0]}"
+            yield heads.claim(text, (block, *place), of, self.settings)
 
-        def of_head(layer: int, head: int, before: str = "") -> Finding:
-            return Finding.over(
-                f"{before}another {subject} in layers {layers} moves that of head {head} of layer {layer}",
-                own[:, block, layer, head],
-                others[:, :, block, layer, head],
-                **told,
-            )
-
-        return Findings.of(
-            Finding.over(
-                f"another {subject} in layers {layers} moves the last token's attention to the fact, sum "
-                "over heads",
-                own[:, block].sum((1, 2)),
-                others[:, :, block].sum((2, 3)),
-                **told,
-            ),
-            of_head(layer, head),
-            of_head(above + still, other, "for comparison, "),
-            caption=f"Block and head that move most on {self.counted()}, and the head that moves least; "
-            f"{self.settings.donors} unrelated prompts per pair.",
+    def claims_caption(self) -> str:
+        """How block and heads were chosen."""
+        return (
+            f"Block and head that move most on {self.counted()}, and the head that moves least; "
+            f"{self.settings.donors} unrelated prompts per pair."
         )
 
     @cached_property

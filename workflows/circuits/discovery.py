@@ -19,13 +19,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ...stages.causal.controls import Null, interval
 from ...stages.circuits.circuit import Circuit
 from ...stages.circuits.experiment import EdgeExperiment, one_length
 from ...stages.circuits.scores import EdgeEffects, EdgeScores
 from ...stages.circuits.selected import SelectedCircuits
+from ..claim import Claim
 from ..settings import CircuitSettings, Count, Natural, setting
-from ..views import CircuitDrawing, Data, Figure, Finding, Findings, Heatmap, Table, View
+from ..views import CircuitDrawing, Data, Figure, Heatmap, Table, View
 from .tasks import CircuitWorkflow
 
 if TYPE_CHECKING:
@@ -99,36 +99,19 @@ class CircuitDiscovery(CircuitWorkflow):
         """The edges found for a task."""
         return Circuit(self.layout, self.result(f"{task}_circuit")["chosen"].values[0] > 0)
 
-    def faithful(self, task: str) -> tuple[float, tuple[float, float], Floats]:
-        """Percent of a task that the circuit keeps, between which it lies over pairs, and what random
-        circuits keep."""
-        found = self.result(f"{task}_circuit").load()
-        clean, empty = (found[name].values for name in ("clean", "empty"))
-        gap = float((clean - empty).mean())
-        each = 100 * (found["value"].values[0] - empty) / gap
-        return float(each.mean()), interval(each, seed=self.settings.seed), self.random_kept(task)
+    def faithful(self, task: str) -> Floats:
+        """Percent of a task that its circuit keeps, [pair]."""
+        result = self.result(f"{task}_circuit").load()
+        clean, empty = (result[name].values for name in ("clean", "empty"))
+        kept: Floats = 100 * (result["value"].values[0] - empty) / float((clean - empty).mean())
+        return kept
 
-    def findings(self) -> Findings:
-        """What each circuit keeps of its task, beside random ones; nothing of tasks that the model does not
-        do."""
-        found, not_done = [], []
-        for task in self.tasks:
-            if not self.is_done(self.result(f"{task}_circuit")):
-                not_done.append(task)
-                continue
-            effect, spread, random = self.faithful(task)
-            found.append(
-                Finding(
-                    f"{self.size(task)} of {self.edges(task)} edges keep what the model does in {task}",
-                    effect,
-                    Null(random, "random circuits of as many edges"),
-                    "%",
-                    spread=spread,
-                    prompts=self.settings.pairs,
-                    held_out=True,
-                )
-            )
-        return Findings.of(*found, caption=self.caption(not_done), sources=tuple(self.nodes))
+    def claim(self, task: str) -> Claim:
+        """What the circuit of a task keeps of it on held-out pairs, beside random ones."""
+        text = f"{self.size(task)} of {self.edges(task)} edges keep what the model does in {task}"
+        of, seed = "random circuits of as many edges", self.settings.seed
+        kept, random = self.faithful(task), self.random_kept(task)
+        return Claim.against(text, kept, random, of, unit="%", held_out=True, seed=seed)
 
     def views(self) -> Iterator[View]:
         """What is claimed; each task's circuit, drawn and as a table of edges."""
@@ -163,14 +146,14 @@ class CircuitDiscovery(CircuitWorkflow):
             effects = self.result(f"{task}_effects")["effect"].mean("pair").values
         places = [tuple(map(int, place)) for place in np.argwhere(circuit.chosen)]
         order = np.argsort(-np.abs(scores[circuit.chosen]), kind="stable").tolist()
-        kept, spread, random = self.faithful(task)
+        claim = self.claim(task)
         return {
             "circuit": circuit.to_json(),
             "edges_there_are": self.edges(task),
             "pruned_edges": len(circuit.pruned()),
-            "faithfulness_percent": kept,
-            "faithfulness_interval_95": spread,
-            "random_faithfulness_percent": random,
+            "faithfulness_percent": claim.effect,
+            "faithfulness_interval_95": claim.spread,
+            "random_faithfulness_percent": claim.null.values,
             **(
                 {}
                 if effects is None

@@ -18,15 +18,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ...stages.causal.controls import Null
 from ...stages.circuits.circuit import Circuit
 from ...stages.circuits.evaluation import areas, faithfulness
 from ...stages.circuits.experiment import EdgeExperiment
 from ...stages.circuits.pairs import Alternative
 from ...stages.circuits.selected import SelectedCircuits
 from ...store.errors import ConfigError
+from ..claim import Claim
 from ..settings import CircuitSettings, Count, Share, setting
-from ..views import Data, Figure, Finding, Findings, Line, Lines, Table, View
+from ..views import Data, Figure, Line, Lines, Table, View
 from .tasks import CircuitWorkflow
 
 if TYPE_CHECKING:
@@ -123,26 +123,14 @@ class CircuitEvaluation(CircuitWorkflow):
         found: Floats = np.array(self.sizes) / int(self.layout.edges.sum())
         return found
 
-    def findings(self) -> Findings:
-        """The area under faithfulness of each task, beside that of random circuits."""
-        found, not_done = [], []
-        for task in self.tasks:
-            if not self.is_done(self.result(f"{task}_circuits")):
-                not_done.append(task)
-                continue
-            curves = self.curves(task)
-            effect, _ = areas(self.shares, curves["circuit"])
-            others = [areas(self.shares, draw)[0] for draw in curves["random"].T]
-            found.append(
-                Finding(
-                    f"circuits of growing size keep what the model does in {task}, on average",
-                    effect,
-                    Null(np.array(others), "sequences of random circuits as large"),
-                    "%",
-                    held_out=True,
-                )
-            )
-        return Findings.of(*found, caption=self.caption(not_done), sources=tuple(self.nodes))
+    def claim(self, task: str) -> Claim:
+        """The area under the faithfulness of a task, beside that of random circuits."""
+        curves = self.curves(task)
+        effect, _ = areas(self.shares, curves["circuit"])
+        random = [areas(self.shares, draw)[0] for draw in curves["random"].T]
+        text = f"circuits of growing size keep what the model does in {task}, on average"
+        of = "sequences of random circuits as large"
+        return Claim.against(text, effect, random, of, unit="%", held_out=True)
 
     def told(self, task: str) -> dict[str, Any]:
         """A task in numbers, for tables and JSON."""

@@ -23,13 +23,14 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from ...stages.causal.controls import Null, interval, random_signs
+from ...stages.causal.controls import Null, interval
 from ...stages.circuits.strongest_paths import NONE, StrongestPaths, is_head
 from ...stages.forward.edges.layout import INPUT, LOGITS
 from ...store.arrays import Floats
 from ...store.errors import ConfigError
+from ..claim import Claim, Controls
 from ..settings import Count, Natural, TaskSettings, setting
-from ..views import Bars, Data, Figure, Finding, Findings, Heatmap, Line, Table, View
+from ..views import Bars, Data, Figure, Findings, Heatmap, Line, Table, View
 from .tasks import NAMES, TaskWorkflow
 
 if TYPE_CHECKING:
@@ -127,7 +128,7 @@ class PathPatchingTrace(TaskWorkflow):
         )
         return Findings.of(*found, caption=self.not_done(not_done) or caption, sources=tuple(self.nodes))
 
-    def _found(self, heard: _Heard) -> Iterator[Finding]:
+    def _found(self, heard: _Heard) -> Iterator[Claim]:
         told = [each for each in heard.told if each["role"] != QUIETEST]
         heads = [each for each in told if each["role"] == HEAD]
         among = heads if heads and not heard.is_back else told
@@ -139,30 +140,18 @@ class PathPatchingTrace(TaskWorkflow):
         further = heard.beyond_heads(strongest)
         if further is not None:
             claim = f"{heard.task}: {strongest['sender']} moves it further than other heads do, any way"
-            yield self._finding(heard, claim, further)
+            yield heard.claim(claim, further)
         for each in heard.told:
             if each["role"] == QUIETEST:
                 yield self._beyond(heard, each, f"the quietest of {which}", "for comparison, ")
 
-    def _beyond(self, heard: _Heard, record: Mapping[str, Any], which: str, before: str = "") -> Finding:
+    def _beyond(self, heard: _Heard, record: Mapping[str, Any], which: str, before: str = "") -> Claim:
         claim = (
             f"{before}{heard.task}: {record['sender']}, {which}, moves right over wrong "
             f"({record['effect']:+.3g} {heard.unit}) by what it says to {heard.receiver}"
         )
         claim += ", further than random changes as long do" if heard.has_controls else ""
-        return self._finding(heard, claim, heard.beyond(record))
-
-    def _finding(self, heard: _Heard, claim: str, further: Floats) -> Finding:
-        """Of how much further a sender goes than its controls in each pair."""
-        return Finding(
-            claim,
-            float(further.mean()),
-            heard.signs(further),
-            heard.unit,
-            spread=interval(further, seed=self.settings.seed),
-            prompts=heard.pairs,
-            held_out=True,
-        )
+        return heard.claim(claim, heard.beyond(record))
 
     def views(self) -> Iterator[View]:
         """What is claimed; what every receiver hears, by layer and head, and the strongest senders."""
@@ -311,10 +300,11 @@ class _Heard:
         """Of the sender at a place among those told: means over pairs under each draw."""
         return Null(self._found["random"].isel(told=place).mean("pair").values, CHANGES, "either")
 
-    def signs(self, further: Floats) -> Null:
-        """Means of differences [pair] whose signs are drawn; no draws without controls."""
-        count = SIGNS if self.has_controls else 0
-        return Null(random_signs(further, count, seed=self._seed), "times signs drawn in each pair")
+    def claim(self, text: str, further: Floats) -> Claim:
+        """How much further a sender goes than its controls in each pair, [pair]."""
+        signs = Controls(SIGNS if self.has_controls else 0, self._seed)
+        of = "draws of a sign for each pair"
+        return Claim.paired(text, further, of, signs, unit=self.unit, held_out=True)
 
     @cached_property
     def told(self) -> list[dict[str, Any]]:
@@ -338,12 +328,9 @@ class _Heard:
                 "interval_95": interval(effects, seed=self._seed),
                 "random": null.to_json(effect),
             }
-            further = self.beyond(record)
-            signs = self.signs(further)
-            record["further"] = mean = float(further.mean())
-            found.append(
-                {**record, "p": signs.share_as_large(mean), "is_beyond_chance": signs.is_beyond_chance(mean)}
-            )
+            claim = self.claim("", self.beyond(record))
+            record["further"] = claim.effect
+            found.append({**record, "p": claim.p_value, "is_beyond_chance": claim.is_beyond_chance})
         return found
 
     def to_json(self) -> dict[str, Any]:

@@ -26,10 +26,12 @@ from ...stages.circuits.tasks.table import TASKS, task_pairs
 from ...stages.forward.edges.layout import Layout
 from ...stages.forward.models.files import SHIPPED
 from ...store.errors import ConfigError
+from ..claim import Claim
 from ..material.answers import answer_pieces, encoded
 from ..material.facts.fact_data import FIELDS
 from ..material.facts.fact_pairs import pair_records
 from ..settings import CircuitSettings, TaskSettings
+from ..views import Findings
 from ..workflow import ModelWorkflow
 
 if TYPE_CHECKING:
@@ -171,6 +173,16 @@ class CircuitWorkflow(TaskWorkflow):
         ]
         circuits = tuple(each for of_a_size in zip(*draws, strict=True) for each in of_a_size)
         return {RANDOM: CircuitValues(pairs=self.pairs[task][1], circuits=circuits, **told)}
+
+    def claim(self, task: str) -> Claim:
+        """What the circuits of a task do on held-out pairs, beside random circuits of the same size."""
+        raise NotImplementedError
+
+    def findings(self) -> Findings:
+        """The claim of each task that the model does."""
+        done = [task for task in self.tasks if self.is_done(self.result(f"{task}_{self.done_node}"))]
+        caption = self.caption([task for task in self.tasks if task not in done])
+        return Findings.of(*map(self.claim, done), caption=caption, sources=tuple(self.nodes))
 
     def caption(self, not_done: list[str]) -> str:
         """How circuits were chosen and scored, and what names mean."""

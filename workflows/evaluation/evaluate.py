@@ -40,11 +40,12 @@ from ...stages.evaluation.order import LayerOrders, swaps
 from ...stages.evaluation.recall import FactualRecall
 from ...store.errors import ConfigError
 from ..attention.head_detection import ordinary_tokens, repeated_tokens, shuffled, special_prefix
+from ..claim import Claim
 from ..material.facts.fact_data import FIELDS, read_records
 from ..readout.character_count_helix import line_corpus
 from ..settings import ControlSettings, Count, ModelSettings, Natural, setting
 from ..subject import read_texts, shipped_facts
-from ..views import Finding, Findings, Lines, Table, View, together
+from ..views import Findings, Lines, Table, View, together
 from ..workflow import ModelWorkflow
 from .changed import Change, averaged, reconstructed, zeroed
 
@@ -203,10 +204,8 @@ class Evaluate(ModelWorkflow):
         found: Floats = self.result(other)["loss"].values - self.result(one)["loss"].values
         return found
 
-    def _paired(self, claim: str, gain: Floats, of: str) -> Finding:
-        null = Null(random_signs(gain, self.settings.controls, seed=self.settings.seed), of)
-        spread = interval(gain, seed=self.settings.seed)
-        return Finding(claim, float(gain.mean()), null, "nats", spread, prompts=len(gain))
+    def _paired(self, text: str, gain: Floats, of: str) -> Claim:
+        return Claim.paired(text, gain, of, self.settings, unit="nats")
 
     def recall(self) -> dict[str, Any]:
         """Share of facts said, median rank, and how much likelier an answer is behind its own prompt."""
@@ -267,32 +266,18 @@ class Evaluate(ModelWorkflow):
                 signs,
             ),
         ]
-        recalled = self.recall()
-        found.append(
-            Finding(
-                "answers are likelier behind their own prompts than behind those of other facts",
-                float(recalled["gain"].mean()),
-                Null(recalled["draws"], "exchanges of answers among facts"),
-                "nats",
-                interval(recalled["gain"], seed=given.seed),
-                prompts=recalled["facts"],
-            )
-        )
+        recalled, seed = self.recall(), given.seed
+        text = "answers are likelier behind their own prompts than behind those of other facts"
+        of = "exchanges of answers among facts"
+        found.append(Claim.against(text, recalled["gain"], recalled["draws"], of, unit="nats", seed=seed))
         found += self._cost_findings()
         told = [self._too_few()]
         if self.orders is not None:
             one, other = self.orders["exchanged"]
             many = len(self.orders["costs"])
-            found.append(
-                Finding(
-                    f"of {many} exchanges of two layers the cheapest, of {one} and {other}, costs",
-                    self.orders["best"],
-                    Null(self.orders["draws"], f"draws of signs, each the cheapest of {many}"),
-                    "nats",
-                    interval(self.orders["by_prompt"], seed=given.seed),
-                    prompts=len(self.orders["by_prompt"]),
-                )
-            )
+            text = f"of {many} exchanges of two layers the cheapest, of {one} and {other}, costs"
+            of, cost = f"draws of signs, each the cheapest of {many}", self.orders["by_prompt"]
+            found.append(Claim.against(text, cost, self.orders["draws"], of, unit="nats", seed=seed))
             if not self.orders["is_sound"]:
                 told.append(
                     f"the model does better with layers {one} and {other} exchanged: its layers are not in "
@@ -360,24 +345,22 @@ class Evaluate(ModelWorkflow):
         own, *others = self.costs
         return {"unit": "nats", **own, "others": {"of": change.of, "costs": others}}
 
-    def _cost_findings(self) -> list[Finding]:
+    def _cost_findings(self) -> list[Claim]:
         """That a change costs more than others of its size; none where too few of these are known."""
         if self.change is None or len(self.others) < LEAST:
             return []
         own, *others = self.costs
         told, changed = (_behind(self.result(name).load())[1] for name in ("facts", "changed_facts"))
         by_prompt = {"text": self._gain("text", "changed_text"), "facts": told - changed}
-        return [
-            Finding(
-                f"{self.change.told} costs, on {where}",
-                own[where],
-                Null(np.array([each[where] for each in others]), self.change.of),
-                "nats",
-                interval(by_prompt[where], seed=self.settings.seed) if where in by_prompt else None,
-                prompts=len(by_prompt.get(where, [0])),
-            )
-            for where, _ in COSTS.values()
-        ]
+        claims = []
+        for where, _ in COSTS.values():
+            fields: dict[str, Any] = {"unit": "nats"}
+            if where in by_prompt:  # the effect is a mean over tokens, its interval one over prompts
+                spread = interval(by_prompt[where], seed=self.settings.seed)
+                fields |= {"spread": spread, "prompts": len(by_prompt[where])}
+            text, draws = f"{self.change.told} costs, on {where}", [other[where] for other in others]
+            claims.append(Claim.against(text, own[where], draws, self.change.of, **fields))
+        return claims
 
     def _too_few(self) -> str:
         """Why nothing is claimed of a change's cost; empty where something is."""

@@ -32,9 +32,8 @@ from ...stages.logits.lens import format_probability, format_text, format_token
 from ...stages.logits.readout import readout_node
 from ...store.errors import ConfigError
 from ..material.feature_examples import ExampleNodes, corpus_texts, example_nodes, passages
-from ..material.feature_presets import preset_of
 from ..material.graph_views import examples_of, graph_views, kept_of
-from ..settings import Count, ModelSettings, Natural, setting
+from ..settings import Count, ModelSettings, Natural, preset_of, setting
 from ..subject import Subject
 from ..views import Data, Table, View, together
 from ..views.graph.drawing import drawn_part

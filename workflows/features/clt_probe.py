@@ -22,10 +22,9 @@ from ...stages.features.layers.layout import FeatureId
 from ...stages.forward.models.files import SPECIMEN
 from ...stages.logits.lens import format_token
 from ...store.errors import ConfigError
-from ..material.answers import encoded, fact, named
-from ..material.feature_injection import is_one_token, word_id
+from ..feature_exchange.presets import PRESETS
+from ..material.answers import encoded, fact, is_one_token, named, word_id
 from ..material.feature_labels import FeatureLabels, active_words, ranked_words
-from ..material.feature_presets import PRESETS
 from ..settings import Count, ModelSettings, setting
 from ..views import Data, Heatmap, Table, View, together
 from ..workflow import ModelWorkflow, loaded

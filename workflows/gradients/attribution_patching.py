@@ -20,17 +20,17 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from ...stages.causal.attribution.check import LARGEST, PLACE, AttributionCheck, rank_correlation
+from ...stages.causal.attribution.check import LARGEST, PLACE, AttributionCheck
 from ...stages.causal.attribution.patching import AttributionPatching
-from ...stages.causal.controls import Null, interval
 from ...stages.causal.draws import AtOnce
 from ...stages.causal.grids.patching_metrics import LogitDifference, Recovery
 from ...stages.logits.lens import format_token
 from ...store.arrays import Floats
 from ...store.errors import ConfigError
+from ..claim import Claim
 from ..material.answers import named
 from ..settings import Count, setting
-from ..views import Figure, Finding, Findings, Heatmap, Table, View
+from ..views import Figure, Heatmap, Table, View
 from ..workflow import loaded
 from .pairs import AttributedPairs, AttributionSettings, pair_json
 
@@ -115,47 +115,27 @@ class AttributionPatchingTrace(AttributedPairs):
         )
         return estimate, exact
 
-    def findings(self) -> Findings:
-        """What the largest estimate does by a run, and whether estimates rank cells; nothing of pairs that
-        the model does not know."""
-        if self.not_claimed:
-            return self.unclaimed()
-        given, (estimate, exact) = self.settings, self.effects
+    claim_sources = ("checked",)
+
+    def claims(self) -> Iterator[Claim]:
+        """What the cell of the largest estimate does by a run, and whether estimates rank cells."""
+        settings, (estimate, exact) = self.settings, self.effects
         drawn = self.checked["sort"].transpose("draw", "cell").values[0] != LARGEST
-        found = (
-            [
-                Finding.over(
-                    f"the {self._place} with the largest estimate, patched exactly, moves the answer",
-                    np.abs(exact[:, 0]),
-                    np.abs(exact[:, drawn]),
-                    f"times another {self._place} of each pair",
-                    draws=given.controls,
-                    seed=given.seed,
-                    unit="%",
-                )
-            ]
-            if drawn.any()
-            else []
-        )
-        ranks = np.array([rank_correlation(*pair) for pair in zip(estimate, exact, strict=True)])
-        random = np.random.default_rng(given.seed)
-        shuffled = [
-            np.mean(
-                [rank_correlation(random.permutation(a), b) for a, b in zip(estimate, exact, strict=True)]
-            )
-            for _ in range(given.controls)
-        ]
-        null = Null(np.array(shuffled), "times estimates shuffled among the cells of each pair")
-        claim = "estimates rank cells as exact runs do (Spearman)"
-        spread = interval(ranks, seed=given.seed)
-        found.append(Finding(claim, float(ranks.mean()), null, spread=spread, prompts=len(ranks)))
-        return Findings.of(
-            *found,
-            caption=f"{int(self.counts.sum())} of {len(self.read)} pairs, whose answer the model says; the "
-            f"{given.verify} largest estimates and as many random cells of each run exactly. Worst miss "
-            f"{float(np.abs(estimate - exact).max()):.1f} %. An estimate, which chooses a cell, has "
-            "seen no run of it.",
-            sources=("checked",),
+        if drawn.any():
+            text = f"the {self._place} with the largest estimate, patched exactly, moves the answer"
+            moved, others = np.abs(exact[:, 0]), np.abs(exact[:, drawn])
+            yield Claim.over(text, moved, others, f"another {self._place} of each pair", settings, unit="%")
+        text = "estimates rank cells as exact runs do (Spearman)"
+        yield Claim.ranking(text, list(zip(estimate, exact, strict=True)), "cells of each pair", settings)
+
+    def claims_caption(self) -> str:
+        """Pairs that count, cells that were run, and the worst estimate."""
+        estimate, exact = self.effects
+        return (
+            f"{int(self.counts.sum())} of {len(self.read)} pairs, whose answer the model predicts; the "
+            f"{self.settings.verify} largest estimates and as many random cells of each are run exactly. "
+            f"Worst miss {float(np.abs(estimate - exact).max()):.1f} %. Estimates choose a cell before it "
+            "is run."
         )
 
     @property

@@ -26,8 +26,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import xarray as xr
 
-from ...stages.causal.attribution.check import LARGEST, rank_correlation
-from ...stages.causal.controls import Null, interval
+from ...stages.causal.attribution.check import LARGEST
+from ...stages.causal.controls import Null
 from ...stages.causal.draws import AtOnce
 from ...stages.causal.grids.patching_metrics import LogitDifference, Recovery
 from ...stages.features.effects.attribution import REST, FeatureAttribution
@@ -38,11 +38,12 @@ from ...stages.features.layers.layout import FeatureId
 from ...stages.logits.lens import format_token
 from ...stages.logits.readout import readout_node
 from ...store.errors import ConfigError
+from ..claim import Claim
 from ..features.sae_features import dictionary_of
 from ..material.answers import named
 from ..material.feature_labels import FeatureLabels, writes_to_stream
 from ..settings import Count, setting
-from ..views import Figure, Finding, Findings, Heatmap, Table, View
+from ..views import Figure, Heatmap, Table, View
 from .pairs import AttributedPair, AttributedPairs, AttributionSettings, pair_json
 
 if TYPE_CHECKING:
@@ -134,47 +135,25 @@ class FeatureAttributionTrace(AttributedPairs):
         """See `Workflow`."""
         return self.labels(0).spoken
 
-    def findings(self) -> Findings:
+    def claims(self) -> Iterator[Claim]:
         """What the largest feature does by a run, and whether estimates rank cells."""
-        if self.not_claimed:
-            return self.unclaimed()
-        given = self.settings
         exact = 100 * np.abs(self.random["exact"].transpose("draw", "cause").values[self.counted])
-        first = Finding.over(
-            "the feature with the largest estimate, put in exactly, moves the answer",
-            exact[:, 0],
-            exact[:, 1:],
-            "times the largest of as many random features of the same layers, which write as much",
-            draws=given.controls,
-            seed=given.seed,
-            unit="%",
-        )
-        checked = [self._checked(number) for number in self.counted]
-        ranks = np.array([rank_correlation(*pair) for pair in checked])
-        rng = np.random.default_rng(given.seed)
-        shuffled = [
-            np.mean([rank_correlation(rng.permutation(a), b) for a, b in checked])
-            for _ in range(given.controls)
-        ]
-        second = Finding(
-            "estimates rank cells as exact runs do (Spearman)",
-            float(ranks.mean()),
-            Null(np.array(shuffled), "times estimates shuffled among the cells of each pair"),
-            spread=interval(ranks, seed=given.seed),
-            prompts=len(ranks),
-        )
-        worst = max(float(np.abs(a - b).max()) for a, b in checked)
-        rest = np.mean([self._rests(number) for number in self.counted])
-        return Findings.of(
-            first,
-            second,
-            caption=f"{len(self.counted)} of {len(self.read)} pairs, whose answer the model says; "
-            f"{given.verify} largest estimates and as many random cells of each run exactly. Worst miss "
-            f"{worst:.1f} %. Of the {given.verify} largest, {rest:.0f} % are what no feature accounts for. "
-            "A feature is chosen by its estimate in the pair it is run in, and no pairs are held out for it, "
-            "as no feature is the same one in another: what is drawn at random is chosen there in the same "
-            "way, the largest estimate of as many, before it is run, and so has the same luck.",
-            sources=tuple(self.nodes),
+        text = "the feature with the largest estimate, put in exactly, moves the answer"
+        of = "the largest of as many random features of the same layers, which write as much"
+        yield Claim.over(text, exact[:, 0], exact[:, 1:], of, self.settings, unit="%")
+        text = "estimates rank cells as exact runs do (Spearman)"
+        yield Claim.ranking(text, list(map(self._checked, self.counted)), "cells of each pair", self.settings)
+
+    def claims_caption(self) -> str:
+        """Pairs that count, the worst estimate, and why no pairs are held out."""
+        worst = max(float(np.abs(a - b).max()) for a, b in map(self._checked, self.counted))
+        rest, verify = np.mean(list(map(self._rests, self.counted))), self.settings.verify
+        return (
+            f"{len(self.counted)} of {len(self.read)} pairs, whose answer the model predicts; the {verify} "
+            f"largest estimates and as many random cells of each are run exactly. Worst miss {worst:.1f} %. "
+            f"Of the {verify} largest, {rest:.0f} % are errors of the dictionary. A feature is chosen by "
+            "its estimate in the pair it is run in, and each draw chooses in the same way among random "
+            "features, so that no pairs need to be held out."
         )
 
     def _checked(self, number: int) -> tuple[Any, Any]:

@@ -20,15 +20,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ...stages.causal.attribution.check import rank_correlation
 from ...stages.causal.attribution.integrated import IntegratedGradients
-from ...stages.causal.controls import Null, interval
 from ...stages.causal.grids.patching_metrics import LogProbability
 from ...stages.logits.lens import format_text, format_token
 from ...store.arrays import Floats
+from ..claim import Claim
 from ..material.unrelated import Unrelated
 from ..settings import Count, setting
-from ..views import Bars, Figure, Finding, Findings, Lines, Table, View
+from ..views import Bars, Figure, Findings, Lines, Table, View
 from .pairs import AttributedPairs, AttributionSettings, pair_json
 
 if TYPE_CHECKING:
@@ -92,46 +91,29 @@ class IntegratedGradientsTrace(AttributedPairs):
         ]
 
     def findings(self) -> Findings:
+        """The claims; none where one position alone differs from the baseline."""
+        if not self.not_claimed and not self.counted:
+            return Findings.none("One position differs from the baseline: there is none to compare it with.")
+        return super().findings()
+
+    def claims(self) -> Iterator[Claim]:
         """What the position with the largest share is worth by a run, and whether shares rank positions."""
-        if self.not_claimed:
-            return self.unclaimed()
-        if not self.counted:
-            return Findings.none("One position differs from the baseline: there is none to hold it against.")
-        given = self.settings
+        settings = self.settings
         largest, others = zip(*map(self._removed, self.counted), strict=True)
-        count = min(map(len, others))
-        random = np.random.default_rng(given.seed)
-        drawn = np.array([random.permutation(each)[:count] for each in others])
-        first = Finding.over(
-            "without the token of the largest share the answer loses log-probability",
-            np.array(largest),
-            drawn,
-            "times another token of each prompt",
-            draws=given.controls,
-            seed=given.seed,
-            unit="nats",
-        )
-        pairs = [(each["attribution"].values, each["removed"].values) for each in self.counted]
-        ranks = np.array([rank_correlation(*pair) for pair in pairs])
-        shuffled = [
-            np.nanmean([rank_correlation(random.permutation(a), b) for a, b in pairs])
-            for _ in range(given.controls)
-        ]
-        null = Null(np.array(shuffled), "times shares shuffled among the tokens of each prompt")
-        second = Finding(
-            "shares rank tokens as runs without them do (Spearman)",
-            float(np.nanmean(ranks)),
-            null,
-            spread=interval(ranks, seed=given.seed),
-            prompts=len(pairs),
-        )
-        gaps = [abs(float(each["gap"])) for each in self.facts]
-        return Findings.of(
-            first,
-            second,
-            caption=f"{len(self.counted)} of {len(self.read)} facts, whose answer the model says; in "
-            f"{given.steps} steps shares miss the whole by at most {max(gaps):.3f} nats.",
-            sources=tuple(self.nodes),
+        count, random = min(map(len, others)), np.random.default_rng(settings.seed)
+        drawn = np.array([random.permutation(values)[:count] for values in others])
+        text = "without the token of the largest share the answer loses log-probability"
+        yield Claim.over(text, largest, drawn, "another token of each prompt", settings, unit="nats")
+        text = "shares rank tokens as runs without them do (Spearman)"
+        pairs = [(fact["attribution"].values, fact["removed"].values) for fact in self.counted]
+        yield Claim.ranking(text, pairs, "tokens of each prompt", settings)
+
+    def claims_caption(self) -> str:
+        """Facts that count, and the worst sum of shares."""
+        gap = max(abs(float(fact["gap"])) for fact in self.facts)
+        return (
+            f"{len(self.counted)} of {len(self.read)} facts, whose answer the model predicts; in "
+            f"{self.settings.steps} steps shares miss the whole by at most {gap:.3f} nats."
         )
 
     def _removed(self, fact: xr.Dataset) -> tuple[float, Floats]:

@@ -23,11 +23,13 @@ __all__ = [
     "counterpart",
     "encoded",
     "fact",
+    "is_one_token",
     "named",
     "number",
     "require_next",
     "target_json",
     "top_changed_json",
+    "word_id",
 ]
 
 KNOWN = 2
@@ -138,6 +140,28 @@ def number(value: Any) -> float | None:
     """A number for JSON; None for one there is not (NaN)."""
     found = float(value)
     return None if math.isnan(found) else found
+
+
+def word_id(subject: Subject, word: str) -> int:
+    """The token of a word, with a space before it or else bare.
+
+    Raises ConfigError for a word of several tokens: the probability of a piece is not that of the word.
+    """
+    pieces = []
+    for text in (f" {word.strip()}", word.strip()):
+        pieces = subject.tokenizer.encode(text, add_special=False).ids
+        if len(pieces) == 1:
+            return pieces[0]
+    raise ConfigError(
+        f"expected a word that is one token of {subject.name}, found {word!r}, which is "
+        f"{' + '.join(map(repr, named(subject, pieces)))}; choose another word"
+    )
+
+
+def is_one_token(subject: Subject, word: str) -> bool:
+    """Whether a word is a single token, with a space before it or bare."""
+    texts = (f" {word.strip()}", word.strip())
+    return any(len(subject.tokenizer.encode(text, add_special=False).ids) == 1 for text in texts)
 
 
 def _alike(one: str, other: str) -> int:

@@ -20,7 +20,7 @@ Axes: fact, layer, edge: those of ROLES first, then keys drawn at random.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
@@ -37,8 +37,9 @@ from ...stages.forward.hooks.edges import KnockoutSpec
 from ...stages.logits.lens import format_probability, format_token
 from ...store.arrays import Floats
 from ...store.errors import ConfigError
+from ..claim import Claim
 from ..settings import ChosenEdgeSettings, ChosenPlaceSettings
-from ..views import Finding, Findings, Table, points
+from ..views import Findings, Table, points
 from .answers import answer_pieces, encoded, named, top_changed_json
 from .facts.fact_data import enough, facts_of, shown_fact
 from .facts.known import CHOSEN_ON, SCORED, KnownWorkflow
@@ -291,6 +292,41 @@ class PlaceWorkflow(KnownWorkflow):
         """A position of the prompt, as claims name it."""
         return f"'{format_token(named(self.subject, [self.encoding.ids[place]])[0])}' ({place})"
 
+    def cause(self, layer: int, key: int) -> str:
+        """What is done to one place of this prompt, as claims begin."""
+        raise NotImplementedError
+
+    def claim_here(self, layer: int, key: int, measure: str, text: str, **fields: Any) -> Claim:
+        """What one place does in this prompt, beside others. measure: "kl" or "logit_diff"; fields: of the
+        claim."""
+        raise NotImplementedError
+
+    def on_held_out(self) -> Claim:
+        """The chosen place in facts that had no part in the choice."""
+        raise NotImplementedError
+
+    def claims(self) -> Iterator[Claim]:
+        """The place on held-out facts and in this prompt, and one that others say does nothing."""
+        place, is_held_out = (self.layer, self.edge[1]), self.chosen is not None
+        if is_held_out:
+            yield self.on_held_out()
+
+        def here(place: tuple[int, int], measure: str, effect: str, before: str = "") -> Claim:
+            unit, side = ("nats", "above") if measure == "kl" else ("logits", "either")
+            text = f"{before}{self.cause(*place)} {effect}"
+            return self.claim_here(*place, measure, text, side=side, unit=unit, held_out=is_held_out)
+
+        yield here(place, "kl", "changes the next token")
+        if self.pieces:
+            yield here(place, "logit_diff", f"lowers the logit of {format_token(self.target)!r}")
+        if self.quiet is not None:
+            quiet = (self.quiet.layer, self.roles[self.quiet.role])
+            yield here(quiet, "kl", "changes the next token", "for comparison, ")
+
+    def claims_caption(self) -> str:
+        """How the place was chosen."""
+        return self.choice_told
+
     @property
     def choice_told(self) -> str:
         """How the place was chosen, for people."""
@@ -347,27 +383,29 @@ class EdgeWorkflow(PlaceWorkflow):
         """Each edge cut by itself, in every layer, in all heads."""
         return [EdgeKnockout(tokens, tuple(edges), top_k=1)]
 
-    def on_held_out(self) -> Finding | None:
-        """The edge chosen, in facts that had no part in the choice; None where it is named."""
-        if self.chosen is None:
-            return None
-        given, scored = self.settings, self.facts[self.halves[1]]
+    def on_held_out(self) -> Claim:
+        """The chosen edge in facts that had no part in the choice."""
+        assert self.chosen is not None
+        scored = self.facts[self.halves[1]]
         cell = self.chosen.layer * scored.shape[2] + list(ROLES).index(self.chosen.role)
         done = self.doing("the last token", ROLES[self.chosen.role], self.chosen.layer)
-        return Finding.over(
+        return Claim.over(
             f"{done} changes the next token",
             scored.reshape(len(scored), -1)[:, cell],
             self.others_beside(cell),
             self.beside,
-            draws=given.controls,
-            seed=given.seed,
+            self.settings,
             unit="nats",
             held_out=True,
         )
 
+    def cause(self, layer: int, key: int) -> str:
+        """See `PlaceWorkflow`."""
+        return self.doing(self.token_told(self.query), self.token_told(key), layer)
+
     def doing(self, query: str, key: str, layer: int) -> str:
         """What is done to an edge, as claims begin."""
-        return f"cutting {query}'s view of {key} in layer {layer}"
+        return f"cutting {query}'s attention to {key} in layer {layer}"
 
     def others_beside(self, cell: int) -> Floats:
         """KL of what the edge chosen is held against in facts it is scored on, [fact, cause]. cell: its own
@@ -375,10 +413,6 @@ class EdgeWorkflow(PlaceWorkflow):
         scored = self.facts[self.halves[1]]
         found: Floats = np.delete(scored.reshape(len(scored), -1), cell, axis=1)
         return found
-
-    def edge_told(self, edge: tuple[int, int]) -> str:
-        """An edge, as claims name it."""
-        return " -> ".join(map(self.token_told, edge))
 
 
 def _subject_end(text: str) -> int:

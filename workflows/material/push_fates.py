@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ...stages.causal.absorption import Fate, fates, label, share_left
-from ...stages.causal.controls import Null
 from ...stages.causal.convergence import cosine
-from ..views import Finding
+from ..claim import Claim
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -58,7 +57,7 @@ class PushFates:
         return {where: each for where, each in self.of_all.items() if where[1] in self.strengths}
 
     @cached_property
-    def finding(self) -> Finding | None:
+    def finding(self) -> Claim | None:
         """The share of their largest distance that the pushes keep to the end; None without a verdict."""
         layers = sorted({layer for (layer, _), each in self.held.items() if each.is_verdict})
         drawn = self.drawn
@@ -69,11 +68,10 @@ class PushFates:
             return None
         after = f"layer {layers[0]}" if len(layers) == 1 else f"layers {layers[0]} to {layers[-1]}"
         times = " and ".join(f"{strength:g}" for strength in self.strengths)
-        return Finding(
-            f"{self.what} after {after}, {times} times, keep this share of their largest distance to the end",
-            share_left(self.held.values()),
-            Null(np.array(verdicts), self.of, side="below"),
+        text = (
+            f"{self.what} after {after}, {times} times, keep this share of their largest distance to the end"
         )
+        return Claim.against(text, share_left(self.held.values()), verdicts, self.of, side="below")
 
     @property
     def label(self) -> str:

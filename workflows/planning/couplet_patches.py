@@ -47,9 +47,9 @@ END, PLAN = 0, (1, 2)
 WAYS = ("line break and 1st token", "all tokens between but the last", "the last token alone")
 """What hears of the other rhyme, in every layer."""
 KINDS = {
-    "third": "times states under a third rhyme, put in likewise",
-    "same": "times states under another word of its own rhyme, put in likewise",
-    "random": "times random directions as long, put in likewise",
+    "third": "states under a third rhyme, put in likewise",
+    "same": "states under another word of its own rhyme, put in likewise",
+    "random": "random directions as long, put in likewise",
 }
 """Donors that stand beside the other couplet, as claims call them."""
 OWN, OTHER = 0, 1

@@ -32,13 +32,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ...stages.causal.controls import CHANCE, Null, interval, random_signs
+from ...stages.causal.controls import CHANCE
 from ...stages.logits.lens import format_token
 from ...store.arrays import Floats
+from ..claim import Claim
 from ..material.answers import KNOWN, named, require_next
 from ..material.facts.known import NO_CONTROLS
 from ..settings import ControlSettings, Count, ModelSettings, Share, setting
-from ..views import Data, Figure, Finding, Findings, Heatmap, Note, Table, Text, Tokens, View
+from ..views import Data, Figure, Findings, Heatmap, Note, Table, Text, Tokens, View
 from ..workflow import ModelWorkflow
 from .couplet_patches import KINDS, PLAN, ROLES, WAYS, CoupletPatches, PairsRead
 
@@ -129,20 +130,11 @@ class CoupletPlanning(ModelWorkflow):
         return known
 
     @cached_property
-    def rhymes(self) -> Finding:
+    def rhymes(self) -> Claim:
         """Whether couplets end on their own rhyme, of all pairs to score."""
         given, found = self.settings, self.read["scored"].rhymes
-        null = Null(
-            random_signs(found, given.controls, seed=given.seed), "times with a sign drawn in each pair"
-        )
-        return Finding(
-            "the end of line 2 rhymes with line 1 more often than under the line 1 of the other couplet",
-            float(found.mean()),
-            null,
-            UNIT,
-            spread=interval(found, seed=given.seed),
-            prompts=len(found),
-        )
+        text = "the end of line 2 rhymes with line 1 more often than under the line 1 of the other couplet"
+        return Claim.paired(text, found, "draws of a sign for each pair", given, unit=UNIT)
 
     @property
     def fewest(self) -> int:
@@ -166,20 +158,17 @@ class CoupletPlanning(ModelWorkflow):
             "another line 1: nothing is claimed."
         )
 
-    def _finding(self, claim: str, effects: Floats, others: Floats, of: str, unit: str = UNIT) -> Finding:
-        given = self.settings
-        return Finding.over(
-            claim, effects, others, of, draws=given.controls, seed=given.seed, unit=unit, held_out=True
-        )
+    def _finding(self, claim: str, effects: Floats, others: Floats, of: str, unit: str = UNIT) -> Claim:
+        return Claim.over(claim, effects, others, of, self.settings, unit=unit, held_out=True)
 
     def beside(
         self, claim: str, pick: Pick, *, kinds: tuple[str, ...] = tuple(KINDS), unit: str = UNIT
-    ) -> Finding:
+    ) -> Claim:
         """A claim beside the kind of donors that reaches it most often, the first of equal ones."""
         effects = self.values("scored", pick)
         return max(
             (self._finding(claim, effects, self.values(kind, pick), KINDS[kind], unit) for kind in kinds),
-            key=lambda each: each.null.share_as_large(each.effect),
+            key=lambda claim: claim.p_value,
         )
 
     def layer(self, role: int) -> int:
@@ -194,7 +183,7 @@ class CoupletPlanning(ModelWorkflow):
         return int(layer), PLAN[int(role)]
 
     @cached_property
-    def found(self) -> tuple[Finding, ...]:
+    def found(self) -> tuple[Claim, ...]:
         """That the model rhymes; the state before line 2; all of them; all between; none of them; and what
         comes before the end."""
         layer, role = self.site
@@ -217,7 +206,7 @@ class CoupletPlanning(ModelWorkflow):
             self.beside(f"{where} changes next tokens on the way", _kl(layer, role), **ON_THE_WAY),
         )
 
-    def turns(self, finding: Finding) -> bool:
+    def turns(self, finding: Claim) -> bool:
         """Whether an effect on the end is beyond chance, and enough of the whole."""
         return finding.is_beyond_chance and finding.effect >= self.settings.least * self.total
 

@@ -28,8 +28,7 @@ from ...pipeline.nodes import one_look
 from ...stages.corpus.text import pack_lines, token_counts, wrap
 from ...stages.geometry.character_count import count_geometry, count_sums, decodability
 from ...store.errors import ConfigError
-from ..material.feature_presets import preset_of
-from ..settings import Count, ModelSettings, Natural, setting
+from ..settings import Count, ModelSettings, Natural, preset_of, setting
 from ..subject import Subject, read_texts
 from ..views import Bars, Choice, Curve, Data, Figure, Heatmap, Lines, Table, View
 from ..workflow import ModelWorkflow, loaded

@@ -26,19 +26,18 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from ...stages.causal.controls import Null, interval, random_means
 from ...stages.causal.recurrence import RecurrentContinuation, Trial
 from ...stages.forward.generation.continuations import GenerationSettings
 from ...stages.forward.generation.stopping import end_ids
 from ...stages.logits.lens import format_probability, format_text, format_token
 from ...store.arrays import Floats
+from ..claim import Claim, Controls
 from ..material.answers import encoded
 from ..material.samples.rhymes import PRESETS, Condition, FirstLine, block_of, conditions_of, last_word
 from ..settings import ControlSettings, Count, ModelSettings, Natural, setting
 from ..views import (
     Data,
     Figure,
-    Finding,
     Findings,
     Heatmap,
     Line,
@@ -223,7 +222,7 @@ class RecurrentFeedback(ModelWorkflow):
         base, told = self.scores[self.baseline], self.scores[self.row]
         foreign, drawn = self.control_ends
         what = self.told.told
-        anew = self._finding(
+        anew = self._claim(
             f"the rhyme, in {what}, changes the share of second lines that end on another word that rhymes",
             (told == 2).astype(float) - (base == 2),
             [
@@ -234,7 +233,7 @@ class RecurrentFeedback(ModelWorkflow):
         )
         others = [self.lines[self.other(row)] for row in range(len(self.lines))]
         plain = np.array([o.rhymes(word) for o, word in zip(others, self.ends[self.baseline], strict=True)])
-        turned = self._finding(
+        turned = self._claim(
             f"the rhyme of another line, in {what}, makes second lines end on it",
             np.array([o.rhymes(word) for o, word in zip(others, foreign, strict=True)], float) - plain,
             [[o.rhymes(word) for word in words] for o, words in zip(others, drawn, strict=True)],
@@ -253,19 +252,18 @@ class RecurrentFeedback(ModelWorkflow):
         """Whether the condition told is the preset's."""
         return self.told.name == self.preset.chosen
 
-    def _finding(self, claim: str, effects: Floats, drawn: Any, plain: Any) -> Finding:
+    def _claim(self, text: str, effects: Floats, drawn: Any, plain: Any) -> Claim:
         """Shares of lines beyond those of a plain pass, [line], beside random directions [line, draw]."""
         others = np.array(drawn, float).reshape(len(effects), -1) - np.array(plain, float)[:, None]
-        causes = np.column_stack([effects, others])
-        null = Null(
-            random_means(causes, RESAMPLED if self.settings.controls else 0, seed=self.settings.seed),
-            f"times a direction as long, fed likewise, drawn among {self.settings.controls} random ones of "
-            "each line and the one told",
+        return Claim.over(
+            text,
+            effects,
+            others,
+            f"a direction as long, fed likewise, drawn among {self.settings.controls} random ones of each "
+            "line and this one",
+            Controls(RESAMPLED if self.settings.controls else 0, self.settings.seed),
             looked_at=self.preset.looked_at if self._is_presets else 1,
-        )
-        spread = interval(effects, seed=self.settings.seed)
-        return Finding(
-            claim, float(np.mean(effects)), null, "of lines", spread=spread, prompts=len(self.lines)
+            unit="of lines",
         )
 
     def views(self) -> Iterator[View]:

@@ -25,11 +25,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ...stages.attention.flow import attention_flow, unpacked
-from ...stages.causal.controls import Null
 from ...stages.causal.draws import AtOnce
 from ...stages.causal.state_writes import WRITE_SCALES, RandomWrites, StateKnockout, StateSteering
 from ...stages.logits.lens import format_probability, format_text, format_token
 from ...store.arrays import Floats
+from ..claim import Claim
 from ..material.answers import named, number, target_json, top_changed_json
 from ..material.edge_choice import ROLES, PlaceWorkflow
 from ..settings import MODEL_HELP, RECURRENT, ChosenPlaceSettings, Natural, setting
@@ -37,8 +37,6 @@ from ..views import (
     Attention,
     Data,
     Figure,
-    Finding,
-    Findings,
     Heatmap,
     Lines,
     Table,
@@ -166,44 +164,28 @@ class RwkvInference(PlaceWorkflow):
         """The one write at every scale, [layer, dose]."""
         return self.result("response").load().isel(draw=self.keys.index(self.position))
 
-    def findings(self) -> Findings:
-        """The write on other facts and in this prompt, and one that others say does nothing."""
-        if not self.is_claimed:
-            return self.unclaimed()
+    def cause(self, layer: int, key: int) -> str:
+        """See `PlaceWorkflow`."""
+        return f"leaving out what {self.token_told(key)} writes in layer {layer}"
 
-        def out(layer: int, place: int) -> str:
-            return f"leaving out what {self.token_told(place)} writes in layer {layer}"
-
-        here, word = (self.layer, self.position), format_token(self.target)
-        found = [self.on_held_out(), self._found(*here, "kl", f"{out(*here)} changes the next token")]
-        if self.pieces:
-            found.append(self._found(*here, "logit_diff", f"{out(*here)} lowers the logit of {word!r}"))
-        if self.quiet is not None:
-            there = (self.quiet.layer, self.roles[self.quiet.role])
-            found.append(self._found(*there, "kl", f"for comparison, {out(*there)} changes the next token"))
-        return Findings.of(*filter(None, found), caption=self.choice_told, sources=tuple(self.nodes))
-
-    def _found(self, layer: int, place: int, measure: str, claim: str) -> Finding:
+    def claim_here(self, layer: int, key: int, measure: str, text: str, **fields: Any) -> Claim:
         """What one write left out does in this prompt, beside random ones in its place."""
-        at, is_logit = {"layer": layer, "position": place}, measure == "logit_diff"
-        null = Null(self.controls.sel(at)[measure].values, OTHERS, "either" if is_logit else "above")
-        effect, unit = float(self.writes.sel(at)[measure]), "logits" if is_logit else "nats"
-        return Finding(claim, effect, null, unit, held_out=self.chosen is not None)
+        at = {"layer": layer, "position": key}
+        effect, draws = (float(self.writes.sel(at)[measure]), self.controls.sel(at)[measure].values)
+        return Claim.against(text, effect, draws, OTHERS, **fields)
 
-    def on_held_out(self) -> Finding | None:
-        """The write of the place chosen left out, in facts that had no part in the choice."""
-        if self.chosen is None:
-            return None
-        given, layer, role = self.settings, self.chosen.layer, list(ROLES).index(self.chosen.role)
+    def on_held_out(self) -> Claim:
+        """The chosen write left out, in facts that had no part in the choice."""
+        assert self.chosen is not None
+        layer, role = self.chosen.layer, list(ROLES).index(self.chosen.role)
         cut = self.result("scored")["kl"].transpose("draw", "layer", "position").values
         rows = self.halves[1]
-        return Finding.over(
+        return Claim.over(
             f"leaving out what {ROLES[self.chosen.role]} writes in layer {layer} changes the next token",
             cut[rows - self.half, layer, role],
             self.random[rows, layer, role],
-            "times random values as long, written in their place",
-            draws=given.controls,
-            seed=given.seed,
+            "random values as long, written in their place",
+            self.settings,
             unit="nats",
             held_out=True,
         )

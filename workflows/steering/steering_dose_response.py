@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from ...stages.causal.controls import Null
 from ...stages.causal.draws import AtOnce
 from ...stages.causal.steering import (
     DOSE_LEVELS,
@@ -33,10 +32,11 @@ from ...stages.causal.steering import (
 from ...stages.logits.lens import format_text, format_token
 from ...store.arrays import Floats
 from ...store.errors import ConfigError, InterventionError
+from ..claim import Claim
 from ..material.answers import named, number, target_json, top_changed_json
 from ..material.edge_choice import EdgeWorkflow
 from ..settings import ChosenEdgeSettings, Count, setting
-from ..views import Data, Figure, Finding, Findings, Line, Lines, Table, View, dash, points
+from ..views import Data, Figure, Line, Lines, Table, View, dash, points
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -129,7 +129,7 @@ class SteeringDoseResponse(EdgeWorkflow):
         """Every edge of the query in every layer at the strongest dose, [key, layer]."""
         return self.result("controls").load().isel(dose=0).rename(draw="key")
 
-    def found(self, layer: int, key: int, measure: str, claim: str, unit: str) -> Finding:
+    def claim_here(self, layer: int, key: int, measure: str, text: str, **fields: Any) -> Claim:
         """What the strongest dose does to one edge, beside edges with as much attention."""
         effects, weights = (
             self.strongest[name].transpose("key", "layer").values.ravel()
@@ -139,38 +139,13 @@ class SteeringDoseResponse(EdgeWorkflow):
         apart = unlike(weights, own)
         near = np.argsort(apart, kind="stable")[: min(self.settings.controls, len(apart) - 1)]
         low, high = weights[near].min(), weights[near].max()
-        null = Null(
-            effects[near],
-            f"other edges of this query, nearest in attention ({low:.2g} to {high:.2g}, here "
-            f"{weights[own]:.2g})",
-            "either" if measure == "logit_diff" else "above",
-        )
-        return Finding(claim, float(effects[own]), null, unit, held_out=self.chosen is not None)
-
-    def findings(self) -> Findings:
-        """The edge on other facts and in this prompt, and one that others say does nothing."""
-        if not self.is_claimed:
-            return self.unclaimed()
-        dose, word = max(self.settings.doses), format_token(self.target)
-
-        def scaled(layer: int, key: int) -> str:
-            return f"scaling {self.edge_told((self.query, key))} in layer {layer} by {dose:g}"
-
-        here = (self.layer, self.edge[1])
-        found = [self.on_held_out()]
-        found.append(self.found(*here, "kl", f"{scaled(*here)} changes the next token", "nats"))
-        if self.pieces:
-            claim = f"{scaled(*here)} lowers the logit of {word!r}"
-            found.append(self.found(*here, "logit_diff", claim, "logits"))
-        if self.quiet is not None:
-            there = (self.quiet.layer, self.roles[self.quiet.role])
-            claim = f"for comparison, {scaled(*there)} changes the next token"
-            found.append(self.found(*there, "kl", claim, "nats"))
-        return Findings.of(*filter(None, found), caption=self.choice_told, sources=tuple(self.nodes))
+        attention = f"({low:.2g} to {high:.2g}, here {weights[own]:.2g})"
+        of = f"other edges of this query, nearest in attention {attention}"
+        return Claim.against(text, effects[own], effects[near], of, **fields)
 
     def doing(self, query: str, key: str, layer: int) -> str:
         """Scaling by the strongest dose."""
-        return f"scaling {query}'s view of {key} in layer {layer} by {max(self.settings.doses):g}"
+        return f"scaling {query}'s attention to {key} in layer {layer} by {max(self.settings.doses):g}"
 
     def others_beside(self, cell: int) -> Floats:
         """Of each fact the edges whose attention is most like that of the edge chosen."""

@@ -13,7 +13,7 @@ from .circuit import CircuitDrawing
 from .cones import Cones
 from .curves import Bars, Curve, Line, Lines
 from .figure import Figure, together
-from .findings import Finding, Findings
+from .findings import Findings
 from .graph.graph import Graph
 from .heatmap import Heatmap
 from .strip import Strip
@@ -31,7 +31,6 @@ __all__ = [
     "Curve",
     "Data",
     "Figure",
-    "Finding",
     "Findings",
     "Graph",
     "Heatmap",

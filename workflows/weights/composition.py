@@ -18,14 +18,14 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from ...stages.causal.controls import Null
 from ...stages.weights.circuits import has_scores
 from ...stages.weights.composition import MODES, composition_scores
 from ...stages.weights.matrices import attending, require_outputs
 from ...stages.weights.stored import StoredMatrices
 from ...store.errors import ConfigError
+from ..claim import Claim
 from ..settings import ControlSettings, Count, ModelSettings, setting
-from ..views import Figure, Finding, Findings, Heatmap, Table, View
+from ..views import Figure, Findings, Heatmap, Table, View
 from ..workflow import ModelWorkflow, loaded
 
 if TYPE_CHECKING:
@@ -104,21 +104,21 @@ class Composition(ModelWorkflow):
             )
         return rows
 
-    def _finding(self, mode: str, best: dict[str, Any]) -> Finding:
+    def _claim(self, mode: str, best: dict[str, Any]) -> Claim:
         pairs = int(self.scores["score"].sel(mode=mode).notnull().sum())
-        claim = f"{_head(best)} reads what {_head(best, 'source_')} writes, {READS[mode]} (composition score)"
-        null = Null(
+        return Claim.against(
+            f"{_head(best)} reads what {_head(best, 'source_')} writes, {READS[mode]} (composition score)",
+            best["score"],
             self.scores["largest_control"].sel(mode=mode).values,
             f"draws of all heads writing elsewhere as much, each its best of {pairs} pairs",
         )
-        return Finding(claim, best["score"], null)
 
     def views(self) -> Iterator[View]:
         """The best pairs of each mode, and all pairs."""
         model, given = self.subject.name, self.settings
         best = {mode: self.best(mode) for mode in self.modes}
         yield Findings.of(
-            *(self._finding(mode, best[mode][0]) for mode in self.modes),
+            *(self._claim(mode, best[mode][0]) for mode in self.modes),
             caption="matrices that fit are no proof that heads work together",
             sources=("scores",),
         )

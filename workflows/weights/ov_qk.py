@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ...stages.causal.controls import Null
+from ...stages.causal.controls import Null, Side
 from ...stages.logits.lens import format_token
 from ...stages.weights.circuits import has_scores
 from ...stages.weights.copying import copying_scores
@@ -27,9 +27,10 @@ from ...stages.weights.positional import position_scores
 from ...stages.weights.singular import singular_directions
 from ...stages.weights.stored import StoredMatrices
 from ...store.errors import ConfigError
+from ..claim import Claim
 from ..material.answers import named
 from ..settings import ControlSettings, Count, ModelSettings, Natural, setting
-from ..views import Figure, Finding, Findings, Heatmap, Table, View
+from ..views import Figure, Findings, Heatmap, Table, View
 from ..workflow import ModelWorkflow, loaded
 
 if TYPE_CHECKING:
@@ -100,30 +101,21 @@ class OvQk(ModelWorkflow):
         return nodes
 
     def _findings(self) -> Findings:
-        found = self.copying.transpose(..., "draw")
-        scores = found["copying"].values
+        """The head that copies most and the one that copies least, each beside the extreme of every draw."""
+        copying = self.copying.transpose(..., "draw")
+        scores, control = copying["copying"].values, copying["control"].values
         heads = int(np.isfinite(scores).sum())
-        most, least = (np.unravel_index(pick(scores), scores.shape) for pick in (np.nanargmax, np.nanargmin))
-        named_so = [f"L{found['layer'].values[a]}H{b}" for a, b in (most, least)]
-        control = found["control"].values
+
+        def claim(extreme: Any, pick: Any, does: str, of: str, side: Side) -> Claim:
+            layer, head = np.unravel_index(pick(scores), scores.shape)
+            name = f"L{copying['layer'].values[layer]}H{head}"
+            text = f"{name} {does} what it reads (sum of eigenvalues over that of their sizes)"
+            of = f"draws of all heads writing elsewhere, each the {of} of {heads}"
+            return Claim.against(text, scores[layer, head], extreme(control, axis=(0, 1)), of, side=side)
+
         return Findings.of(
-            Finding(
-                f"{named_so[0]} copies what it reads (sum of eigenvalues over that of their sizes)",
-                float(scores[most]),
-                Null(
-                    np.nanmax(control, axis=(0, 1)),
-                    f"draws of all heads writing elsewhere, each the best of {heads}",
-                ),
-            ),
-            Finding(
-                f"{named_so[1]} lowers what it reads (sum of eigenvalues over that of their sizes)",
-                float(scores[least]),
-                Null(
-                    np.nanmin(control, axis=(0, 1)),
-                    f"draws of all heads writing elsewhere, each the lowest of {heads}",
-                    "below",
-                ),
-            ),
+            claim(np.nanmax, np.nanargmax, "copies", "best", "above"),
+            claim(np.nanmin, np.nanargmin, "lowers", "lowest", "below"),
             caption="of a token that is read with weight 1; nothing is said of where heads look",
             sources=("copying",),
         )

@@ -23,6 +23,7 @@ from ....store.errors import StageError
 from ...forward.hooks.spec import HookSpec
 from ...forward.runs.experiment import CellLabels
 from ...forward.runs.run import Run
+from ..controls import correlation, rank_correlation
 from ..grids.patching import ActivationPatching
 from ..grids.patching_grid import GridPlace
 from ..grids.patching_metrics import read
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
     from ...forward.architectures.architecture import Architecture
     from ...forward.hooks.cache import HookCache
 
-__all__ = ["LARGEST", "RANDOM", "AttributionCheck", "agreement", "rank_correlation"]
+__all__ = ["LARGEST", "RANDOM", "AttributionCheck", "agreement"]
 
 LARGEST, RANDOM = "largest", "random"
 PLACE = ("kind", "layer", "position", "head", "key_position")
@@ -160,26 +161,7 @@ def agreement(estimate: Floats, exact: Floats) -> dict[str, float]:
     and the worst miss, NaN for none."""
     miss = float(np.abs(estimate - exact).max()) if len(estimate) else float("nan")
     return {
-        "correlation": _correlation(estimate, exact),
+        "correlation": correlation(estimate, exact),
         "rank_correlation": rank_correlation(estimate, exact),
         "worst_miss": miss,
     }
-
-
-def rank_correlation(one: Floats, other: Floats) -> float:
-    """Spearman's: the correlation of ranks, equal values sharing their mean rank."""
-    return _correlation(_ranks(one), _ranks(other))
-
-
-def _correlation(one: Floats, other: Floats) -> float:
-    one, other = (
-        np.asarray(each, np.float64) - np.mean(each) if len(each) else each for each in (one, other)
-    )
-    size = float(np.linalg.norm(one) * np.linalg.norm(other))
-    return float(one @ other) / size if len(one) > 2 and size > 0 else float("nan")
-
-
-def _ranks(values: Floats) -> Floats:
-    _, place, counts = np.unique(values, return_inverse=True, return_counts=True)
-    found: Floats = (np.cumsum(counts) - (counts - 1) / 2)[place]
-    return found

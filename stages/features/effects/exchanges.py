@@ -1,13 +1,16 @@
-"""Exchanges of features: many sets of doses, each at many places, and what the model says then.
+"""Exchanges of features: sets of doses injected at positions of prompts, and the next-token predictions then.
 
-What an exchange is held against needs hundreds of short runs - random features in a feature's place, parts of
-the exchange, other prompts - of which one number each is kept. They are one cell: a cell each would cost more
-to store than to compute.
+The protocol of "planning in poems" (Lindsey et al. 2025, "On the Biology of a Large Language Model", section
+4): suppress the features of the word that is planned, inject those of another, and see at which position that
+changes the end of the line. Null distributions come from the same experiment: random features, parts of the
+exchange, other prompts. Runs of one strength are one cell, because storing a cell costs more than a short
+run.
 
-Border: declares runs; doses and the sweep over strengths are sweeps.py's.
+The dictionary is named, and opened only to compute.
 
-Axes: place = tokens and a position in them; exchange = doses injected together; word = tokens followed;
-layer, head, of the attention from the end to the position. Units: nats, logits; attention weights have none.
+Axes: strength; place = a prompt and the position of the exchange; exchange = doses injected together; word =
+tokens followed; layer, head, of the attention from the last position to the position of the exchange. Units:
+nats, logits; attention weights have none.
 """
 
 from __future__ import annotations
@@ -21,15 +24,16 @@ import numpy as np
 from ....pipeline import Output
 from ....store.errors import InterventionError
 from ...causal.effects import array, check_tokens, check_words, read_logits
-from ...causal.metrics import log_softmax
+from ...causal.metrics import kl_divergence, log_softmax
+from ...forward.hooks.interventions import AddAtPositions
 from ...forward.hooks.spec import HookSpec
 from ...forward.hooks.wants import Logits
 from ...forward.runs.experiment import CellLabels
 from ...forward.runs.run import Run
 from ..dictionary import Dictionary
 from ..of_dictionary import OfDictionary
+from .doses import Dose
 from .injection import injected
-from .sweeps import Dose
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -46,100 +50,158 @@ Place = tuple[tuple[int, ...], int]
 _MEASURES: Mapping[str, Output] = {
     "logit": Output(("word",), "logits", "logit of a word"),
     "logprob": Output(("word",), "nats", "log-probability of a word"),
+    "top_id": Output((), "1", "most likely next token"),
+    "top_logprob": Output((), "nats", "its log-probability"),
+    "kl": Output((), "nats", "KL(untouched || changed) of the next token"),
+    "distance": Output((), "logits", "L2 distance of all logits from the untouched run"),
     "attention": Output(("layer", "head"), "1", "attention from the end to the place", is_optional=True),
 }
+"""Measurements of one run at the last position of its prompt."""
+_COMPARISONS = ("kl", "distance")
+"""Measurements that compare with the untouched run, which therefore has none of them."""
 
 
 def _outputs() -> dict[str, Output]:
-    found = {}
-    for name, each in _MEASURES.items():
-        found[name] = replace(each, dims=("place", "exchange", *each.dims))
-        untouched = f"{each.long_name}, untouched"
-        found[f"baseline_{name}"] = replace(each, dims=("place", *each.dims), long_name=untouched)
-    return found
+    outputs = {}
+    for name, output in _MEASURES.items():
+        outputs[name] = replace(output, dims=("strength", "place", "exchange", *output.dims))
+        if name not in _COMPARISONS:
+            untouched = f"{output.long_name}, untouched"
+            outputs[f"baseline_{name}"] = replace(output, dims=("place", *output.dims), long_name=untouched)
+    return outputs
 
 
 @dataclass(frozen=True)
 class FeatureExchanges(OfDictionary):
-    """Every exchange at every place, measured at the end of its prompt.
+    """Every exchange at every place and strength, measured at the last position of the place's prompt.
 
-    places: tokens and position. dictionary: its name, no part of the key; features: its identity. exchanges:
-    doses injected together. strength: of the runs. words: token ids followed. edge: whether attention from
-    the end to the place is kept. Raises PromptError and InterventionError for what is out of range.
+    Raises PromptError and InterventionError for what is out of range.
     """
 
     name: ClassVar[str] = "feature_exchanges"
-    version: ClassVar[int] = 1
+    version: ClassVar[int] = 2
     outputs: ClassVar[Mapping[str, Output]] = _outputs()
 
     places: tuple[Place, ...]
     dictionary: str
+    """Name of the dictionary, not part of the key."""
     features: str
+    """Identity of the dictionary: the digest of its files."""
     exchanges: tuple[tuple[Dose, ...], ...]
-    strength: float
+    """Doses injected together, one tuple per exchange."""
+    strengths: tuple[float, ...]
     words: tuple[int, ...]
+    """Token ids whose logits are kept."""
     edge: bool = False
+    """Whether the attention from the last position to the place is kept."""
 
     def params(self) -> dict[str, Any]:
-        """All but where the dictionary lies."""
+        """All fields but the dictionary's name; the strengths are labels of the cells."""
         doses = [[dose.params() for dose in exchange] for exchange in self.exchanges]
-        return {**super().params(), "exchanges": doses}
+        params = {name: value for name, value in super().params().items() if name != "strengths"}
+        return {**params, "exchanges": doses}
 
     def cells(self, config: Architecture) -> Sequence[CellLabels]:
-        """One cell: storing many would cost more than their runs."""
-        if not self.places or not self.exchanges or not all(self.exchanges):
+        """One cell per strength."""
+        if not self.places or not self.strengths or not self.exchanges or not all(self.exchanges):
             raise InterventionError(
-                f"expected places and exchanges of at least one feature, found {len(self.places)} and "
-                f"{list(map(len, self.exchanges))}"
+                f"expected places, strengths and exchanges of at least one feature, found "
+                f"{len(self.places)}, {len(self.strengths)} and {list(map(len, self.exchanges))}"
             )
         for tokens, position in self.places:
             check_tokens(tokens, self.words)
             if not 0 <= position < len(tokens):
                 raise InterventionError(f"expected a position in 0..{len(tokens) - 1}, found {position}")
         check_words(self.words, config.vocab_size)
-        return [{}]
+        return [{"strength": float(strength)} for strength in self.strengths]
 
     def prepare(self, model: Model) -> tuple[Dictionary, list[dict[str, Any]]]:
-        """The dictionary, and what is measured of every place's prompt untouched."""
+        """The dictionary, and the untouched run of each place's prompt."""
         dictionary = self.opened(model)
-        read = {
+        untouched = {
             tokens: model.forward([list(tokens)], self._captures(), want=self._want)
             for tokens in dict.fromkeys(tokens for tokens, _ in self.places)
         }
-        return dictionary, [self._read(read[tokens], position) for tokens, position in self.places]
+        return dictionary, [self._read(untouched[tokens], position) for tokens, position in self.places]
 
     def runs(self, prepared: tuple[Dictionary, Any], cell: CellLabels) -> list[Run]:
-        """One per place and exchange, in this order."""
-        sets = [[dose.at(self.strength, prepared[0]) for dose in each] for each in self.exchanges]
+        """One run per place and exchange, in this order."""
+        dictionary = prepared[0]
+        injections = [[dose.at(cell["strength"], dictionary) for dose in doses] for doses in self.exchanges]
         return [
-            Run(tokens, injected(prepared[0], each, [position]).extend(self._captures()), self._want)
+            Run(tokens, injected(dictionary, added, [position]).extend(self._captures()), self._want)
             for tokens, position in self.places
-            for each in sets
+            for added in injections
         ]
 
+    def sketch(self, config: Architecture, cell: CellLabels) -> list[Run]:
+        """The same runs with vectors of zeros; the headers of the dictionary say which layers are written."""
+        dictionary = Dictionary.from_pretrained(self.dictionary)
+        zeros = np.zeros(dictionary.d_out, np.float32)
+        written = [
+            sorted(
+                {
+                    target
+                    for dose in doses
+                    for target in dictionary.targets(dose.layer)
+                    if target >= (dose.from_layer or 0)
+                }
+            )
+            for doses in self.exchanges
+        ]
+        runs = []
+        for tokens, position in self.places:
+            for targets in written:
+                spec = self._captures()
+                for target in targets:
+                    hook = dictionary.write_hook(target)
+                    spec = spec.intervene(hook, AddAtPositions([(position, zeros)]))
+                runs.append(Run(tokens, spec, self._want))
+        return runs
+
     def measure(self, prepared: Any, cell: CellLabels, result: HookCache) -> dict[str, Any]:
-        """What the model says at the end of the prompt, and its last row of attention."""
-        return self._read(result, None)
+        """Measurements of a run of the first place; see `measure_run`."""
+        return self.measure_run(prepared, cell, 0, result)
+
+    def measure_run(self, prepared: Any, cell: CellLabels, number: int, result: HookCache) -> dict[str, Any]:
+        """Measurements of run `number`, compared with the untouched run of its place."""
+        place = number // len(self.exchanges)
+        measured, untouched = self._read(result, self.places[place][1]), prepared[1][place]
+        logits = measured.pop("logits")
+        measured["kl"] = float(kl_divergence(untouched["logits"], logits))
+        measured["distance"] = float(np.linalg.norm(logits - untouched["logits"]))
+        return measured
 
     def dataset(
         self, prepared: tuple[Dictionary, list[dict[str, Any]]], cell: CellLabels, measured: Sequence[Any]
     ) -> xr.Dataset:
-        """[place, exchange, ...], and the untouched runs as `baseline_...` [place, ...]."""
+        """One strength [strength, place, exchange, ...], and the untouched runs as `baseline_...` [place,
+        ...]."""
         import xarray as xr
 
-        count = len(self.exchanges)
-        found: dict[str, Any] = {}
-        for name in prepared[1][0]:
-            runs = [one[name] for one in measured]
-            if name == "attention":
-                runs = [row[..., self.places[i // count][1]] for i, row in enumerate(runs)]
-            stacked = np.stack(runs)
-            shaped = stacked.reshape(len(self.places), count, *stacked.shape[1:])
-            found[name] = self.outputs[name].variable(shaped)
-            untouched = np.stack([one[name] for one in prepared[1]])
-            found[f"baseline_{name}"] = self.outputs[f"baseline_{name}"].variable(untouched)
-        positions = [position for _, position in self.places]
-        return xr.Dataset(found, coords={"position": ("place", positions), "word": list(self.words)})
+        shape = (1, len(self.places), len(self.exchanges))
+        variables: dict[str, Any] = {}
+        for name in measured[0]:
+            values = np.stack([run[name] for run in measured])
+            variables[name] = self.outputs[name].variable(values.reshape(*shape, *values.shape[1:]))
+            if name not in _COMPARISONS:
+                baseline, untouched = f"baseline_{name}", np.stack([run[name] for run in prepared[1]])
+                variables[baseline] = self.outputs[baseline].variable(untouched)
+        coords = {
+            "strength": [cell["strength"]],
+            "position": ("place", [position for _, position in self.places]),
+            "word": list(self.words),
+        }
+        return xr.Dataset(variables, coords=coords)
+
+    def joined(self, parts: Sequence[xr.Dataset]) -> xr.Dataset:
+        """The cells of all strengths, along `strength`."""
+        import xarray as xr
+
+        joined: xr.Dataset = xr.concat(
+            parts, "strength", data_vars="minimal", coords="minimal", compat="override", join="exact"
+        )
+        return joined
 
     @property
     def _want(self) -> Logits:
@@ -148,12 +210,18 @@ class FeatureExchanges(OfDictionary):
     def _captures(self) -> HookSpec:
         return HookSpec().capture("blocks.*.attn.hook_pattern") if self.edge else HookSpec()
 
-    def _read(self, result: HookCache, position: int | None) -> dict[str, Any]:
-        """Of one run; attention [layer, head] to a position, or to all of them: [layer, head, position]."""
+    def _read(self, result: HookCache, position: int) -> dict[str, Any]:
+        """Measurements at the last position of one run; attention [layer, head] to `position`."""
         logits = read_logits(result)[0]
-        words = list(self.words)
-        found: dict[str, Any] = {"logit": logits[words], "logprob": log_softmax(logits)[words]}
+        logprob, words = log_softmax(logits), list(self.words)
+        top = int(logits.argmax())
+        measured: dict[str, Any] = {
+            "logits": logits,
+            "logit": logits[words],
+            "logprob": logprob[words],
+            "top_id": np.int32(top),
+            "top_logprob": logprob[top],
+        }
         if self.edge:
-            last = np.stack([array(result[point][0])[:, -1] for point in result])
-            found["attention"] = last if position is None else last[..., position]
-        return found
+            measured["attention"] = np.stack([array(result[point][0])[:, -1, position] for point in result])
+        return measured

@@ -6,7 +6,7 @@ random, which writes as much at the same position, with the same sign; of these 
 estimate is put in exactly, as the one that was found. What is drawn pays for the choice itself, so that no
 held-out prompts are needed and no number of candidates is divided by.
 
-How much is written: the norm over all layers written to together, as everywhere (sweeps.py).
+How much is written: the norm over all layers written to together, as everywhere (doses.py).
 
 Border: declares runs; estimates and cells are attribution.py's. Planning imports no torch.
 

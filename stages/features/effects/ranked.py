@@ -1,7 +1,7 @@
 """Features chosen by what they write, looked at and injected: how two kinds of transcoders see the same word.
 
 The features that write most along a word's embedding are ranked first (alignment.py); then they are followed
-through a prompt, or suppressed and injected at each of its positions (sweeps.py). Ranking and runs are one
+through a prompt, or suppressed and injected at each of its positions (exchanges.py). Ranking and runs are one
 experiment, as the runs depend on the ranking.
 
 Border: declares runs. The dictionary is named, and opened only to compute.
@@ -28,8 +28,8 @@ from ..dictionary import Dictionary
 from ..of_dictionary import OfDictionary
 from .activity import as_rows
 from .alignment import Scored, align, align_over_targets
+from .doses import Dose, in_place_of
 from .exchanges import FeatureExchanges
-from .sweeps import Dose, InjectionSweep, in_place_of, sweep_outputs
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -38,10 +38,9 @@ if TYPE_CHECKING:
     from ...forward.hooks.cache import HookCache
     from ...forward.models.model import Model
 
-__all__ = ["RankedExchanges", "RankedSweep", "RankedTrace"]
+__all__ = ["RankedExchanges", "RankedTrace"]
 
 BINS = 32
-_Prepared = tuple[InjectionSweep, Any, list[Scored]]
 _ALL: CellLabels = {}
 
 
@@ -74,36 +73,53 @@ class _Ranked(OfDictionary):
 
 
 @dataclass(frozen=True)
-class RankedSweep(_Ranked):
-    """The best features suppressed, or some suppressed and one injected, at every position.
+class RankedExchanges(_Ranked):
+    """The best features suppressed, with or without one injected, at some positions of the prompt.
 
-    over_targets: rank by the best of all layers written to, else by what is written to `target`. suppress:
-    how many of the best are suppressed. inject: "" for none, "ranked" for the best of the same ranking,
-    "same_layer" for the best by what is written to `target`; a feature that is suppressed too cancels.
-    strength: units. words: token ids followed.
+    With `draws`, every feature of the exchange is also replaced by random ones of its layer that write the
+    same norm: a null distribution.
     """
 
-    name: ClassVar[str] = "ranked_sweep"
-    version: ClassVar[int] = 1
-    outputs: ClassVar[Mapping[str, Output]] = sweep_outputs("position")
+    name: ClassVar[str] = "ranked_exchanges"
+    version: ClassVar[int] = 2
+    outputs: ClassVar[Mapping[str, Output]] = FeatureExchanges.outputs
 
     over_targets: bool = False
+    """Whether features are ranked by the best of all layers they write to, else by `target` alone."""
     suppress: int = 5
+    """Number of the best features that are suppressed."""
     inject: Literal["", "ranked", "same_layer"] = ""
+    """Feature that is injected: none, the best of the same ranking, or the best by what is written to
+    `target`. A feature that is suppressed as well cancels."""
     strength: float = 10.0
     words: tuple[int, ...] = ()
+    """Token ids followed."""
+    positions: tuple[int, ...] | None = None
+    """Positions of the exchange; None: every position."""
+    draws: int = 0
+    """Number of random replacements of the whole exchange."""
+    seed: int = 0
+    """Seed of the first draw; the others use the following integers."""
 
-    def prepare(self, model: Model) -> _Prepared:
-        """The sweep that the ranking asks for, what that needs, and its features: suppressed ones, then
-        injected.
-        """
-        _, chosen, doses = self._ranking(model)
-        names = (self.tokens, self.dictionary, self.features)
-        sweep = InjectionSweep(*names, tuple(doses), (self.strength,), self.words)
-        return sweep, sweep.prepare(model), chosen
+    def prepare(self, model: Model) -> Any:
+        """The exchanges that the ranking asks for, what they need, and the ranked features."""
+        dictionary, chosen, doses = self._ranking(model)
+        drawn = [
+            tuple(in_place_of(doses, dictionary.n_features, seed=self.seed + i)) for i in range(self.draws)
+        ]
+        positions = range(len(self.tokens)) if self.positions is None else self.positions
+        exchanges = FeatureExchanges(
+            tuple((self.tokens, position) for position in positions),
+            self.dictionary,
+            self.features,
+            (tuple(doses), *drawn),
+            (self.strength,),
+            self.words,
+        )
+        return exchanges, exchanges.prepare(model), chosen
 
     def _ranking(self, model: Model) -> tuple[Dictionary, list[Scored], list[Dose]]:
-        """The dictionary, and the features that are suppressed and injected, with their doses."""
+        """The dictionary, and the features that are suppressed, then injected, with their doses."""
         dictionary, direction = self._opened(model)
         (same,) = align(dictionary, direction, self.target, max(self.suppress, 1))
         ranked = same
@@ -121,61 +137,27 @@ class RankedSweep(_Ranked):
             doses.append(Dose(best.feature.layer, best.feature.index, fixed=self.strength))
         return dictionary, chosen, doses
 
-    def runs(self, prepared: _Prepared, cell: CellLabels) -> list[Run]:
-        """One per position of the prompt, as an `InjectionSweep`."""
-        return prepared[0].runs(prepared[1], self._cell)
+    def runs(self, prepared: Any, cell: CellLabels) -> list[Run]:
+        """One run per position and exchange; see `FeatureExchanges`."""
+        return prepared[0].runs(prepared[1], self._cell)  # type: ignore[no-any-return]
 
-    def measure(self, prepared: _Prepared, cell: CellLabels, result: HookCache) -> dict[str, Any]:
-        """What the model says at the end of the prompt."""
-        return prepared[0].measure(prepared[1], self._cell, result)
+    def measure(self, prepared: Any, cell: CellLabels, result: HookCache) -> dict[str, Any]:
+        """Measurements of a run at the first position; see `measure_run`."""
+        return self.measure_run(prepared, cell, 0, result)
 
-    def dataset(self, prepared: _Prepared, cell: CellLabels, measured: Sequence[Any]) -> xr.Dataset:
-        """As `InjectionSweep` gives it, of one strength, with the features it chose."""
-        found = prepared[0].dataset(prepared[1], self._cell, measured).isel(strength=0, drop=True)
-        return found.assign_coords(_features(prepared[2]))
+    def measure_run(self, prepared: Any, cell: CellLabels, number: int, result: HookCache) -> dict[str, Any]:
+        """Measurements of run `number`; see `FeatureExchanges`."""
+        return prepared[0].measure_run(prepared[1], self._cell, number, result)  # type: ignore[no-any-return]
+
+    def dataset(self, prepared: Any, cell: CellLabels, measured: Sequence[Any]) -> xr.Dataset:
+        """The result of `FeatureExchanges`, with the ranked features."""
+        exchanges, needed, chosen = prepared
+        found: xr.Dataset = exchanges.dataset(needed, self._cell, measured)
+        return found.assign_coords(_features(chosen))
 
     @property
     def _cell(self) -> CellLabels:
         return {"strength": self.strength}
-
-
-@dataclass(frozen=True)
-class RankedExchanges(RankedSweep):
-    """The same at some positions, and as often with random features of the same layers that write as much in
-    the place of all that are exchanged: a null.
-
-    positions: of the prompt. draws: how often; seed: of the first, the next ones follow.
-    """
-
-    name: ClassVar[str] = "ranked_exchanges"
-    version: ClassVar[int] = 1
-    outputs: ClassVar[Mapping[str, Output]] = FeatureExchanges.outputs
-
-    positions: tuple[int, ...] = (0,)
-    draws: int = 50
-    seed: int = 0
-
-    def prepare(self, model: Model) -> Any:
-        """The exchanges that the ranking asks for, what they need, and the features of the first."""
-        dictionary, chosen, doses = self._ranking(model)
-        drawn = [
-            tuple(in_place_of(doses, dictionary.n_features, seed=self.seed + i)) for i in range(self.draws)
-        ]
-        exchanges = FeatureExchanges(
-            tuple((self.tokens, position) for position in self.positions),
-            self.dictionary,
-            self.features,
-            (tuple(doses), *drawn),
-            self.strength,
-            self.words,
-        )
-        return exchanges, exchanges.prepare(model), chosen
-
-    def dataset(self, prepared: Any, cell: CellLabels, measured: Sequence[Any]) -> xr.Dataset:
-        """As `FeatureExchanges` gives it, the ranked features first, with their names."""
-        exchanges, needed, chosen = prepared
-        found: xr.Dataset = exchanges.dataset(needed, self._cell, measured)
-        return found.assign_coords(_features(chosen))
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from ....store.files import THREADS
-from ....store.runs.claims import Claim
+from ....store.runs.claims import SegmentClaim
 from ....store.runs.committed import VariableLayer
 from ....store.runs.entries import Entry
 from ....store.runs.packed import MATRICES, PackedTokens, rows_before
@@ -58,7 +58,7 @@ class Job:
 
     segment: int
     cells: tuple[VariableLayer, ...]
-    claim: Claim
+    claim: SegmentClaim
     handed_over: threading.Event = field(default_factory=threading.Event)
     """Set when nothing but the disk is waited for."""
 

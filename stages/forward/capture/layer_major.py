@@ -30,7 +30,7 @@ from torch import Tensor
 from ....store.digest import digest
 from ....store.errors import StoreFull
 from ....store.files import THREADS, room_at
-from ....store.runs.claims import Claim
+from ....store.runs.claims import SegmentClaim
 from ....store.runs.committed import VariableLayer
 from ....store.runs.entries import Entry
 from ..architectures.points import LOGITS
@@ -122,7 +122,7 @@ def harvest_by_layers(
     room for the spool, PlanError where memory has none for a single prompt.
     """
     cells = [kept.cell for kept in spec.kept]
-    claim = Claim(entry.folder, f"{entry.path}/seg/{_CLAIM}.claim")
+    claim = SegmentClaim(entry.folder, f"{entry.path}/seg/{_CLAIM}.claim")
     total, batch_tokens = 0, batch.tokens
     while entry.missing(cells):
         if not claim.acquire():

@@ -17,7 +17,8 @@ from mizarr.stages.features.corpus.encode import encode_corpus, encode_nodes
 from mizarr.stages.features.dictionary import Dictionary
 from mizarr.stages.features.effects.activity import FeatureActivity
 from mizarr.stages.features.effects.alignment import DecoderSearch
-from mizarr.stages.features.effects.sweeps import Dose, InjectionSweep
+from mizarr.stages.features.effects.doses import Dose
+from mizarr.stages.features.effects.exchanges import FeatureExchanges
 from mizarr.stages.features.layers.activations import TopK
 from mizarr.stages.features.training.settings import TrainingSettings
 from mizarr.stages.features.training.trained import as_dictionary
@@ -102,7 +103,7 @@ def test_experiments_never_publish_what_other_files_gave(model, folder, store, w
     experiments = [
         FeatureActivity(tuple(PROMPTS[0]), *named),
         DecoderSearch(5, *named, top_k=2),
-        InjectionSweep(tuple(PROMPTS[0]), *named, (Dose(0, 1, fixed=2.0),), (1.0,), (8,)),
+        FeatureExchanges(((tuple(PROMPTS[0]), 1),), *named, ((Dose(0, 1, fixed=2.0),),), (1.0,), (8,)),
     ]
     for experiment in experiments:
         node = experiment.on(model)

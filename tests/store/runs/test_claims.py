@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from mizarr.store.files import LocalFolder
-from mizarr.store.runs.claims import Claim
+from mizarr.store.runs.claims import SegmentClaim
 
 NAME = "runs/x/seg/0.claim"
 
@@ -39,7 +39,7 @@ def is_ended(pid: int) -> bool:
 
 
 def test_a_claim_is_taken_once_and_another_process_waits_for_it(folder):
-    first, second = Claim(folder, NAME), Claim(folder, NAME)
+    first, second = SegmentClaim(folder, NAME), SegmentClaim(folder, NAME)
     assert first.acquire() and not second.acquire() and not first.acquire()
     first.release()
     with second as mine:
@@ -50,39 +50,39 @@ def test_a_claim_is_taken_once_and_another_process_waits_for_it(folder):
 def test_that_of_a_living_process_is_waited_for(folder):
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
         folder.mark(NAME, f"{platform.node()} {process.pid} abcd".encode())
-        assert not Claim(folder, NAME).acquire()
+        assert not SegmentClaim(folder, NAME).acquire()
         process.kill()
-    with Claim(folder, NAME) as mine:
+    with SegmentClaim(folder, NAME) as mine:
         assert mine
 
 
 def test_that_of_this_process_interrupted_before_it_knew_is_not(folder):
     folder.mark(NAME, f"{platform.node()} {os.getpid()} abcd".encode())
-    with Claim(folder, NAME) as mine:
+    with SegmentClaim(folder, NAME) as mine:
         assert mine
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")
 def test_that_of_a_process_whose_end_nobody_asked_for_is_not(folder, zombie: int):
     folder.mark(NAME, f"{platform.node()} {zombie} abcd".encode())
-    with Claim(folder, NAME) as mine:
+    with SegmentClaim(folder, NAME) as mine:
         assert mine
 
 
 def test_one_without_a_name_is_waited_for_a_moment(folder):
     folder.mark(NAME, b"")
-    assert not Claim(folder, NAME).acquire()
+    assert not SegmentClaim(folder, NAME).acquire()
     before = time.time() - 3
     os.utime(folder.path(NAME), (before, before))
-    with Claim(folder, NAME) as mine:
+    with SegmentClaim(folder, NAME) as mine:
         assert mine
 
 
 @pytest.mark.parametrize("process", [1, None], ids=["elsewhere", "here"])
 def test_a_name_that_says_nothing_of_this_machine_is_waited_for(folder, process: int | None):
     folder.mark(NAME, f"elsewhere {process or os.getpid()} abcd".encode())
-    assert not Claim(folder, NAME).acquire()
+    assert not SegmentClaim(folder, NAME).acquire()
     before = time.time() - 61
     os.utime(folder.path(NAME), (before, before))
-    with Claim(folder, NAME) as mine:
+    with SegmentClaim(folder, NAME) as mine:
         assert mine

@@ -24,7 +24,7 @@ PROMPT = "The mother tongue of Danielle Darrieux is"
 def two_facts() -> Iterator[None]:
     """A choice is scored on two other facts: nothing here is about how many they are."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("mizarr.workflows.material.feature_controls.HELD_OUT", 2)
+        patch.setattr("mizarr.workflows.feature_exchange.exchange.HELD_OUT", 2)
         yield
 
 

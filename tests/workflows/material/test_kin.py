@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mizarr.workflows.material.feature_presets import PRESETS
+from mizarr.workflows.feature_exchange.presets import PRESETS
 from mizarr.workflows.material.samples.couplets import COUPLETS, FAMILIES, family_of
 from mizarr.workflows.material.samples.kin import COUPLET, kin_of, strangers
 from mizarr.workflows.subject import shipped_facts

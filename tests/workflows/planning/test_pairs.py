@@ -12,9 +12,9 @@ import mizarr
 from mizarr.stages.features.effects.injection import Injection, added, written_norm
 from mizarr.store.errors import ConfigError
 from mizarr.workflows import build, compute
+from mizarr.workflows.feature_exchange.planning_pairs import RANDOM, jaccard, shuffled_jaccard
+from mizarr.workflows.feature_exchange.presets import PAIR_PRESETS
 from mizarr.workflows.material.samples.couplets import COUPLETS, FAMILIES, family_of
-from mizarr.workflows.planning.exchanges import RANDOM, jaccard, shuffled_jaccard
-from mizarr.workflows.planning.presets import PAIR_PRESETS
 
 FEW = {"limit": 2, "controls": 3}
 ALL_ENDS = [word for family in FAMILIES for word in family]
@@ -79,10 +79,10 @@ def test_a_random_feature_writes_as_much_as_the_injected_one(done):
     sweep = by_plain_passes(
         {pair.suppress[0]: -strength, name: amount}, pair.prompt, pair.inject_word, "specimen/clt"
     )
-    assert done.found[0].probability[:, RANDOM] == pytest.approx(sweep, rel=1e-3, abs=1e-9)
+    assert done.results[0].probability[:, RANDOM] == pytest.approx(sweep, rel=1e-3, abs=1e-9)
     site = first_end(pair.prompt)
-    assert done.found[0].site == site
-    assert done.found[0].null.values == pytest.approx(done.found[0].change[site, RANDOM:])
+    assert done.results[0].site == site
+    assert done.results[0].null.values == pytest.approx(done.results[0].change[site, RANDOM:])
 
 
 def test_a_pair_more_computes_that_pair(done, store: Path):

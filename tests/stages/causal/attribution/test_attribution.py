@@ -13,10 +13,11 @@ import xarray as xr
 import mizarr
 from mizarr import HookPoint, HookSpec, Model, Replace
 from mizarr.pipeline import run
-from mizarr.stages.causal.attribution.check import AttributionCheck, agreement, rank_correlation
+from mizarr.stages.causal.attribution.check import AttributionCheck, agreement
 from mizarr.stages.causal.attribution.integrated import IntegratedGradients
 from mizarr.stages.causal.attribution.patching import AttributionPatching
 from mizarr.stages.causal.attribution.scores import gradient_attribution, patch_attribution
+from mizarr.stages.causal.controls import rank_correlation
 from mizarr.stages.causal.grids.patching import ActivationPatching, PatchTable
 from mizarr.stages.causal.grids.patching_metrics import (
     KL,

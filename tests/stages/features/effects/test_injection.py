@@ -11,13 +11,15 @@ import torch
 import mizarr
 from mizarr.pipeline import run
 from mizarr.stages.features.dictionary import Dictionary
+from mizarr.stages.features.effects.doses import Dose, in_place_of, random_like
+from mizarr.stages.features.effects.exchanges import FeatureExchanges
 from mizarr.stages.features.effects.injection import Injection, added, clamped, injected
-from mizarr.stages.features.effects.sweeps import Dose, InjectionSweep, in_place_of, random_like
 from mizarr.store.errors import InterventionError
 
 from ....random_dictionaries import draw, save_random_clt, write_config, write_plt, write_saelens
 
 PROMPT = (5, 9, 2, 31, 7, 4)
+EVERY_POSITION = tuple((PROMPT, position) for position in range(len(PROMPT)))
 LAYERS = 6  # of the specimen, hidden 192
 
 
@@ -76,32 +78,33 @@ def test_features_there_are_not_are_refused(clt: Dictionary, feature: str, from_
 
 
 def test_a_sweep_is_its_runs_one_by_one(model: mizarr.Model, clt: Dictionary, tmp_path: Path):
-    sweep = InjectionSweep(
-        tokens=PROMPT,
+    sweep = FeatureExchanges(
+        EVERY_POSITION,
         dictionary=clt.name,
         features=clt.identity,
-        doses=(Dose(3, 2, factor=1.0), Dose(0, 4, fixed=-2.0)),
+        exchanges=((Dose(0, 4, fixed=-2.0),), (Dose(3, 2, factor=1.0), Dose(0, 4, fixed=-2.0))),
         strengths=(1.0, 6.0),
         words=(8, 300),
-        edge=(5, 2),
+        edge=True,
     )
     store = mizarr.open_store(tmp_path / "store")
     node = sweep.on(model)
     run(node, store, quiet=True)
     found = node.open(store)
     plain = model.forward([list(PROMPT)]).logits[0, -1].double().log_softmax(-1)
-    np.testing.assert_allclose(found["baseline_logprob"], plain[[8, 300]], atol=1e-5)
+    np.testing.assert_allclose(found["baseline_logprob"][0], plain[[8, 300]], atol=1e-5)
+    assert found["position"].values.tolist() == list(range(len(PROMPT)))
     capture = mizarr.HookSpec().capture("blocks.*.attn.hook_pattern")
     for strength in (1.0, 6.0):
         for position in range(len(PROMPT)):
             hooks = injected(clt, [Injection("3:2", strength), Injection("0:4", -2.0)], [position])
             cache = model.forward([list(PROMPT)], hooks.extend(capture))
-            here = found.sel(strength=strength, position=position)
+            here = found.sel(strength=strength).isel(place=position, exchange=1)
             logprob = cache.logits[0, -1].double().log_softmax(-1)
             np.testing.assert_allclose(here["logprob"], logprob[[8, 300]], rtol=1e-5, atol=2e-4)
             np.testing.assert_allclose(here["kl"], (plain.exp() * (plain - logprob)).sum(), 1e-4, 1e-5)
             for layer in range(LAYERS):
-                edge = cache[f"blocks.{layer}.attn.hook_pattern"][0, :, 5, 2]
+                edge = cache[f"blocks.{layer}.attn.hook_pattern"][0, :, -1, position]
                 np.testing.assert_allclose(here["attention"][layer], edge, atol=1e-5)
 
 
@@ -109,8 +112,8 @@ def test_a_sweep_with_one_more_strength_computes_one(model: mizarr.Model, clt: D
     store = mizarr.open_store(tmp_path / "store")
 
     def node(*strengths: float):
-        return InjectionSweep(
-            PROMPT, clt.name, clt.identity, (Dose(3, 2, factor=1.0),), strengths, (8,), positions=(1,)
+        return FeatureExchanges(
+            ((PROMPT, 1),), clt.name, clt.identity, ((Dose(3, 2, factor=1.0),),), strengths, (8,)
         ).on(model)
 
     run(node(1.0, 2.0), store, quiet=True)
@@ -121,7 +124,8 @@ def test_a_sweep_with_one_more_strength_computes_one(model: mizarr.Model, clt: D
 
 
 def test_a_sweep_tells_what_it_will_cost_before_a_model_is_loaded(clt: Dictionary, tmp_path: Path):
-    sweep = InjectionSweep(PROMPT, clt.name, clt.identity, (Dose(3, 2, factor=1.0),), (1.0,), (8,))
+    doses = ((Dose(3, 2, factor=1.0),),)
+    sweep = FeatureExchanges(EVERY_POSITION, clt.name, clt.identity, doses, (1.0,), (8,))
     work = sweep.on("specimen").estimate(mizarr.open_store(tmp_path / "store")).work
     # The shared run, and of each branch layer 3 where features are added and layers 4 and 5 from there on.
     length = len(PROMPT)
@@ -246,8 +250,9 @@ def test_a_dose_like_another_writes_as_much_to_all_layers_together(clt: Dictiona
 
 def test_a_dose_of_its_own_strength_keeps_its_key(clt: Dictionary):
     def params(**given: str):
-        sweep = InjectionSweep(PROMPT, clt.name, clt.identity, (Dose(3, 2, 1.0, **given),), (1.0,), (8,))
-        return sweep.params()["doses"]
+        doses = ((Dose(3, 2, 1.0, **given),),)
+        sweep = FeatureExchanges(EVERY_POSITION, clt.name, clt.identity, doses, (1.0,), (8,))
+        return sweep.params()["exchanges"][0]
 
     plain = {"layer": 3, "index": 2, "factor": 1.0, "fixed": 0.0, "from_layer": None}
     assert params() == [plain]
@@ -255,8 +260,8 @@ def test_a_dose_of_its_own_strength_keeps_its_key(clt: Dictionary):
 
 
 def test_a_sweep_scales_what_it_injects(model: mizarr.Model, clt: Dictionary, tmp_path: Path):
-    sweep = InjectionSweep(
-        PROMPT, clt.name, clt.identity, (Dose(3, 2, 1.0, like="L3:5"),), (6.0,), (8,), positions=(2,)
+    sweep = FeatureExchanges(
+        ((PROMPT, 2),), clt.name, clt.identity, ((Dose(3, 2, 1.0, like="L3:5"),),), (6.0,), (8,)
     )
     store = mizarr.open_store(tmp_path / "store")
     run(node := sweep.on(model), store, quiet=True)

@@ -1,0 +1,1 @@
+"""What does exchanging features here do there? One question, and the five workflows that are its presets."""

@@ -1,0 +1,482 @@
+"""Does figure 13 hold over many pairs? Features of many words exchanged, each pair at every position.
+
+In each pair the features of the word a text would end on are suppressed and one of another word is injected,
+at every position by itself. Measured are the position that makes the other word likeliest, and the change of
+its probability at the site where the word is held to be decided (figure 13 of Lindsey et al. 2025, "On the
+Biology of a Large Language Model"; of candle-mi's predecessor 136 such pairs on Gemma 2, 70 % of which peak
+at the site).
+
+Every pair is compared with random features of the same layer that write the same norm, with the same
+suppression: at the site, and, for the share of pairs that peak there, at every position. The set of pairs
+that work is compared with the same pairs on another dictionary or model, beside random sets of the same size
+(Jaccard). Which layers the words need is described: predictions with the MLPs of some neighbouring layers
+replaced by their mean over the prompts.
+
+A pair is an experiment of its own, so that a killed run goes on with the next one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ...stages.causal.controls import Null
+from ...stages.causal.draws import Draws
+from ...stages.causal.grids.ablation import Ablation
+from ...stages.causal.grids.patching_metrics import Probability, Rank
+from ...stages.features.dictionary import Dictionary
+from ...stages.logits.lens import format_probability, format_text, format_token
+from ...store.arrays import Floats
+from ...store.errors import ConfigError
+from ..claim import Claim, Controls
+from ..settings import ControlSettings, Count, ModelSettings, Natural, Positive, preset_of, setting
+from ..subject import Subject
+from ..views import Data, Findings, Heatmap, Line, Lines, Table, View, together
+from ..workflow import Workflow
+from .exchange import FeatureExchange, changes, probabilities
+from .presets import PAIR_PRESETS, ExchangePair, PairPreset, read_pairs
+from .workflow import position_sweep
+
+if TYPE_CHECKING:
+    import xarray as xr
+
+    from ...pipeline.nodes import ResultNode
+    from ...stages.forward.models.model import Model
+
+__all__ = ["PlanningPairs", "PlanningPairsSettings"]
+
+SHUFFLES = 1000
+"""Number of random sets that the overlap of two sets is compared with."""
+ALL_DOSES, SUPPRESSION, RANDOM = 0, 1, 2
+"""Axis `exchange` of each pair: all doses; the suppression alone; from here on random features."""
+
+
+@dataclass(frozen=True)
+class PlanningPairsSettings(ControlSettings, ModelSettings):
+    """Settings; empty ones are the preset's."""
+
+    model: str = setting("", "hub id or directory")
+    preset: str = setting("specimen", "published pairs, or the specimen's own")
+    pairs: str = setting("", "JSON file of pairs, in place of the preset's")
+    dictionary: str = setting("", "transcoders: directory or org/repo")
+    against: str = setting(
+        "",
+        'preset whose dictionary and model the same pairs are tried on, at its own strength; "none"; none: '
+        "the preset's",
+    )
+    limit: Natural = setting(12, "how many pairs, from the first on; 0 takes all")
+    strength: Positive | None = setting(None, "units added and taken away; none: the preset's")
+    window: Count = setting(1, "neighbouring layers suppressed together")
+    controls: Natural = setting(
+        20, "random features in place of the injected one, at every position; 0: none, nothing is claimed"
+    )
+
+
+class PairExchange(FeatureExchange):
+    """One pair; words are followed by the first token with which the prompt goes on."""
+
+    @cached_property
+    def word_ids(self) -> tuple[int, int]:
+        """First tokens of the injected and the suppressed word. ConfigError where they are the same."""
+        inject, suppress = (
+            self.subject.answer_id(self.preset.prompt, word)
+            for word in (self.preset.inject_word, self.preset.suppress_word)
+        )
+        if inject == suppress:
+            raise ConfigError(
+                "expected words that begin with different tokens, found "
+                f"{self.preset.inject_word!r} and {self.preset.suppress_word!r}; choose another pair"
+            )
+        return inject, suppress
+
+    def every_position_node(self) -> ResultNode:
+        """All doses, the suppression alone and each random feature, at every position."""
+        if not self.suppress:
+            raise ConfigError(f"expected features to suppress in {self.preset.prompt[-40:]!r}, found none")
+        return self.node(self.every_position, self.tried, words=self.word_ids)
+
+
+@dataclass(frozen=True)
+class PairResult:
+    """The exchanges of one pair."""
+
+    exchange: PairExchange
+    result: xr.Dataset
+
+    @cached_property
+    def probability(self) -> Floats:
+        """P(injected word) at the end, [position, exchange]."""
+        return probabilities(self.result)
+
+    @cached_property
+    def change(self) -> Floats:
+        """Its change from the untouched run, [position, exchange]."""
+        return changes(self.result)
+
+    @property
+    def site(self) -> int:
+        """Position where the word is held to be decided."""
+        return self.exchange.required_site
+
+    @property
+    def effect(self) -> float:
+        """Change of P(injected word) by the exchange at the site."""
+        return float(self.change[self.site, ALL_DOSES])
+
+    @property
+    def null(self) -> Null:
+        """The same change by random features."""
+        return Null(self.change[self.site, RANDOM:], self.exchange.controls_label)
+
+    @property
+    def peaks(self) -> Floats:
+        """1 where an exchange changes the word most at the site, else 0: [all doses, *random features]."""
+        largest = np.delete(self.change.argmax(axis=0), SUPPRESSION)
+        return np.where(largest == self.site, 1.0, 0.0)
+
+    @property
+    def works(self) -> bool:
+        """Whether the exchange changes the word most at the site, and there more than random features do."""
+        return bool(self.peaks[ALL_DOSES]) and self.null.is_beyond_chance(self.effect)
+
+    def record(self) -> dict[str, Any]:
+        """The fields of candle-mi's figure 13, beside the null."""
+        preset, tokens, sweep = self.exchange.preset, self.exchange.tokens, self.probability[:, ALL_DOSES]
+        best = int(sweep.argmax())
+        before, before_suppressed = np.exp(self.result["baseline_logprob"].isel(place=0).values).tolist()
+        return {
+            "prompt": preset.prompt,
+            "suppress_word": preset.suppress_word,
+            "inject_word": preset.inject_word,
+            "suppress_features": list(preset.suppress),
+            "inject_feature": preset.inject,
+            "site": self.site,
+            "baseline_prob": before,
+            "baseline_suppress_prob": before_suppressed,
+            "suppress_only_prob": float(self.probability[self.site, SUPPRESSION]),
+            "prob_at_site": float(sweep[self.site]),
+            "max_prob": float(sweep[best]),
+            "max_position": best,
+            "max_token": tokens[best],
+            "peaks_at_site": bool(self.peaks[ALL_DOSES]),
+            "works": self.works,
+            "change": self.effect,
+            "null": self.null.to_json(self.effect),
+            "null_median": Null(self.probability[self.site, RANDOM:], "random features").median,
+            "sweep": position_sweep(tokens, prob=sweep),
+        }
+
+
+class PairSet:
+    """Pairs of one preset on its model. Raises ConfigError, DictionaryError or PromptError for what does not
+    fit."""
+
+    def __init__(
+        self,
+        preset: PairPreset,
+        pairs: Sequence[ExchangePair],
+        settings: PlanningPairsSettings,
+        model: Model | None = None,
+    ) -> None:
+        self.preset, self.pairs = preset, tuple(pairs)
+        self.subject = Subject(settings.reference(model, preset.model))
+        dictionary = Dictionary.from_pretrained(preset.dictionary)
+        self.exchanges = [
+            PairExchange(preset.of(pair), self.subject, dictionary, settings) for pair in self.pairs
+        ]
+        for number, exchange in enumerate(self.exchanges):
+            try:
+                _ = exchange.required_site
+            except ConfigError as error:
+                raise ConfigError(f"pair {number}: {error}") from error
+
+    def nodes(self, prefix: str) -> dict[str, ResultNode]:
+        """A node per pair, "pair_0" and so on."""
+        return {f"{prefix}_{i}": pair.every_position_node() for i, pair in enumerate(self.exchanges)}
+
+
+class PlanningPairs(Workflow):
+    """Pair by pair, position by position."""
+
+    name = "planning_pairs"
+    question = "Over many pairs of words: is the end decided at the site, more than by random features?"
+    settings_type = PlanningPairsSettings
+    settings: PlanningPairsSettings
+
+    def __init__(self, settings: PlanningPairsSettings, model: Model | None = None) -> None:
+        super().__init__(settings)
+        preset = preset_of(settings.preset, PAIR_PRESETS)
+        changed = {
+            name: value for name in ("model", "dictionary", "strength") if (value := getattr(settings, name))
+        }
+        pairs = read_pairs(Path(settings.pairs)) if settings.pairs else preset.pairs
+        self.own = PairSet(replace(preset, **changed), pairs[: settings.limit or None], settings, model)
+        self.preset, self.subject = self.own.preset, self.own.subject
+        self.other = self._other("" if settings.pairs or changed else preset.against)
+        self.nodes = self.own.nodes("pair")
+        if self.other is not None:
+            self.nodes |= self.other.nodes("against")
+        self.nodes |= {"layers": self.subject.on_model(self._layers())}
+
+    def _other(self, fallback: str) -> PairSet | None:
+        """The same pairs of another preset; None for none. Raises ConfigError where it has other pairs."""
+        name = self.settings.against or fallback
+        if name in ("", "none"):
+            return None
+        preset = preset_of(name, PAIR_PRESETS)
+        by_name = {pair_name(pair): pair for pair in preset.pairs}
+        if missing := [pair for pair in self.own.pairs if pair_name(pair) not in by_name]:
+            raise ConfigError(
+                f"expected {name} to have the pairs of this preset, found none that ends "
+                f"{missing[0].prompt!r} on {missing[0].inject_word!r}; compare with another: against=…, or "
+                "with none: against=none"
+            )
+        pairs = [by_name[pair_name(pair)] for pair in self.own.pairs]
+        # A revision names a commit of the first model.
+        is_same_model = preset.model == self.preset.model
+        settings = self.settings if is_same_model else replace(self.settings, revision=None)
+        return PairSet(preset, pairs, settings)
+
+    def _layers(self) -> Draws:
+        """The MLPs of some layers replaced by their mean over the prompts: a cell per prompt and layer."""
+        by_prompt = {exchange.ids: exchange for exchange in reversed(self.own.exchanges)}
+        prompts = [exchange for exchange in self.own.exchanges if by_prompt[exchange.ids] is exchange]
+        return Draws(
+            tuple(
+                Ablation(
+                    tokens=exchange.ids,
+                    kinds=("mlp_out",),
+                    over="layer",
+                    how="mean",
+                    references=tuple(other.ids for other in prompts),
+                    window=self.settings.window,
+                    metrics=(Probability(exchange.word_ids[1]), Rank(exchange.word_ids[1])),
+                )
+                for exchange in prompts
+            )
+        )
+
+    @cached_property
+    def results(self) -> list[PairResult]:
+        """The result of each pair."""
+        return self._read(self.own, "pair")
+
+    @cached_property
+    def results_against(self) -> list[PairResult]:
+        """The results on the other dictionary; empty without."""
+        return [] if self.other is None else self._read(self.other, "against")
+
+    def _read(self, pairs: PairSet, prefix: str) -> list[PairResult]:
+        return [
+            PairResult(pair, self.result(f"{prefix}_{i}").load()) for i, pair in enumerate(pairs.exchanges)
+        ]
+
+    @cached_property
+    def records(self) -> list[dict[str, Any]]:
+        """The record of each pair."""
+        return [result.record() for result in self.results]
+
+    def views(self) -> Iterator[View]:
+        """What holds over the pairs, each pair beside its null, every position, and the layers."""
+        records = self.records
+        yield self._findings()
+        yield Data(
+            json={
+                "model": self.subject.files.name,
+                "clt_repo": self.preset.dictionary,
+                "strength": self.preset.strength,
+                "n_pairs": len(records),
+                "n_peak_at_site": sum(row["peaks_at_site"] for row in records),
+                "n_work": sum(row["works"] for row in records),
+                "against": self._against_json(),
+            }
+        )
+        yield self._table()
+        yield from self._sweeps()
+        yield self._layers_table()
+
+    def _findings(self) -> Findings:
+        results, settings = self.results, self.settings
+        peaks = np.array([result.peaks for result in results])
+        # The features of the shipped pairs were chosen on other prompts; of other pairs nobody knows.
+        is_held_out = not settings.pairs and self.preset.model == "specimen"
+        draws = Controls(1000, settings.seed)
+        controls = "another feature of the layer in each pair that writes as much"
+        over = f"over {len(results)} pairs of {self.subject.name}"
+        claims = [
+            Claim.over(
+                f"{over}, the exchange at the site changes the probability of the injected word",
+                np.array([result.effect for result in results]),
+                np.array([result.null.values for result in results]),
+                controls,
+                draws,
+                held_out=is_held_out,
+            ),
+            Claim.over(
+                f"{over}, the share that changes it most at the site",
+                peaks[:, 0],
+                peaks[:, 1:],
+                controls,
+                draws,
+                held_out=is_held_out,
+            ),
+        ]
+        caption = self.preset.found
+        if self.other is not None:
+            overlap, random = self.overlap
+            both = f"{self.preset.dictionary} and {self.other.preset.dictionary}"
+            if np.isfinite(overlap):
+                of = "pairings of as many pairs at random"
+                claims.append(Claim.against(f"pairs that work in {both}, Jaccard", overlap, random, of))
+            else:
+                caption += f" No pair works in {both}: nothing is said of their overlap."
+        return Findings.of(*claims, caption=caption, sources=tuple(self.nodes))
+
+    @cached_property
+    def overlap(self) -> tuple[float, Floats]:
+        """Jaccard index of the pairs that work on both dictionaries, and of random sets of the same sizes."""
+        one, other = ([result.works for result in found] for found in (self.results, self.results_against))
+        is_any = any(one + other)
+        random = shuffled_jaccard(one, other, SHUFFLES, seed=self.settings.seed) if is_any else np.zeros(0)
+        return jaccard(one, other), random
+
+    def _against_json(self) -> dict[str, Any] | None:
+        if self.other is None:
+            return None
+        overlap = self.overlap[0]
+        return {
+            "model": self.other.subject.files.name,
+            "clt_repo": self.other.preset.dictionary,
+            "jaccard": overlap if np.isfinite(overlap) else None,
+            "n_work": sum(result.works for result in self.results_against),
+            "pairs": [result.record() for result in self.results_against],
+        }
+
+    def _table(self) -> Table:
+        rows, columns = self.records, list[tuple[Any, ...]]()
+        if self.settings.controls:
+            columns += [
+                ("random", "null_median", format_probability),
+                ("p", lambda row: row["null"]["share_as_large"], ".2g"),
+            ]
+        columns += [
+            ("most at", lambda row: f"{format_token(row['max_token'])} ({row['max_position']})"),
+            ("works", lambda row: "yes" if row["works"] else "–"),
+        ]
+        if self.other is not None:
+            there = {pair_name(result.exchange.preset): result.works for result in self.results_against}
+            name = f"on {self.other.preset.dictionary}"
+            columns += [(name, lambda row: "yes" if there[row["prompt"], row["inject_word"]] else "–")]
+        return Table.of(
+            rows,
+            ("prompt", lambda row: format_text(row["prompt"].splitlines()[-1])),
+            ("words", lambda row: f"{row['suppress_word']} → {row['inject_word']}"),
+            ("before", "baseline_prob", format_probability),
+            ("at the site", "prob_at_site", format_probability),
+            *columns,
+            strong=lambda row: row["works"],
+            title=f"{len(rows)} pairs on {self.subject.name}, features of {self.preset.dictionary}, strength "
+            f"{self.preset.strength:g}",
+            caption="probability of the injected word at the end; random: the median of "
+            f"{self.settings.controls} other features of its layer that write as much, at the site; a pair "
+            "works that changes the word most at the site, and there more than 95 % of those",
+            json={"pairs": rows},
+        )
+
+    def _sweeps(self) -> Iterator[View]:
+        """Change of the injected word, [pair, position counted from the site], and its mean beside random
+        features."""
+        results = self.results
+        before = max(result.site for result in results)
+        after = max(result.exchange.last - result.site for result in results)
+        offsets = tuple(range(-before, after + 1))
+        own, random = (np.full((len(results), len(offsets)), np.nan) for _ in range(2))
+        for row, result in enumerate(results):
+            columns = slice(before - result.site, before - result.site + len(result.change))
+            own[row, columns] = result.change[:, ALL_DOSES]
+            if self.settings.controls:
+                random[row, columns] = result.change[:, RANDOM:].mean(axis=1)
+        names = [f"{row['suppress_word']} → {row['inject_word']} ({i})" for i, row in enumerate(self.records)]
+        grid = Heatmap(
+            title="Where the exchange makes the other word likelier",
+            values=own,
+            rows=tuple(names),
+            columns=tuple(map(str, offsets)),
+            row_name="pair",
+            column_name="token, counted from the site",
+            value_name="change of the probability",
+            diverging=True,
+        )
+        is_there = np.isfinite(own)
+
+        def mean(values: Floats) -> Floats:
+            total: Floats = np.where(is_there, values, 0.0).sum(axis=0) / is_there.sum(axis=0)
+            return total
+
+        lines = Lines(
+            title="Mean over the pairs",
+            x=offsets,
+            x_name="token, counted from the site",
+            y_name="change of the probability",
+            lines=(
+                Line("exchange", mean(own), strong=True),
+                Line("random features", mean(random), control=True),
+            ),
+            low=0.0,
+            at=0,
+        )
+        yield from together("planning_pairs", f"{len(names)} pairs on {self.subject.name}", grid, lines)
+
+    def _layers_table(self) -> Table:
+        layers = self.result("layers").load()
+        rank, probability = (
+            layers[name].transpose("draw", "layer").values for name in ("rank", "probability")
+        )
+        untouched = int((layers["unpatched"].sel(run="clean", metric="rank").values == 0).sum())
+        rows = [
+            {
+                "layer": layer,
+                "still_first": int((rank[:, i] == 0).sum()),
+                "mean_prob": float(probability[:, i].mean()),
+            }
+            for i, layer in enumerate(layers["layer"].values.tolist())
+        ]
+        width = f"{self.settings.window} layers around it" if self.settings.window > 1 else "one layer"
+        return Table.of(
+            rows,
+            ("layer", "layer", "d"),
+            ("still said", "still_first", "d"),
+            ("mean probability", "mean_prob", format_probability),
+            title=f"Without the MLPs of {width}: prompts of {len(rank)} in which the word is still likeliest",
+            caption=f"untouched it is in {untouched}; the MLP says its mean over these prompts; layers are "
+            "described, not claimed: there are too few of them",
+            sources=("layers",),
+            json={"layer_suppression": rows, "prompts": len(rank), "said_untouched": untouched},
+        )
+
+
+def pair_name(pair: Any) -> tuple[str, str]:
+    """Prompt and injected word, which identify a pair on every dictionary."""
+    return pair.prompt, pair.inject_word
+
+
+def jaccard(one: Sequence[bool], other: Sequence[bool]) -> float:
+    """Size of the intersection of two sets over that of their union, of members as booleans; NaN for empty
+    sets."""
+    both, either = np.logical_and(one, other).sum(), np.logical_or(one, other).sum()
+    return float(both / either) if either else float("nan")
+
+
+def shuffled_jaccard(one: Sequence[bool], other: Sequence[bool], count: int, *, seed: int) -> Floats:
+    """Jaccard index of the first set and random sets of the second's size: [draw]."""
+    random = np.random.default_rng(seed)
+    drawn = (random.permutation(np.asarray(other, bool)).tolist() for _ in range(count))
+    return np.array([jaccard(one, members) for members in drawn])
+
+
+WORKFLOW = PlanningPairs

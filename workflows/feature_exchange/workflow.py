@@ -1,0 +1,220 @@
+"""The one question of the exchange workflows: what does exchanging features here do there?
+
+Each workflow is a subclass that says by class variables where features are exchanged, which words and weights
+are measured, and which settings of the preset apply; `ExchangeWorkflow` makes the nodes, the findings and the
+views that all of them share (workflows/DESIGN.md, "Exchanges of features").
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+
+from ...stages.features.dictionary import Dictionary
+from ...stages.features.labels import labels_of
+from ...stages.features.layers.layout import FeatureId
+from ...stages.logits.lens import format_probability, format_token
+from ...store.arrays import Floats
+from ..claim import Claim
+from ..material.feature_labels import FeatureLabels
+from ..subject import Subject
+from ..views import Findings, Table, View, dash
+from ..workflow import Workflow
+from .exchange import FeatureExchange, changes, probabilities
+from .presets import FeaturePreset, chosen_preset
+
+if TYPE_CHECKING:
+    import xarray as xr
+
+    from ...pipeline.nodes import ResultNode
+    from ...stages.forward.models.model import Model
+
+__all__ = ["ExchangeWorkflow", "position_sweep"]
+
+
+class ExchangeWorkflow(Workflow):
+    """A workflow about one exchange of features in one prompt."""
+
+    exchange_type: ClassVar[type[FeatureExchange]] = FeatureExchange
+    every_position: ClassVar[bool] = True
+    """Whether the sweep exchanges features at every position, so that a prompt of the user needs no site;
+    else only at the site."""
+    words: ClassVar[tuple[str, ...]] = ("inject_word", "suppress_word")
+    """Fields of the preset whose words are followed; the first is the measure of the claim."""
+    with_attention: ClassVar[bool] = False
+    """Whether the attention from the end to the site is kept."""
+    with_ending: ClassVar[bool] = True
+    """Whether the preset's ending is put behind the prompt."""
+
+    def __init__(self, settings: Any, model: Model | None = None) -> None:
+        super().__init__(settings)
+        preset = self.checked(chosen_preset(settings, keep_site=not self.every_position))
+        if not self.with_ending:
+            preset = replace(preset, ending="")
+        self.preset = preset
+        self.subject = Subject(settings.reference(model, preset.model))
+        self.subject.require(self.needs, self.name)
+        self.exchange = exchange = self.exchange_type(
+            preset,
+            self.subject,
+            Dictionary.from_pretrained(preset.dictionary),
+            settings,
+            tuple(getattr(preset, word) for word in self.words),
+            self.with_attention,
+        )
+        places = exchange.every_position if self.every_position else [(exchange.ids, exchange.required_site)]
+        sweep = exchange.node(places, [exchange.doses], self.strengths())
+        self.nodes = {"sweep": sweep, **exchange.nodes, **self.further_nodes()}
+
+    def checked(self, preset: FeaturePreset) -> FeaturePreset:
+        """The preset; ConfigError where it lacks what the workflow needs."""
+        return preset
+
+    def strengths(self) -> tuple[float, ...]:
+        """Strengths of the sweep."""
+        return (self.exchange.strength,)
+
+    def further_nodes(self) -> dict[str, ResultNode]:
+        """Nodes beside the sweep and the controls."""
+        return {}
+
+    @cached_property
+    def sweep(self) -> xr.Dataset:
+        """The exchange at each strength and place, [strength, place], in memory."""
+        return self.result("sweep").load().isel(exchange=0)
+
+    @cached_property
+    def labels(self) -> FeatureLabels:
+        """Labels of the exchanged features."""
+        exchange = self.exchange
+        words = self.result("words") if "words" in self.nodes else None
+        labels = FeatureLabels.of_trace(self.subject, exchange.ids, words, self.result("trace"))
+        return labels.called(labels_of(self.store, exchange.dictionary))
+
+    @property
+    def spoken(self) -> tuple[str, ...]:
+        """See `Workflow`."""
+        return self.labels.spoken
+
+    # -- claims
+
+    def effects(self, result: xr.Dataset) -> Floats:
+        """The measure of the claim, [place, exchange]."""
+        return changes(result)
+
+    @property
+    def claim(self) -> str:
+        """What the exchange does, in words."""
+        off = f" in place of {self.labels.several(self.exchange.suppress)}" if self.exchange.suppress else ""
+        return (
+            f"{self.labels.short(self.exchange.inject)}{off} at {self.exchange.site_label} changes "
+            f"P({self.exchange.words[0]!r}) at the end"
+        )
+
+    def claims(self) -> Iterator[Claim]:
+        """The effect in this prompt, and in other texts of its kind on which nothing was chosen."""
+        controls = self.result("controls")
+        yield self.claim_here(self.effects(controls), self.claim, probabilities(controls)[:, 0])
+        if self.exchange.held_out:
+            there = self.effects(self.result("held_out"))
+            yield self.held_out_claim(there, f"the same in {self.exchange.kin.where}")
+
+    def claim_here(self, effects: Floats, text: str, after: Floats | None = None) -> Claim:
+        """A claim about this prompt. Without a named site the best place counts, of the exchange and of each
+        control.
+
+        effects: [place, exchange]. after: probability under the exchange, where the effect is its change,
+        [place].
+        """
+        best, exchange = effects.max(axis=0), self.exchange
+        fields: dict[str, Any] = {"looked_at": exchange.looked_at}
+        if after is not None:
+            reached = float(after[effects[:, 0].argmax()])
+            fields["levels"] = (reached - float(best[0]), reached)
+        return Claim.against(text, best[0], exchange.of_random(best), exchange.controls_label, **fields)
+
+    def held_out_claim(self, effects: Floats, text: str) -> Claim:
+        """A claim about other texts, means over them. effects: [place, exchange]."""
+        random, of = self.exchange.of_random(effects.mean(axis=0)), self.exchange.controls_label
+        return Claim.against(text, effects[:, 0], random, of, held_out=True)
+
+    # -- views
+
+    def opening(self) -> Iterator[View]:
+        """What every exchange workflow shows first: its claims, the features, and the parts of the
+        exchange."""
+        yield Findings.of(*self.claims(), caption=self.preset.found)
+        yield self.features_table()
+        if self.exchange.words:
+            yield self.parts_table()
+
+    def features_table(self) -> Table:
+        """The exchanged features: their part in the exchange, what they write, and where in the prompt they
+        fire."""
+        exchange, labels = self.exchange, self.labels
+        features = [FeatureId(dose.layer, dose.index) for dose in exchange.doses]
+        parts = [exchange.company] * (len(features) - 1) + [exchange.cause]
+        return Table.of(
+            list(dict(zip(features, parts, strict=True)).items()),
+            ("feature", lambda row: FeatureLabels(said=labels.said).short(row[0])),
+            ("part", lambda row: row[1]),
+            ("writes", lambda row: dash(labels.writes.get(row[0]), repr)),
+            ("fires on", lambda row: dash(labels.fires.get(row[0]), repr)),
+            title="The features that are exchanged",
+            caption="the token that each one's decoder raises most, read by the unembedding, without "
+            "what later layers make of it; the token of this prompt at which it is most active, if it is "
+            "active at all",
+        )
+
+    def parts_table(self) -> Table:
+        """P(word) with all, some and none of the exchange, with random features, and in facts of other
+        kinds."""
+        return Table.of(
+            rows := list(self._parts()),
+            ("what is done", "done"),
+            (f"P({format_token(self.exchange.words[0])})", "prob", format_probability),
+            ("change", "change", "+.4f"),
+            ("largest", "largest", "+.4f"),
+            ("of", "draws", "d"),
+            strong=lambda row: row["done"] == "both",
+            title=f"What each part of the exchange at {self.exchange.site_label} does",
+            caption="of several the median, and the largest change",
+            json={"parts": rows},
+        )
+
+    def _parts(self) -> Iterator[dict[str, Any]]:
+        """Records of `parts_table`: medians of P(word) and of its change, and the largest change."""
+        exchange, controls = self.exchange, self.result("controls")
+
+        def record(done: str, prob: Floats, change: Floats) -> dict[str, Any]:
+            medians = {"prob": float(np.median(prob)), "change": float(np.median(change))}
+            return {"done": done, **medians, "largest": float(change.max()), "draws": change.size}
+
+        prob, change = probabilities(controls), changes(controls)
+        best = int(change[:, 0].argmax())
+        yield record("nothing", np.exp(controls["baseline_logprob"].values[best, 0]), np.zeros(1))
+        names = {0: exchange.cause}
+        if exchange.doses[:-1]:
+            names = {0: "both", 1: f"{exchange.company} alone", -1: f"{exchange.cause} alone"}
+        for i, name in names.items():
+            yield record(name, prob[best, i], change[best, [i]])
+        if exchange.random:  # controls=0 draws none
+            drawn = (exchange.of_random(values.max(axis=0)) for values in (prob, change))
+            yield record(f"{exchange.controls_label}, in its place", *drawn)
+        if exchange.elsewhere:
+            elsewhere = self.result("elsewhere")
+            done = f"{names[0]}, in facts of other kinds, as far from their end"
+            yield record(done, probabilities(elsewhere), changes(elsewhere))
+
+
+def position_sweep(tokens: list[str], **columns: Any) -> list[dict[str, Any]]:
+    """Records of a sweep over positions: position, token, and a number of each column [position]."""
+    values = {name: np.asarray(column, float).tolist() for name, column in columns.items()}
+    return [
+        {"position": i, "token": token, **{name: column[i] for name, column in values.items()}}
+        for i, token in enumerate(tokens)
+    ]
