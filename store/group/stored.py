@@ -16,12 +16,9 @@ from typing import Any
 
 import numpy as np
 import xarray as xr
-import zarr
 from xarray.backends import BackendArray
 from xarray.backends.zarr import ZarrArrayWrapper
 from xarray.core import indexing
-from zarr.codecs import Crc32cCodec
-from zarr.storage import LocalStore, StorePath
 
 from ..arrays import Array
 from ..errors import REPAIR, CorruptEntry, StoreError
@@ -75,7 +72,7 @@ def stored_variables(
             variables[name] = _through_zarr(files, place, text, f"{name} of {what}")
             continue
         data = StoredArray(ChunkArray(files, place, chunk), files.where(place), f"{name} of {what}")
-        encoding = _encoding(data.dtype, chunk.dims, chunk.chunks, (Crc32cCodec(),))
+        encoding = _encoding(data.dtype, chunk.dims, chunk.chunks)
         variables[name] = xr.Variable(
             chunk.dims, indexing.LazilyIndexedArray(data), chunk.attributes, encoding
         )
@@ -83,25 +80,23 @@ def stored_variables(
 
 
 def _through_zarr(files: Folder, place: str, text: bytes, what: str) -> xr.Variable:
+    # Here, because importing zarr takes a tenth of the time in which a cached answer is shown.
+    import zarr
+    from zarr.storage import LocalStore, StorePath
+
     metadata, where = read_json(text), files.zarr(place)
     store = LocalStore(where, read_only=True) if isinstance(where, Path) else where
     array = zarr.Array(zarr.AsyncArray(metadata, StorePath(store)))
     held = ZarrArrayWrapper(array)  # type: ignore[no-untyped-call]
     data = StoredArray(held, files.where(place), what)
     dims = metadata.get("dimension_names") or ()
-    encoding = _encoding(data.dtype, dims, array.chunks, array.compressors)
+    encoding = _encoding(data.dtype, dims, array.chunks)
     return xr.Variable(dims, indexing.LazilyIndexedArray(data), metadata.get("attributes", {}), encoding)
 
 
-def _encoding(
-    dtype: np.dtype[Any], dims: tuple[str, ...], chunks: tuple[int, ...], compressors: tuple[Any, ...]
-) -> dict[str, Any]:
-    """How an array lies, as xarray's own reader says it."""
-    told = {
-        "chunks": chunks,
-        "preferred_chunks": dict(zip(dims, chunks, strict=True)),
-        "compressors": compressors,
-    }
+def _encoding(dtype: np.dtype[Any], dims: tuple[str, ...], chunks: tuple[int, ...]) -> dict[str, Any]:
+    """The chunks of an array, as xarray's own reader says them."""
+    told: dict[str, Any] = {"chunks": chunks, "preferred_chunks": dict(zip(dims, chunks, strict=True))}
     # Or xarray decodes text to objects, and forgets the rest.
     return told | ({"dtype": dtype} if dtype.kind == "T" else {})
 

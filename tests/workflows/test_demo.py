@@ -24,7 +24,7 @@ SETTINGS = dict(demo.DEMO)
 """As shipped; the tests below take others for a model that is smaller."""
 
 AGAIN = (
-    blocking("torch", "transformers", "matplotlib")
+    blocking("torch", "transformers", "matplotlib", "zarr")
     + """
 import pathlib
 import mizarr
@@ -58,7 +58,7 @@ def test_the_demo_is_the_defaults_of_its_workflows():
         assert build(name, **settings).settings == build(name).settings
 
 
-def test_a_second_run_says_all_was_cached_and_needs_neither_torch_nor_matplotlib(
+def test_a_second_run_says_all_was_cached_and_needs_neither_torch_zarr_nor_matplotlib(
     shipped, tiny_model, tmp_path
 ):
     store, folder = mizarr.open_store(tmp_path / "store"), tmp_path / "results"

@@ -62,7 +62,7 @@ class FeaturePagesSettings(ModelSettings):
     corpus_tokens: Count = setting(
         1 << 20, "tokens of the corpus that are read, at most; passages evenly spaced"
     )
-    zero_positions: Natural = setting(0, "first positions of a passage without features")
+    zero_positions: Natural = setting(1, "first positions of a passage that are left out: attention sinks")
     strongest: Count = setting(12, "strongest examples of a feature, one of each passage")
     intervals: Count = setting(
         5, "equal intervals of activation from which examples are drawn; they divide 50"
@@ -177,15 +177,26 @@ class FeaturePages(ModelWorkflow):
     @property
     def about(self) -> list[tuple[str, str]]:
         """Where the pages are from, for people."""
-        it = self.dictionary
+        it, tokens = self.dictionary, self.tokens
+        corpus = f"{tokens.n_tokens:,} tokens in {tokens.n_prompts:,} passages"
         return [
             ("dictionary", f"{it.name}, {it.kind}"),
             ("features", f"{len(self.result('windows')['feature']):,} of {it.n_features:,}"),
             ("reads", ", ".join(map(str, it.places)) or self.hook),
             ("model", self.subject.name),
-            ("corpus", f"{self.tokens.n_tokens:,} tokens in {self.tokens.n_prompts:,} passages"),
+            ("corpus", f"{corpus}{self._left_out}"),
             ("identity", it.identity[:12]),
         ]
+
+    @property
+    def _left_out(self) -> str:
+        """Which tokens have no features, for people. The states of an attention sink may be 100 times as long
+        as others, and dictionaries are seldom trained on them."""
+        first = self.settings.zero_positions
+        if not first:
+            return ""
+        which = "token" if first == 1 else f"{first} tokens"
+        return f"; without the first {which} of each passage, where attention sinks are"
 
     @property
     def pages(self) -> PageFiles:
@@ -237,8 +248,8 @@ class FeaturePages(ModelWorkflow):
             ("largest", "max_activation", ".3f"),
             ("mean where active", "mean_activation", ".3f"),
             title=f"The features most often active at {self.hook} of {self.subject.name}",
-            caption=f"{alive:,} of {len(count):,} features are active somewhere in {n_tokens:,} tokens; "
-            "every feature has a page of its own: mizarr features pages",
+            caption=f"{alive:,} of {len(count):,} features are active somewhere in {n_tokens:,} tokens"
+            f"{self._left_out}; every feature has a page of its own: mizarr features pages",
             json={"features": told},
         )
         histogram = Lines.of(

@@ -242,6 +242,7 @@ class LogitLens(ModelWorkflow):
         best = (answers["target_rank"].isel(layer=-1) == 1).values.sum()
         more = f"and {n - ROWS} more, all in the JSON; " if n > ROWS else ""
         ids, targets = answers["top_id"].transpose("prompt", "layer", "rank"), answers["target_id"].values
+        probabilities = np.exp(answers["target_logprob"].isel(layer=-1).values)
 
         def since(row: int, k: int) -> str:
             layer = first_appearance(ids[row], int(targets[row]), k)
@@ -253,11 +254,7 @@ class LogitLens(ModelWorkflow):
             ("answer", lambda one: format_token(self.words[one[1]])),
             (f"top {TOP} from", lambda one: since(one[0], TOP), str),
             ("top 1 from", lambda one: since(one[0], 1), str),
-            (
-                "at the end",
-                lambda one: self.told(one[1])["layers"][-1]["answer_probability"],
-                format_probability,
-            ),
+            ("at the end", lambda one: float(probabilities[one[0]]), format_probability),
             title=f"Answers: the most likely token at the end of {best} of {n} prompts",
             caption=f"{more}a multi-token answer is tracked by its first token",
         )

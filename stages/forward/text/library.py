@@ -101,7 +101,7 @@ class LibraryTokenizer(Tokenizer):
         """As `Tokenizer.ids_of`; on all cores, without offsets."""
         checked = [as_text(text, self.name) for text in texts]
         found = self._backend.encode_batch_fast(checked, add_special_tokens=add_special)
-        return [list(one.ids) for one in found]
+        return [one.ids for one in found]
 
     def decode(self, ids: Sequence[int], *, keep_special: bool = True) -> str:
         """Text of token ids. Raises TokenizerError for an id the tokenizer has no token for."""
@@ -130,7 +130,7 @@ class LibraryTokenizer(Tokenizer):
 
 
 def _encoding(text: str, found: tokenizers.Encoding) -> Encoding:
-    offsets = [(int(start), int(end)) for start, end in found.offsets]
+    # Each of these attributes is a new list at every access.
     return Encoding(
-        list(found.ids), list(found.tokens), offsets, [bool(mark) for mark in found.special_tokens_mask], text
+        found.ids, found.tokens, found.offsets, [bool(mark) for mark in found.special_tokens_mask], text
     )

@@ -61,6 +61,7 @@ def test_norms_of_a_token_are_those_of_its_states(made, held, token):
     (line,) = lines.lines
     np.testing.assert_allclose(line.values, np.linalg.norm(made.states[:, token], axis=1), rtol=1e-6)
     assert line.name == "resid_post" and lines.x == (0.0, 1.0, 2.0)
+    assert ("attention sink" in lines.caption) == (made.tokens.position_of(token) == 0)
 
 
 def test_norms_of_a_prompt_are_those_of_its_states(made, held):

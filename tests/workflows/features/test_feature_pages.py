@@ -300,6 +300,12 @@ def test_neuronpedia_reads_what_was_computed(done: FeaturePages, tmp_path: Path)
     assert sorted(each.name for each in tmp_path.iterdir()) == ["specimen"]
 
 
+def test_the_first_token_of_each_passage_is_left_out_and_pages_say_so(done: FeaturePages):
+    counted = done.tokens.n_tokens - done.tokens.n_prompts
+    assert done.result("statistics").attrs["n_tokens"] == counted > 0
+    assert "without the first token of each passage" in dict(done.about)["corpus"]
+
+
 def test_a_label_is_in_no_key_and_shown_where_the_feature_is(done: FeaturePages, store: Any, corpus: str):
     again = compute("feature_pages", store=store, corpus=corpus, **FEW)
     before = again.to_json()

@@ -277,8 +277,10 @@ def test_a_model_of_thirty_layers_is_seen_whole_and_once(width, dark, browser, t
         inner, outer = here.page.locator(".grid").evaluate("e => [e.scrollHeight, e.clientHeight]")
         assert inner <= outer and inner > 30 * 20, "all layers are in view"
         picture = here.page.locator(".picture img:visible")
-        box = picture.bounding_box()
+        box = here.page.locator(".picture:visible").bounding_box()
         assert picture.count() == 1 and box["x"] >= 0 and box["x"] + box["width"] <= width
+        scale = picture.evaluate("e => e.getBoundingClientRect().width / e.naturalWidth / 0.6")
+        assert 0.65 < scale <= 1, "its text is large enough to be read: a narrow window scrolls"
         from PIL import Image
 
         pixels = np.asarray(Image.open(io.BytesIO(picture.screenshot())).convert("L"))

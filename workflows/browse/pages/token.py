@@ -44,6 +44,8 @@ LISTED = 5
 FEATURES = 12
 """Active features told per dictionary and layer."""
 _DIGEST = re.compile("[0-9a-f]{64}")
+SINK = " In many models the first token is an attention sink: its norms may be 100 times those of others."
+"""What the caption of norms adds at position 0."""
 STREAM = ("resid_post", "resid_pre", "resid_mid")
 """What neighbours are looked for in, the first that is stored; else whatever is first by name."""
 
@@ -72,7 +74,7 @@ def token_page(held: Snapshot, folder: HeldFolder, token: int) -> Page | None:
         _where(run, token, prompt, position, row.stop - row.start),
     ]
     if stored:
-        views += [*_norms(run, stored, token), *_neighbours(run, stored, token, here)]
+        views += [*_norms(run, stored, token, position), *_neighbours(run, stored, token, here)]
         views += [_lens(held, run, stored, token), _features(held, run, token, here)]
     else:
         views.append(Note(title="States", text="Nothing with a row for each token is published of this run."))
@@ -104,8 +106,11 @@ def _where(run: OpenedRun, token: int, prompt: int, position: int, length: int) 
     return Values(pairs=tuple(told.items()))
 
 
-def _norms(run: OpenedRun, stored: dict[str, list[int | None]], token: int) -> Iterator[View]:
-    """Norms over layers as curves, one per variable; numbers without layers as numbers."""
+def _norms(run: OpenedRun, stored: dict[str, list[int | None]], token: int, position: int) -> Iterator[View]:
+    """Norms over layers as curves, one per variable; numbers without layers as numbers.
+
+    position: of the token in its prompt; what is said of norms at 0 is not true of other tokens.
+    """
     layered = {name: layers for name, layers in stored.items() if None not in layers and run.spec(name).tail}
     flat = [name for name in stored if name not in layered]
     if layered:
@@ -119,7 +124,7 @@ def _norms(run: OpenedRun, stored: dict[str, list[int | None]], token: int) -> I
             lines.append(Line(name, values))
         yield Lines(
             title="Norms by layer",
-            caption="Length (L2) of what is stored of this token.",
+            caption=f"Length (L2) of what is stored of this token.{'' if position else SINK}",
             x=tuple(map(float, every)),
             lines=tuple(lines),
             x_name="layer",
