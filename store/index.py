@@ -31,6 +31,7 @@ C = TypeVar("C", bound="_Cache")
 _USE_RESOLUTION = 60.0  # seconds; a use within this of the last one is not written again
 _BLOCKS, _BLOCK = 16, 4096  # of a file, and bytes of each
 _ATTEMPTS = 3  # to digest a file that is being written
+_MOST_ENCODINGS = 64 << 20  # bytes of the file; a prompt of 100 tokens takes 2 KB
 _VARIABLES = 500  # bound parameters per statement; old SQLite allows 999
 
 
@@ -270,6 +271,15 @@ def file_digests() -> FileDigests:
 def layout_verdicts() -> Verdicts:
     """Which models of unknown family compute what transformers computes, beside the file digests."""
     return Verdicts(_user_cache() / "layouts.sqlite")
+
+
+def encodings() -> Verdicts:
+    """What texts were encoded to, by tokenizers that take long to make; begun afresh when it is large."""
+    path = _user_cache() / "encodings.sqlite"
+    with suppress(OSError):
+        if path.stat().st_size > _MOST_ENCODINGS:
+            path.unlink()
+    return Verdicts(path)
 
 
 def _user_cache() -> Path:

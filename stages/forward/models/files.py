@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -39,10 +39,10 @@ from ....store.keys import ModelIdentity
 from ..checkpoints.adapter import Adapter
 from ..checkpoints.checkpoint import Checkpoint
 from ..checkpoints.gguf import source as gguf
-from ..checkpoints.gguf.header import SUFFIX, header_of, parts_of
+from ..checkpoints.gguf.header import SUFFIX, Header, header_of, parts_of
 from ..checkpoints.quantised.reading import KEYS, scheme_of
 from ..text.gguf.vocabulary import words_of
-from ..text.library import LibraryTokenizer
+from ..text.library import LibraryTokenizer, VocabularyTokenizer
 from ..text.world import WORLD, WorldTokenizer
 
 if TYPE_CHECKING:
@@ -242,10 +242,7 @@ class ModelFiles:
         """
         file = self.tokenizer_file
         if file is None and self.gguf is not None:
-            words = words_of(header_of(self.weight_files))
-            if words is None:
-                return None
-            return LibraryTokenizer(self.gguf, words.settings, name=self.name, data=words.data)
+            return _tokenizer_inside(header_of(self.weight_files), self.name)
         if file is None:
             return None
         kind = LibraryTokenizer if file.name == TOKENIZER else WorldTokenizer
@@ -334,6 +331,13 @@ class ModelFiles:
         if self.revision is None:
             return "convert or copy them there"
         return f"fetch it again: mizarr models fetch {bare_name(self.name)}"
+
+
+@lru_cache(maxsize=2)
+def _tokenizer_inside(header: Header, name: str) -> VocabularyTokenizer | None:
+    """The tokenizer of the vocabulary in a GGUF file, one for a process; None for a file without one."""
+    words = words_of(header)
+    return None if words is None else VocabularyTokenizer(words, header.path, name=name)
 
 
 def bare_name(name: str) -> str:

@@ -1,4 +1,4 @@
-"""Tokenizers of the `tokenizers` library: whatever a tokenizer.json describes, and nothing else.
+"""Tokenizers of the `tokenizers` library: whatever a tokenizer.json describes, or values in place of one.
 
 Border: the one file that knows the library. Pieces are its own, such as "Ġis"; a token that ends inside a
 character has that character's offsets.
@@ -8,70 +8,69 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, fields
-from functools import cached_property
+from dataclasses import fields
+from functools import cached_property, partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ....store.digest import content_digest
 from ....store.errors import TokenizerError
 from .declared import AddedToken
+from .remembered import remembered
 from .rows import as_ids, as_text
 from .tokens import Encoding, Tokenizer, read_tokenizer
 
 if TYPE_CHECKING:
     import tokenizers
 
+    from .gguf.vocabulary import Words
+
 
 class LibraryTokenizer(Tokenizer):
-    """A tokenizer.json, of a file or made of one, with the tokens that files beside it add (declared.py). Its
-    digest is of these bytes and of what was added."""
+    """A tokenizer.json with the tokens that files beside it add (declared.py). Its digest is of these bytes
+    and of what was added."""
 
     def __init__(
-        self,
-        file: Path,
-        settings: Mapping[str, Any] | None = None,
-        *,
-        name: str | None = None,
-        data: bytes | None = None,
+        self, file: Path, settings: Mapping[str, Any] | None = None, *, name: str | None = None
     ) -> None:
-        """As `Tokenizer`. data: what a tokenizer.json would hold, where the file is of another kind."""
+        """As `Tokenizer`."""
         import tokenizers
 
-        if data is None:
-            data = read_tokenizer(file)
+        data = read_tokenizer(file)
         try:
-            self._backend = tokenizers.Tokenizer.from_str(data.decode())
+            backend = tokenizers.Tokenizer.from_str(data.decode())
         except Exception as error:  # the library raises bare Exception for a file it cannot parse
             raise TokenizerError(
                 f"expected a tokenizer.json at {file}, found a file that cannot be read as one ({error}); "
                 "fetch it again, or pass token ids instead of text"
             ) from error
-        own, padding = self._added_tokens(), self._backend.padding
-        # A training script's truncation and padding stay in the file; both would change prompts silently.
-        self._backend.no_truncation()
-        self._backend.no_padding()
+        own, padding = _added_tokens(backend), backend.padding
         pad = None if padding is None else padding["pad_token"]
         super().__init__(file, settings, name=name, own=own, pad=pad)
-        tokens = self._declared.to_add(own.values())
-        self._backend.add_tokens([tokenizers.AddedToken(**asdict(token)) for token in tokens])
-        self._backend.encode_special_tokens = self._declared.splits_special
+        self._backend = self._declaring(backend, own)
         self.digest = self._digest(data, own)
 
-    def _added_tokens(self) -> dict[int, AddedToken]:
-        """Id -> token of those that are found in a text before it is cut up."""
-        names = [field.name for field in fields(AddedToken)]
-        return {
-            number: AddedToken(**{name: getattr(token, name) for name in names})
-            for number, token in self._backend.get_added_tokens_decoder().items()
-        }
+    def _declaring(
+        self, backend: tokenizers.Tokenizer, own: Mapping[int, AddedToken]
+    ) -> tokenizers.Tokenizer:
+        """A tokenizer of the library with what files beside its own declare. own: id -> token it adds."""
+        import tokenizers
+
+        # A training script's truncation and padding stay in the file; both would change prompts silently.
+        backend.no_truncation()
+        backend.no_padding()
+        tokens = self._declared.to_add(own.values())
+        backend.add_tokens([tokenizers.AddedToken(**vars(token)) for token in tokens])
+        backend.encode_special_tokens = self._declared.splits_special
+        return backend
 
     def _digest(self, data: bytes, own: Mapping[int, AddedToken]) -> str:
         """Of the file and, where other files change what it does with a text, of these changes."""
-        changed = sorted(self._added_tokens().items() - own.items())
+        changed = sorted(_added_tokens(self._backend).items() - own.items())
         if not changed and not self._declared.splits_special:
             return content_digest(data)
-        told = [self._declared.splits_special, *([number, asdict(token)] for number, token in changed)]
+        told = [self._declared.splits_special, *([number, vars(token)] for number, token in changed)]
         return content_digest(data, json.dumps(told).encode())
 
     @property
@@ -127,6 +126,73 @@ class LibraryTokenizer(Tokenizer):
         """Tokens to decode another behind, since decoders strip the space of the first; and their text."""
         ids = self._backend.encode("a", add_special_tokens=False).ids
         return ids, self._backend.decode(ids, skip_special_tokens=False)
+
+
+class VocabularyTokenizer(LibraryTokenizer):
+    """A tokenizer of values in place of a tokenizer.json, made when it is first needed: for a vocabulary of
+    262,144 tokens that takes 1.5 s."""
+
+    def __init__(self, words: Words, file: Path, *, name: str) -> None:
+        """words: of a GGUF file. file, name: as of `Tokenizer`. Raises TokenizerError."""
+        self._words, self._file = words, file
+        self._own = {
+            token["id"]: AddedToken(**{key: token[key] for key in token if key != "id"})
+            for token in words.description["added_tokens"]
+        }
+        # Not that of LibraryTokenizer, which reads a file.
+        Tokenizer.__init__(self, file, words.settings, name=name, own=self._own)
+        known = set(self._own.values())
+        added = [vars(token) for token in self._declared.to_add(known) if token not in known]
+        self.digest = (
+            words.digest if not added else content_digest(words.digest.encode(), json.dumps(added).encode())
+        )
+
+    @cached_property
+    def _backend(self) -> tokenizers.Tokenizer:  # type: ignore[override]
+        """The library's tokenizer. Raises TokenizerError for values that contradict each other."""
+        import tokenizers
+
+        words = self._words
+        model = dict(words.description["model"])
+        empty = {**model, "vocab": {}}
+        if words.merges is not None:
+            model["merges"] = words.merges()
+            empty["merges"] = []
+        kind = getattr(tokenizers.models, model.pop("type"))
+        given = {key: value for key, value in model.items() if value is not None}
+        described = json.dumps({**words.description, "model": empty, "added_tokens": []})
+        try:
+            backend = tokenizers.Tokenizer.from_str(described)
+            # Given as values: as JSON of 14 MB they take twice as long, and ten times the memory meanwhile.
+            backend.model = kind(vocab=words.ids, **given)
+        except Exception as error:  # as of a tokenizer.json
+            raise TokenizerError(
+                f"expected a vocabulary in {self._file}, found one that cannot be read ({error}); fetch it "
+                "again, or pass token ids instead of text"
+            ) from error
+        return self._declaring(backend, self._own)
+
+    def _encode(self, text: str, add_special: bool) -> Encoding:
+        return self._encode_batch([text], add_special)[0]
+
+    def _encode_batch(self, texts: Sequence[str], add_special: bool) -> list[Encoding]:
+        """See `Tokenizer`; a few short texts as they were encoded once (remembered.py)."""
+        encode = partial(super()._encode_batch, texts, add_special)
+        return remembered(texts, add_special, self._witness, encode)
+
+    @cached_property
+    def _witness(self) -> str:
+        """What encodes, and by which version of the library."""
+        return f"{self.digest} tokenizers {version('tokenizers')}"
+
+
+def _added_tokens(backend: tokenizers.Tokenizer) -> dict[int, AddedToken]:
+    """Id -> token of those that are found in a text before it is cut up."""
+    names = [field.name for field in fields(AddedToken)]
+    return {
+        number: AddedToken(**{name: getattr(token, name) for name in names})
+        for number, token in backend.get_added_tokens_decoder().items()
+    }
 
 
 def _encoding(text: str, found: tokenizers.Encoding) -> Encoding:

@@ -226,12 +226,12 @@ def _gpt2(header: Header) -> Raw:
 
 
 def _whole(header: Header, key: str, default: int | None = None) -> int:
-    """One number for all layers. Raises ConfigError where each has its own."""
+    """A whole number. Raises ConfigError for another value, and for one of each layer."""
     value = header.require(key) if default is None else header.get(key, default)
     if not isinstance(value, int):
         raise ConfigError(
-            f"{header.path}: expected one {key} for all layers, found {value}; use the checkpoint it was "
-            "made of"
+            f"{header.path}: expected a whole number as {key}, found {value!r:.80}; use the checkpoint it "
+            "was made of"
         )
     return value
 

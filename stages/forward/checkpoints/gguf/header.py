@@ -12,6 +12,8 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from .....store.errors import ConfigError, WeightsError
 from .....store.exchange.outside import require_content
 from .....store.files import stamp
@@ -24,13 +26,16 @@ SUFFIX = ".gguf"
 _PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Header:
-    """Metadata of a checkpoint's first file, and the tensors of all of them by name."""
+    """Metadata of a checkpoint's first file, and the tensors of all of them by name. Equal only to itself."""
 
     path: Path
+    """The first file."""
     fields: Mapping[str, Any]
+    """Metadata by full name, as `read_gguf` gives them."""
     tensors: Mapping[str, StoredTensor]
+    """Tensors by the names llama.cpp has for them."""
 
     @cached_property
     def architecture(self) -> str:
@@ -38,7 +43,9 @@ class Header:
         return str(self._value("general.architecture"))
 
     def get(self, key: str, default: Any = None) -> Any:
-        """Metadata of this kind of model ("block_count"); the default where there is none."""
+        """One value of the metadata of this kind of model ("block_count"); the default where there is none.
+        Raises ConfigError for an array: a value for each layer, which no model here has.
+        """
         name = f"{self.architecture}.{key}"
         return self._value(name) if name in self.fields else default
 
@@ -55,7 +62,13 @@ class Header:
             raise ConfigError(
                 f"expected {name} in the metadata of {self.path}, found none; fetch the file again"
             )
-        return self.fields[name]
+        value = self.fields[name]
+        if isinstance(value, list | np.ndarray):
+            raise ConfigError(
+                f"{self.path}: expected one {name} for all layers, found an array of {len(value)}; use the "
+                "checkpoint it was made of"
+            )
+        return value
 
 
 def parts_of(path: Path) -> tuple[Path, ...]:

@@ -1,5 +1,8 @@
 """Metadata of a GGUF file as the tokenizer.json and tokenizer_config.json it was made of.
 
+Vocabulary and merges stay apart from the rest of tokenizer.json: Gemma 3's are 262,144 tokens and 514,847
+merges, which take a second to make, and a tokenizer that encodes nothing new needs neither.
+
 Three kinds of vocabulary: byte-level BPE with its merges ("gpt2"), SentencePiece's BPE, where the score of
 what two pieces make decides which are joined first ("llama"), and WordPiece ("bert"). What llama.cpp's
 converter did is undone; what it left out is what llama.cpp takes for granted, or an error.
@@ -16,17 +19,24 @@ Border: values in, values out; knows neither gguf nor the `tokenizers` library (
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
+from .....store.digest import content_digest
 from .....store.errors import TokenizerError, nearest
 from ...checkpoints.gguf.header import Header
 from .splitting import SPLITTINGS, Splitting
 
 __all__ = ["Words", "words_of"]
 
+VERSION = 1
+"""Declared, of how merges follow from metadata: moves when ids do that nothing else in a digest shows."""
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 """Types of tokens, as the format counts them."""
 _NAMED = ("bos", "eos", "unk", "sep", "pad", "mask")
@@ -35,23 +45,38 @@ _KEYS = {"unk": "unknown", "sep": "seperator", "pad": "padding"}
 _SPACE = "\u2581"
 """What SentencePiece writes for a space."""
 _NONE = ("no_vocab", "none")
+_LONGEST = 256  # characters of a piece; Gemma 3 has 31, SentencePiece's own default is 16
 _INSTEAD = "put the tokenizer.json of the checkpoint it was made of beside the file"
 
 
-class Words(NamedTuple):
-    """data: a tokenizer.json, the same bytes for the same metadata. settings: as of tokenizer_config.json."""
+@dataclass(frozen=True, eq=False)
+class Words:
+    """A tokenizer as values: what a tokenizer.json and a tokenizer_config.json would hold."""
 
-    data: bytes
-    settings: dict[str, Any]
+    description: Mapping[str, Any]
+    """Keys of tokenizer.json; `model` without `vocab` and `merges`."""
+    settings: Mapping[str, Any]
+    """Keys of tokenizer_config.json."""
+    ids: Mapping[str, int]
+    """`vocab` of the model: token -> id."""
+    merges: Callable[[], list[tuple[str, str]]] | None
+    """`merges` of the model, first to last; None for a model that has none."""
+    digest: str
+    """`sha256:…` of all that decides ids, which is not the file: settings are no part of it."""
 
 
 @dataclass(frozen=True)
 class _Rules:
-    """What kinds of vocabulary differ in. described: keys of tokenizer.json. adds: of bos, sep and eos, those
-    that are put around a text where the file says nothing."""
+    """What kinds of vocabulary differ in."""
 
     described: Mapping[str, Any]
+    """Keys of tokenizer.json; `model` without `vocab` and `merges`."""
     adds: tuple[str, ...] = ()
+    """Of bos, sep and eos, those that are put around a text where the file says nothing."""
+    merges: Callable[[], list[tuple[str, str]]] | None = None
+    """As `Words.merges`."""
+    decides: tuple[bytes, ...] = ()
+    """What merges are made of, for the digest."""
 
 
 def words_of(header: Header) -> Words | None:
@@ -68,9 +93,15 @@ def words_of(header: Header) -> Words | None:
             f"{header.path}: expected tokenizer.ggml.model to be {', '.join(_KINDS)}, found {kind!r}; "
             f"{_INSTEAD}"
         )
-    try:
+    with _in_one_line(header):
         return _words(header, kind)
-    # Metadata of other types than the format says.
+
+
+@contextmanager
+def _in_one_line(header: Header) -> Iterator[None]:
+    """TokenizerError for metadata of other types than the format says."""
+    try:
+        yield
     except (AttributeError, LookupError, OverflowError, TypeError, ValueError) as error:
         if isinstance(error, TokenizerError):
             raise
@@ -84,7 +115,7 @@ def _words(header: Header, kind: str) -> Words:
     """As `words_of`, of a kind of vocabulary that is read."""
     vocabulary = _Vocabulary(header, _marked if kind == "bert" else None)
     rules = _KINDS[kind](vocabulary)
-    described = {
+    description = {
         "version": "1.0",
         "truncation": None,
         "padding": None,
@@ -94,8 +125,13 @@ def _words(header: Header, kind: str) -> Words:
         **rules.described,
         "post_processor": _around(vocabulary, rules.adds),
     }
-    data = json.dumps(described, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "surrogatepass")
-    return Words(data, _settings(vocabulary))
+    parts = (_json(["gguf", VERSION, description]), _json(vocabulary.tokens), vocabulary.types.tobytes())
+    digest = content_digest(*parts, *rules.decides)
+    return Words(description, _settings(vocabulary), vocabulary.ids, rules.merges, digest)
+
+
+def _json(value: Any) -> bytes:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()
 
 
 @dataclass(frozen=True)
@@ -108,23 +144,23 @@ class _Vocabulary:
     def told(self, name: str) -> Any:
         return self.header.told(f"tokenizer.ggml.{name}")
 
-    def listed(self, name: str) -> list[Any]:
-        """One value per token. Raises TokenizerError where there is none, or of another number."""
+    def numbers(self, name: str, dtype: str) -> npt.NDArray[Any]:
+        """One number per token. Raises TokenizerError where there is none, or of another number."""
         found = self.told(name)
-        if not isinstance(found, list) or len(found) != len(self.stored):
-            what = f"{len(found)}" if isinstance(found, list) else "none"
+        if not isinstance(found, np.ndarray) or len(found) != len(self.stored):
+            what = f"{len(found)}" if isinstance(found, np.ndarray) else "none"
             raise TokenizerError(
                 f"{self.header.path}: expected tokenizer.ggml.{name} for each of {len(self.stored)} tokens, "
                 f"found {what}; fetch the file again"
             )
-        return found
+        return found.astype(dtype)
 
     @cached_property
     def tokens(self) -> list[str]:
         """As the checkpoint's tokenizer spells them."""
         if self.unmarked is None:
             return self.stored
-        return [self.unmarked(token, kind) for token, kind in zip(self.stored, self.types, strict=True)]
+        return [self.unmarked(token, kind) for token, kind in zip(self.stored, self.kinds, strict=True)]
 
     @cached_property
     def stored(self) -> list[str]:
@@ -134,18 +170,24 @@ class _Vocabulary:
                 f"{self.header.path}: expected tokenizer.ggml.tokens, all of them different, found "
                 f"{'some twice' if found else 'none'}; fetch the file again"
             )
-        return [str(token) for token in found]
+        return found
 
     @cached_property
-    def types(self) -> list[int]:
-        return [int(kind) for kind in self.listed("token_type")]
+    def types(self) -> npt.NDArray[np.int32]:
+        """Type of each token, as the format counts them."""
+        return self.numbers("token_type", "<i4")
+
+    @cached_property
+    def kinds(self) -> list[int]:
+        """`types` as Python's own integers."""
+        return self.types.tolist()
 
     @cached_property
     def ids(self) -> dict[str, int]:
         """Tokens, without those that only fill the rows of an embedding."""
         return {
             token: i
-            for i, (token, kind) in enumerate(zip(self.tokens, self.types, strict=True))
+            for i, (token, kind) in enumerate(zip(self.tokens, self.kinds, strict=True))
             if not (kind == UNUSED and token == f"[PAD{i}]")
         }
 
@@ -155,7 +197,7 @@ class _Vocabulary:
         plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
         return [
             {"id": i, "content": self.tokens[i], **plain, "special": kind != USER_DEFINED}
-            for i, kind in enumerate(self.types)
+            for i, kind in enumerate(self.kinds)
             if kind in (CONTROL, UNKNOWN, USER_DEFINED)
         ]
 
@@ -188,14 +230,11 @@ def _byte_level(vocabulary: _Vocabulary) -> _Rules:
                 "trim_offsets": True,
                 "use_regex": True,
             },
-            "model": {
-                **_BPE,
-                "ignore_merges": splitting.takes_words,
-                "vocab": vocabulary.ids,
-                "merges": [_pair(vocabulary, str(one)) for one in merges],
-            },
+            "model": {**_BPE, "ignore_merges": splitting.takes_words},
         },
         ("bos",) * splitting.adds_bos + ("sep",) * splitting.adds_sep,
+        lambda: [_pair(vocabulary, merge) for merge in merges],
+        (_json(merges),),
     )
 
 
@@ -232,7 +271,8 @@ def _sentence_piece(vocabulary: _Vocabulary) -> _Rules:
     ]
     if has_prefix:
         behind.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
-    unknown = next((i for i, kind in enumerate(vocabulary.types) if kind == UNKNOWN), None)
+    unknown = next((i for i, kind in enumerate(vocabulary.kinds) if kind == UNKNOWN), None)
+    scores = vocabulary.numbers("scores", "<f4")
     return _Rules(
         {
             "normalizer": {"type": "Sequence", "normalizers": [*before, space]},
@@ -241,35 +281,45 @@ def _sentence_piece(vocabulary: _Vocabulary) -> _Rules:
                 **_BPE,
                 "unk_token": None if unknown is None else vocabulary.tokens[unknown],
                 "fuse_unk": True,
-                "byte_fallback": BYTE in vocabulary.types,
-                "vocab": vocabulary.ids,
-                "merges": _joined_first(vocabulary),
+                "byte_fallback": BYTE in vocabulary.kinds,
             },
         },
         ("bos",),
+        lambda: _joined_first(vocabulary, scores),
+        (scores.tobytes(),),
     )
 
 
-def _joined_first(vocabulary: _Vocabulary) -> list[tuple[str, str]]:
-    """Pairs of pieces that are a piece together, that of the highest score first."""
-    scores = vocabulary.listed("scores")
-    pieces = {
-        token: i for i, token in enumerate(vocabulary.tokens) if vocabulary.types[i] in (NORMAL, USER_DEFINED)
-    }
-    found = sorted(
-        (-scores[i], pieces[piece[:at]], pieces[piece[at:]])
-        for piece, i in pieces.items()
-        for at in range(1, len(piece))
-        if piece[:at] in pieces and piece[at:] in pieces
-    )
-    return [(vocabulary.tokens[left], vocabulary.tokens[right]) for _, left, right in found]
+def _joined_first(vocabulary: _Vocabulary, scores: npt.NDArray[np.float32]) -> list[tuple[str, str]]:
+    """Pairs of pieces that are a piece together, that of the highest score first. Raises TokenizerError for
+    pieces so long that to look at all their pairs would take forever."""
+    tokens, kinds = vocabulary.tokens, vocabulary.kinds
+    pieces = {token: i for i, token in enumerate(tokens) if kinds[i] in (NORMAL, USER_DEFINED)}
+    if (longest := max(map(len, pieces), default=0)) > _LONGEST:
+        raise TokenizerError(
+            f"{vocabulary.header.path}: expected pieces of at most {_LONGEST} characters, found one of "
+            f"{longest}; {_INSTEAD}"
+        )
+    id_of = pieces.get
+    joined: list[int] = []
+    lefts: list[int] = []
+    rights: list[int] = []
+    for piece, i in pieces.items():
+        for at in range(1, len(piece)):
+            left = id_of(piece[:at])
+            if left is not None and (right := id_of(piece[at:])) is not None:
+                joined.append(i)
+                lefts.append(left)
+                rights.append(right)
+    order = np.lexsort((rights, lefts, -scores[joined])).tolist()
+    return [(tokens[lefts[n]], tokens[rights[n]]) for n in order]
 
 
 def _word_piece(vocabulary: _Vocabulary) -> _Rules:
     unknown = vocabulary.named("unk")
     lowers = not any(
         token.lower() != token
-        for token, kind in zip(vocabulary.tokens, vocabulary.types, strict=True)
+        for token, kind in zip(vocabulary.tokens, vocabulary.kinds, strict=True)
         if kind == NORMAL and not token.startswith("[")
     )
     return _Rules(
@@ -288,7 +338,6 @@ def _word_piece(vocabulary: _Vocabulary) -> _Rules:
                 "unk_token": "[UNK]" if unknown is None else vocabulary.tokens[unknown],
                 "continuing_subword_prefix": "##",
                 "max_input_chars_per_word": 100,
-                "vocab": vocabulary.ids,
             },
         },
         ("bos", "sep"),

@@ -4,6 +4,7 @@ package reads it.
 
 from __future__ import annotations
 
+import random
 import struct
 import tracemalloc
 from time import perf_counter
@@ -41,6 +42,11 @@ def whole(fields=(), tensors=(), *, counts=None, version=3, data=bytes(256), mag
     return head + bytes(-len(head) % 32) + data
 
 
+def head_of(array):
+    """A file that ends behind its one field, an array."""
+    return b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + field(b"a", 9, array)
+
+
 ARRAY = struct.Struct("<IQ")
 DAMAGED = {
     **{f"array of {n} numbers": whole([field(b"a", 9, ARRAY.pack(4, n))]) for n in HUGE},
@@ -56,6 +62,7 @@ DAMAGED = {
     "sizes that wrap": whole(tensors=[tensor(b"t", (2**32, 2**32))]),
     "sizes that wrap to four": whole(tensors=[tensor(b"t", (2**62 + 1, 4))]),
     "huge beside an empty axis": whole(tensors=[tensor(b"t", (2**40, 0, 2**40))]),
+    "part of a block without axes": whole(tensors=[tensor(b"t", (), kind=8)]),
     "many axes": whole(tensors=[tensor(b"t", (1,) * 5)]),
     "2**32 axes": whole(tensors=[tensor(b"t", (1,), axes=2**32 - 1)]),
     "behind the end": whole(tensors=[tensor(b"t", (60,), offset=32)]),
@@ -67,6 +74,9 @@ DAMAGED = {
     "arrays in arrays": whole([field(b"a", 9, ARRAY.pack(9, 1) + ARRAY.pack(9, 1) * 1000)]),
     "two fields of a name": whole([field(b"a", 0, b"1"), field(b"a", 0, b"2")]),
     "two tensors of a name": whole(tensors=[tensor(b"t", (4,)), tensor(b"t", (4,), offset=32)]),
+    "no UTF-8 in an array": whole([field(b"a", 9, ARRAY.pack(8, 2) + text(b"a") + text(b"\xff"))]),
+    "a file that ends in a length of an array": head_of(ARRAY.pack(8, 2) + text(b"a" * 9) + b"12"),
+    "a file that ends in a text of an array": head_of(ARRAY.pack(8, 2) + text(b"") + text(b"a" * 9)[:-1]),
     "no UTF-8": whole([field(b"\xff", 0, b"1")]),
     "alignment 0": whole([field(b"general.alignment", 4, bytes(4))]),
     "alignment 24": whole([field(b"general.alignment", 4, struct.pack("<I", 24))]),
@@ -98,9 +108,10 @@ def test_lengths_beyond_the_file_are_refused_at_once(data, tmp_path):
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 600
 
 
-def test_what_is_whole_is_read_as_the_package_of_the_format_reads_it(tmp_path):
+def save_every_kind(path):
+    """A file with values of every type, arrays of them, and tensors plain and quantised."""
     rng = np.random.default_rng(0)
-    writer = gguf.GGUFWriter(tmp_path / "a.gguf", "llama")
+    writer = gguf.GGUFWriter(path, "llama")
     writer.add_uint8("a.u8", 200)
     writer.add_int8("a.i8", -3)
     writer.add_uint16("a.u16", 65_000)
@@ -123,11 +134,18 @@ def test_what_is_whole_is_read_as_the_package_of_the_format_reads_it(tmp_path):
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    fields, tensors = read_gguf(tmp_path / "a.gguf")
-    expected = gguf.GGUFReader(tmp_path / "a.gguf")
-    assert fields == {
-        name: entry.contents() for name, entry in expected.fields.items() if not name.startswith("GGUF.")
-    }
+
+
+def same_as_the_package(path):
+    """Metadata and tensors of a file are those the format's package reads."""
+    fields, tensors = read_gguf(path)
+    expected = gguf.GGUFReader(path)
+    values = {name: entry.contents() for name, entry in expected.fields.items() if name[:5] != "GGUF."}
+    assert list(fields) == list(values)
+    for name, value in values.items():
+        ours = fields[name].tolist() if isinstance(fields[name], np.ndarray) else fields[name]
+        # 1, 1.0 and True are equal, and NaN is not.
+        assert repr(ours) == repr(value)
     assert list(tensors) == [entry.name for entry in expected.tensors]
     for entry in expected.tensors:
         ours = tensors[entry.name]
@@ -135,6 +153,78 @@ def test_what_is_whole_is_read_as_the_package_of_the_format_reads_it(tmp_path):
         assert ours.shape == tuple(int(size) for size in reversed(entry.shape.tolist()))
         assert ours.data.dtype == entry.data.dtype
         np.testing.assert_array_equal(ours.data, entry.data)
+    return fields
+
+
+def test_what_is_whole_is_read_as_the_package_of_the_format_reads_it(tmp_path):
+    save_every_kind(tmp_path / "a.gguf")
+    fields = same_as_the_package(tmp_path / "a.gguf")
+    assert fields["a.texts"] == ["one", "", "três"] and fields["a.u64"] == 2**63 + 1
+    assert fields["a.numbers"].tolist() == [1.5, 2.5] and fields["a.flags"].tolist() == [True, False]
+    assert fields["a.bool"] is True and type(fields["a.u8"]) is int
+
+
+def mutated(data, end, rng):
+    """A file with one change or two among the first `end` bytes: bytes, lengths, pieces lost or repeated."""
+    data = bytearray(data)
+    for _ in range(rng.randint(1, 2)):
+        at = rng.randrange(end)
+        match rng.choice([0, 0, 0, 1, 1, 1, 2, 3, 4, 5]):
+            case 0:
+                data[at] = rng.randrange(256)
+            case 1:
+                data[at] ^= 1 << rng.randrange(8)
+            case 2:
+                number = rng.choice([0, 1, 2, 9, 255, 2**16, 2**31, 2**32 - 1, 2**40, 2**63, 2**64 - 1])
+                data[at : at + 8] = struct.pack("<Q", number)
+            case 3:
+                data[at : at + 4] = struct.pack("<I", rng.randrange(16))
+            case 4:
+                del data[at : at + rng.randint(1, 40)]
+            case 5:
+                data[at:at] = data[at : at + rng.randint(1, 40)]
+    return bytes(data[: rng.randrange(len(data))] if rng.random() < 0.05 else data)
+
+
+def test_headers_changed_at_random_are_read_as_the_package_reads_them_or_refused_in_a_line(tmp_path):
+    save_every_kind(tmp_path / "whole.gguf")
+    data = (tmp_path / "whole.gguf").read_bytes()
+    end = data.index(b"BF16") + 40
+    rng, accepted, path = random.Random(0), 0, tmp_path / "a.gguf"
+    for _ in range(2000):
+        path.write_bytes(mutated(data, end, rng) or b"G")
+        tracemalloc.start()
+        start, is_read = perf_counter(), False
+        try:
+            read_gguf(path)
+        except (ValueError, KeyError) as error:
+            line = str(error)
+        else:
+            is_read, line = True, ""
+            accepted += 1
+        finally:
+            peak = tracemalloc.get_traced_memory()[1]
+            tracemalloc.stop()
+        assert "\n" not in line and len(line) < 400
+        assert peak < 10 * path.stat().st_size + (64 << 10) and perf_counter() - start < 2
+        if is_read:
+            same_as_the_package(path)
+    assert 100 < accepted < 1900
+
+
+def test_arrays_take_the_memory_of_the_file(tmp_path):
+    """Numbers of Python's own would take 8 to 20 times as much."""
+    count = 1 << 20
+    path = tmp_path / "a.gguf"
+    path.write_bytes(whole([field(b"a", 9, ARRAY.pack(2, count) + np.arange(count, dtype="<u2").tobytes())]))
+    read_gguf(path)  # imports
+    tracemalloc.start()
+    try:
+        fields, _ = read_gguf(path)
+        assert tracemalloc.get_traced_memory()[1] < 3 * path.stat().st_size
+    finally:
+        tracemalloc.stop()
+    np.testing.assert_array_equal(fields["a"], np.arange(count, dtype="<u2"))
 
 
 @pytest.mark.parametrize("place", ["one", "part"])

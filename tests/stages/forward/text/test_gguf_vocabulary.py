@@ -348,6 +348,7 @@ def test_a_tokenizer_beside_the_file_comes_first(tmp_path):
         ({"model": "t5"}, r"gpt2, llama, bert, found 't5'; put the tokenizer\.json"),
         ({"merges": None}, "merges beside its tokens, found none"),
         ({"merges": ["ab"]}, "expected two pieces .* found 'ab'"),
+        ({"merges": ["a \u0100"]}, "cannot be read .*fetch it again"),
         ({"token_type": [1, 1]}, r"token_type for each of \d+ tokens, found 2"),
         ({"token_type": None}, "token_type for each of .*found none"),
         ({"tokens": ["a", "a"]}, "all of them different, found some twice"),
@@ -358,7 +359,7 @@ def test_a_tokenizer_beside_the_file_comes_first(tmp_path):
 def test_what_is_not_read_is_one_clear_line(said, message, tmp_path):
     keys = metadata(byte_level("qwen2"), "gpt2", "qwen2") | said
     with pytest.raises(TokenizerError, match=message) as raised:
-        save(tmp_path / "m.gguf", keys).tokenizer()
+        save(tmp_path / "m.gguf", keys).tokenizer().encode("a")
     assert "\n" not in str(raised.value) and str(tmp_path / "m.gguf") in str(raised.value)
 
 
