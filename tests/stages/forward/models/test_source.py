@@ -141,14 +141,14 @@ def test_files_replaced_between_plan_and_load_are_never_loaded(folder):
 def test_files_replaced_while_they_are_read_are_refused(folder, monkeypatch):
     from mizarr.stages.forward.networks import table
 
-    read, network = table.NETWORKS["transformer"]
+    read, network = table.NETWORKS["composed"]
 
     def interrupted(take, config, layer):
         loaded = read(take, config, layer)
         replace_weights(folder)
         return loaded
 
-    monkeypatch.setitem(table.NETWORKS, "transformer", (interrupted, network))
+    monkeypatch.setitem(table.NETWORKS, "composed", (interrupted, network))
     with pytest.raises(SourceChanged, match="replaced meanwhile"):
         Model.from_pretrained(folder)
 
@@ -288,11 +288,11 @@ def test_edited_weights_are_a_model_of_their_own(folder, store, tmp_path, edit):
 def test_the_same_edit_is_the_same_model_and_undoing_it_the_first(folder):
     one, other = Model.from_pretrained(folder), Model.from_pretrained(folder)
     identity = one.require_identity()
-    kept = layer(one).down.weight.clone()
+    kept = part_of(layer(one), "down").weight.clone()
     for model in (one, other):
         _data(model)
     assert one.require_identity() == other.require_identity() != identity
-    layer(one).down.weight.copy_(kept)
+    part_of(layer(one), "down").weight.copy_(kept)
     assert one.require_identity() == identity
 
 
