@@ -1,11 +1,11 @@
 """Loading a GGUF file over dequantising its tensors with the format's package, and memory over the weights.
 
-    python tests/benchmarks/bench_gguf.py FILE.gguf [--rounds 5]
+    python tests/benchmarks/bench_gguf.py [FILE.gguf ...] [--rounds 5]
 
-Each contestant is a process of its own, in alternation, and counts processor time, as imports are not counted:
-the header, the tokenizer, `Model.from_pretrained`, and `gguf.dequantize` of all tensors, one after the other.
-Targets: loading at most 1.5 of dequantising; resident afterwards at most 1.2 of the float32 weights; header at
-most 1 s for 262,144 tokens.
+Without a file: all in ~/.cache/mizarr-real. Each contestant is a process of its own, in alternation, and
+counts processor time without imports: the header, the tokenizer, `Model.from_pretrained`, and
+`gguf.dequantize` of all tensors, one after the other. Targets: loading at most 1.5 of dequantising; resident
+afterwards at most 1.2 of the float32 weights; header at most 1 s for 262,144 tokens.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import argparse
 import statistics
 import subprocess
 import sys
+from pathlib import Path
 
 from harness import print_table
 
@@ -52,11 +53,11 @@ print(seconds, (resident("VmRSS:") - before) / size, (resident("VmHWM:") - befor
 CONTESTANTS = ("dequantize", "load", "header", "tokenizer")
 
 
-def measured(path: str, what: str) -> tuple[float, float, float]:
+def measured(path: Path, what: str) -> tuple[float, float, float]:
     """Processor seconds of one thing in a fresh process; bytes resident afterwards, and at most, each over
     those of the weights where a model was loaded."""
     line = subprocess.run(
-        [sys.executable, "-c", MEASURE, path, what], check=True, capture_output=True, text=True
+        [sys.executable, "-c", MEASURE, str(path), what], check=True, capture_output=True, text=True
     ).stdout
     seconds, after, peak = map(float, line.split())
     return seconds, after, peak
@@ -67,10 +68,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("file")
+    parser.add_argument("files", nargs="*", type=Path)
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
-    rounds = [{what: measured(args.file, what) for what in CONTESTANTS} for _ in range(args.rounds)]
+    files = args.files or sorted((Path.home() / ".cache" / "mizarr-real").glob("*.gguf"))
+    if not files:
+        print("expected a GGUF file, found none in ~/.cache/mizarr-real; name one")
+        sys.exit(2)
+    for path in files:
+        show(path, [{what: measured(path, what) for what in CONTESTANTS} for _ in range(args.rounds)])
+
+
+def show(path: Path, rounds: list[dict[str, tuple[float, float, float]]]) -> None:
+    """The table of one file: medians over rounds."""
     rows = []
     for what in CONTESTANTS:
         seconds = statistics.median(one[what][0] for one in rounds)
@@ -79,7 +89,7 @@ def main() -> None:
         memory = (f"{after:.2f}", f"{peak:.2f}") if what == "load" else ("", "")
         rows.append((what, f"{seconds:.2f}", f"{over:.2f}", *memory))
     columns = ("", "processor s", "of dequantising", "resident after, of weights", "at most")
-    print_table(f"{args.file}; targets: load 1.5, resident 1.2, header 1 s", columns, rows)
+    print_table(f"{path.name}; targets: load 1.5, resident 1.2, header 1 s", columns, rows)
 
 
 if __name__ == "__main__":
