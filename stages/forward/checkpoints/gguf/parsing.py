@@ -41,6 +41,7 @@ _NUMBERS = {
 """Dtypes by the format's numbers of value types."""
 _STRING, _ARRAY = 8, 9
 _MOST_AXES = 4  # GGML_MAX_DIMS
+_AT_ONCE = 1 << 20  # numbers that are dequantised at once
 _ALIGNMENT = 32  # bytes, where general.alignment says no other
 _PLAIN = {
     "F32": "<f4",
@@ -73,17 +74,32 @@ class StoredTensor:
         return self.kind if self.kind in _FLOATS else "F32"
 
     def plain(self, first: int | None = None) -> npt.NDArray[Any]:
-        """The numbers, in memory of their own; first: of one index along the first axis alone."""
+        """The numbers, in memory of their own; first: of one index along the first axis alone. Raises
+        ValueError for a kind of blocks that the format's package cannot dequantise."""
         import gguf
 
         data = self.data if first is None else self.data[first]
         if self.kind in _FLOATS:
             return np.array(data)
         shape = self.shape if first is None else self.shape[1:]
-        numbers: npt.NDArray[Any] = gguf.dequantize(
-            np.ascontiguousarray(data), gguf.GGMLQuantizationType[self.kind]
-        )
-        return np.asarray(numbers, np.float32).reshape(shape)
+        numbers = np.empty(shape, np.float32)
+        stored, rows = data.reshape(-1, data.shape[-1]), numbers.reshape(-1, shape[-1])
+        # Not at once: the package would hold all numbers twice.
+        step = max(1, _AT_ONCE // max(1, shape[-1]))
+        try:
+            for start in range(0, len(rows), step):
+                part = np.ascontiguousarray(stored[start : start + step])
+                rows[start : start + step] = gguf.dequantize(part, gguf.GGMLQuantizationType[self.kind])
+        except NotImplementedError as error:
+            raise ValueError(str(error)) from error
+        return numbers
+
+    def release(self) -> None:
+        """Have the system take back the pages of the file that were read, which count as memory of the
+        process for as long as it lives; they are read again when they are wanted."""
+        mapping = getattr(self.data, "_mmap", None)
+        if mapping is not None and hasattr(mmap, "MADV_DONTNEED"):
+            mapping.madvise(mmap.MADV_DONTNEED)
 
 
 def read_gguf(path: Path) -> tuple[dict[str, Any], dict[str, StoredTensor]]:

@@ -123,10 +123,21 @@ class GgufFiles:
 
         def take(name: str) -> Tensor:
             placed = self._placed[name]
-            plain = placed.undo(self._header.tensors[placed.stored].plain(placed.expert))
+            try:
+                plain = placed.undo(tensors[placed.stored].plain(placed.expert))
+            except ValueError as error:
+                raise WeightsError(
+                    f"{self._header.path}: expected {placed.stored!r:.80} in blocks that can be dequantised, "
+                    f"found {tensors[placed.stored].kind} ({error!s:.80}); use another file of the model"
+                ) from error
             return torch.from_numpy(np.ascontiguousarray(plain))
 
-        yield take
+        tensors = self._header.tensors
+        try:
+            yield take
+        finally:
+            for tensor in tensors.values():
+                tensor.release()
 
 
 def _target(name: str, family: GgufFamily) -> str | None:

@@ -180,7 +180,8 @@ class _Vocabulary:
     @cached_property
     def kinds(self) -> list[int]:
         """`types` as Python's own integers."""
-        return self.types.tolist()
+        kinds: list[int] = self.types.tolist()
+        return kinds
 
     @cached_property
     def ids(self) -> dict[str, int]:
@@ -311,7 +312,7 @@ def _joined_first(vocabulary: _Vocabulary, scores: npt.NDArray[np.float32]) -> l
                 joined.append(i)
                 lefts.append(left)
                 rights.append(right)
-    order = np.lexsort((rights, lefts, -scores[joined])).tolist()
+    order = np.lexsort((np.array(rights), np.array(lefts), -scores[joined])).tolist()
     return [(tokens[lefts[n]], tokens[rights[n]]) for n in order]
 
 

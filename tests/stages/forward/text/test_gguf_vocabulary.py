@@ -9,6 +9,8 @@ from __future__ import annotations
 import itertools
 import json
 import random
+import sqlite3
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -386,3 +388,111 @@ def test_a_model_reads_texts_through_its_own_vocabulary(tmp_path):
     capture(path, [text], "blocks.0.hook_resid_post", store=store, progress=False)
     again = capture(path, [ids], "blocks.0.hook_resid_post", store=store, progress=False)
     assert len(store.runs()) == 1 and again.sizes["token"] == len(ids)
+
+
+REAL = Path.home() / ".cache" / "mizarr-real"
+"""Where GGUF files of real models lie, on machines that have them."""
+ALPHABETS = {
+    "latin": (0xC0, 0x24F),
+    "greek": (0x391, 0x3CE),
+    "cyrillic": (0x410, 0x451),
+    "hebrew": (0x5D0, 0x5EA),
+    "arabic": (0x627, 0x64A),
+    "devanagari": (0x905, 0x94D),
+    "thai": (0xE01, 0xE4E),
+    "kana": (0x3041, 0x30FA),
+    "han": (0x4E00, 0x9FA5),
+    "hangul": (0xAC00, 0xD7A3),
+}
+"""Script -> first and last character. None has a fraction such as ¼: SmolLM2 was trained with every digit cut
+off, fractions too, and llama.cpp and we do so; transformers' reader of GGUF files does not."""
+
+
+def scripts(count):
+    """Texts of ten scripts, with digits, marks, white space and prose between."""
+    rng, paragraphs = random.Random(2), prose()
+    between = [
+        " ",
+        " ",
+        " ",
+        "  ",
+        "\n",
+        "\t",
+        "-",
+        "'",
+        ", ",
+        ". ",
+        "2024",
+        " 7",
+        "🙂",
+        "\u0301",
+        "\u200d",
+        "_",
+    ]
+    for number in range(count):
+        first, last = list(ALPHABETS.values())[number % len(ALPHABETS)]
+        words = [
+            "".join(chr(rng.randint(first, last)) for _ in range(rng.randint(1, 9)))
+            for _ in range(rng.randint(1, 12))
+        ]
+        text = "".join(word + rng.choice(between) for word in words)
+        start = rng.randrange(200)
+        yield text + (rng.choice(paragraphs)[start : start + 80] if rng.random() < 0.3 else "")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", ["SmolLM2-135M-Instruct.Q4_1.gguf", "gemma-3-270m-q4_k_m.gguf"])
+def test_real_files_give_the_ids_that_transformers_makes_of_them(name):
+    if not (REAL / name).is_file():
+        pytest.skip(f"needs {name} in {REAL}")
+    import transformers
+
+    reference = transformers.AutoTokenizer.from_pretrained(str(REAL), gguf_file=name)
+    ours = resolve(REAL / name).tokenizer()
+    asked = list(scripts(2000))
+    found = ours.ids_of(asked, add_special=True)
+    expected = reference(asked)["input_ids"]
+    different = [n for n in range(2000) if found[n] != expected[n]]
+    assert not different, [(asked[n], found[n], expected[n]) for n in different[:3]]
+    assert [ours.encode(text).ids for text in asked[:50]] == expected[:50]
+
+
+def test_texts_are_encoded_once_for_all_processes(tmp_path, monkeypatch):
+    monkeypatch.setenv("MIZARR_CACHE", str(tmp_path / "cache"))
+    keys = metadata(byte_level("llama-bpe"), "gpt2", "llama-bpe") | {"bos_token_id": 0}
+    first = save(tmp_path / "m.gguf", keys).tokenizer()
+    told = ["I'll be there", "naïve 日本", "<s>x", ""]
+    encodings = [*first.encode_batch(told), first.encode("y"), first.encode_raw("y")]
+    with monkeypatch.context() as patch:
+        again = save(tmp_path / "other.gguf", keys).tokenizer()
+        patch.setattr(type(again), "_backend", property(lambda _: pytest.fail("a tokenizer is made")))
+        assert [*again.encode_batch(told), again.encode("y"), again.encode_raw("y")] == encodings
+        assert again.encode_batch(told[:1])[0].byte_offsets == encodings[0].byte_offsets
+    # Of another vocabulary, and of longer texts, nothing is known.
+    other = save(tmp_path / "m.gguf", keys | {"add_bos_token": False}).tokenizer()
+    assert other.encode("y").ids == encodings[-1].ids
+    size = (tmp_path / "cache" / "encodings.sqlite").stat().st_size
+    assert len(other.encode("y" * 70_000)) > 1000
+    assert (tmp_path / "cache" / "encodings.sqlite").stat().st_size == size
+
+
+@pytest.mark.parametrize(
+    "row", ["", "[]", "[[1],[],[],[]]", '[["a"],["a"],[[0,1]],[false]]', "[[1],[1],[[0]],[0]]"]
+)
+def test_a_damaged_memo_of_encodings_is_encoded_anew(row, tmp_path, monkeypatch):
+    monkeypatch.setenv("MIZARR_CACHE", str(tmp_path / "cache"))
+    tokenizer = save(tmp_path / "m.gguf", metadata(byte_level("qwen2"), "gpt2", "qwen2")).tokenizer()
+    expected = tokenizer.encode("Paris")
+    with closing(sqlite3.connect(tmp_path / "cache" / "encodings.sqlite")) as db, db:
+        assert db.execute("UPDATE verdicts SET verdict = ?", (row,)).rowcount == 1
+    assert tokenizer.encode("Paris") == expected
+    (tmp_path / "cache" / "encodings.sqlite").write_bytes(b"no database")
+    assert tokenizer.encode("Paris") == expected
+
+
+def test_pieces_that_would_take_forever_to_pair_are_refused(tmp_path):
+    keys = metadata(sentence_piece(), "llama", "default")
+    keys["tokens"][300] = "x" * 300
+    with pytest.raises(TokenizerError, match=r"pieces of at most 256 characters, found one of 300; put the"):
+        save(tmp_path / "m.gguf", keys, bos_token_id=1).tokenizer().encode("a")
