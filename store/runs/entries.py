@@ -754,19 +754,28 @@ class Entry:
     def _read_through_zarr(self, variable: str, layer: int | None, n: int, rows: int) -> ShardRows:
         import zarr
 
+        from ..group.grids import expect_bounded
+        from ..group.stored import told_as_damage
         from . import bfloat16  # noqa: F401 - teaches zarr the dtype
 
-        array: Any = zarr.open_array(self.folder.zarr(f"{self.path}/{variable}"), mode="r")
-        shard = array.shards or array.chunks
-        start = n * shard[0 if layer is None else 1]
-        at = slice(start, start + rows)
-        try:
+        place = f"{self.folder.where(self.path)}/{variable}"
+        what = f"{variable} ({self._place(variable, layer, n)})"
+        spec = self.spec(variable)
+        with told_as_damage(what, place):
+            # Its chunks alone count here: of a run a segment is read at a time.
+            metadata = read_json(self.folder.get(f"{self.path}/{variable}/zarr.json") or b"")
+            expect_bounded({**metadata, "shape": metadata["chunk_grid"]["configuration"]["chunk_shape"]}, 0)
+            array: Any = zarr.open_array(self.folder.zarr(f"{self.path}/{variable}"), mode="r")
+            length = (array.shards or array.chunks)[0 if layer is None else 1]
+            if len(self.segments) > 1 and length != (found := self._plan(spec).rows):
+                raise CorruptEntry(
+                    f"{place}: expected segments of {found} rows, found chunks of {length}: it was stored "
+                    f"again in others, and nothing says where a segment starts; {REPAIR}"
+                )
+            at = slice(n * length, n * length + rows)
             held: Array = np.asarray(array[at] if layer is None else array[layer, at])
-        except (ValueError, RuntimeError) as error:
-            raise CorruptEntry(
-                f"{self.folder.where(self.path)}/{variable} ({self._place(variable, layer, n)}): expected "
-                f"chunks as they were written, found some that cannot be read ({error}); {REPAIR}"
-            ) from error
+            if held.shape != (rows, *spec.tail):
+                raise ValueError(f"rows of shape {list(held.shape)} instead of {[rows, *spec.tail]}")
         return ShardRows(held[None], rows)
 
     def _check_rows(self, variable: str, layer: int | None, n: int, rows: Array) -> None:
