@@ -44,7 +44,9 @@ def expect_bounded(metadata: Mapping[str, Any], stored: int) -> None:
                 f"expected {name} that files of {stored} bytes can hold, found a shape of {sizes!s:.80}"
             )
     codecs = metadata.get("codecs")
-    for codec in codecs if isinstance(codecs, Sequence) else ():
+    if not isinstance(metadata.get("data_type"), str | Mapping) or not isinstance(codecs, list):
+        raise ValueError("no data_type, or no list of codecs")
+    for codec in codecs:
         if isinstance(codec, Mapping) and codec.get("name") == "sharding_indexed":
             inner = _sizes(_configuration(codec).get("chunk_shape"), "chunk_shape of a shard", least=1)
             _expect_grid(chunks, inner)

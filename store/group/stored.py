@@ -113,10 +113,7 @@ def told_as_damage(what: str, place: str) -> Iterator[None]:
         yield
     except StoreError:
         raise
-    except (
-        *(OSError, ValueError, LookupError, TypeError, ArithmeticError, AttributeError, RuntimeError),
-        MemoryError,
-    ) as error:
+    except (OSError, ValueError, LookupError, ArithmeticError, RuntimeError, MemoryError) as error:
         raise CorruptEntry(
             f"{what}: expected {place} as it was written, found that it cannot be read ({error}); {REPAIR}"
         ) from error
