@@ -10,25 +10,27 @@ settings.
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from ..store.errors import ConfigError
 
-__all__ = ["OF_PROCESS", "OF_THREAD", "each_in_plain_torch", "plain_torch"]
+__all__ = ["OF_PROCESS", "OF_THREAD", "each_in_plain_torch", "plain_torch", "steps_in_plain_torch"]
 
 _AUTOCAST = ("cpu", "cuda", "mps", "xpu")
 """Device types whose automatic casts are switched off."""
 _PRECISE = "ieee"
 """Products and convolutions in the dtype of their operands, as torch calls it."""
-_OBSERVERS = ("torch.utils.flop_counter",)
-"""Modules of dispatch modes that count and change nothing."""
+_OBSERVERS = ("torch.utils.flop_counter", "torch.utils.module_tracker")
+"""Modules of dispatch modes and of module hooks that count and change nothing."""
 _ABOVE_ALL = 1e-40
 """A float32 below the smallest normal one, 1.2e-38."""
 _Item = TypeVar("_Item")
+_Given = ParamSpec("_Given")
 
 
 class _Process:
@@ -99,6 +101,19 @@ def each_in_plain_torch(items: Iterator[_Item]) -> Iterator[_Item]:
             except StopIteration:
                 return
         yield item
+
+
+def steps_in_plain_torch(
+    function: Callable[_Given, Iterator[_Item]],
+) -> Callable[_Given, Iterator[_Item]]:
+    """A decorator of generators: each item is computed in `plain_torch`, whatever the consumer sets between
+    two of them."""
+
+    @functools.wraps(function)
+    def stepping(*args: _Given.args, **kwargs: _Given.kwargs) -> Iterator[_Item]:
+        return each_in_plain_torch(function(*args, **kwargs))
+
+    return stepping
 
 
 def _autocast(torch: Any, stack: ExitStack) -> None:
@@ -214,8 +229,17 @@ def _saved_tensors(torch: Any, stack: ExitStack) -> None:
 
 
 def _module_hooks(torch: Any, stack: ExitStack) -> None:
-    has_hooks = torch.nn.modules.module._has_any_global_hook()
-    _refuse(has_hooks and "hooks on all torch modules", "remove them")
+    if not torch.nn.modules.module._has_any_global_hook():
+        return
+    modules = torch.nn.modules.module
+    # Those with keywords, and those that are always called, are among the forward hooks.
+    hooks = [
+        hook
+        for kind in ("backward_pre", "backward", "forward_pre", "forward")
+        for hook in getattr(modules, f"_global_{kind}_hooks").values()
+    ]
+    own = any(type(getattr(hook, "__self__", None)).__module__ not in _OBSERVERS for hook in hooks)
+    _refuse(own and "hooks on all torch modules", "remove them")
 
 
 def _refuse(what: Any, remedy: str) -> None:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Self
 from ..store.errors import MizarrError, PlanError, StageError
 from .ambient import plain_torch
 from .clusters import ClusterClient, local_workers
-from .clusters.client import Submitted
+from .clusters.client import Submitted, in_one_line
 from .progress import Bar, Progress
 
 if TYPE_CHECKING:
@@ -190,7 +190,7 @@ def run_one(work: Work, job: Any, store: Store, cell: Task) -> None:
         told = f"stage {job.name!r}{f' at {where}' if where else ''} failed"
         if isinstance(error, MizarrError):
             raise type(error)(f"{told}: {error}") from error
-        raise StageError(f"{told}: {type(error).__name__}: {error}") from error
+        raise StageError(f"{told}: {in_one_line(error)}") from error
 
 
 def _task_name(job: Any, cell: Task, number: int) -> str:

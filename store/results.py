@@ -23,6 +23,7 @@ from __future__ import annotations
 import json
 import logging
 import secrets
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +35,7 @@ from .errors import REPAIR, CorruptEntry, ShapeError
 from .files import Folder, is_below, open_folder
 from .provenance import put_provenance
 from .records import Record
-from .sealed import files_of, sealed, unsealed
+from .sealed import files_of, read_json, sealed, unsealed
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -269,7 +270,28 @@ def _descriptions(files: Folder, data: str, what: str) -> dict[str, bytes]:
             found = "none" if length is None else f"{length} bytes"
         if found != expected:
             raise CorruptEntry(f"{what}: {data}/{file}: expected {expected}, found {found}; {REPAIR}")
+    _expect_bounded(described, listed, f"{what}: {data}/{DATASET}")
     return described
+
+
+def _expect_bounded(
+    described: Mapping[str, bytes], listed: Mapping[str, list[int | str]], where: str
+) -> None:
+    """Raise CorruptEntry for an array that is larger than its files can hold, or in chunks that none has."""
+    from .group.grids import expect_bounded
+
+    stored: Counter[str] = Counter()
+    for file, (size, _) in listed.items():
+        if not file.endswith(_DESCRIPTION):
+            stored[file.removeprefix(f"{DATASET}/").partition("/")[0]] += int(size)
+    for name, text in described.items():
+        try:
+            if name:
+                expect_bounded(read_json(text), stored[name])
+        except (ValueError, AttributeError) as error:
+            raise CorruptEntry(
+                f"{where}/{name}: expected an array as it was written, found {error}; {REPAIR}"
+            ) from error
 
 
 def _with_variables(dataset: xr.Dataset, changed: Mapping[str, xr.Variable]) -> xr.Dataset:

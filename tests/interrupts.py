@@ -13,23 +13,48 @@ LINES = 2_000
 """More lines than anything that is interrupted here runs through."""
 
 
-class AtLine:
-    """Raises KeyboardInterrupt at the n-th line that some files run on this thread, once."""
+def interrupt() -> None:
+    """As Ctrl-C does."""
+    raise KeyboardInterrupt
 
-    def __init__(self, files: Collection[str], number: int) -> None:
-        self.files, self.left = files, number
+
+class AtLine:
+    """Does something, once, at the n-th line that some files run on this thread.
+
+    deed: what is done, by default an interrupt. once_each: only the first time that a line is run counts, so
+    that loops count no more than what stands before and behind them.
+    """
+
+    def __init__(
+        self,
+        files: Collection[str],
+        number: int,
+        deed: Callable[[], object] = interrupt,
+        *,
+        once_each: bool = False,
+    ) -> None:
+        self.files, self.left, self.deed = files, number, deed
+        self.seen: set[tuple[object, int]] | None = set() if once_each else None
         self.place = ""
 
     def __call__(self, frame: FrameType, event: str, _: Any) -> Any:
         if frame.f_code.co_filename not in self.files:
             return None
-        if event == "line" and not _is_deaf(frame):
+        if event == "line" and self._counts(frame) and not _is_deaf(frame):
             self.left -= 1
             if self.left == 0:
-                self.place = f"{frame.f_code.co_name}:{frame.f_lineno}"
+                self.place = f"{frame.f_code.co_filename}:{frame.f_code.co_name}:{frame.f_lineno}"
                 sys.settrace(None)
-                raise KeyboardInterrupt
+                self.deed()
         return self
+
+    def _counts(self, frame: FrameType) -> bool:
+        if self.seen is None:
+            return True
+        line = frame.f_code, frame.f_lineno
+        is_new = line not in self.seen
+        self.seen.add(line)
+        return is_new
 
 
 def _is_deaf(frame: FrameType) -> bool:

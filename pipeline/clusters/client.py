@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-from ...store.errors import PlanError, StageError
+from ...store.errors import MizarrError, PlanError, StageError
 
 __all__ = ["ClusterClient", "Submitted"]
 
@@ -120,7 +120,7 @@ class ClusterClient:
                     # What ended well has published. Its result, which is nothing, lies on a worker that may
                     # be gone by now: who asked for it would wait for another one to do it all again.
                     if future.status in ("error", "cancelled"):
-                        future.result()
+                        _result_of(future)
                     done(under_way.pop(future))
                     completed.update(submit())
             finally:
@@ -211,6 +211,27 @@ class ClusterClient:
     def close(self) -> None:
         """Let go of the cluster, which goes on."""
         self._held.close()
+
+
+def _result_of(future: Any) -> Any:
+    """The result of a task, or what it was ended by. Raises StageError, in one line, for what a worker raised
+    before or behind the task itself: a module it has not, an error that cannot be sent."""
+    from concurrent.futures import CancelledError
+
+    from distributed.comm.core import CommClosedError
+    from distributed.scheduler import KilledWorker, NoValidWorkerError, NoWorkerError
+
+    try:
+        return future.result()
+    except (MizarrError, CancelledError, CommClosedError, KilledWorker, NoValidWorkerError, NoWorkerError):
+        raise
+    except Exception as error:
+        raise StageError(f"a worker failed: {in_one_line(error)}") from error
+
+
+def in_one_line(error: BaseException) -> str:
+    """The type of an error and its message; line breaks of the message become spaces."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
 def patience() -> float:

@@ -52,6 +52,7 @@ def local_workers(count: int, say: Callable[[str], None] = lambda line: None) ->
             "memory_limit": memory,
             "local_directory": scratch,
             "silence_logs": CRITICAL,
+            "preload": ["mizarr.pipeline.clusters.worker"],
         }
         shares = [share_of(number, threads, cards) for number in range(count)]
         workers = {number: {"cls": Nanny, "options": options | share} for number, share in enumerate(shares)}

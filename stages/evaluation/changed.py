@@ -12,6 +12,7 @@ from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from ...pipeline.ambient import steps_in_plain_torch
 from ...store.digest import digest
 from ...store.errors import ConfigError, HookPointNotFound
 from ..features.dictionary import Dictionary
@@ -202,6 +203,7 @@ def batches(prompts: Sequence[Sequence[int]]) -> Iterator[tuple[list[int], list[
             yield some, [list(prompts[place]) for place in some]
 
 
+@steps_in_plain_torch
 def log_probabilities(
     model: Model, rows: list[list[int]], spec: BoundSpec, *, last: bool = False
 ) -> Iterator[tuple[slice, Tensor]]:

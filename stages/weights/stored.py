@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..forward.models.files import ModelFiles, resolve
+from ..forward.networks.weights import fitting
 from .folded import FoldedMatrices
 from .matrices import Matrices, PlainMatrices
 
@@ -54,10 +55,11 @@ class StoredMatrices:
 
     @contextmanager
     def open(self) -> Iterator[Matrices]:
-        """The matrices; nothing is read before it is asked for."""
+        """The matrices; nothing is read before it is asked for. Raises WeightsError unless all tensors are
+        those of the model, as for a pass: names, shapes and dtypes, also of those nobody asks for."""
         files = self._files
         config = files.architecture()
-        plain = PlainMatrices(files.checkpoint.standing_in(config), config, self.model.dtype)
+        plain = PlainMatrices(fitting(files.checkpoint, config), config, self.model.dtype)
         yield FoldedMatrices(plain) if self.is_folded else plain
 
     @property

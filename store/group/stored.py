@@ -108,7 +108,7 @@ def told_as_damage(what: str, place: str) -> Iterator[None]:
         yield
     except StoreError:
         raise
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, LookupError, ArithmeticError, RuntimeError, MemoryError) as error:
         raise CorruptEntry(
             f"{what}: expected {place} as it was written, found that it cannot be read ({error}); {REPAIR}"
         ) from error

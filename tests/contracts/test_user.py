@@ -17,7 +17,8 @@ from hypothesis.stateful import run_state_machine_as_test
 
 import mizarr
 from mizarr.store.errors import MizarrError
-from tests.contracts.user_machine import COUNTS, UserMachine, experiments, flipped
+from tests.contracts.user_deeds import DICTIONARY_EDITS, EDITS, flipped
+from tests.contracts.user_machine import COUNTS, UserMachine, experiments
 from tests.contracts.user_world import Active, Capture, Encoded, Graph
 
 SECONDS = float(os.environ.get("MIZARR_USER_SECONDS", "3600"))
@@ -30,7 +31,6 @@ ANYTHING = settings(
     phases=(Phase.generate, Phase.shrink),
 )
 STATES = Capture(((1, 2, 3), (4, 5)))
-EDITS = ("mul_", "data", "numpy", "assign", "setitem", "cast", "eps")
 SLOW = pytest.mark.slow
 """The same deed done in another way: for whoever changes how files or weights are told apart."""
 HOW = ("rename", "restored", pytest.param("in_place", marks=SLOW))
@@ -195,6 +195,78 @@ def test_a_model_whose_files_were_replaced_is_still_what_was_loaded_or_refuses(u
     user.logit_lens_by_name("a", False)
 
 
+@pytest.mark.parametrize("how", ["mul_", *(pytest.param(how, marks=SLOW) for how in EDITS if how != "mul_")])
+def test_a_model_that_a_node_loaded_is_not_served_edited_to_others(user, how):
+    user.edit_what_a_node_loaded("a", 2, how, STATES)
+    user.capture_in_another_process("a", STATES)
+
+
+@pytest.mark.parametrize(
+    "how", ["numpy", *(pytest.param(how, marks=SLOW) for how in DICTIONARY_EDITS if how != "numpy")]
+)
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_edited_dictionary_answers_for_its_files_or_refuses(user, kind, how):
+    opened = user.open_dictionary()
+    for number in range(4):
+        user.edit_dictionary(opened, number, how, "a", kind)
+    user.features_by_name("a", kind)
+
+
+# -- around a call and meanwhile
+
+
+@pytest.mark.parametrize("setting", ["autocast bfloat16 on the CPU", "function modes that doubles"])
+def test_a_setting_of_torch_is_in_no_result(user, setting):
+    opened = user.open_dictionary()
+    model = user.load("a")
+    user.set_torch(setting)
+    user.capture_by_name("a", STATES)
+    user.run_with(model, (1, 2, 3), ())
+    user.features_with(opened, "a", Active)
+    user.set_torch("")
+    user.capture_by_name("a", STATES)
+
+
+@pytest.mark.parametrize("line", [40, 400, 900])
+@pytest.mark.parametrize("kind", ["interrupt", "weights"])
+def test_what_happens_during_a_capture_is_in_no_result(user, kind, line):
+    user.let_happen_meanwhile(kind, line, "a", 2, "restored")
+    user.capture_by_name("a", STATES)
+    user.capture_by_name("a", STATES)
+
+
+# -- files of activations
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "npz"])
+def test_imported_numbers_are_those_of_the_file(user, kind):
+    user.import_an_export("a", ((1, 2, 3), (4, 5)), kind)
+    for line in (20, 100, 200, 300, 400):
+        user.replace_activations(kind, 0, "in_place")
+        user.let_happen_meanwhile("activations", line, "a", 1, "restored")
+        user.import_activations(kind)
+        user.import_activations(kind)
+    for place in (0.001, 0.3, 0.5, 0.7, 0.9):
+        user.flip_a_bit_of_activations(kind, place, 3)
+        user.import_activations(kind)
+        user.replace_activations(kind, 2, "rename")
+    user.import_activations(kind)
+
+
+# -- stores of others
+
+
+@pytest.mark.parametrize("how", ["", "flip_bits", "lead_out", "link"])
+def test_what_comes_from_a_store_of_somebody_else_is_right_or_refused(user, how):
+    for number in range(1 if not how else 6):
+        other = user.fill_another_store("a", STATES)
+        if how:
+            user.tamper_with_another_store(other, number, how)
+        user.merge(other, None, True)
+        user.capture_by_name("a", STATES)
+        user.delete_the_store()
+
+
 # -- payloads
 
 
@@ -293,7 +365,7 @@ def test_whatever_a_user_does_for_hours_no_wrong_number_is_served():
             machine = seed(number)(type("User", (UserMachine,), {}))
             run_state_machine_as_test(
                 machine,
-                settings=settings(ANYTHING, derandomize=False, max_examples=20, stateful_step_count=50),
+                settings=settings(ANYTHING, derandomize=False, max_examples=5, stateful_step_count=40),
             )
     finally:
         different = sum(n for name, n in COUNTS.items() if name.endswith("DIFFERENT"))

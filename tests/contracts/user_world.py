@@ -428,6 +428,20 @@ class Truth:
         return found
 
 
+@dataclass(frozen=True)
+class Known:
+    """A truth that needs no computation; None where there is none, for this reason."""
+
+    value: Answer | None
+    reason: str
+
+    def answer(self) -> Answer:
+        """The answer. Raises a MizarrError where there is none."""
+        if self.value is None:
+            raise MizarrError(self.reason)
+        return self.value
+
+
 _TRUTHS: dict[str, Any] = {}
 
 

@@ -3,14 +3,12 @@ or the call is refused."""
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import re
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -19,9 +17,6 @@ import numpy as np
 import pytest
 import torch
 import xarray as xr
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import mizarr
 from mizarr import Dictionary, HookSpec, Model, Run
@@ -38,121 +33,10 @@ from mizarr.stages.graph.interventions import feature_intervention
 from mizarr.stages.logits.prompt_test import tokens_to_residual_directions
 from mizarr.store.errors import ConfigError
 
+from ..torch_settings import LEFT_ALONE, PUT_BACK, REFUSED, B, attribute, module_hook
+
 DESIGN = Path(__file__).resolve().parents[2] / "pipeline" / "DESIGN.md"
 IDS = [[5, 9, 3, 7, 11, 2, 8], [4, 4, 6, 1, 9, 12, 30]]
-
-
-@contextlib.contextmanager
-def attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
-    before = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)
-
-
-@contextlib.contextmanager
-def called(function: Callable[[Any], Any], value: Any, before: Any) -> Iterator[None]:
-    function(value)
-    try:
-        yield
-    finally:
-        function(before)
-
-
-class Doubling(TorchFunctionMode):
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        return result * 2 if isinstance(result, torch.Tensor) and result.is_floating_point() else result
-
-
-class Rounding(TorchDispatchMode):
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        return func(*args, **(kwargs or {}))
-
-
-@contextlib.contextmanager
-def module_hook() -> Iterator[None]:
-    handle = torch.nn.modules.module.register_module_forward_hook(lambda module, args, output: None)
-    try:
-        yield
-    finally:
-        handle.remove()
-
-
-@contextlib.contextmanager
-def vmapped() -> Iterator[None]:
-    from torch._C._functorch import _vmap_decrement_nesting, _vmap_increment_nesting
-
-    _vmap_increment_nesting(2, "error")
-    try:
-        yield
-    finally:
-        _vmap_decrement_nesting()
-
-
-B = torch.backends
-PUT_BACK: dict[tuple[str, str], Callable[[], AbstractContextManager[Any]]] = {
-    ("autocast", "bfloat16 on the CPU"): lambda: torch.autocast("cpu", dtype=torch.bfloat16),
-    ("autocast", "float16 on the CPU"): lambda: torch.autocast("cpu", dtype=torch.float16),
-    ("default device", "meta"): lambda: called(torch.set_default_device, "meta", None),
-    ("default device", "a context"): lambda: torch.device("meta"),
-    ("inference mode", "on"): torch.inference_mode,
-    ("flush denormal", "on"): lambda: called(torch.set_flush_denormal, True, False),
-    ("numpy errors", "raise"): lambda: np.errstate(all="raise"),
-    ("numpy errors", "call"): lambda: np.errstate(all="call", call=lambda *_: None),
-    ("default dtype", "float64"): lambda: called(torch.set_default_dtype, torch.float64, torch.float32),
-    ("default dtype", "bfloat16"): lambda: called(torch.set_default_dtype, torch.bfloat16, torch.float32),
-    ("float32 precision", "medium"): lambda: called(torch.set_float32_matmul_precision, "medium", "highest"),
-    ("float32 precision", "high"): lambda: called(torch.set_float32_matmul_precision, "high", "highest"),
-    ("float32 precision", "tf32 everywhere"): lambda: attribute(B, "fp32_precision", "tf32"),
-    ("float32 precision", "allow_tf32"): lambda: attribute(B.cuda.matmul, "allow_tf32", True),
-    ("float32 precision", "bfloat16 in oneDNN"): lambda: attribute(B.mkldnn, "fp32_precision", "bf16"),
-    ("reduced precision", "float16 sums"): lambda: attribute(B.cuda.matmul, "allow_fp16_accumulation", True),
-    ("reduced precision", "no bfloat16 reductions"): lambda: attribute(
-        B.cuda.matmul, "allow_bf16_reduced_precision_reduction", False
-    ),
-    ("reduced precision", "no float16 reductions"): lambda: attribute(
-        B.cuda.matmul, "allow_fp16_reduced_precision_reduction", False
-    ),
-    ("attention kernels", "math alone"): lambda: sdpa_kernel(SDPBackend.MATH),
-    ("attention kernels", "without flash"): lambda: called(B.cuda.enable_flash_sdp, False, True),
-    ("attention kernels", "reduced math"): lambda: called(
-        B.cuda.allow_fp16_bf16_reduction_math_sdp, True, False
-    ),
-}
-"""(Setting, variant) -> a context in which a program has made it."""
-REFUSED: dict[tuple[str, str], Callable[[], AbstractContextManager[Any]]] = {
-    ("function modes", "that doubles"): Doubling,
-    ("dispatch modes", "that rounds"): Rounding,
-    ("function transforms", "vmap"): vmapped,
-    ("saved-tensor hooks", "that halve"): lambda: torch.autograd.graph.saved_tensors_hooks(
-        lambda x: x / 2, lambda x: x
-    ),
-    ("module hooks", "forward"): module_hook,
-}
-LEFT_ALONE: dict[tuple[str, str], Callable[[], AbstractContextManager[Any]]] = {
-    ("gradient mode", "off"): torch.no_grad,
-    ("gradient mode", "on"): torch.enable_grad,
-    ("deterministic algorithms", "on"): lambda: called(torch.use_deterministic_algorithms, True, False),
-    ("anomaly detection", "on"): torch.autograd.detect_anomaly,
-    ("oneDNN", "off"): lambda: B.mkldnn.flags(enabled=False),
-    ("linear algebra library", "chosen"): lambda: called(
-        B.cuda.preferred_linalg_library, "default", "default"
-    ),
-    ("cuDNN", "benchmark"): lambda: attribute(B.cudnn, "benchmark", True),
-    ("threads", "one"): lambda: called(torch.set_num_threads, 1, torch.get_num_threads()),
-    ("threads", "three"): lambda: called(torch.set_num_threads, 3, torch.get_num_threads()),
-    ("compile stance", "eager"): lambda: torch.compiler.set_stance("force_eager"),
-    ("fast path of attention modules", "off"): lambda: called(B.mha.set_fastpath_enabled, False, True),
-    ("order of contractions", "off"): lambda: attribute(B.opt_einsum, "enabled", False),
-    ("NNPACK", "off"): lambda: B.nnpack.flags(enabled=False),
-    ("forward-mode derivatives", "on"): torch.autograd.forward_ad.dual_level,
-    ("threads of backward passes", "one"): lambda: torch.autograd.set_multithreading_enabled(False),
-    ("random state", "another seed"): lambda: called(torch.manual_seed, 5, 0),
-    ("print options", "short"): lambda: called(lambda n: torch.set_printoptions(precision=n), 1, 4),
-}
 
 
 def named(cases: dict[tuple[str, str], Any]) -> Any:
@@ -335,6 +219,88 @@ def test_whoever_takes_an_item_is_outside_again():
     with torch.autocast("cpu", dtype=torch.bfloat16):
         for inside in each_in_plain_torch(items()):
             assert not inside and torch.is_autocast_enabled("cpu")
+
+
+def of_log_probabilities(model: Model) -> Iterator[Any]:
+    from mizarr.stages.evaluation import changed
+
+    return changed.log_probabilities(model, IDS, model.bind(None))
+
+
+def of_effects(model: Model) -> Iterator[Any]:
+    from mizarr.stages.features.effects.words import effects_in_blocks
+    from mizarr.stages.forward.models.files import resolve_runnable
+    from mizarr.stages.logits.readout import readout_from_files
+
+    dictionary, files = Dictionary.from_pretrained("specimen/clt"), resolve_runnable("specimen")
+    features = np.array([[layer, index] for layer in dictionary.layers for index in (0, 3, 5)])
+    return effects_in_blocks(
+        dictionary, features, readout_from_files(files.checkpoint, files.architecture()), block_bytes=4
+    )
+
+
+STEPPED = {"log_probabilities": of_log_probabilities, "effects_in_blocks": of_effects}
+
+
+def bits(item: Any) -> list[Any]:
+    return [np.asarray(part) for part in item if not isinstance(part, slice)]
+
+
+@named(PUT_BACK)
+@pytest.mark.parametrize("made", STEPPED.values(), ids=STEPPED)
+def test_a_generator_gives_the_items_of_plain_torch_whatever_is_set_between_them(
+    made, setting, around, model, monkeypatch
+):
+    monkeypatch.setattr("mizarr.stages.evaluation.changed.LOGIT_BYTES", 4)  # a position at a time
+    plain = [bits(item) for item in made(model)]
+    assert len(plain) >= 2
+    items, computed = made(model), []
+    computed.append(bits(next(items)))
+    for _ in plain[1:]:
+        with around():
+            before = settings_now()
+            item = next(items)
+            assert settings_now() == before, "the consumer's own"
+        computed.append(bits(item))
+    for one, other in zip(plain, computed, strict=True):
+        for part, same in zip(one, other, strict=True):
+            np.testing.assert_array_equal(part, same)
+
+
+@named(REFUSED)
+@pytest.mark.parametrize("made", STEPPED.values(), ids=STEPPED)
+def test_a_generator_refuses_its_next_item_where_a_call_is_refused(made, setting, around, model, monkeypatch):
+    monkeypatch.setattr("mizarr.stages.evaluation.changed.LOGIT_BYTES", 4)
+    items = made(model)
+    next(items)
+    with pytest.raises(ConfigError, match="expected torch without"), around():
+        next(items)
+
+
+@pytest.mark.parametrize(
+    "around", [lambda: torch.autocast("cpu", dtype=torch.bfloat16), torch.inference_mode]
+)
+def test_the_loss_of_a_replacement_is_that_of_plain_torch(around, model):
+    from mizarr.stages.features.training.replacement import replacement_loss
+
+    dictionary = Dictionary.from_pretrained("specimen/clt")
+    last = dictionary.layers[-1]
+    given = ({last: dictionary.layer(last)}, dictionary.layout.read, dictionary.layout.write, IDS)
+    plain = replacement_loss(model, *given)
+    with around():
+        computed = replacement_loss(model, *given)
+    xr.testing.assert_identical(plain, computed)
+
+
+def test_torchs_counter_of_operations_is_no_hook_of_the_callers(model):
+    from torch.utils.flop_counter import FlopCounterMode
+
+    plain = model.forward(IDS).logits
+    with FlopCounterMode(display=False) as counter:
+        logits = model.forward(IDS).logits
+        with pytest.raises(ConfigError, match="hooks on all torch modules"), module_hook():
+            model.forward(IDS)
+    assert torch.equal(logits, plain) and counter.get_total_flops() > 1e5
 
 
 def test_settings_of_a_gpu_are_put_back_within_a_pass(model):

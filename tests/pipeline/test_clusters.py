@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import threading
 import time
+import warnings
 
 import pytest
 from distributed import LocalCluster
 
-from mizarr.pipeline.clusters import ClusterClient, client as client_module
+from mizarr.pipeline.clusters import ClusterClient, client as client_module, local_workers
 from mizarr.pipeline.clusters.client import Submitted
 from mizarr.store.errors import PlanError, StageError
 
@@ -134,3 +136,26 @@ def test_a_patience_that_is_no_number_of_seconds_is_refused(told, monkeypatch):
     monkeypatch.setenv("MIZARR_PATIENCE", told)
     with pytest.raises(PlanError, match=f"seconds to wait for workers in MIZARR_PATIENCE, found {told!r}"):
         ClusterClient("tcp://127.0.0.1:1")
+
+
+CLEARING = "a name \x1b[2J of a file"
+
+
+def test_what_a_worker_reports_is_escaped_and_what_ends_it_is_one_line(capfd):
+    """Workers share the terminal of whoever starts them; names of files must not steer it."""
+    noisy = (
+        Submitted("warning", (warnings.warn, CLEARING)),
+        Submitted("log", (logging.getLogger("mizarr.of.a.worker").warning, CLEARING)),
+    )
+    with local_workers(1) as address:
+        client = ClusterClient(address)
+        client.run(noisy, lambda number: None)
+        with pytest.raises(
+            StageError, match=r"^a worker failed: JSONDecodeError: Expecting value: .*$"
+        ) as told:
+            client.run([Submitted("failing", (json.loads, "[1,\n oops"))], lambda number: None)
+        client.close()
+    assert "\n" not in str(told.value)
+    shown = capfd.readouterr().err
+    assert shown.count("a name \\x1b[2J of a file") == 2 and "\x1b" not in shown
+    assert "Traceback" not in shown

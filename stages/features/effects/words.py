@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ....pipeline import Output, stage
-from ....pipeline.ambient import plain_torch
+from ....pipeline.ambient import plain_torch, steps_in_plain_torch
 from ....store.arrays import Ints
 from ....store.errors import ShapeError
 from ...logits.ranking import top_columns
@@ -73,6 +73,7 @@ def direct_effects(
     return found
 
 
+@steps_in_plain_torch
 def effects_in_blocks(
     dictionary: Dictionary, features: Ints, readout: xr.Dataset, block_bytes: int = BLOCK_BYTES
 ) -> Iterator[tuple[Ints, Floats]]:

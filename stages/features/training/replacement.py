@@ -27,6 +27,7 @@ import torch
 import xarray as xr
 from torch import Tensor
 
+from ....pipeline.ambient import plain_torch
 from ....store.errors import PromptError
 from ...forward.architectures.points import HookPoint
 from ...forward.hooks.interventions import Add, Intervention, Replace
@@ -43,6 +44,7 @@ ALL = "all"
 _WAYS = ("replaced", "zero", "mean")
 
 
+@plain_torch()
 def replacement_loss(
     model: Model,
     layers: Mapping[int, LayerFeatures],
@@ -119,17 +121,20 @@ class Reconstructed:
         """Logits of one pass in which reconstructions stand in."""
         return self.model.forward(ids, spec)
 
+    @plain_torch()
     def log_probabilities(self, cache: HookCache) -> Tensor:
         """Of next tokens [prompt, position, vocab], at the positions that count."""
         logits = cache.logits
         assert logits is not None
         return logits[:, self.skip : -1].float().log_softmax(-1)
 
+    @plain_torch()
     def cross_entropy(self, found: Tensor, ids: list[list[int]]) -> float:
         """Summed over prompts and positions, nats."""
         following = torch.tensor(ids, device=found.device)[:, self.skip + 1 :, None]
         return -float(found.gather(-1, following).sum())
 
+    @plain_torch()
     def means(self, batches: Sequence[list[list[int]]]) -> dict[int, Tensor]:
         """Mean activation at every written hook point, over all positions that count."""
         sums: dict[int, Tensor] = {}

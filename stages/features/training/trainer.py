@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ....pipeline.ambient import plain_torch
+from ....pipeline.ambient import plain_torch, steps_in_plain_torch
 from ....store.errors import ConfigError
 from ...forward.architectures.points import HookPoint
 from ...training_data.batches import Batches, every
@@ -136,6 +136,7 @@ class Training:
         ]
         return Crosscoder.of_joined(self.layers[0], places)
 
+    @steps_in_plain_torch
     def states(self, source: Source) -> Iterator[Tensor]:
         """Rows of a source [row, place, width], block by block: what a crosscoder is measured on."""
         for block in self._blocks(source):

@@ -21,6 +21,7 @@ from collections.abc import Callable, Collection, Iterator
 import torch
 from torch import Tensor
 
+from ....pipeline.ambient import steps_in_plain_torch
 from ..hooks.wants import Logits
 from ..passes.plain import WholePrompts
 from .layout import KINDS, Layout
@@ -34,6 +35,7 @@ Held = tuple[str, int]
 OfLogits = Callable[[Tensor], Tensor]
 
 
+@steps_in_plain_torch
 def cotangents(
     network: SplitNetwork,
     layout: Layout,

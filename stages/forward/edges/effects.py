@@ -25,6 +25,7 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
+from ....pipeline.ambient import steps_in_plain_torch
 from ..architectures.architecture import AttentionMixer
 from ..architectures.transformer import RopeConfig
 from ..hooks.wants import Logits
@@ -45,6 +46,7 @@ MOST_TOKENS = 4096
 """Of a block of rows: at more, products get no faster."""
 
 
+@steps_in_plain_torch
 def changed_edges(
     network: SplitNetwork,
     layout: Layout,

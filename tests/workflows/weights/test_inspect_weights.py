@@ -142,3 +142,80 @@ def test_what_cannot_be_read_is_one_clear_line(tiny_model, tmp_path):
     (folder / "model.safetensors").write_bytes(whole[:-10])
     with pytest.raises(WeightsError, match="safetensors"):
         compute("inspect_weights", store=tmp_path / "store", model=str(folder))
+
+
+EMBED = "model.embed_tokens.weight"
+
+
+def with_header(change):
+    """Bytes of a safetensors file whose header was changed; its data stay."""
+
+    def spoil(data: bytes) -> bytes:
+        length = int.from_bytes(data[:8], "little")
+        header = json.loads(data[8 : 8 + length])
+        text = json.dumps(change(header) or header).encode()
+        return len(text).to_bytes(8, "little") + text + data[8 + length :]
+
+    return spoil
+
+
+def of_entry(**fields):
+    return with_header(lambda header: header[EMBED].update(fields))
+
+
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"0" * 64 + b"\nsize 12345\n"
+BAD = {
+    "cut short": lambda data: data[:-100],
+    "cut within its header": lambda data: data[:200],
+    "longer than its header says": lambda data: data + b"\0" * 8,
+    "empty": lambda data: b"",
+    "a pointer of git-lfs": lambda data: POINTER,
+    "a web page": lambda data: b"<!DOCTYPE html><html>Sign in</html>",
+    "a header of zeros": lambda data: b"\0" * len(data),
+    "a header of 2^40 bytes": lambda data: (2**40).to_bytes(8, "little") + data[8:],
+    "a range of nothing": of_entry(data_offsets=[0, 0]),
+    "a negative range": of_entry(data_offsets=[-8, 0]),
+    "a range that ends before it starts": of_entry(data_offsets=[64, 0]),
+    "a range of fractions": of_entry(data_offsets=[0.0, 1.5]),
+    "ranges that overlap": with_header(
+        lambda header: header[NORM].update(data_offsets=[0, 4 * header[NORM]["shape"][0]])
+    ),
+    "an unknown dtype": of_entry(dtype="F33"),
+    "numbers of another width": of_entry(dtype="F16"),
+    "a shape of 2^62": of_entry(shape=[2**31, 2**31]),
+    "an entry that is a text": with_header(lambda header: header.update({EMBED: "gone"})),
+    "a header that is a list": with_header(list),
+}
+"""Kind of damage -> what becomes of the bytes of a safetensors file."""
+UNFIT = {
+    "numbers that are integers": of_entry(dtype="I32"),
+    "another shape": with_header(lambda header: header[EMBED].update(shape=header[EMBED]["shape"][::-1])),
+    "a tensor under another name": with_header(
+        lambda header: {name.replace(EMBED, "other"): entry for name, entry in header.items()}
+    ),
+    "no queries in a layer": with_header(
+        lambda header: {name.replace("1.self_attn.q_proj", "x.q"): entry for name, entry in header.items()}
+    ),
+}
+"""Of a sound file that is not of this model."""
+CHOSEN = {"ov_qk": {"layer": 0, "head": 0}}
+
+
+@pytest.mark.parametrize(
+    ("workflow", "kind"),
+    [
+        *((workflow, kind) for workflow in ("inspect_weights", "ov_qk", "composition") for kind in BAD),
+        *((workflow, kind) for workflow in ("ov_qk", "composition") for kind in UNFIT),
+    ],
+)
+def test_a_file_that_is_damaged_is_refused_in_a_line(workflow, kind, tiny_model, tmp_path):
+    folder = tmp_path / "bad"
+    shutil.copytree(tiny_model, folder)
+    path = folder / "model.safetensors"
+    path.write_bytes({**BAD, **UNFIT}[kind](path.read_bytes()))
+    store = open_store(tmp_path / "store", durability="process")
+    with pytest.raises((WeightsError, ModelNotFound)) as refused:
+        compute(workflow, store=store, model=str(folder), **CHOSEN.get(workflow, {}))
+    line = str(refused.value)
+    assert "\n" not in line and len(line) < 600 and ("found" in line or "expected" in line), line
+    assert not list(store.records())
