@@ -275,7 +275,7 @@ def _descriptions(files: Folder, data: str, what: str) -> dict[str, bytes]:
 
 
 def _expect_bounded(
-    described: Mapping[str, bytes], listed: Mapping[str, list[int | str]], where: str
+    described: Mapping[str, bytes], listed: Mapping[str, tuple[int, str]], where: str
 ) -> None:
     """Raise CorruptEntry for an array that is larger than its files can hold, or in chunks that none has."""
     from .group.grids import expect_bounded

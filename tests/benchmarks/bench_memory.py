@@ -66,7 +66,7 @@ def harvest(tokens: int, folder: Path) -> None:
     node = CaptureNode(
         folder / "m", ids, "blocks.0.hook_resid_post", storage_dtype="bfloat16", memory=32 << 20
     )
-    batches = -(-ids.size // node.batch_tokens)
+    batches = -(-ids.size // node.options.batch_tokens)
     progress = Watched(ids.size)
     node.run(store, Context(1, progress=progress))
     early = next(held for done, held in progress.seen if done >= ids.size // 10)

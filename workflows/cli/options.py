@@ -114,6 +114,8 @@ def declares(*declared: Declared) -> Callable[[Command], Command]:
 class DeclaredCommand(click.Command):
     """A command that takes, besides its own options, those its function `declares`."""
 
+    _awaited: tuple[Declared, ...] = ()
+
     @property
     def params(self) -> list[click.Parameter]:
         """All options; those of dataclasses are made at the first use."""
@@ -126,7 +128,7 @@ class DeclaredCommand(click.Command):
     @params.setter
     def params(self, own: list[click.Parameter]) -> None:
         self._params = own
-        self._awaited: tuple[Declared, ...] = getattr(self.callback, "declared", ())
+        self._awaited = getattr(self.callback, "declared", ())
 
 
 command = functools.partial(click.command, cls=DeclaredCommand)

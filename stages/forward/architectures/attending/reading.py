@@ -84,7 +84,7 @@ def read_attending(reader: ConfigReader, family: Attends, shapes: TensorShapes) 
         )
 
     blocks = tuple(map(block, range(layers)))
-    context, rows, first = _positions(reader, family)
+    context_length, rows, first = _positions(reader, family)
     key, usual = family.embedding_width or ("", 0)
     width = reader.integer(key, usual or hidden) if key else None
     return ComposedArchitecture(
@@ -96,7 +96,7 @@ def read_attending(reader: ConfigReader, family: Attends, shapes: TensorShapes) 
         norm_eps=eps,
         norm_type=family.norm,
         norm_biases="of layer norms" if has_bias(reader, family.has_norm_bias) else "none",
-        max_position_embeddings=context,
+        max_position_embeddings=context_length,
         position_rows=rows,
         first_position=first,
         unknown_token=first - 1 if is_behind_padding(reader, family) else None,
