@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import msgspec
 
-from ..pipeline.options import options_of
 from ..stages.circuits.names import Method
 from ..stages.forward.models.reference import ModelRef
 from ..stages.forward.text.rows import as_text
+from ..stages.options import options_of
 from ..store.digest import LARGEST
 from ..store.errors import ConfigError, nearest
 

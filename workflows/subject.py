@@ -67,7 +67,11 @@ class Subject:
         self.reference = ModelRef.of(model)
         loaded = self.reference.loaded
         self.dtype = self.reference.dtype or "float32"
-        self.files: ModelFiles = self.reference.files() if loaded is None else resolve_runnable(loaded.name)
+        self.files: ModelFiles = (
+            self.reference.files()
+            if loaded is None
+            else resolve_runnable(loaded.name, self.reference.revision)
+        )
         if loaded is not None:
             identity = loaded.require_identity()
             self.dtype = identity.dtype

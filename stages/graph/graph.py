@@ -25,9 +25,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from ...pipeline.options import split_options, takes_options
 from ...store.display import html
 from ...store.errors import PlanError
+from ..options import split_options, takes_options
 from .node import GraphNode
 from .options import AttributionOptions, GraphOptions
 from .pruning import Kept, kept_part

@@ -30,13 +30,13 @@ import torch
 from torch import Tensor
 
 from ...pipeline.ambient import plain_torch
-from ...pipeline.options import option, split_options, takes_options
 from ...store.errors import ConfigError, InterventionError, PromptError
 from ..forward.architectures.points import HookPoint
 from ..forward.generation.sampling import sample_token
 from ..forward.hooks.spec import HookSpec
 from ..forward.hooks.wants import ALL_LOGITS
 from ..forward.passes.kept import Cache
+from ..options import option, split_options, takes_options
 from .rows.feature_taps import FeatureTaps, Frozen, SetFeature
 from .rows.frozen import require_attention, require_transcoders
 from .rows.targets import prompt_tokens

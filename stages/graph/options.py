@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from ...pipeline.options import option
+from ..options import option
 from .rows.selection import RowSelection
 from .rows.targets import TargetChoice
 

@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 import numpy as np
 import numpy.typing as npt
 
-from ...pipeline.options import option, split_options, takes_options
 from ...store.arrays import as_count, as_indices, is_several, require_kind
 from ...store.digest import digest
 from ...store.errors import ConfigError
+from ..options import option, split_options, takes_options
 from .batches import Batch, Batches
 from .conversion import as_float32
 from .normalisation import Normalisation

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..forward.models.files import ModelFiles, resolve
-from ..forward.networks.weights import fitting
 from .folded import FoldedMatrices
 from .matrices import Matrices, PlainMatrices
 
@@ -59,7 +58,7 @@ class StoredMatrices:
         those of the model, as for a pass: names, shapes and dtypes, also of those nobody asks for."""
         files = self._files
         config = files.architecture()
-        plain = PlainMatrices(fitting(files.checkpoint, config), config, self.model.dtype)
+        plain = PlainMatrices(files.checked_checkpoint(), config, self.model.dtype)
         yield FoldedMatrices(plain) if self.is_folded else plain
 
     @property

@@ -6,10 +6,11 @@ from .folder import (
     THREADS as THREADS,
     Folder as Folder,
     Measured as Measured,
+    Watched as Watched,
     is_below as is_below,
     room_at as room_at,
 )
 from .local import LocalFolder as LocalFolder
 from .mapped import Mapped as Mapped
 from .opening import folder_at as folder_at, is_remote as is_remote, open_folder as open_folder
-from .stamps import Stamp as Stamp, Stat as Stat, Watched as Watched, is_settled as is_settled, stamp as stamp
+from .stamps import Stamp as Stamp, Stat as Stat, is_settled as is_settled, stamp as stamp

@@ -1,16 +1,13 @@
 """Whether a file is still the one that was seen: what a system says of it, without its bytes.
 
-Border: numbers and times, and the bytes of one small file; what they say is their reader's business.
+Border: numbers and times; what they say is their reader's business.
 """
 
 from __future__ import annotations
 
 import os
 import time
-from typing import TYPE_CHECKING, NamedTuple
-
-if TYPE_CHECKING:
-    from .folder import Folder
+from typing import NamedTuple
 
 _SETTLED = 2.0  # seconds; the coarsest clock of a file system ticks that slowly
 
@@ -50,25 +47,3 @@ def is_settled(stat: os.stat_result, now: float | None = None) -> bool:
     """
     taken = time.time() if now is None else now
     return taken - max(stat.st_mtime, stat.st_ctime) > _SETTLED
-
-
-class Watched:
-    """One small file of a folder, read again only when it may have changed."""
-
-    def __init__(self, folder: Folder, name: str) -> None:
-        self._folder, self._name = folder, name
-        self._stamp: Stamp | None = None
-        self._text: bytes | None = None
-
-    def get(self) -> bytes | None:
-        """Its bytes as they are now, the same object as long as they are the same; None when it is gone."""
-        stat = self._folder.glance(self._name)
-        if stat is None:
-            self._stamp = self._text = None
-            return None
-        if self._stamp is None or self._stamp != stat.stamp:
-            text = self._folder.get(self._name)
-            if text != self._text:
-                self._text = text
-            self._stamp = stat.stamp if stat.is_settled else None
-        return self._text

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from harness import alternate, print_table, ratio
 from torch import Tensor
 
-from mizarr.stages.forward.models.memory import keep_freed_memory
+from mizarr.stages.forward.models.residency import keep_freed_memory
 from mizarr.stages.forward.networks.recurrences.linear import LinearRecurrence, Readout
 
 Contestant = tuple[dict[str, Tensor], Tensor | None]

@@ -198,8 +198,8 @@ def test_a_loaded_model_of_a_revision_is_taken_with_that_revision(hub: str):
 def test_a_device_beside_a_loaded_model_is_refused(tiny_model: Path):
     from mizarr import Model
 
-    with pytest.raises(ConfigError, match="expected no device beside a loaded model, found 'cpu'"):
-        build("logit_lens", model=Model.from_pretrained(tiny_model, device="cpu"), device="cpu")
+    with pytest.raises(ConfigError, match="expected device beside a model's name, found device='cuda:1'"):
+        build("logit_lens", model=Model.from_pretrained(tiny_model, device="cpu"), device="cuda:1")
 
 
 @pytest.mark.parametrize("device", ["gpu", "cuda:99"])

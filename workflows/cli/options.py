@@ -62,7 +62,7 @@ class Declared:
 
     def options(self) -> list[click.Option]:
         """The options; one that is left out is None, or False for a flag."""
-        from ...pipeline.options import options_of
+        from ...stages.options import options_of
 
         package = __name__.partition(".workflows.")[0]
         kind = getattr(importlib.import_module(f"{package}.{self.module}"), self.kind)
@@ -71,8 +71,8 @@ class Declared:
 
 
 LOADING = Declared("stages.forward.models.reference", "ModelRef")
-STORING = Declared("stages.forward.capture.capture", "CaptureOptions")
-RUNNING = Declared("pipeline.options", "RunOptions", ("cluster", "workers", "log"))
+STORING = Declared("stages.forward.capture.options", "CaptureOptions")
+RUNNING = Declared("stages.options", "RunOptions", ("cluster", "workers", "log"))
 PLACE = RUNNING.only("cluster", "workers")
 NAMED = LOADING.only("trust_layout", "backend", "adapter")
 """How a model that is named elsewhere is run."""

@@ -195,12 +195,12 @@ def capture(
     --metric 'logit_difference=["yes", "no"]', words of the model or token ids.
     """
     from ...pipeline import Context, plan, run
-    from ...pipeline.options import RunOptions
     from ...stages.forward.capture.capture import CaptureNode
     from ...stages.forward.hooks.spec import HookSpec
     from ...stages.forward.models.reference import ModelRef
     from ...stages.forward.models.source import ModelSource
     from ...stages.forward.text.corpora.estimate import estimated_size
+    from ...stages.options import RunOptions
     from ...store.store import open_store, requested_store
 
     exact, quiet = options["exact"], options["quiet"]

@@ -28,9 +28,9 @@ import numpy as np
 
 from ....pipeline import Node, Output, Part, Port, StageNode, stage
 from ....pipeline.context import Selection
-from ....pipeline.options import RunOptions, split_options, takes_options
 from ....store.errors import DictionaryError, ShapeError
 from ...forward.architectures.points import HookPoint
+from ...options import RunOptions, split_options, takes_options
 from ..dictionary import Dictionary
 from ..layers.layout import models_of
 from .sparse import active_table, join_encoded

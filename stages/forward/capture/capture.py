@@ -21,10 +21,8 @@ from typing import TYPE_CHECKING, Any
 from ....pipeline.context import Selection
 from ....pipeline.memory import measured
 from ....pipeline.nodes import Estimate, Part, Ports, Status, remembered
-from ....pipeline.options import RunOptions, option, split_options, takes_options
 from ....pipeline.plan import as_bytes
 from ....pipeline.reasons import last_timed
-from ....store.arrays import as_count, shown
 from ....store.digest import digest
 from ....store.errors import (
     ConfigError,
@@ -45,18 +43,20 @@ from ....store.runs.prompt_labels import put_prompt_labels
 from ....store.runs.selections import View
 from ....store.store import require_store
 from ....store.upkeep.questions import note_capture
-from ....store.upkeep.recoding import PLAINLY, check_codec
+from ....store.upkeep.recoding import PLAINLY
+from ...options import RunOptions, split_options, takes_options
 from ..architectures.points import LOGITS
 from ..hooks.reductions import Encoder, Reduction
 from ..hooks.spec import BoundSpec, HookSpec, as_spec, layers_by_variable
-from ..models.reference import COMPUTED_IN, ModelRef
+from ..models.reference import ModelRef
 from ..models.source import ModelSource
 from ..runs.duration import PassWork, expected_duration
 from ..text.corpora.corpus import Corpus
 from ..text.prompts import pack
 from .batches import BUFFERS
 from .found import Found
-from .order import Beside, Order, goes_by_layers, load_for, order_of
+from .options import CaptureOptions
+from .order import Beside, goes_by_layers, load_for, order_of
 from .sizes import ITEMSIZE, VOCABULARY_BYTES, Sizes, array_spec
 
 if TYPE_CHECKING:
@@ -69,69 +69,6 @@ if TYPE_CHECKING:
 
 WORTH_A_LOOK = 1 << 16
 """Tokens of a new run from which it is asked whether another one begins with the same prompts."""
-MEMORY = 1 << 30
-"""Bytes for segment buffers unless told otherwise."""
-
-STORED_IN = (*COMPUTED_IN, "int8")
-"""Names of the dtypes that activations may be stored in."""
-
-
-@dataclass(frozen=True)
-class CaptureOptions:
-    """How activations are computed and stored. Only `storage_dtype` decides what a later capture finds.
-
-    Raises:
-        ConfigError, PlanError: for an option that has no such value.
-    """
-
-    storage_dtype: str | None = option(
-        None,
-        "Dtype of the stored activations; default what the model computes in. int8 keeps a byte per number "
-        "and a scale per 64, and reads as float32 within half a scale.",
-        choices=STORED_IN,
-    )
-    batch_tokens: int = option(2048, "Tokens per forward pass; halved where memory runs out.", kind="count")
-    segment_tokens: int | None = option(
-        None, "Tokens per segment of the store; default as many as `memory` holds.", kind="count"
-    )
-    memory: int | str = option(
-        MEMORY, 'Bytes of the segment buffers, or "2GiB"; default 1 GiB.', kind="bytes"
-    )
-    order: Order = option(
-        "auto",
-        "Each batch through all layers (batch), or all batches through some layers after others (layer), so "
-        "that weights larger than memory are read once; auto does so where they do not fit.",
-        choices=("auto", "batch", "layer"),
-    )
-    memory_limit: int | str | None = option(
-        None,
-        "Bytes that weights, buffers and a batch may take; default what is left, or MIZARR_MEMORY.",
-        kind="bytes",
-    )
-    codec: str | None = option(
-        None,
-        "Compression of what is newly stored (zstd, none), to the same numbers and keys; default that of the "
-        "run it extends, or none.",
-        choices=("zstd", "none"),
-    )
-
-    def __post_init__(self) -> None:
-        check_codec(self.codec)
-        as_count(self.batch_tokens, "batch_tokens")
-        if self.segment_tokens is not None:
-            as_count(self.segment_tokens, "segment_tokens")
-        if self.storage_dtype is not None and self.storage_dtype not in STORED_IN:
-            raise ConfigError(
-                f"expected storage_dtype to be one of {', '.join(STORED_IN)}, found "
-                f"{shown(self.storage_dtype)}"
-            )
-        as_count(as_bytes(self.memory), "memory")
-        as_bytes(self.memory_limit)
-
-    @property
-    def buffer_bytes(self) -> int:
-        """`memory` in bytes."""
-        return as_bytes(self.memory) or MEMORY
 
 
 @takes_options(ModelRef, CaptureOptions, RunOptions)

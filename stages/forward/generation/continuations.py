@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 import numpy as np
 
-from ....pipeline.options import option
 from ....store.arrays import as_count, as_indices, as_number, require_flag
 from ....store.digest import LARGEST
 from ....store.errors import ConfigError, HookPointNotFound, PromptError, nearest
+from ...options import option
 from ..architectures.points import HookPoint, as_point
 from ..hooks.spec import Capture, When
 from .stopping import Reason

@@ -30,9 +30,9 @@ import torch
 from torch import Tensor
 
 from ....pipeline.ambient import each_in_plain_torch
-from ....pipeline.options import split_options, takes_options
 from ....store.arrays import shown
 from ....store.errors import ConfigError, ModelNotFound, PromptError
+from ...options import split_options, takes_options
 from ..hooks.interventions import Held
 from ..hooks.recurrent import RecurrentPass, require_recurrent
 from ..hooks.spec import BoundSpec, Capture, HookSpec, refuse_gradients

@@ -150,6 +150,13 @@ class ModelFiles:
         adapter = None if self.adapter is None else Adapter(self.adapter)
         return Checkpoint(self.weight_files, scheme_of(self.config), adapter)
 
+    def checked_checkpoint(self) -> Checkpoint:
+        """`checkpoint`, with names, shapes and dtypes of all tensors checked as for a pass. Raises
+        WeightsError naming the tensor or file."""
+        from ..networks.weights import fitting
+
+        return fitting(self.checkpoint, self.architecture())
+
     @property
     def plain_config(self) -> dict[str, Any]:
         """config.json of the model that the checkpoint gives: without how its weights are packed."""

@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 
 from ....pipeline.ambient import each_in_plain_torch, plain_torch
-from ....pipeline.options import split_options, takes_options
 from ....pipeline.plan import as_bytes
 from ....store.arrays import as_index, require_flag, shown
 from ....store.display import html
 from ....store.display.terminal import echo
 from ....store.errors import ConfigError, InterventionError, PromptError, ShapeError
 from ....store.keys import ModelIdentity
+from ...options import split_options, takes_options
 from ..architectures.points import BY_NAME, HookPoint
 from ..hooks.cache import HookCache, stack_ragged
 from ..hooks.interventions import payload_rows
@@ -45,9 +45,8 @@ from ..passes.sweep import Result
 from ..text.prompts import no_tokenizer, pair_ids, tokenize
 from .fingerprint import fingerprint, tensor_bytes, weights_digest
 from .finite import not_finite, require_finite
-from .memory import keep_freed_memory
 from .reference import ModelRef
-from .residency import room_for, told
+from .residency import keep_freed_memory, room_for, told
 from .streamed import StreamedWeights, stream
 
 if TYPE_CHECKING:

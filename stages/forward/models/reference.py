@@ -1,6 +1,7 @@
 """Which model is meant, and how it is loaded: one value that functions, commands and nodes pass on.
 
-Border: names and options; opens no weights and never imports torch.
+Border: names and options; opens no weights and never imports torch, and numpy only when a value is
+checked, as the help of commands is made from these fields.
 """
 
 from __future__ import annotations
@@ -9,13 +10,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ....pipeline.options import option, options_of
-from ....store.arrays import require_flag, require_kind, shown
 from ....store.errors import ConfigError, MizarrError
-from .files import ModelFiles, resolve_runnable
+from ...options import option, options_of
 
 if TYPE_CHECKING:
-    from .model import Model
+    from .files import ModelFiles
 
 __all__ = ["COMPUTED_IN", "ModelRef", "require_model"]
 
@@ -58,6 +57,8 @@ class ModelRef:
     )
 
     def __post_init__(self) -> None:
+        from ....store.arrays import require_flag
+
         if self.dtype is not None:
             name = str(self.dtype).removeprefix("torch.")
             object.__setattr__(self, "dtype", name)
@@ -68,17 +69,20 @@ class ModelRef:
             self._require_as_loaded()
 
     @classmethod
-    def of(cls, model: ModelRef | Model | str | Path, **options: Any) -> ModelRef:
+    def of(cls, model: Any, **options: Any) -> ModelRef:
         """A reference to this model with these options; a reference is changed by them."""
         return replace(model, **options) if isinstance(model, ModelRef) else cls(model, **options)
 
     @property
-    def loaded(self) -> Model | None:
-        """The model, where it is loaded already."""
+    def loaded(self) -> Any:
+        """The `Model`, where it is loaded already; else None."""
         return None if isinstance(self.model, str | Path) else self.model
 
     def files(self) -> ModelFiles:
         """The files of a model by name. Raises ModelNotFound, ConfigError, also for a loaded model."""
+        from ....store.arrays import require_kind
+        from .files import resolve_runnable
+
         require_kind(self.model, (str, Path), "a model by name", "write 'org/name', or a folder")
         return resolve_runnable(
             self.model,
@@ -90,6 +94,8 @@ class ModelRef:
 
     def _require_as_loaded(self) -> None:
         """Raise ConfigError for options beside a loaded model that it was not loaded with."""
+        from ....store.arrays import shown
+
         require_model(self.model, "a model, its hub id or its folder")
         own = {"dtype": str(self.model.dtype).removeprefix("torch."), "device": str(self.model.device)}
         for item in options_of(ModelRef):
@@ -114,17 +120,21 @@ def require_model(value: Any, expected: str = "a loaded model") -> None:
         expected: what may be given, as the message begins.
     """
     if not hasattr(value, "network"):
+        from ....store.arrays import shown
+
         raise ConfigError(
             f"expected {expected}, found {shown(value)}; load it: mizarr.Model.from_pretrained('specimen')"
         )
 
 
-def _is_at(model: Model, revision: Any, dtype: str) -> bool:
+def _is_at(model: Any, revision: Any, dtype: str) -> bool:
     """Whether a loaded model has the weights of this branch, tag or commit of its name."""
+    from .files import resolve_runnable
+
     if model.identity is None:
         return False
     try:
         files = resolve_runnable(model.name, revision)
     except MizarrError:
         return False
-    return model.identity == files.identity(dtype, model.identity.attention)
+    return bool(model.identity == files.identity(dtype, model.identity.attention))

@@ -5,7 +5,7 @@
   batch. Its strict mode has one order for all.
 * Large float32 products go to the other of torch's two libraries where the processor is not Intel's
   (products.py).
-* The system's allocator keeps what a pass frees (stages/forward/models/memory.py).
+* The system's allocator keeps what a pass frees (stages/forward/models/residency.py).
 
 `MIZARR_TUNING=off` leaves all three alone; the provenance of every result notes the setting.
 tests/benchmarks/bench_tuning.py measures what each is worth on a machine.

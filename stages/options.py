@@ -23,7 +23,6 @@ from dataclasses import MISSING, Field, dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ..store.arrays import require_flag
 from ..store.errors import nearest
 
 __all__ = ["RunOptions", "option", "options_of", "split_options", "takes_options"]
@@ -134,6 +133,8 @@ class RunOptions:
     )
 
     def __post_init__(self) -> None:
+        from ..store.arrays import require_flag  # numpy comes with it: not for --help
+
         require_flag(self.progress, "progress")
 
     @property

@@ -1,0 +1,89 @@
+"""Options of a capture: how activations are computed and stored.
+
+Border: plain values. Heavy imports wait until values are checked, as the help of commands is made from these
+fields.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ....store.errors import ConfigError
+from ...options import option
+from ..models.reference import COMPUTED_IN
+
+if TYPE_CHECKING:
+    from .order import Order
+
+__all__ = ["MEMORY", "STORED_IN", "CaptureOptions"]
+
+MEMORY = 1 << 30
+"""Bytes for segment buffers unless told otherwise."""
+
+STORED_IN = (*COMPUTED_IN, "int8")
+"""Names of the dtypes that activations may be stored in."""
+
+
+@dataclass(frozen=True)
+class CaptureOptions:
+    """How activations are computed and stored. Only `storage_dtype` decides what a later capture finds.
+
+    Raises:
+        ConfigError, PlanError: for an option that has no such value.
+    """
+
+    storage_dtype: str | None = option(
+        None,
+        "Dtype of the stored activations; default what the model computes in. int8 keeps a byte per number "
+        "and a scale per 64, and reads as float32 within half a scale.",
+        choices=STORED_IN,
+    )
+    batch_tokens: int = option(2048, "Tokens per forward pass; halved where memory runs out.", kind="count")
+    segment_tokens: int | None = option(
+        None, "Tokens per segment of the store; default as many as `memory` holds.", kind="count"
+    )
+    memory: int | str = option(
+        MEMORY, 'Bytes of the segment buffers, or "2GiB"; default 1 GiB.', kind="bytes"
+    )
+    order: Order = option(
+        "auto",
+        "Each batch through all layers (batch), or all batches through some layers after others (layer), so "
+        "that weights larger than memory are read once; auto does so where they do not fit.",
+        choices=("auto", "batch", "layer"),
+    )
+    memory_limit: int | str | None = option(
+        None,
+        "Bytes that weights, buffers and a batch may take; default what is left, or MIZARR_MEMORY.",
+        kind="bytes",
+    )
+    codec: str | None = option(
+        None,
+        "Compression of what is newly stored (zstd, none), to the same numbers and keys; default that of the "
+        "run it extends, or none.",
+        choices=("zstd", "none"),
+    )
+
+    def __post_init__(self) -> None:
+        from ....pipeline.plan import as_bytes
+        from ....store.arrays import as_count, shown
+        from ....store.upkeep.recoding import check_codec
+
+        check_codec(self.codec)
+        as_count(self.batch_tokens, "batch_tokens")
+        if self.segment_tokens is not None:
+            as_count(self.segment_tokens, "segment_tokens")
+        if self.storage_dtype is not None and self.storage_dtype not in STORED_IN:
+            raise ConfigError(
+                f"expected storage_dtype to be one of {', '.join(STORED_IN)}, found "
+                f"{shown(self.storage_dtype)}"
+            )
+        as_count(as_bytes(self.memory), "memory")
+        as_bytes(self.memory_limit)
+
+    @property
+    def buffer_bytes(self) -> int:
+        """`memory` in bytes."""
+        from ....pipeline.plan import as_bytes
+
+        return as_bytes(self.memory) or MEMORY
