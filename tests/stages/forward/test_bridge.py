@@ -23,6 +23,7 @@ from mizarr.stages.forward.generation.generate import generate
 from mizarr.stages.forward.models import bridge_case
 from mizarr.stages.forward.models.files import BRIDGED, resolve
 from mizarr.stages.forward.models.model import Model
+from mizarr.stages.forward.models.reference import ModelRef
 from mizarr.stages.forward.models.source import ModelSource
 from mizarr.stages.forward.runs.run import Run, plan
 from mizarr.store import open_store
@@ -411,7 +412,7 @@ def test_what_looks_ahead_continues_no_text(model_type, kind, bridged):
 
 def test_identity_names_class_and_version_and_holds_the_whole_config(saved, tmp_path):
     folder, _ = saved("gptj", "causal")
-    source = ModelSource(folder, backend="transformers")
+    source = ModelSource(ModelRef(folder, backend="transformers"))
     assert source.identity.forward == f"transformers/{transformers.__version__}/GPTJForCausalLM"
     assert source.identity.attention == "eager"
     assert ModelSource(source.name).identity == source.identity, "the name carries it to workers"
@@ -422,7 +423,7 @@ def test_identity_names_class_and_version_and_holds_the_whole_config(saved, tmp_
         other.mkdir()
         (other / "model.safetensors").symlink_to(folder / "model.safetensors")
         (other / "config.json").write_text(json.dumps(raw | change))
-        digests.add(ModelSource(other, backend="transformers").identity.digest)
+        digests.add(ModelSource(ModelRef(other, backend="transformers")).identity.digest)
     assert len(digests) == 2, "a stamp is no difference, everything else is"
 
 
@@ -721,7 +722,7 @@ def test_a_family_that_is_not_known_runs_behind_the_bridge_unasked(model_type, s
     torch.testing.assert_close(unasked.forward([[3, 4]]).logits, asked.forward([[3, 4]]).logits)
     with pytest.warns(UserWarning, match="so transformers runs it"):
         source = ModelSource(folder)
-    assert source.identity == ModelSource(folder, backend="transformers").identity
+    assert source.identity == ModelSource(ModelRef(folder, backend="transformers")).identity
     hooks = [HookPoint.resid_post(0)]
     with pytest.warns(UserWarning, match="so transformers runs it"):
         node = CaptureNode(str(folder), [[3, 4]], hooks=hooks)

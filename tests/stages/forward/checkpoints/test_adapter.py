@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from mizarr import Model
 from mizarr.stages.forward.models.files import resolve
+from mizarr.stages.forward.models.reference import ModelRef
 from mizarr.stages.forward.models.source import ModelSource
 from mizarr.stages.logits.component_weights import component_weights
 from mizarr.stages.logits.readout import readout_from_files
@@ -180,7 +181,7 @@ def test_the_identity_moves_with_what_decides_a_number_and_with_nothing_else(bas
 def test_the_name_holds_the_adapter_for_workers_settings_and_notes(base, tmp_path):
     folder = tmp_path / "adapter"
     save_adapter(folder, base, PLAIN)
-    source = ModelSource(str(base), adapter=folder)
+    source = ModelSource(ModelRef(str(base), adapter=folder))
     assert source.name == f"{base} (adapter {folder})"
     again = resolve(source.name)
     assert again.identity() == source.identity and again.adapter == folder

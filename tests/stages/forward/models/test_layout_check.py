@@ -19,6 +19,7 @@ from mizarr.stages.forward.models.autoconfig import report
 from mizarr.stages.forward.models.files import BRIDGED, TRUSTED, resolve, resolve_runnable
 from mizarr.stages.forward.models.layout_check import FARTHEST, lengths_to_check, turning_points
 from mizarr.stages.forward.models.model import Model
+from mizarr.stages.forward.models.reference import ModelRef
 from mizarr.stages.forward.models.source import ModelSource
 from mizarr.stages.forward.networks.weights import read_shapes
 from mizarr.store import open_store
@@ -327,7 +328,7 @@ def test_a_window_beyond_the_check_is_refused_and_runs_when_trusted(saved):
 
 def test_trust_moves_the_key_and_the_name(saved, checks):
     folder, _ = saved(AGREES)
-    checked, trusted = ModelSource(folder), ModelSource(folder, trust_layout=True)
+    checked, trusted = ModelSource(folder), ModelSource(ModelRef(folder, trust_layout=True))
     assert trusted.identity.forward == f"{ComposedArchitecture.version}, layout trusted"
     assert trusted.identity.digest != checked.identity.digest
     assert trusted.name == f"{folder}{TRUSTED}" and trusted.load().name == trusted.name
@@ -339,7 +340,7 @@ def test_a_trusted_name_is_trust_wherever_it_travels(saved):
     import pickle
 
     folder, _ = saved(DIFFERS)
-    source = ModelSource(folder, trust_layout=True)
+    source = ModelSource(ModelRef(folder, trust_layout=True))
     sent = pickle.loads(pickle.dumps(source))
     assert sent.load().require_identity() == source.identity
     assert ModelSource(source.name).identity == source.identity

@@ -6,6 +6,7 @@ import math
 
 import pytest
 
+from mizarr.stages.forward.models.reference import ModelRef
 from mizarr.stages.forward.models.source import ModelSource
 from mizarr.stages.forward.runs import duration
 from mizarr.stages.forward.runs.duration import PassWork, expected_duration, load_seconds, pass_seconds
@@ -20,7 +21,7 @@ def known_rate(monkeypatch):
 
 
 def test_products_are_those_of_the_weights_that_a_token_meets():
-    source = ModelSource("specimen", device="cpu")
+    source = ModelSource(ModelRef("specimen", device="cpu"))
     config = source.config
     sizes = {name: shape for name, shape in config.tensors.shapes.items() if len(shape) > 1}
     inside = sum(a * b for name, (a, b) in sizes.items() if ".layers." in name)
@@ -34,7 +35,7 @@ def test_products_are_those_of_the_weights_that_a_token_meets():
 
 
 def test_experts_that_a_token_does_not_choose_are_not_counted():
-    source = ModelSource("specimen-experts", device="cpu")
+    source = ModelSource(ModelRef("specimen-experts", device="cpu"))
     config = source.config
     everything = sum(
         math.prod(shape)
@@ -53,7 +54,7 @@ def test_experts_that_a_token_does_not_choose_are_not_counted():
 
 
 def test_an_earlier_run_of_the_size_is_believed_and_a_small_one_bounds():
-    source = ModelSource("specimen", device="cpu")
+    source = ModelSource(ModelRef("specimen", device="cpu"))
     work = PassWork(6 * 1e6)
     counted = pass_seconds(source, work)
     earlier = {"seconds": 5.0, "setup_seconds": 3.0}
@@ -67,6 +68,6 @@ def test_an_earlier_run_of_the_size_is_believed_and_a_small_one_bounds():
 
 
 def test_on_a_gpu_only_earlier_runs_are_believed():
-    source = ModelSource("specimen", device="cuda")
+    source = ModelSource(ModelRef("specimen", device="cuda"))
     assert expected_duration(source, PassWork(100), None, 1.0).seconds is None
     assert expected_duration(source, PassWork(100), {"seconds": 1.0}, 100).seconds == pytest.approx(100)
