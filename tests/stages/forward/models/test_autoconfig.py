@@ -114,7 +114,7 @@ def test_a_key_nobody_reads_is_a_warning_and_a_null_or_harmless_one_is_not():
 
 def test_a_null_hidden_activation_does_not_shadow_hidden_act():
     gemma = RAW | {"model_type": "gemma9", "hidden_activation": None, "hidden_act": "gelu_pytorch_tanh"}
-    assert report(gemma, SHAPES).require().activation == "gelu_tanh"
+    assert report(gemma, SHAPES).require().blocks[0].channel_mixer.activation == "gelu_tanh"
 
 
 @pytest.mark.parametrize(
