@@ -285,9 +285,9 @@ def test_dropout_goes_with_weights_made_anew(model, store):
     np.testing.assert_allclose(ours, expected, rtol=0, atol=1e-9 * np.abs(expected).max())
 
 
-def test_dropout_needs_layers_to_drop_and_leaves_other_keys_alone(tmp_path, model):
+def test_dropout_needs_layers_to_drop_and_is_in_the_key(tmp_path, model):
     grid: dict[str, Any] = {"clean": CLEAN, "corrupted": CORRUPTED, "kinds": ("z",), "metrics": (METRIC,)}
-    assert "dropout" not in AttributionPatching(**grid).params()
+    assert AttributionPatching(**grid).params()["dropout"] is False
     assert AttributionPatching(**grid, dropout=True).params()["dropout"] is True
     save_random_model(tmp_path / "m", "llama", 1, num_hidden_layers=1)
     with pytest.raises(StageError, match="two or more layers for gradient dropout, found 1"):
