@@ -421,7 +421,7 @@ def test_parts_that_do_not_fit_are_named(base, tmp_path):
     with pytest.raises(WeightsError, match=rf"expected '{name}\.scales' beside"):
         Model.from_pretrained(packed, device="cpu")
     edit(packed, quantization_config={"quant_method": "mxfp4"})
-    with pytest.raises(WeightsError, match=r"a tensor 'model\.layers\.0\.self_attn\.o_proj\.weight'"):
+    with pytest.raises(WeightsError, match=r"a tensor 'model\.layers\.0\.self_attn\.q_proj\.weight'"):
         Model.from_pretrained(packed, device="cpu")
 
 
