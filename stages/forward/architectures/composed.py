@@ -242,22 +242,22 @@ class ComposedArchitecture(Architecture):
     @property
     def num_attention_heads(self) -> int:
         """Number of query heads; 0 without attention."""
-        return self.axis_sizes.get("head", 0)
+        return int(self.axis_sizes.get("head", 0))
 
     @property
     def num_kv_heads(self) -> int:
         """Number of key and value heads; 0 without attention."""
-        return self.axis_sizes.get("kv_head", 0)
+        return int(self.axis_sizes.get("kv_head", 0))
 
     @property
     def head_dim(self) -> int:
         """Width of a head's values; 0 without attention."""
-        return self.axis_sizes.get("d_head", 0)
+        return int(self.axis_sizes.get("d_head", 0))
 
     @property
     def intermediate_size(self) -> int:
         """Width of the MLP's hidden layer; 0 without an MLP."""
-        return self.axis_sizes.get("mlp", 0)
+        return int(self.axis_sizes.get("mlp", 0))
 
     @property
     def num_layers(self) -> int:  # type: ignore[override]
