@@ -158,7 +158,7 @@ def inspect(
         "compatible": is_compatible,
         "issues": issues,
         "warnings": [] if files.is_bridged else understood.warnings,
-        "config": config and config.fields,
+        "config": config and _sizes(config) | config.fields,
         "parameters": sum(fact.parameters for fact in facts),
         "bytes": size,
         "bytes_in_float32": 4 * sum(fact.parameters for fact in facts),
@@ -170,6 +170,11 @@ def inspect(
     else:
         _print(found)
     return 0 if is_compatible else CANNOT_RUN
+
+
+def _sizes(config: Architecture) -> dict[str, Any]:
+    """Sizes that readers of a config look for first; 0 heads for a model without attention."""
+    return {"num_layers": config.num_layers, "num_attention_heads": config.attention_heads}
 
 
 def print_fetched(files: ModelFiles | DictionaryFiles, as_json: bool) -> None:
@@ -236,7 +241,9 @@ def _print(found: dict[str, Any]) -> None:
             + (f"; at most {human_bytes(most)} resident" if most else "")
         )
     for name, value in (found["config"] or {}).items():
-        echo(f"  {name}: {value}")
+        # Names of tensors and specs of layers fill screens, fields that are off say nothing: --json has all.
+        if value and not isinstance(value, dict | list | tuple):
+            echo(f"  {name}: {value}")
     for issue in found["issues"]:
         echo(f"{'not computed here' if found['compatible'] else 'cannot run'}: {issue}")
     for warning in found["warnings"]:
