@@ -79,7 +79,7 @@ ASKED: dict[str, tuple[dict[str, Any], str]] = {
     "planning_in_poems": ({}, MADE_FOR),
     "couplet_planning": ({"pairs": 3, "donors": 1}, ""),
     "planning_pairs": ({}, MADE_FOR),
-    "attention_routing": ({}, MADE_FOR),
+    "attention_routing": ({}, ATTENDS),
     "correction_test": ({}, MADE_FOR),
     "sae_features": ({}, NO_DICTIONARY),
     "feature_pages": ({}, NO_DICTIONARY),

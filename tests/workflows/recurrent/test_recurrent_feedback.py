@@ -263,8 +263,8 @@ def test_chosen_among_many_on_these_lines_the_null_pays_for_it():
     for strength, looked_at in ((None, 27), (3.0, 1)):
         workflow.settings = RecurrentFeedback.settings_type(preset="anacrousis", strength=strength)
         workflow.told = workflow._told_condition()
-        finding = workflow._finding("claim", np.ones(4), np.zeros((4, 4)), np.zeros(4))
-        assert finding.null.looked_at == looked_at
+        claim = workflow._claim("claim", np.ones(4), np.zeros((4, 4)), np.zeros(4))
+        assert claim.null.looked_at == looked_at
 
 
 @pytest.mark.parametrize(
