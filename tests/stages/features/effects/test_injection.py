@@ -248,13 +248,13 @@ def test_a_dose_like_another_writes_as_much_to_all_layers_together(clt: Dictiona
     assert norm(3, late.strength, 2) != pytest.approx(norm(7, -2.0, 2), rel=1e-3)
 
 
-def test_a_dose_of_its_own_strength_keeps_its_key(clt: Dictionary):
+def test_every_field_of_a_dose_is_in_its_key(clt: Dictionary):
     def params(**given: str):
         doses = ((Dose(3, 2, 1.0, **given),),)
         sweep = FeatureExchanges(EVERY_POSITION, clt.name, clt.identity, doses, (1.0,), (8,))
         return sweep.params()["exchanges"][0]
 
-    plain = {"layer": 3, "index": 2, "factor": 1.0, "fixed": 0.0, "from_layer": None}
+    plain = {"layer": 3, "index": 2, "factor": 1.0, "fixed": 0.0, "from_layer": None, "like": None}
     assert params() == [plain]
     assert params(like="L3:5") == [plain | {"like": "L3:5"}]
 
