@@ -46,7 +46,7 @@ def test_the_induction_head_says_the_answer_and_hears_the_previous_token_head(co
     assert {each["sender"] for each in heard["a3.h0<v>"]["told"]} >= {"input"}
     first, further, quiet, queries, keys, values = copying.findings().findings
     assert [each.verdict for each in (first, further, keys, values)] == ["beyond chance"] * 4
-    assert "a1.h0, the strongest" in keys.claim and "input, the strongest" in values.claim
+    assert "a1.h0, the strongest" in keys.text and "input, the strongest" in values.text
     assert [each.verdict for each in (quiet, queries)] == ["no more than chance"] * 2
     assert all(each.held_out for each in copying.findings().findings)
 
@@ -71,7 +71,7 @@ def test_what_is_told_is_the_difference_from_random_changes_in_each_pair(copying
     assert copying.findings().findings[1].effect == pytest.approx(beyond.mean())
     told = by_receiver(copying)["the logits"]
     assert (told["heads_looked_at"], told["senders_looked_at"]) == (36, 43)
-    assert "the strongest of 36 heads" in copying.findings().findings[0].claim
+    assert "the strongest of 36 heads" in copying.findings().findings[0].text
 
 
 def test_other_receivers_are_asked_as_an_experiment_would(store):
