@@ -33,6 +33,7 @@ SUBJECTS = {
     "recurrent": "Recurrent models",
     "planning": "Planning ahead",
     "features": "Dictionary features",
+    "feature_exchange": "Exchanging features",
     "algzoo": "Tiny networks of AlgZoo",
 }
 """Headings of the list of workflows, by the folder that a workflow lies in."""
