@@ -65,14 +65,19 @@ class Subject:
         from ..stages.forward.models.files import resolve_runnable
 
         self.reference = ModelRef.of(model)
-        loaded = self.reference.loaded
-        self.dtype = self.reference.dtype or "float32"
-        self.files: ModelFiles = (
-            self.reference.files()
-            if loaded is None
-            else resolve_runnable(loaded.name, self.reference.revision)
-        )
-        if loaded is not None:
+        loaded, self.dtype = self.reference.loaded, self.reference.dtype or "float32"
+        if loaded is None:
+            self.files: ModelFiles = self.reference.files()
+            # Nodes get the snapshot found here, though the branch that was named may move meanwhile; the name
+            # of the files carries trust, backend and adapter.
+            self.reference = ModelRef(
+                self.files.name,
+                revision=self.files.revision,
+                dtype=self.dtype,
+                device=self.reference.device,
+            )
+        else:
+            self.files = resolve_runnable(loaded.name, self.reference.revision)
             identity = loaded.require_identity()
             self.dtype = identity.dtype
             # A readout and a tokenizer come from the files, so the states they are put to must as well.

@@ -195,6 +195,11 @@ def test_a_loaded_model_of_a_revision_is_taken_with_that_revision(hub: str):
     assert found.subject.files.revision == "commit-v2"
 
 
+def test_nodes_get_the_snapshot_that_a_branch_was_when_it_was_named(hub: str):
+    found = build("ablation", model=hub, revision="v2", prompt="it was", target=" the")
+    assert found.subject.source.revision == "commit-v2"
+
+
 def test_a_device_beside_a_loaded_model_is_refused(tiny_model: Path):
     from mizarr import Model
 

@@ -239,12 +239,19 @@ def encode_corpus(
     """
     from ....pipeline import run
     from ...forward.capture.capture import CaptureNode
+    from ...forward.models.reference import ModelRef
 
     (running,) = split_options("encode_corpus", options, RunOptions)
     hooks = [list(map(str, points)) for points in dictionary.reads(layers)]
-    states = [CaptureNode(model, prompts, hooks[0], device=device)]
+
+    def captured(source: Model | str | Path, points: list[str]) -> CaptureNode:
+        # A loaded model stays where it is, wherever the dictionary computes.
+        reference = ModelRef(source, device=device) if isinstance(source, str | Path) else source
+        return CaptureNode(reference, prompts, points)
+
+    states = [captured(model, hooks[0])]
     if against is not None:
-        states.append(CaptureNode(against, prompts, hooks[-1], device=device))
+        states.append(captured(against, hooks[-1]))
     dictionary.require_models([node.source.name for node in states])
     for node in states:
         dictionary.require_fit(node.source.config, node.source.name)

@@ -71,6 +71,8 @@ class ModelRef:
     @classmethod
     def of(cls, model: Any, **options: Any) -> ModelRef:
         """A reference to this model with these options; a reference is changed by them."""
+        if isinstance(model, ModelRef) and not options:
+            return model  # checked already: the check of a loaded model's revision digests files
         return replace(model, **options) if isinstance(model, ModelRef) else cls(model, **options)
 
     @property
