@@ -174,8 +174,8 @@ def inspect(
 
 def _sizes(config: Architecture) -> dict[str, Any]:
     """Sizes that readers of a config look for first; 0 heads for a model without attention."""
-    sizes = {"num_layers": config.num_layers, "num_attention_heads": config.attention_heads}
-    return sizes | {"num_kv_heads": config.axis_sizes.get("kv_head", 0)}
+    names = ("num_layers", "num_attention_heads", "num_kv_heads")
+    return {name: getattr(config, name) for name in names}
 
 
 def print_fetched(files: ModelFiles | DictionaryFiles, as_json: bool) -> None:

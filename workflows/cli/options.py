@@ -60,14 +60,14 @@ class Declared:
         """Some of these options."""
         return replace(self, names=names)
 
-    def options(self) -> list[click.Option]:
-        """The options; one that is left out is None, or False for a flag."""
+    def fields(self) -> list[dataclasses.Field[Any]]:
+        """The fields, in the order of the command's options."""
         from ...stages.options import options_of
 
         package = __name__.partition(".workflows.")[0]
         kind = getattr(importlib.import_module(f"{package}.{self.module}"), self.kind)
-        fields = {item.name: item for item in options_of(kind)}
-        return [_option_of(fields[name]) for name in self.names or fields]
+        known = {item.name: item for item in options_of(kind)}
+        return [known[name] for name in self.names or known]
 
 
 LOADING = Declared("stages.forward.models.reference", "ModelRef")
@@ -79,7 +79,8 @@ NAMED = LOADING.only("trust_layout", "backend", "adapter")
 
 
 def _option_of(item: dataclasses.Field[Any]) -> click.Option:
-    """A dataclass field as an option of the command line."""
+    """A dataclass field as an option of the command line; left out it is the default of the field, or None
+    for a size in bytes."""
     about, flag = item.metadata, f"--{item.name.replace('_', '-')}"
     how: dict[str, Any] = {"help": about["help"]}
     if item.default is not None and about["kind"] != "bytes":
@@ -122,7 +123,7 @@ class DeclaredCommand(click.Command):
         if self._awaited:
             groups, self._awaited = self._awaited, ()
             # The list itself grows: click appends to it and takes away from it.
-            self._params += [option for group in groups for option in group.options()]
+            self._params += [_option_of(item) for group in groups for item in group.fields()]
         return self._params
 
     @params.setter
@@ -136,7 +137,7 @@ command = functools.partial(click.command, cls=DeclaredCommand)
 
 def given_options(options: Mapping[str, Any], *declared: Declared) -> dict[str, Any]:
     """Keyword arguments of what was said on the command line: options that were left out are left out."""
-    names = {option.name for group in declared for option in group.options()}
+    names = {item.name for group in declared for item in group.fields()}
     return {name: value for name, value in options.items() if name in names and value is not None}
 
 

@@ -603,6 +603,16 @@ class Architecture(ABC):
             return 0
         return next(self.axis_sizes[dim] for dim in BY_NAME[self.attention_kind].dims if dim.endswith("head"))
 
+    @property
+    def num_attention_heads(self) -> int:
+        """`attention_heads`, by the name that transformers has for it."""
+        return self.attention_heads
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Number of key and value heads; 0 for a model without."""
+        return int(self.axis_sizes.get("kv_head", 0))
+
     @cached_property
     def read_kind(self) -> str:
         """Kind of hook point of what each head has read of other positions, before it is projected."""

@@ -240,16 +240,6 @@ class ComposedArchitecture(Architecture):
         return replace(self, spelling=replace(self.spelling, **new, head=head))
 
     @property
-    def num_attention_heads(self) -> int:
-        """Number of query heads; 0 without attention."""
-        return int(self.axis_sizes.get("head", 0))
-
-    @property
-    def num_kv_heads(self) -> int:
-        """Number of key and value heads; 0 without attention."""
-        return int(self.axis_sizes.get("kv_head", 0))
-
-    @property
     def head_dim(self) -> int:
         """Width of a head's values; 0 without attention."""
         return int(self.axis_sizes.get("d_head", 0))
