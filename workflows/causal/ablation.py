@@ -187,7 +187,8 @@ class AblationOfEach(KnownWorkflow):
         return CandidateEffects(chosen_on, scored_on)
 
     def claims(self) -> Iterator[Claim]:
-        """The unit that other facts need most, on more of them and here; and the one they need least."""
+        """The head or MLP with the largest KL on other facts, scored on held-out facts and in this prompt;
+        then the one with the least."""
         heads, layers, settings = self.lost.shape[2], self.units["layer"].values, self.settings
         most, least = (self.compared[index[0]] for index in (self.candidates.best, self.candidates.weakest))
 
@@ -212,7 +213,7 @@ class AblationOfEach(KnownWorkflow):
             )
 
     def claims_caption(self) -> str:
-        """How the units were chosen."""
+        """Caption of the claims: on which facts the ablated heads or MLPs were chosen."""
         counts, totals = self.known_counts
         return (
             f"The {self.unit} of the largest mean KL ({float(self.candidates.mean.max()):.3f} nats) on other "

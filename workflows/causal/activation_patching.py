@@ -321,7 +321,7 @@ class ActivationPatchingTrace(KnownWorkflow):
         return CandidateEffects(choice, scored, by_donor)
 
     def claims(self) -> Iterator[Claim]:
-        """The place of each kind that recovers most in other pairs, and one that moves them least."""
+        """For each kind of state, the place with the largest recovery on other pairs; then the weakest."""
         kinds = self.claimed_kinds
         for kind in kinds:
             candidates = self.candidates(kind)
@@ -331,7 +331,7 @@ class ActivationPatchingTrace(KnownWorkflow):
         yield self._claim(kinds[0], first, weakest, "for comparison, ")
 
     def claims_caption(self) -> str:
-        """How the places were chosen."""
+        """Caption of the claims: on which pairs the layer and position of each kind were chosen."""
         counts = [int(self.counts(name).sum()) for name in ("choice", "scored")]
         return (
             f"Of each kind the place that recovers most on {counts[0]} other pairs whose answer the model "

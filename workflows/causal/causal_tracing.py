@@ -248,7 +248,8 @@ class CausalTrace(KnownWorkflow):
         return Site(layer, role, float(mean[layer, role]))
 
     def claims(self) -> Iterator[Claim]:
-        """Of every kind the place chosen, on held-out facts and in this prompt; and one that moves least."""
+        """For each kind of state, the chosen place on held-out facts and in this prompt; then the least
+        effective place."""
         kinds = list(self.kinds)
         for kind in kinds:
             yield self._on_others(kind, self.site(kind))
@@ -258,7 +259,7 @@ class CausalTrace(KnownWorkflow):
                 yield claim
 
     def claims_caption(self) -> str:
-        """How the places were chosen."""
+        """Caption of the claims: on which facts the layer and position of each kind were chosen."""
         known, total = ([number[name] for name in (CHOSEN_ON, SCORED)] for number in self.known_counts)
         return (
             "Of each kind the place whose state raises the answer's probability most on other facts; for "
@@ -268,7 +269,7 @@ class CausalTrace(KnownWorkflow):
         )
 
     def _on_others(self, kind: str, site: Site, before: str = "") -> Claim:
-        """A place in held-out facts, beside other places of each."""
+        """The claim about a layer and role on held-out facts, beside other places of each prompt."""
         own = self.candidates[kind]
         if is_state(kind):  # the last role is the query itself, whose state is not put back
             own = replace(own, scored_on=np.delete(own.scored_on, len(ROLES) - 1, axis=2))

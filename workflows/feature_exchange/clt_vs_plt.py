@@ -105,7 +105,7 @@ class CltVsPlt(ExchangeWorkflow):
 
     @cached_property
     def arms(self) -> dict[str, Dictionary]:
-        """The dictionaries of both kinds."""
+        """The cross-layer ("clt") and the per-layer ("plt") transcoders that are compared."""
         per_layer = Dictionary.from_pretrained(self.preset.per_layer)
         per_layer.require_fit(self.subject.config, self.subject.name)
         return {"clt": self.exchange.dictionary, "plt": per_layer}

@@ -302,11 +302,11 @@ class PlaceWorkflow(KnownWorkflow):
         raise NotImplementedError
 
     def on_held_out(self) -> Claim:
-        """The chosen place in facts that had no part in the choice."""
+        """The claim about the chosen layer and position, scored on held-out facts."""
         raise NotImplementedError
 
     def claims(self) -> Iterator[Claim]:
-        """The place on held-out facts and in this prompt, and one that others say does nothing."""
+        """Three claims: the chosen place on held-out facts, in this prompt, and the least effective place."""
         place, is_held_out = (self.layer, self.edge[1]), self.chosen is not None
         if is_held_out:
             yield self.on_held_out()
@@ -324,7 +324,7 @@ class PlaceWorkflow(KnownWorkflow):
             yield here(quiet, "kl", "changes the next token", "for comparison, ")
 
     def claims_caption(self) -> str:
-        """How the place was chosen."""
+        """Caption of the claims: on which facts the layer and position were chosen."""
         return self.choice_told
 
     @property
@@ -384,7 +384,7 @@ class EdgeWorkflow(PlaceWorkflow):
         return [EdgeKnockout(tokens, tuple(edges), top_k=1)]
 
     def on_held_out(self) -> Claim:
-        """The chosen edge in facts that had no part in the choice."""
+        """The claim about the chosen attention edge, scored on held-out facts."""
         assert self.chosen is not None
         scored = self.facts[self.halves[1]]
         cell = self.chosen.layer * scored.shape[2] + list(ROLES).index(self.chosen.role)
