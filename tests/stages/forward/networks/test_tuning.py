@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import mizarr
-from mizarr.stages.forward.models import memory
+from mizarr.stages.forward.models import residency
 from mizarr.stages.forward.networks.kernels import products, tuning as tuning_module
 from mizarr.stages.forward.networks.kernels.tuning import fix_order_of_sums, is_tuned, processor_maker
 from mizarr.store.errors import ConfigError
@@ -19,7 +19,7 @@ from mizarr.store.errors import ConfigError
 @pytest.fixture(autouse=True)
 def asked_anew():
     """Both choices are made once per process."""
-    asked = (products._onednn, memory.keep_freed_memory)
+    asked = (products._onednn, residency.keep_freed_memory)
     for each in asked:
         each.cache_clear()
     yield
@@ -35,9 +35,9 @@ def test_a_process_that_is_not_tuned_leaves_products_to_torch_and_the_allocator_
     products._onednn.cache_clear()
     monkeypatch.setenv("MIZARR_TUNING", "off")
     called = []
-    monkeypatch.setattr(memory.ctypes, "CDLL", called.append)
+    monkeypatch.setattr(residency.ctypes, "CDLL", called.append)
     assert products._onednn() is None
-    assert memory.keep_freed_memory() is False and not called
+    assert residency.keep_freed_memory() is False and not called
 
 
 def test_anything_but_on_and_off_is_refused(monkeypatch):
