@@ -182,8 +182,8 @@ FAMILIES: dict[str, Family] = {
     ),
 }
 SUPPORTED_MODEL_TYPES = tuple(sorted(FAMILIES))
-_NORMS = {"rms": "RMS", "gemma_rms": "RMS, weight + 1", "layer": "layer norm"}
-_ACTIVATIONS = {
+NORM_WORDS = {"rms": "RMS", "gemma_rms": "RMS, weight + 1", "layer": "layer norm"}
+ACTIVATION_WORDS = {
     "silu": "SiLU",
     "gelu": "GELU",
     "gelu_tanh": "tanh-GELU",
@@ -217,8 +217,8 @@ def described(model_type: str, family: Family) -> dict[str, str]:
     return {
         "model_type": model_type,
         "examples": family.examples,
-        "norm": _NORMS[family.norm] + (", four per block" if family.post_norms else ""),
-        "mlp": _MLPS[family.mlp].format(_ACTIVATIONS[ACTIVATIONS.get(family.activation, "xielu")]),
+        "norm": NORM_WORDS[family.norm] + (", four per block" if family.post_norms else ""),
+        "mlp": _MLPS[family.mlp].format(ACTIVATION_WORDS[ACTIVATIONS.get(family.activation, "xielu")]),
         "attention": ", ".join(filter(None, attention)) or "plain",
         "head": ", ".join(filter(None, head)) or "untied",
     }
