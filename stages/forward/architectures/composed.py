@@ -136,7 +136,7 @@ class LayerSpec:
     def has_split_inputs(self) -> bool:
         """Whether each head of its attention can be shown another stream than the layer reads: q, k and v are
         linear maps of the normed stream, and of nothing else."""
-        attends = any(isinstance(mixer, AttentionSpec) and not mixer.norms_values for mixer in self.mixers)
+        attends = any(isinstance(mixer, AttentionSpec) and not mixer.has_v_norm for mixer in self.mixers)
         return attends and self.norms in ("before", "around") and self.reads_normed and self.shared is None
 
     @property

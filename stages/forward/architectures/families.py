@@ -14,7 +14,7 @@ from typing import Any, Literal
 from ....store.errors import ConfigError, nearest
 from .composed import ComposedArchitecture, LayerSpec
 from .layer_tensors import LLAMA
-from .mixers import AttentionSpec, MlpSpec
+from .mixers import AttentionSpec, MlpSpec, QkNorm
 from .transformer import ActivationName, ConfigReader, Norm, RopeConfig, RopeScheme
 
 Windows = Literal["none", "all", "listed", "alternating", "from_max_window_layers"]
@@ -276,16 +276,14 @@ def read_family(reader: ConfigReader, model_type: str, family: Family) -> Compos
         num_attention_heads=heads,
         num_kv_heads=kv_heads_of(reader, family, heads),
         head_dim=head_dim,
-        turning=replace(read_rope(reader, family, head_dim, context), interleaved=family.interleaved_rope),
+        rope=replace(read_rope(reader, family, head_dim, context), interleaved=family.interleaved_rope),
         scale=None if scalar is None else 1 / math.sqrt(scalar),
         qkv_bias=has_bias(reader, family.qkv_bias),
         o_bias=has_bias(reader, family.o_bias),
-        norms="head" if family.qk_norm else None,
-        qk_norm_eps=eps,
+        qk_norm=QkNorm("head", eps, family.norm) if family.qk_norm else None,
         layout="by part" if family.qkv == "fused" else "separate",
-        soft_cap=caps and reader.optional_number("attn_logit_softcapping", caps[0]),
+        logit_softcap=caps and reader.optional_number("attn_logit_softcapping", caps[0]),
         is_bidirectional=is_bidirectional,
-        norm_type=family.norm,
     )
     mlp = MlpSpec(
         reader.integer("intermediate_size"),

@@ -26,6 +26,7 @@ from .mixers import (
     GatedAttentionSpec,
     LatentAttentionSpec,
     MlpSpec,
+    QkNorm,
 )
 from .transformer import ConfigReader
 
@@ -53,12 +54,10 @@ def _qwen(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
         reader.integer("num_attention_heads", 16),
         reader.integer("num_key_value_heads", 4 if model_type == "qwen3_5_text" else 2),
         head_dim,
-        turning=rope_of(reader, head_dim, 32768, share=0.25),
+        rope=rope_of(reader, head_dim, 32768, share=0.25),
         qkv_bias=bias,
         o_bias=bias,
-        norms="head",
-        norm_type="gemma_rms",
-        qk_norm_eps=eps,
+        qk_norm=QkNorm("head", eps, "gemma_rms"),
     )
     delta = _gated_delta(reader, "by group" if model_type == "qwen3_next" else "by part", eps)
     layers = reader.integer("num_hidden_layers")
@@ -134,11 +133,10 @@ def _olmo(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
         heads,
         reader.integer("num_key_value_heads", heads),
         hidden // heads,
-        turning=rope_of(reader, hidden // heads, 65536) if _turns(reader) else None,
+        rope=rope_of(reader, hidden // heads, 65536) if _turns(reader) else None,
         qkv_bias=bias,
         o_bias=bias,
-        norms="all",
-        qk_norm_eps=eps,
+        qk_norm=QkNorm("all", eps),
     )
     groups = reader.integer("linear_num_key_heads", heads)
     key_size = reader.integer("linear_key_head_dim", int(0.75 * hidden / groups))
@@ -271,9 +269,8 @@ def _lfm2(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
         heads,
         reader.integer("num_key_value_heads", 8),
         head_dim,
-        turning=rope_of(reader, head_dim, 128_000, theta=1e6),
-        norms="head",
-        qk_norm_eps=eps,
+        rope=rope_of(reader, head_dim, 128_000, theta=1e6),
+        qk_norm=QkNorm("head", eps),
     )
     size, bias = reader.integer("conv_L_cache", 3), reader.flag("conv_bias", False)
     convolution = ShortConvolutionSpec(hidden, size, bias)
@@ -345,7 +342,7 @@ def _recurrent_gemma(reader: ConfigReader, shapes: TensorShapes) -> ComposedArch
         heads,
         reader.integer("num_key_value_heads", heads),
         hidden // heads,
-        turning=rope_of(reader, hidden // heads, 2048, share=0.5),
+        rope=rope_of(reader, hidden // heads, 2048, share=0.5),
         window=reader.integer("attention_window_size", 2048),
         qkv_bias=reader.flag("attention_bias", False),
         o_bias=True,
@@ -397,7 +394,7 @@ def _minimax(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture
         heads,
         reader.integer("num_key_value_heads", 8),
         head_dim,
-        turning=rope_of(reader, head_dim, 131072, theta=1e6),
+        rope=rope_of(reader, head_dim, 131072, theta=1e6),
         window=reader.optional_integer("sliding_window"),
         factors=(1.0, 1.0, beta["full_attn"]),
     )
@@ -435,9 +432,8 @@ def _minimax_m2(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitect
         heads,
         reader.integer("num_key_value_heads", 8),
         head_dim,
-        turning=read_rope(ConfigReader(raw, reader.source), family, head_dim, context),
-        norms="all",
-        qk_norm_eps=eps,
+        rope=read_rope(ConfigReader(raw, reader.source), family, head_dim, context),
+        qk_norm=QkNorm("all", eps),
     )
     experts = ExpertsSpec(
         reader.integer("num_local_experts", 256),

@@ -377,7 +377,7 @@ def _attention(reader: ConfigReader, *, rope: RopeConfig | None, kv_heads: int |
         num_attention_heads=heads,
         num_kv_heads=reader.integer("num_key_value_heads", heads if is_told else kv_heads),
         head_dim=_head_dim(reader),
-        turning=rope,
+        rope=rope,
         qkv_bias=bias,
         o_bias=bias,
     )

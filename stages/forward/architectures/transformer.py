@@ -27,8 +27,8 @@ class RopeConfig:
     context from which an entry turns as it did, and up to which it turns slower by the whole factor (yarn);
     is_truncated: whether the places of these entries are rounded. is_backwards: whether angles are negative.
     frequencies: a weight, radians per position [dim / 2], which the network puts here where a checkpoint
-    tells them; None for what the others say. turning: of a head's pairs of entries, how many turn, the
-    fastest ones of a head that turns as a whole (proportional).
+    tells them; None for what the others say. rotated_pairs: of a head's pairs of entries, how many rotate,
+    the fastest ones of a head that rotates as a whole (proportional).
     """
 
     theta: float
@@ -46,7 +46,7 @@ class RopeConfig:
     is_truncated: bool = True
     is_backwards: bool = False
     frequencies: Any = field(default=None, compare=False, repr=False)
-    turning: int = 0
+    rotated_pairs: int = 0
 
     def __post_init__(self) -> None:
         if self.dim % 2 or self.dim <= 0:

@@ -474,7 +474,7 @@ def esm(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
         theta = config.number("rope_theta", 10000.0)
         options = {
             "positions": {},
-            "heads": {"has_frequencies": bool(stored)},
+            "heads": {"has_stored_frequencies": bool(stored)},
             "rope": lambda config, head_dim, most, windows: (RopeConfig(theta, head_dim),) * len(windows),
         }
     return roberta_like(

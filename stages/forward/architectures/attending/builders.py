@@ -53,7 +53,6 @@ __all__ = [
     "layers_of",
     "mlp",
     "position_table",
-    "qk_norm",
     "rooted",
     "rope",
     "rope_everywhere",
@@ -182,11 +181,6 @@ def attention(
         defaults["num_kv_heads"] = kv_heads_of(config, Family(kv_heads=kv_heads), heads)
     head_dim = config.integer("head_dim", width if is_null else head_dim or width)
     return AttentionSpec(**{**defaults, "head_dim": head_dim, **fields})
-
-
-def qk_norm(per: Literal["head", "all"], eps: float, norm_type: str = "rms", **fields: Any) -> dict[str, Any]:
-    """Fields of `AttentionSpec` of norms of queries and keys, over each head or all heads together."""
-    return {"norms": per, "qk_norm_eps": eps, "norm_type": norm_type, **fields}
 
 
 def attention_bias(config: ConfigReader) -> bool:
@@ -516,9 +510,7 @@ def decoder(
     def layer(number: int) -> LayerSpec:
         own_rope, window = ropes[number], windows[number]
         if isinstance(attention, AttentionSpec):
-            mixer: MixerSpec = replace(
-                attention, turning=own_rope, window=window, is_bidirectional=looks_ahead
-            )
+            mixer: MixerSpec = replace(attention, rope=own_rope, window=window, is_bidirectional=looks_ahead)
         else:
             mixer = attention(own_rope, window, number)
         return LayerSpec(

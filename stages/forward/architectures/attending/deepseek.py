@@ -63,7 +63,7 @@ def _latent_decoder(
     interleaved = may_interleave and config.flag("rope_interleave", True)
 
     def mixer(rope: RopeConfig | None, window: int | None, layer: int) -> LatentAttentionSpec:
-        return replace(spec, turning=rope)
+        return replace(spec, rope=rope)
 
     return build.decoder(
         config,

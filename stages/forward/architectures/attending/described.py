@@ -99,9 +99,9 @@ def _attention(model: ComposedArchitecture) -> list[str]:
     shares = {mixer.rope.dim / mixer.head_dim for mixer in grouped if mixer.rope is not None}
     share = min(shares, default=1.0)
     windows = [mixer.window for mixer in grouped]
-    attends_far = any(mixer.growth is not None for mixer in grouped)
+    attends_far = any(mixer.temperature_tuning is not None for mixer in grouped)
     return [
-        "norms on q and k" if any(mixer.norms for mixer in grouped) else "",
+        "norms on q and k" if any(mixer.qk_norm for mixer in grouped) else "",
         "biases" if any(mixer.qkv_bias for mixer in grouped) else "",
         "latent keys and values" if isinstance(first, LatentAttentionSpec) else "",
         "experts of attention" if isinstance(first, RoutedAttentionSpec) else "",
@@ -117,11 +117,11 @@ def _attention(model: ComposedArchitecture) -> list[str]:
         "chunks" if any(mixer.is_chunked for mixer in grouped) else "",
         "beside the MLP" if model.blocks[0].is_parallel else "",
         _positions(model),
-        "ALiBi" if any(mixer.slopes for mixer in grouped) else "",
-        "soft cap" if any(mixer.soft_cap for mixer in grouped) else "",
-        "scores by values" if any(mixer.rises_by_values for mixer in grouped) else "",
+        "ALiBi" if any(mixer.alibi_slopes for mixer in grouped) else "",
+        "soft cap" if any(mixer.logit_softcap for mixer in grouped) else "",
+        "scores by values" if any(mixer.has_value_scores for mixer in grouped) else "",
         "scores by distance" if any(mixer.relative for mixer in grouped) else "",
-        "sinks" if any(mixer.has_sinks for mixer in grouped) else "",
+        "sinks" if any(mixer.attention_sinks for mixer in grouped) else "",
         "temperature tuning" if attends_far else "",
         "gains on the stream" if model.blocks[0].has_gains else "",
         "layers share weights" if model.blocks[-1].source not in (None, model.num_layers - 1) else "",

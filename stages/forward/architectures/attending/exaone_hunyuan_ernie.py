@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from ..composed import ComposedArchitecture
 from ..layer_tensors import LLAMA
-from ..mixers import ChannelMixerSpec, ExpertsSpec
+from ..mixers import ChannelMixerSpec, ExpertsSpec, QkNorm
 from ..transformer import ConfigReader, RopeConfig
 from . import builders as build
 from .builders import Ropes, TensorShapes, Windows, family
@@ -48,7 +48,7 @@ def exaone4(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
     eps = config.number("rms_norm_eps", 1e-5)
     return build.decoder(
         config,
-        build.attention(config, kv_heads=32, **build.qk_norm("head", eps)),
+        build.attention(config, kv_heads=32, qk_norm=QkNorm("head", eps)),
         build.mlp(config),
         rope=build.rope_in_windows(unless_none=True),
         windows=build.windows_by_type(config, build.every_nth_full(4, "sliding_window_pattern")),
@@ -82,7 +82,7 @@ def exaone_moe(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitectu
 
     return build.decoder(
         config,
-        build.attention(config, kv_heads=32, **build.qk_norm("head", eps)),
+        build.attention(config, kv_heads=32, qk_norm=QkNorm("head", eps)),
         channel_mixer,
         rope=build.rope_in_windows(unless_none=True),
         windows=build.windows_by_type(config, build.every_nth_full(4, "sliding_window_pattern")),
@@ -119,7 +119,7 @@ def hunyuan_v1_dense(config: ConfigReader, shapes: TensorShapes) -> ComposedArch
     return build.decoder(
         config,
         build.attention(
-            config, bias=build.attention_bias(config), **build.qk_norm("head", eps, norms_behind_rope=True)
+            config, bias=build.attention_bias(config), qk_norm=QkNorm("head", eps, after_rope=True)
         ),
         build.mlp(config),
         rope=BY_ALPHA,
@@ -152,7 +152,7 @@ def hunyuan_v1_moe(config: ConfigReader, shapes: TensorShapes) -> ComposedArchit
     return build.decoder(
         config,
         build.attention(
-            config, bias=build.attention_bias(config), **build.qk_norm("head", eps, norms_behind_rope=True)
+            config, bias=build.attention_bias(config), qk_norm=QkNorm("head", eps, after_rope=True)
         ),
         experts,
         rope=BY_ALPHA,
@@ -186,7 +186,7 @@ def hy_v3(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
     return build.decoder(
         config,
         build.attention(
-            config, head_dim=128, kv_heads=8, bias=build.attention_bias(config), **build.qk_norm("head", eps)
+            config, head_dim=128, kv_heads=8, bias=build.attention_bias(config), qk_norm=QkNorm("head", eps)
         ),
         channel_mixer,
         rope=build.rope_everywhere(11158840.0),

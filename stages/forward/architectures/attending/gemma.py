@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from ..composed import ComposedArchitecture
 from ..layer_tensors import LLAMA
+from ..mixers import QkNorm
 from ..transformer import ConfigReader
 from . import builders as build
 from .builders import TensorShapes, family
@@ -37,7 +38,7 @@ def gemma3_text(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitect
             kv_heads=4,
             bias=build.attention_bias(config),
             scale=_scale(config),
-            **build.qk_norm("head", eps, "gemma_rms"),
+            qk_norm=QkNorm("head", eps, "gemma_rms"),
         ),
         build.mlp(config, build.activation(config, "gelu_pytorch_tanh", "hidden_activation")),
         rope=build.two_ropes(1000000.0, 10000.0, "rope_local_base_freq"),
@@ -64,7 +65,7 @@ def vaultgemma(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitectu
             kv_heads=4,
             bias=build.attention_bias(config),
             scale=_scale(config),
-            soft_cap=config.optional_number("attn_logit_softcapping", 50.0),
+            logit_softcap=config.optional_number("attn_logit_softcapping", 50.0),
         ),
         build.mlp(config, build.activation(config, "gelu_pytorch_tanh", "hidden_activation")),
         windows=build.windows_by_type(config, build.every_nth_full(2)),

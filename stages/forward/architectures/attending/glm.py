@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from ..composed import ComposedArchitecture
 from ..layer_tensors import LLAMA
-from ..mixers import ChannelMixerSpec
+from ..mixers import ChannelMixerSpec, QkNorm
 from ..transformer import ConfigReader
 from . import builders as build
 from .builders import TensorShapes, family
@@ -55,7 +55,7 @@ def glm4(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
 @family("glm4_moe", "GLM 4.5 and 4.6")
 def glm4_moe(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
     eps = config.number("rms_norm_eps", 1e-5)
-    norms = build.qk_norm("head", eps) if config.flag("use_qk_norm", False) else {}
+    qk_norm = QkNorm("head", eps) if config.flag("use_qk_norm", False) else None
 
     def channel_mixer(layer: int) -> ChannelMixerSpec:
         if layer < config.integer("first_k_dense_replace", 1, least=0):
@@ -64,7 +64,7 @@ def glm4_moe(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture
 
     return build.decoder(
         config,
-        build.attention(config, kv_heads=8, qkv_bias=config.flag("attention_bias", False), **norms),
+        build.attention(config, kv_heads=8, qkv_bias=config.flag("attention_bias", False), qk_norm=qk_norm),
         channel_mixer,
         rope=build.rope_everywhere(share=0.5),
         eps=eps,

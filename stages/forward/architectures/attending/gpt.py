@@ -13,6 +13,7 @@ from .....store.errors import ConfigError
 from ..composed import ComposedArchitecture
 from ..families import confirm_derived
 from ..layer_tensors import LLAMA, Spelling
+from ..mixers import QkNorm
 from ..transformer import ConfigReader, RopeConfig
 from . import builders as build
 from .builders import Ropes, TensorShapes, Windows, family
@@ -283,10 +284,10 @@ def stablelm(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture
 @family("persimmon", "Persimmon", never=("head_dim", "num_key_value_heads"))
 def persimmon(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
     eps = config.number("layer_norm_eps", 1e-5)
-    norms = build.qk_norm("head", eps, "layer") if config.flag("qk_layernorm", True) else {}
+    qk_norm = QkNorm("head", eps, "layer") if config.flag("qk_layernorm", True) else None
     return build.decoder(
         config,
-        build.attention(config, bias=True, layout="by head", **norms),
+        build.attention(config, bias=True, layout="by head", qk_norm=qk_norm),
         build.mlp(config, build.activation(config, "relu2"), is_gated=False, bias=True),
         rope=build.rope_everywhere(share=0.5),
         norm_type="layer",
@@ -306,10 +307,10 @@ def persimmon(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitectur
 @family("phi", "Phi 1, 1.5 and 2")
 def phi(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
     eps = config.number("layer_norm_eps", 1e-5)
-    norms = build.qk_norm("head", eps, "layer") if config.flag("qk_layernorm", False) else {}
+    qk_norm = QkNorm("head", eps, "layer") if config.flag("qk_layernorm", False) else None
     return build.decoder(
         config,
-        build.attention(config, bias=True, **norms),
+        build.attention(config, bias=True, qk_norm=qk_norm),
         build.mlp(config, build.activation(config, "gelu_new"), is_gated=False, bias=True),
         rope=build.rope_everywhere(share=0.5),
         is_parallel=True,

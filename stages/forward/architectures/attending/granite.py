@@ -132,7 +132,7 @@ BY_THETA: Ropes = _rope_by_theta
 def granite_swa(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
     return build.decoder(
         config,
-        _attention(config, kv_heads=4, has_sinks=True),
+        _attention(config, kv_heads=4, attention_sinks=True),
         build.mlp(config, bias=config.flag("mlp_bias", False), factors=(1.0, _residual(config))),
         rope=BY_THETA,
         windows=build.windows_by_type(config, build.first_of_four_full, 128),
@@ -147,7 +147,7 @@ def granite_swa(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitect
 def granitemoe_swa(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
     return build.decoder(
         config,
-        _attention(config, has_sinks=True),
+        _attention(config, attention_sinks=True),
         _experts(config),
         rope=BY_THETA,
         windows=build.windows_by_type(config, build.first_of_four_full, 128),

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any
 
 from .....store.errors import ConfigError
 from ..composed import ComposedArchitecture
 from ..layer_tensors import LLAMA
 from ..linear_families import OF_MIXTRAL
-from ..mixers import AttentionSpec, DifferentialSpec, ExpertsSpec, MlpSpec
+from ..mixers import AttentionSpec, DifferentialSpec, ExpertsSpec, MlpSpec, QkNorm, TemperatureTuning
 from ..transformer import ConfigReader, RopeConfig
 from . import builders as build
 from .builders import TensorShapes, Windows, family
@@ -93,7 +92,7 @@ def apertus(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
     eps = config.number("rms_norm_eps", 1e-5)
     return build.decoder(
         config,
-        build.attention(config, bias=build.attention_bias(config), **build.qk_norm("head", eps)),
+        build.attention(config, bias=build.attention_bias(config), qk_norm=QkNorm("head", eps)),
         build.mlp(config, build.activation(config, "xielu"), is_gated=False),
         rope=build.rope_everywhere(12000000.0, default=LLAMA3_OF_APERTUS),
         eps=eps,
@@ -140,7 +139,7 @@ def diffllama(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitectur
     )
 
     def mixer(rope: RopeConfig | None, window: int | None, layer: int) -> DifferentialSpec:
-        return DifferentialSpec(replace(heads, turning=rope), 0.8 - 0.6 * math.exp(-0.3 * layer), eps)
+        return DifferentialSpec(replace(heads, rope=rope), 0.8 - 0.6 * math.exp(-0.3 * layer), eps)
 
     return build.decoder(
         config,
@@ -160,7 +159,7 @@ def doge(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
     model = build.decoder(
         config,
         build.attention(
-            config, bias=build.attention_bias(config), rises_by_values=True, **build.qk_norm("head", eps)
+            config, bias=build.attention_bias(config), has_value_scores=True, qk_norm=QkNorm("head", eps)
         ),
         build.mlp(config, bias=_mlp_bias(config)),
         windows=build.window_everywhere(config),
@@ -256,10 +255,10 @@ def jais2(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
 def nanochat(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
     """Norms without weights, of queries and keys behind a rope that rotates backwards."""
     eps = config.number("rms_norm_eps", 1e-6)
-    norms = build.qk_norm("head", eps, has_norm_weights=False, norms_behind_rope=True)
+    qk_norm = QkNorm("head", eps, has_weights=False, after_rope=True)
     return build.decoder(
         config,
-        build.attention(config, bias=build.attention_bias(config), **norms),
+        build.attention(config, bias=build.attention_bias(config), qk_norm=qk_norm),
         build.mlp(config, build.activation(config, "relu2"), is_gated=False),
         rope=build.rope_everywhere(is_backwards=True),
         has_embedding_norm=True,
@@ -330,19 +329,17 @@ def llama4_text(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitect
     queries are scaled by their position (attention temperature tuning)."""
     eps = config.number("rms_norm_eps", 1e-5)
     heads = build.attention(config, head_dim=128, kv_heads=8, bias=build.attention_bias(config))
-    norms: dict[str, Any] = {}
-    if config.flag("use_qk_norm", True):
-        norms = build.qk_norm("head", eps, has_norm_weights=False, norms_behind_rope=True)
+    has_norms = config.flag("use_qk_norm", True)
+    qk_norm = QkNorm("head", eps, has_weights=False, after_rope=True) if has_norms else None
 
-    def temperature() -> dict[str, Any]:
+    def tuning() -> TemperatureTuning | None:
         if not config.raw.get("attn_temperature_tuning", True):  # 4 in some files
-            return {}
-        growth = config.number("attn_scale", 0.1), config.integer("floor_scale", 8192)
-        return {"growth": growth, "growth_start": 1}
+            return None
+        return TemperatureTuning(config.number("attn_scale", 0.1), config.integer("floor_scale", 8192), 1)
 
     def mixer(rope: RopeConfig | None, window: int | None, layer: int) -> AttentionSpec:
-        own = temperature() if rope is None else norms
-        return replace(heads, turning=rope, window=window, is_chunked=window is not None, **own)
+        own = {"temperature_tuning": tuning()} if rope is None else {"qk_norm": qk_norm}
+        return replace(heads, rope=rope, window=window, is_chunked=window is not None, **own)
 
     return build.decoder(
         config,

@@ -11,7 +11,7 @@ from .....store.errors import ConfigError
 from ..composed import ComposedArchitecture
 from ..layer_tensors import LLAMA
 from ..linear_families import OF_MIXTRAL
-from ..mixers import ExpertsSpec
+from ..mixers import ExpertsSpec, TemperatureTuning
 from ..transformer import ConfigReader
 from . import builders as build
 from .builders import TensorShapes, family
@@ -50,10 +50,12 @@ def ministral3(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitectu
     """Queries are scaled by their position, as rope_parameters say (attention temperature tuning)."""
     told = config.mapping("rope_scaling") or config.mapping("rope_parameters") or YARN_OF_MINISTRAL
     rope = ConfigReader(dict(told), f"{config.source}: rope_parameters")
-    growth = rope.number("llama_4_scaling_beta"), rope.integer("original_max_position_embeddings")
+    tuning = TemperatureTuning(
+        rope.number("llama_4_scaling_beta"), rope.integer("original_max_position_embeddings")
+    )
     return build.decoder(
         config,
-        build.attention(config, head_dim=128, kv_heads=8, growth=growth),
+        build.attention(config, head_dim=128, kv_heads=8, temperature_tuning=tuning),
         build.mlp(config),
         rope=build.rope_everywhere(default=YARN_OF_MINISTRAL),
         windows=build.window_everywhere(config),

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from ..composed import ComposedArchitecture
 from ..layer_tensors import LLAMA
-from ..mixers import ChannelMixerSpec, ExpertsSpec, GatedAttentionSpec, RoutedAttentionSpec
+from ..mixers import ChannelMixerSpec, ExpertsSpec, GatedAttentionSpec, QkNorm, RoutedAttentionSpec
 from ..transformer import ConfigReader, RopeConfig
 from . import builders as build
 from .builders import TensorShapes, family
@@ -45,7 +45,7 @@ def gpt_oss(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
     return build.decoder(
         config,
         build.attention(
-            config, head_dim=64, kv_heads=8, bias=config.flag("attention_bias", True), has_sinks=True
+            config, head_dim=64, kv_heads=8, bias=config.flag("attention_bias", True), attention_sinks=True
         ),
         experts,
         rope=build.rope_everywhere(150000.0, default=YARN_OF_GPT_OSS),
@@ -67,7 +67,7 @@ def afmoe(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
     mup_enabled."""
     eps, bias = config.number("rms_norm_eps", 1e-5), build.attention_bias(config)
     is_scaled = config.flag("mup_enabled", False)
-    heads = build.attention(config, head_dim=128, bias=bias, **build.qk_norm("head", eps))
+    heads = build.attention(config, head_dim=128, bias=bias, qk_norm=QkNorm("head", eps))
 
     def channel_mixer(layer: int) -> ChannelMixerSpec:
         if layer < config.integer("num_dense_layers", 1, least=0):
@@ -116,7 +116,7 @@ def dots1(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
 
     return build.decoder(
         config,
-        build.attention(config, kv_heads=32, bias=build.attention_bias(config), **build.qk_norm("head", eps)),
+        build.attention(config, kv_heads=32, bias=build.attention_bias(config), qk_norm=QkNorm("head", eps)),
         channel_mixer,
         windows=build.windows_by_type(config, build.full_then_windows(62)),
         eps=eps,
@@ -185,7 +185,7 @@ def kolibri1(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture
     )
     return build.decoder(
         config,
-        build.attention(config, head_dim=128, kv_heads=4, **build.qk_norm("head", eps)),
+        build.attention(config, head_dim=128, kv_heads=4, qk_norm=QkNorm("head", eps)),
         experts,
         rope=build.rope_in_windows(),
         windows=build.windows_by_type(config, build.every_nth_full(5), 513),
@@ -213,7 +213,7 @@ def mellum(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
     return build.decoder(
         config,
         build.attention(
-            config, head_dim=128, kv_heads=4, bias=build.attention_bias(config), **build.qk_norm("head", eps)
+            config, head_dim=128, kv_heads=4, bias=build.attention_bias(config), qk_norm=QkNorm("head", eps)
         ),
         channel_mixer,
         rope=build.two_ropes(500000.0, 10000.0),

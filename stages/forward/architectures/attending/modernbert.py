@@ -13,6 +13,7 @@ from .....store.errors import ConfigError
 from ..composed import ComposedArchitecture
 from ..families import listed_windows
 from ..layer_tensors import LLAMA, Spelling
+from ..mixers import QkNorm
 from ..transformer import ConfigReader
 from . import builders as build
 from .bert import of_bert, of_roberta
@@ -119,11 +120,11 @@ def eurobert(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture
 def esmc(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
     """What is added to the stream is multiplied by the root of 36 / layers."""
     residual = math.sqrt(36 / build.layers_of(config))
-    norms = build.qk_norm("all", 1e-5, "layer", has_norm_bias=False)
+    qk_norm = QkNorm("all", 1e-5, "layer", has_bias=False)
     factors = (1.0, 1.0, residual)
     return build.decoder(
         config,
-        build.attention(config, bias=build.attention_bias(config), factors=factors, **norms),
+        build.attention(config, bias=build.attention_bias(config), factors=factors, qk_norm=qk_norm),
         build.mlp(config, bias=config.flag("mlp_bias", False), factors=(1.0, residual)),
         looks_ahead=True,
         norm_type="layer",

@@ -173,7 +173,7 @@ def bloom(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
     width = 4 * config.integer("hidden_size")
     return build.decoder(
         config,
-        build.attention(config, bias=True, layout="by head", slopes=slopes),
+        build.attention(config, bias=True, layout="by head", alibi_slopes=slopes),
         build.mlp(config, "gelu_tanh", width=width, is_gated=False, bias=True),
         norm_type="layer",
         has_embedding_norm=True,
@@ -211,7 +211,7 @@ def mpt(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
             )
     slopes = _slopes_of_mpt(config.integer("num_attention_heads"))
     heads = build.attention(
-        config, layout="by part", slopes=slopes, clip=own.optional_number("clip_qkv") or None
+        config, layout="by part", alibi_slopes=slopes, clip_qkv=own.optional_number("clip_qkv") or None
     )
     scale = own.number("softmax_scale", heads.head_dim**-0.5)
     if scale == 0:

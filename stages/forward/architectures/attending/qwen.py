@@ -11,7 +11,7 @@ from dataclasses import replace
 from .....store.errors import ConfigError
 from ..composed import ComposedArchitecture
 from ..layer_tensors import LLAMA
-from ..mixers import ChannelMixerSpec, ExpertsSpec
+from ..mixers import ChannelMixerSpec, ExpertsSpec, QkNorm
 from ..transformer import ConfigReader
 from . import builders as build
 from .builders import TensorShapes, family
@@ -67,7 +67,7 @@ def qwen3_vl_text(config: ConfigReader, shapes: TensorShapes) -> ComposedArchite
     return build.decoder(
         config,
         build.attention(
-            config, head_dim=128, kv_heads=32, bias=build.attention_bias(config), **build.qk_norm("head", eps)
+            config, head_dim=128, kv_heads=32, bias=build.attention_bias(config), qk_norm=QkNorm("head", eps)
         ),
         build.mlp(config),
         rope=build.rope_everywhere(500000.0),
@@ -115,7 +115,7 @@ def qwen3_moe(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitectur
         windows = build.windows_by_type(config, build.every_layer_full, has_flag=True)
     return build.decoder(
         config,
-        build.attention(config, kv_heads=4, bias=build.attention_bias(config), **build.qk_norm("head", eps)),
+        build.attention(config, kv_heads=4, bias=build.attention_bias(config), qk_norm=QkNorm("head", eps)),
         _sparse(config, lambda: qwen_experts(config, count=128, chosen=8, width=768)),
         windows=windows,
         eps=eps,

@@ -18,7 +18,7 @@ from ..composed import LayerSpec
 from ..families import Family, listed_windows, read_activation, read_rope
 from ..layer_tensors import LLAMA
 from ..mamba_families import FamilyReader, TensorShapes, checked
-from ..mixers import AttentionSpec, ChannelMixerSpec, ExpertsSpec, MlpAndExpertsSpec, MlpSpec
+from ..mixers import AttentionSpec, ChannelMixerSpec, ExpertsSpec, MlpAndExpertsSpec, MlpSpec, QkNorm
 from ..transformer import ConfigReader, RopeConfig
 from .config import CarryingConfig
 
@@ -129,7 +129,7 @@ def _with_key_values(block: LayerSpec) -> LayerSpec:
     """A layer whose values are what its keys are made of, unless it has a window."""
     (attention,) = block.mixers
     assert isinstance(attention, AttentionSpec)
-    made = replace(attention, has_key_values=attention.window is None and attention.source is None)
+    made = replace(attention, values_from_keys=attention.window is None and attention.source is None)
     return replace(block, mixers=(made,))
 
 
@@ -225,15 +225,14 @@ def _config(
             heads,
             kv_heads,
             head_dim,
-            turning=_rope(told, theta, head_dim, context),
+            rope=_rope(told, theta, head_dim, context),
             scale=1.0,
             window=windows[layer],
             qkv_bias=has_bias,
             o_bias=has_bias,
-            norms="head",
-            qk_norm_eps=eps,
+            qk_norm=QkNorm("head", eps),
             source=sources[layer],
-            norms_values=True,
+            has_v_norm=True,
         )
         return checked(reader, LayerSpec((attention,), channels[layer], "around"))
 
@@ -313,7 +312,7 @@ def _rope(told: ConfigReader, theta: float, head_dim: int, context: int) -> Rope
         head_dim,
         "proportional",
         told.number("factor", 1.0),
-        turning=int(share * head_dim // 2),
+        rotated_pairs=int(share * head_dim // 2),
     )
 
 

@@ -65,7 +65,7 @@ def compare(ours, theirs):
     size = getattr(theirs, "sliding_window", None)
     types = getattr(theirs, "layer_types", None) or ["sliding_attention"] * ours.num_layers
     assert list(windows(ours)) == [size if kind == "sliding_attention" else None for kind in types]
-    assert ours_attends.soft_cap == getattr(theirs, "attn_logit_softcapping", None)
+    assert ours_attends.logit_softcap == getattr(theirs, "attn_logit_softcapping", None)
     assert ours.final_logit_softcapping == getattr(theirs, "final_logit_softcapping", None)
     scalar = getattr(theirs, "query_pre_attn_scalar", None) or ours_attends.head_dim
     assert ours.layers[0].mixer.scale == 1 / math.sqrt(scalar)
@@ -113,7 +113,7 @@ def test_llama_3_2_as_published():
 def test_gemma_2_alternates_windows_and_layer_types_override_the_alternation():
     config = from_hf_config(raw("gemma2"))
     assert windows(config) == (4096, None, 4096, None)
-    assert (attention(config).soft_cap, config.final_logit_softcapping) == (50.0, 30.0)
+    assert (attention(config).logit_softcap, config.final_logit_softcapping) == (50.0, 30.0)
     assert config.layers[0].norms == "around" and config.embedding_scale == 8.0
     listed = ["full_attention"] * 3 + ["sliding_attention"]
     assert windows(from_hf_config(raw("gemma2", layer_types=listed))) == (None, None, None, 4096)
@@ -121,7 +121,7 @@ def test_gemma_2_alternates_windows_and_layer_types_override_the_alternation():
 
 def test_an_explicit_null_soft_cap_is_no_cap():
     config = from_hf_config(raw("gemma2", attn_logit_softcapping=None, final_logit_softcapping=None))
-    assert attention(config).soft_cap is None and config.final_logit_softcapping is None
+    assert attention(config).logit_softcap is None and config.final_logit_softcapping is None
 
 
 @pytest.mark.parametrize(
