@@ -17,7 +17,6 @@ from .attending.described import described_attending
 from .attending.families import ATTENDING
 from .attending.towers import TOWERS, read_tower, text_section
 from .carrying.families import CARRYING
-from .families import FAMILIES, described, read_family
 from .linear_families import KIN, LINEAR
 from .mamba_families import HYBRIDS, FamilyReader
 from .pairs.families import PAIRS, PairFamily
@@ -41,6 +40,8 @@ class KnownFamily:
     """It in words, by column."""
     reads_tensors: bool = False
     """Whether config.json alone does not say enough."""
+    reports_unread_keys: bool = False
+    """Whether keys that it does not read are reported."""
 
     @property
     def described(self) -> Mapping[str, str]:
@@ -151,21 +152,16 @@ def by_own_names(config: ConfigReader) -> ConfigReader:
                     f"{config.source}: expected one value of {own} and {second}, two names of one key, found "
                     f"{keys[own]!r} and {value!r}; leave one out"
                 )
-    return ConfigReader(keys, config.source)
-
-
-def _transformer(model_type: str) -> KnownFamily:
-    family = FAMILIES[model_type]
-    return KnownFamily(
-        lambda reader, shapes: read_family(reader, model_type, family),
-        lambda: described(model_type, family),
-    )
+    return config.reading(keys)
 
 
 def _attending(model_type: str) -> KnownFamily:
     family = ATTENDING[model_type]
     return KnownFamily(
-        family.read, lambda: described_attending(model_type, family), reads_tensors=family.reads_tensors
+        family.read,
+        lambda: described_attending(model_type, family),
+        reads_tensors=family.reads_tensors,
+        reports_unread_keys=family.reports_unread_keys,
     )
 
 
@@ -213,7 +209,6 @@ def _row(model_type: str, examples: str, norm: str, mlp: str, attention: str, he
 
 OF_MIXERS = HYBRIDS | LINEAR | KIN | ZAMBA | RECURRENT | CARRYING
 KNOWN: dict[str, KnownFamily] = {
-    **{model_type: _transformer(model_type) for model_type in FAMILIES},
     **{model_type: _attending(model_type) for model_type in ATTENDING},
     **{model_type: _pair(family) for model_type, family in PAIRS.items()},
     **{model_type: _tower(model_type) for model_type in TOWERS},

@@ -15,7 +15,7 @@ from typing import Literal
 
 from ....store.errors import ConfigError
 from .composed import ComposedArchitecture, LayerSpec
-from .families import Family, read_activation, read_rope
+from .families import read_activation, read_rope
 from .layer_tensors import LLAMA, Spelling
 from .linear_mixers import GatedDeltaSpec, LightningSpec, LinearUnitSpec, ShortConvolutionSpec
 from .mamba_families import FamilyReader, TensorShapes, checked, require_silu, rope_of
@@ -335,9 +335,7 @@ def _width_of_lfm2(reader: ConfigReader) -> int:
 
 def _recurrent_gemma(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
     hidden, heads = reader.integer("hidden_size"), reader.integer("num_attention_heads", 10)
-    activation = read_activation(
-        reader, Family(activation_keys=("hidden_activation",), activation="gelu_pytorch_tanh")
-    )
+    activation = read_activation(reader, "gelu_pytorch_tanh", "hidden_activation")
     attention = AttentionSpec(
         heads,
         reader.integer("num_key_value_heads", heads),
@@ -386,7 +384,7 @@ def _rounded(number: float) -> float:
 def _minimax(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
     """MiniMax-01: what is normed becomes the stream, which is weighed against what is added to it."""
     hidden, heads = reader.integer("hidden_size"), reader.integer("num_attention_heads", 32)
-    head_dim, activation = reader.integer("head_dim", hidden // heads), read_activation(reader, Family())
+    head_dim, activation = reader.integer("head_dim", hidden // heads), read_activation(reader)
     layers, weighed = reader.integer("num_hidden_layers"), ("full_attn", "linear_attn", "mlp")
     alpha = {part: reader.number(f"{part}_alpha_factor", 1.0) for part in weighed}
     beta = {part: reader.number(f"{part}_beta_factor", 1.0) for part in weighed}
@@ -427,19 +425,18 @@ def _minimax_m2(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitect
     context, raw = reader.integer("max_position_embeddings", 196608), reader.raw
     if reader.has("rotary_dim"):
         raw = {"partial_rotary_factor": reader.integer("rotary_dim") / head_dim} | raw
-    family = Family(partial_rotary=True, theta=5e6)
     attention = AttentionSpec(
         heads,
         reader.integer("num_key_value_heads", 8),
         head_dim,
-        rope=read_rope(ConfigReader(raw, reader.source), family, head_dim, context),
+        rope=read_rope(ConfigReader(raw, reader.source), head_dim, context, theta=5e6, is_partial=True),
         qk_norm=QkNorm("all", eps),
     )
     experts = ExpertsSpec(
         reader.integer("num_local_experts", 256),
         reader.integer("num_experts_per_tok", 8),
         reader.integer("intermediate_size", 1536),
-        read_activation(reader, Family()),
+        read_activation(reader),
         routing="sigmoid",
         sums_to_one=True,
         sum_eps=0.0,

@@ -404,13 +404,7 @@ class RoutedAttentionSpec(MixerSpec):
 
 @dataclass(frozen=True)
 class LatentAttentionSpec(MixerSpec):
-    """Attention whose keys and values are made of one narrow latent (DeepSeek-V2, 2024, section 2.1).
-
-    own_size, shared_size: entries of a head's keys that are its own, and those that all heads share, behind
-    them; rope: of these, None for no positions. rank: of the latent; query_rank: of the map to queries, None
-    where it has none. scale: what q k^T is multiplied by, None for what the width of keys says. factor:
-    of what comes out.
-    """
+    """Attention whose keys and values are made of one narrow latent (DeepSeek-V2, 2024, section 2.1)."""
 
     kind: ClassVar[str] = "latent_attention"
     points: ClassVar[tuple[str, ...]] = (
@@ -420,15 +414,21 @@ class LatentAttentionSpec(MixerSpec):
 
     heads: int
     own_size: int
+    """Entries of a head's keys that are its own."""
     shared_size: int
+    """Entries behind them that all heads share, and that rope rotates."""
     value_size: int
     rank: int
+    """Of the latent."""
     query_rank: int | None = None
+    """Of the map to queries; None where it has none."""
     has_bias: bool = False
     norm_eps: float = 1e-6
     rope: RopeConfig | None = None
     scale: float | None = None
+    """What q k^T is multiplied by; None for 1 / sqrt(key_size)."""
     factor: float = 1.0
+    """Of the output."""
 
     @property
     def key_size(self) -> int:
@@ -563,10 +563,7 @@ class Mamba2Spec(MixerSpec):
 
 @dataclass(frozen=True)
 class MlpSpec(ChannelMixerSpec):
-    """An MLP, gated or plain; factors: of the gate, and of what comes out. inner_norm_eps: of the RMS norm of
-    what the down projection reads; None for none. groups: of convolutions in place of up and down
-    projection, as of attention's (`AttentionSpec`). sparsity: the share of the inside that is to be 0, as if
-    a token's gates were drawn from a normal distribution (Gemma 3n)."""
+    """An MLP, gated or plain."""
 
     kind: ClassVar[str] = "mlp"
 
@@ -577,9 +574,13 @@ class MlpSpec(ChannelMixerSpec):
     """Whether gate and up projection are one tensor."""
     has_bias: bool = False
     factors: tuple[float, float] = (1.0, 1.0)
+    """Of the gate and of the output."""
     inner_norm_eps: float | None = None
+    """Epsilon of an RMS norm before the down projection; None for no norm."""
     groups: tuple[int, ...] | None = None
+    """Of convolutions in place of up and down projection; None for linear maps."""
     sparsity: float = 0.0
+    """Share of the inside that is to be 0, as if gates were drawn from a normal distribution (Gemma 3n)."""
 
     @property
     def summary(self) -> Literal["MLP", "gated MLP"]:
@@ -603,43 +604,46 @@ class MlpSpec(ChannelMixerSpec):
 
 @dataclass(frozen=True)
 class ExpertsSpec(ChannelMixerSpec):
-    """Experts of which every token is sent to a few, and perhaps one that all tokens go through.
-
-    routing: how the chosen are weighed, see networks/mixers/experts.py. shared_size: width of the expert of
-    all, 0 for none; has_shared_gate: whether what it adds is multiplied by a sigmoid. is_gated: of all
-    experts. is_listed: whether each expert has tensors of its own, not all of them one. has_correction,
-    sum_eps: of sigmoid routing, what is added to scores to choose by, and to their sum. factor: of what comes
-    out. has_routed_bias: of the router and of routed experts. limits: of experts whose gate is x sigmoid(a
-    x), this a, and how large gate and up projection may be; their rows then take turns in tensors kept as
-    [in, out]. jitter: of sparse mixing, how near another score may be and count. is_transposed: whether
-    tensors of all experts are kept as [in, out]. has_output_bias: whether a bias is added to what they give
-    together.
-    """
+    """Experts of which every token is sent to a few, and perhaps one that all tokens go through."""
 
     kind: ClassVar[str] = "experts"
 
     count: int
     chosen: int
+    """Experts that a token is sent to."""
     intermediate_size: int
     activation: ActivationName
     routing: Routing
     shared_size: int = 0
+    """Width of the expert that all tokens go through; 0 for none."""
     has_shared_gate: bool = False
+    """Whether its output is multiplied by a sigmoid."""
     is_gated: bool = True
     is_listed: bool = True
+    """Whether each expert has tensors of its own, not all of them one."""
     groups: int = 1
     chosen_groups: int = 1
     has_correction: bool = True
+    """Whether something is added to scores to choose by, in routings that have it."""
     sums_to_one: bool = False
+    """Whether weights of the chosen are divided by their sum."""
     sum_eps: float = 1e-20
+    """Added to that sum."""
     routed_factor: float = 1.0
     latent_size: int | None = None
+    """Width of what routed experts read and write, between two linear maps; None for the stream's."""
     has_bias: bool = False
     factor: float = 1.0
+    """Of the output."""
     has_routed_bias: bool = False
+    """Of the router and of routed experts."""
     limits: tuple[float, float] | None = None
+    """Of experts whose gate is x sigmoid(a x): a, and how large gate and up projection may be. Their rows
+    take turns in tensors kept as [in, out]."""
     jitter: float = 0.0
+    """Of sparse mixing: how near another score may be and count."""
     is_transposed: bool = False
+    """Whether tensors of all experts are kept as [in, out]."""
     has_output_bias: bool = False
 
     def __post_init__(self) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from .....store.errors import ConfigError
 from ..composed import ComposedArchitecture
-from ..families import ACTIVATIONS
+from ..families import ACTIVATIONS, read_activation
 from ..layer_tensors import Spelling
 from ..mixers import RelativeSpec
 from ..transformer import ConfigReader, RopeConfig
@@ -104,7 +104,7 @@ def bert_like(
         looks_ahead = not config.flag("is_decoder", False)
     if any(name.endswith("LayerNorm.gamma") for name in shapes):
         spelling = replace(spelling, has_old_norms=True)
-    found = build.activation(config, act) if reads_act else ACTIVATIONS[act]
+    found = read_activation(config, act) if reads_act else ACTIVATIONS[act]
     if "transform" not in options:
         width = options.get("embedding_width") or config.integer("hidden_size")
         name = act if transform_key else "gelu"
@@ -342,9 +342,9 @@ def roberta_like(
     return bert_like(config, shapes, spelling, transform_key="", **options)
 
 
-@bert_family("roberta", "RoBERTa")
-@bert_family("camembert", "CamemBERT")
 @bert_family("xlm-roberta", "XLM-RoBERTa")
+@bert_family("camembert", "CamemBERT")
+@bert_family("roberta", "RoBERTa")
 def roberta(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
     return roberta_like(config, shapes, of_roberta("roberta."))
 

@@ -19,7 +19,6 @@ from ..architecture import HeadTransform
 from ..composed import ComposedArchitecture, LayerSpec
 from ..families import (
     ACTIVATIONS,
-    Family,
     asks_to_look_ahead,
     both_ways,
     kv_heads_of,
@@ -40,7 +39,6 @@ __all__ = [
     "Ropes",
     "TensorShapes",
     "Windows",
-    "activation",
     "attention",
     "attention_bias",
     "decoder",
@@ -60,8 +58,10 @@ __all__ = [
     "rope_in_windows",
     "rope_where_flagged",
     "two_ropes",
+    "upper_windows",
     "window_everywhere",
     "windows_by_type",
+    "windows_where_listed",
     "with_layers",
 ]
 
@@ -96,6 +96,8 @@ class AttendingFamily:
     """Values that keys must have where they are present, for the same reason."""
     reads_tensors: bool = False
     """Whether names of tensors decide how the others are spelled."""
+    reports_unread_keys: bool = False
+    """Whether its function notes every key that it reads (`ConfigReader.read`); others are reported."""
     follows_is_causal: bool = True
     """Whether is_causal=false is followed: queries then see later keys."""
     follows_bidirectional: bool = False
@@ -133,7 +135,7 @@ class AttendingFamily:
                     f"{config.source}: expected one value of {self.aliases[name]} and {name}, two names of "
                     f"one key, found {value!r} and {raw[name]!r}; leave one out"
                 )
-        return ConfigReader(raw | usual, config.source)
+        return config.reading(raw | usual)
 
 
 ATTENDING: dict[str, AttendingFamily] = {}
@@ -159,6 +161,7 @@ def attention(
     *,
     heads: int | None = None,
     head_dim: int | None = None,
+    width: int | None = None,
     kv_heads: int | None = None,
     bias: bool = False,
     **fields: Any,
@@ -168,32 +171,26 @@ def attention(
     Args:
         heads: Number of query heads; None reads num_attention_heads.
         head_dim: Default of head_dim; None divides hidden_size by the number of heads.
+        width: Of a head, whatever head_dim says.
         kv_heads: Default of num_key_value_heads; None is one per query head.
         bias: Of queries, keys, values and output, where `fields` say nothing else.
         fields: Of `AttentionSpec`.
     """
     heads = config.integer("num_attention_heads") if heads is None else heads
-    width = config.integer("hidden_size") // heads
-    # A null is no default of the family.
-    is_null = "head_dim" in config.raw and config.raw["head_dim"] is None
+    usual = config.integer("hidden_size") // heads
+    if width is None:
+        # A null is no default of the family.
+        is_null = "head_dim" in config.raw and config.raw["head_dim"] is None
+        width = config.integer("head_dim", usual if is_null else head_dim or usual)
     defaults = {"num_attention_heads": heads, "qkv_bias": bias, "o_bias": bias}
     if "num_kv_heads" not in fields:
-        defaults["num_kv_heads"] = kv_heads_of(config, Family(kv_heads=kv_heads), heads)
-    head_dim = config.integer("head_dim", width if is_null else head_dim or width)
-    return AttentionSpec(**{**defaults, "head_dim": head_dim, **fields})
+        defaults["num_kv_heads"] = kv_heads_of(config, kv_heads, heads)
+    return AttentionSpec(**{**defaults, "head_dim": width, **fields})
 
 
 def attention_bias(config: ConfigReader) -> bool:
     """Whether attention_bias is on; off where it is absent."""
     return config.flag("attention_bias", False)
-
-
-def activation(
-    config: ConfigReader, default: str = "silu", *keys: str, gelu_is_tanh: bool = False
-) -> ActivationName:
-    """Activation under the first of these keys that is there; hidden_act where none is given."""
-    names = Family(activation_keys=keys or ("hidden_act",), activation=default, gelu_is_tanh=gelu_is_tanh)
-    return read_activation(config, names)
 
 
 def mlp(
@@ -214,7 +211,7 @@ def mlp(
         bias: Of all its projections.
     """
     width = config.integer("intermediate_size", default_width) if width is None else width
-    return MlpSpec(width, activation(config) if act is None else act, has_bias=bias, **fields)
+    return MlpSpec(width, read_activation(config) if act is None else act, has_bias=bias, **fields)
 
 
 def head_transform(
@@ -242,6 +239,7 @@ def rope(
     interleaved: bool = False,
     default: Mapping[str, Any] | None = None,
     is_backwards: bool = False,
+    **options: Any,
 ) -> Callable[[ConfigReader, int, int | None], RopeConfig]:
     """How one rope is read.
 
@@ -251,15 +249,16 @@ def rope(
         interleaved: Whether entries 2i and 2i + 1 rotate together, not i and i + dim / 2.
         default: rope_parameters where a config has none; an empty object means rope without scaling.
         is_backwards: Whether angles are negative.
+        options: Of `read_rope`.
     """
-    rules = Family(theta=theta, partial_rotary=share != 1)
+    options = {"theta": theta, "is_partial": share != 1, **options}
 
     def read(config: ConfigReader, head_dim: int, max_positions: int | None) -> RopeConfig:
         raw = {"partial_rotary_factor": share} | config.raw if share != 1 else dict(config.raw)
         if default and raw.get("rope_parameters") is None and not raw.get("rope_scaling"):
             raw["rope_parameters"] = default
         context = config.integer("max_position_embeddings", max_positions)
-        found = read_rope(ConfigReader(raw, config.source), rules, head_dim, context)
+        found = read_rope(config.reading(raw), head_dim, context, **options)
         return replace(found, interleaved=interleaved, is_backwards=is_backwards)
 
     return read
@@ -339,7 +338,7 @@ def two_ropes(theta: float, local_theta: float, local_key: str = "") -> Ropes:
         context = {"max_position_embeddings": config.integer("max_position_embeddings", most)}
         whole, local = (
             rope(default)(
-                ConfigReader({"rope_theta": own, "rope_parameters": told} | context, config.source),
+                config.reading({"rope_theta": own, "rope_parameters": told} | context),
                 head_dim,
                 most,
             )
@@ -356,6 +355,24 @@ def two_ropes(theta: float, local_theta: float, local_key: str = "") -> Ropes:
 def window_everywhere(config: ConfigReader, default: int | None = None) -> Windows:
     """sliding_window in every layer; an explicit null is no window."""
     return (config.optional_integer("sliding_window", default),) * layers_of(config)
+
+
+def windows_where_listed(
+    config: ConfigReader, has_window: Callable[[int], bool], size: int | None
+) -> Windows:
+    """A window in layers that layer_types says have one; by `has_window` where it is absent."""
+    types, layers = config.strings("layer_types"), layers_of(config)
+    if types is not None:
+        return listed_windows(config, types, size, layers)
+    return tuple(size if has_window(layer) else None for layer in range(layers))
+
+
+def upper_windows(config: ConfigReader, default: int | None = 4096) -> Windows:
+    """A window from max_window_layers on, if use_sliding_window is on. default: of sliding_window."""
+    size = config.optional_integer("sliding_window", default)
+    first = config.integer("max_window_layers", 28, least=0)
+    is_on = config.flag("use_sliding_window", False)
+    return windows_where_listed(config, lambda layer: layer >= first, size if is_on else None)
 
 
 def layers_of(config: ConfigReader) -> int:

@@ -12,7 +12,7 @@ from typing import Any
 
 from .....store.errors import ConfigError
 from ..composed import ComposedArchitecture
-from ..families import yarn_magnitude
+from ..families import read_activation, yarn_magnitude
 from ..layer_tensors import LLAMA
 from ..mixers import ChannelMixerSpec, ExpertsSpec, LatentAttentionSpec
 from ..transformer import ConfigReader, RopeConfig
@@ -119,7 +119,7 @@ def _grouped_experts(config: ConfigReader, *, bias: bool) -> ExpertsSpec:
         config.integer("n_routed_experts", config.integer("num_experts", 64)),
         config.integer("num_experts_per_tok"),
         width,
-        build.activation(config),
+        read_activation(config),
         routing="chosen of softmax",
         shared_size=width * config.integer("n_shared_experts", 2),
         groups=config.integer("n_group") if is_grouped else 1,

@@ -8,7 +8,6 @@ from __future__ import annotations
 from typing import Any
 
 from ..composed import ComposedArchitecture
-from ..families import ACTIVATION_WORDS, NORM_WORDS
 from ..mixers import (
     AttentionSpec,
     DifferentialSpec,
@@ -53,6 +52,15 @@ _OWN: dict[str, dict[str, Any]] = {
     "rembert": {"output_embedding_size": 1664},
 }
 """Keys that a family has no defaults for, besides sizes, or that turn on what it may have."""
+NORM_WORDS = {"rms": "RMS", "gemma_rms": "RMS, weight + 1", "layer": "layer norm"}
+ACTIVATION_WORDS = {
+    "silu": "SiLU",
+    "gelu": "GELU",
+    "gelu_tanh": "tanh-GELU",
+    "relu": "ReLU",
+    "relu2": "squared ReLU",
+    "xielu": "xIELU",
+}
 _PLACES = {
     "before": "",
     "after": "behind what is added",

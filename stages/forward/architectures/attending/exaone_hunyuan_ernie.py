@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ..composed import ComposedArchitecture
+from ..families import read_activation
 from ..layer_tensors import LLAMA
 from ..mixers import ChannelMixerSpec, ExpertsSpec, QkNorm
 from ..transformer import ConfigReader, RopeConfig
@@ -144,7 +145,7 @@ def hunyuan_v1_moe(config: ConfigReader, shapes: TensorShapes) -> ComposedArchit
             config.integer("num_experts", config.integer("num_local_experts", 1)),
             config.integer("num_experts_per_tok", own),
             width,
-            build.activation(config),
+            read_activation(config),
             routing="softmax of chosen",
             shared_size=width,
         )
@@ -230,7 +231,7 @@ def ernie4_5_moe(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitec
             config.integer("moe_num_experts", config.integer("num_experts", 64)),
             config.integer("moe_k", config.integer("num_experts_per_tok", 6)),
             width,
-            build.activation(config),
+            read_activation(config),
             routing="chosen of corrected softmax",
             shared_size=width * config.integer("moe_num_shared_experts", 2, least=0),
             sums_to_one=True,

@@ -6,6 +6,7 @@ Border: one config; never imports torch.
 from __future__ import annotations
 
 from .....store.errors import ConfigError
+from ..families import read_activation
 from ..mixers import ExpertsSpec
 from ..transformer import ActivationName, ConfigReader
 from . import builders as build
@@ -35,7 +36,7 @@ def mixtral_experts(
         config.integer("num_local_experts", 8),
         config.integer("num_experts_per_tok", 2),
         config.integer("intermediate_size", width),
-        build.activation(config) if act is None else act,
+        read_activation(config) if act is None else act,
         routing="softmax of chosen",
     )
 
@@ -63,7 +64,7 @@ def qwen_experts(
         config.integer("num_experts", config.integer("num_local_experts", count)),
         config.integer("num_experts_per_tok", chosen),
         config.integer(width_key, width),
-        build.activation(config),
+        read_activation(config),
         routing="softmax of chosen" if config.flag("norm_topk_prob", sums_to_one) else "chosen of softmax",
         shared_size=shared,
         has_shared_gate=bool(shared),
@@ -100,7 +101,7 @@ def sigmoid_experts(
         config.integer(key, count),
         config.integer("num_experts_per_tok", chosen),
         inner,
-        build.activation(config),
+        read_activation(config),
         routing="sigmoid",
         shared_size=inner * config.integer(shared_key, shared),
         groups=config.integer("n_group", groups[0]),

@@ -11,7 +11,7 @@ from typing import Any
 
 from .....store.errors import ConfigError
 from ..composed import ComposedArchitecture
-from ..families import confirm_derived
+from ..families import confirm_derived, read_activation
 from ..layer_tensors import LLAMA, Spelling
 from ..mixers import QkNorm
 from ..transformer import ConfigReader, RopeConfig
@@ -61,7 +61,7 @@ def _scale(config: ConfigReader, head_dim: int) -> float:
 @family("openai-gpt", "GPT-1", aliases={**KEYS_OF_GPT2, "hidden_act": "afn"}, reads_tensors=True)
 def gpt1(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
     """The decoder BERT was made after: norms on the sums of stream and what is added to it."""
-    act, width = build.activation(config, "gelu", gelu_is_tanh=True), _four_times(config)
+    act, width = read_activation(config, "gelu", gelu_is_tanh=True), _four_times(config)
     spelling = replace(
         OF_GPT2,
         embed="transformer.tokens_embed",
@@ -92,7 +92,7 @@ def gpt1(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
 def gpt2(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
     """Scores are scaled by the width of heads, and by the number of the layer where a config says so."""
     heads = build.attention(config, bias=True, layout="by part")
-    act = build.activation(config, "gelu_new")
+    act = read_activation(config, "gelu_new")
     scale, by_layer = _scale(config, heads.head_dim), config.flag("scale_attn_by_inverse_layer_idx", False)
     looks_ahead = not config.raw.get("is_causal", True)
     return build.decoder(
@@ -131,7 +131,7 @@ def gpt_bigcode(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitect
         layout="by part" if is_shared else "by head",
         num_kv_heads=1 if is_shared else heads,
     )
-    act = build.activation(config, "gelu_pytorch_tanh")
+    act = read_activation(config, "gelu_pytorch_tanh")
     return build.decoder(
         config,
         replace(spec, scale=_scale(config, spec.head_dim)),
@@ -177,7 +177,7 @@ def _windows_of_gpt_neo(config: ConfigReader) -> Windows:
 )
 def gpt_neo(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
     spelling = replace(OF_GPT2, attention="attn.attention.", attention_out="out_proj", is_transposed=False)
-    act = build.activation(config, "gelu_new")
+    act = read_activation(config, "gelu_new")
     return build.decoder(
         config,
         build.attention(config, o_bias=True, scale=1.0),
@@ -209,7 +209,7 @@ ROPE_OF_GPTJ: Ropes = _rope_of_gptj
 
 
 def _gptj(config: ConfigReader, **fields: Any) -> ComposedArchitecture:
-    act = build.activation(config, "gelu_new")
+    act = read_activation(config, "gelu_new")
     return build.decoder(
         config,
         build.attention(config, **fields),
@@ -256,7 +256,7 @@ def gpt_neox(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture
     return build.decoder(
         config,
         build.attention(config, bias=config.flag("attention_bias", True), layout="by head"),
-        build.mlp(config, build.activation(config, "gelu"), is_gated=False, bias=True),
+        build.mlp(config, read_activation(config, "gelu"), is_gated=False, bias=True),
         rope=build.rope_everywhere(share=0.25),
         is_parallel=config.flag("use_parallel_residual", True),
         has_two_norms=True,
@@ -281,6 +281,22 @@ def stablelm(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture
     )
 
 
+@family("starcoder2", "StarCoder 2", reports_unread_keys=True)
+def starcoder2(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    bias, act = config.flag("use_bias", True), read_activation(config, "gelu_pytorch_tanh")
+    return build.decoder(
+        config,
+        build.attention(config, kv_heads=2, bias=bias),
+        build.mlp(config, act, is_gated=False, bias=bias),
+        windows=build.window_everywhere(config),
+        norm_type="layer",
+        eps=config.number("norm_epsilon", 1e-5),
+        max_positions=4096,
+        tied=True,
+        spelling=replace(LLAMA, mlp_parts=("c_fc", "c_proj")),
+    )
+
+
 @family("persimmon", "Persimmon", never=("head_dim", "num_key_value_heads"))
 def persimmon(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
     eps = config.number("layer_norm_eps", 1e-5)
@@ -288,7 +304,7 @@ def persimmon(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitectur
     return build.decoder(
         config,
         build.attention(config, bias=True, layout="by head", qk_norm=qk_norm),
-        build.mlp(config, build.activation(config, "relu2"), is_gated=False, bias=True),
+        build.mlp(config, read_activation(config, "relu2"), is_gated=False, bias=True),
         rope=build.rope_everywhere(share=0.5),
         norm_type="layer",
         eps=eps,
@@ -311,7 +327,7 @@ def phi(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
     return build.decoder(
         config,
         build.attention(config, bias=True, qk_norm=qk_norm),
-        build.mlp(config, build.activation(config, "gelu_new"), is_gated=False, bias=True),
+        build.mlp(config, read_activation(config, "gelu_new"), is_gated=False, bias=True),
         rope=build.rope_everywhere(share=0.5),
         is_parallel=True,
         norm_type="layer",

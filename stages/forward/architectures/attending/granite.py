@@ -10,6 +10,7 @@ from typing import Any
 
 from .....store.errors import ConfigError
 from ..composed import ComposedArchitecture
+from ..families import read_activation
 from ..layer_tensors import LLAMA
 from ..mixers import AttentionSpec, ExpertsSpec
 from ..transformer import ConfigReader, RopeConfig
@@ -58,7 +59,7 @@ def _experts(config: ConfigReader, *, has_shared: bool = True) -> ExpertsSpec:
         config.integer("num_local_experts", 8),
         config.integer("num_experts_per_tok", 2),
         config.integer("intermediate_size"),
-        build.activation(config),
+        read_activation(config),
         routing="softmax of chosen",
         shared_size=config.integer("shared_intermediate_size", 0, least=0) if has_shared else 0,
         is_listed=False,

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from .....store.errors import ConfigError
 from ..composed import ComposedArchitecture
+from ..families import read_activation
 from ..layer_tensors import LLAMA
 from ..linear_families import OF_MIXTRAL
 from ..mixers import AttentionSpec, DifferentialSpec, ExpertsSpec, MlpSpec, QkNorm, TemperatureTuning
@@ -39,12 +40,53 @@ def _mlp_bias(config: ConfigReader) -> bool:
     return config.flag("mlp_bias", False)
 
 
+@family("llama", "Llama 2 and 3, SmolLM", reports_unread_keys=True)
+def llama(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    return build.decoder(
+        config,
+        build.attention(config, bias=build.attention_bias(config)),
+        build.mlp(config, bias=_mlp_bias(config)),
+        eps=config.number("rms_norm_eps", 1e-6),
+        max_positions=2048,
+    )
+
+
+@family("helium", "Helium 1", reports_unread_keys=True)
+def helium(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    width, bias = config.integer("head_dim", 128), build.attention_bias(config)
+    return build.decoder(
+        config,
+        build.attention(config, width=width, kv_heads=20, qkv_bias=bias),
+        build.mlp(config, bias=_mlp_bias(config)),
+        rope=build.rope_everywhere(100000.0, interleaved=True),
+        eps=config.number("rms_norm_eps", 1e-8),
+        max_positions=4096,
+    )
+
+
+@family("phi3", "Phi 3 and 3.5", reports_unread_keys=True)
+def phi3(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    rope = build.rope_everywhere(
+        is_partial=True, original_context=4096, aliases={"su": "longrope", "yarn": "longrope"}
+    )
+    return build.decoder(
+        config,
+        build.attention(config, layout="by part"),
+        build.mlp(config, is_fused=True),
+        rope=rope,
+        windows=build.window_everywhere(config),
+        eps=config.number("rms_norm_eps", 1e-5),
+        max_positions=4096,
+        spelling=replace(LLAMA, attention_in="qkv_proj", mlp_parts=("gate_up_proj", "down_proj")),
+    )
+
+
 @family("arcee", "AFM")
 def arcee(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
     return build.decoder(
         config,
         build.attention(config, bias=build.attention_bias(config)),
-        build.mlp(config, build.activation(config, "relu2"), is_gated=False, bias=_mlp_bias(config)),
+        build.mlp(config, read_activation(config, "relu2"), is_gated=False, bias=_mlp_bias(config)),
         eps=config.number("rms_norm_eps", 1e-5),
         max_positions=4096,
     )
@@ -93,7 +135,7 @@ def apertus(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
     return build.decoder(
         config,
         build.attention(config, bias=build.attention_bias(config), qk_norm=QkNorm("head", eps)),
-        build.mlp(config, build.activation(config, "xielu"), is_gated=False),
+        build.mlp(config, read_activation(config, "xielu"), is_gated=False),
         rope=build.rope_everywhere(12000000.0, default=LLAMA3_OF_APERTUS),
         eps=eps,
         max_positions=65536,
@@ -108,7 +150,7 @@ def bitnet(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
     return build.decoder(
         config,
         build.attention(config, kv_heads=5, bias=build.attention_bias(config), inner_norm_eps=eps),
-        build.mlp(config, build.activation(config, "relu2"), inner_norm_eps=eps),
+        build.mlp(config, read_activation(config, "relu2"), inner_norm_eps=eps),
         rope=build.rope_everywhere(500000.0),
         eps=eps,
         max_positions=2048,
@@ -243,7 +285,7 @@ def jais2(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
         config,
         build.attention(config, bias=config.flag("attention_bias", True)),
         build.mlp(
-            config, build.activation(config, "relu2"), is_gated=False, bias=config.flag("mlp_bias", True)
+            config, read_activation(config, "relu2"), is_gated=False, bias=config.flag("mlp_bias", True)
         ),
         norm_type="layer",
         eps=config.number("layer_norm_eps", 1e-5),
@@ -259,7 +301,7 @@ def nanochat(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture
     return build.decoder(
         config,
         build.attention(config, bias=build.attention_bias(config), qk_norm=qk_norm),
-        build.mlp(config, build.activation(config, "relu2"), is_gated=False),
+        build.mlp(config, read_activation(config, "relu2"), is_gated=False),
         rope=build.rope_everywhere(is_backwards=True),
         has_embedding_norm=True,
         has_norm_weights=False,
@@ -275,7 +317,7 @@ def nemotron(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture
     return build.decoder(
         config,
         build.attention(config, bias=build.attention_bias(config)),
-        build.mlp(config, build.activation(config, "relu2"), is_gated=False, bias=_mlp_bias(config)),
+        build.mlp(config, read_activation(config, "relu2"), is_gated=False, bias=_mlp_bias(config)),
         rope=build.rope_everywhere(share=0.5),
         norm_type="layer",
         has_unit_norms=True,
@@ -307,7 +349,7 @@ def _mlp_of_llama4(config: ConfigReader, layer: int) -> MlpSpec | ExpertsSpec:
     """Experts in layers that are listed, or every few, and one that all tokens go through; the others are
     dense, of a width of their own."""
     step, listed = config.integer("interleave_moe_layer_step", 1), config.raw.get("moe_layers")
-    act = build.activation(config)
+    act = read_activation(config)
     if (layer + 1) % step if listed is None else layer not in listed:
         return MlpSpec(config.integer("intermediate_size_mlp", 16384), act)
     width = config.integer("intermediate_size", 8192)

@@ -1,4 +1,4 @@
-"""Mistral's lineage, of which Mistral and Ministral are rows of ../families.py.
+"""Mistral's lineage.
 
 Border: never imports torch.
 """
@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from .....store.errors import ConfigError
 from ..composed import ComposedArchitecture
+from ..families import read_activation
 from ..layer_tensors import LLAMA
 from ..linear_families import OF_MIXTRAL
 from ..mixers import ExpertsSpec, TemperatureTuning
@@ -29,6 +30,20 @@ YARN_OF_MINISTRAL = {
     "llama_4_scaling_beta": 0.1,
 }
 OF_MIXTRAL_EXPERTS = replace(LLAMA, experts="block_sparse_moe.", expert_parts=OF_MIXTRAL)
+
+
+@family("ministral", "Ministral 8B", reports_unread_keys=True)
+@family("mistral", "Mistral 7B", reports_unread_keys=True)
+def mistral(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    size = config.optional_integer("sliding_window", 4096)
+    return build.decoder(
+        config,
+        build.attention(config, kv_heads=8),
+        build.mlp(config),
+        windows=build.windows_where_listed(config, lambda layer: True, size),
+        eps=config.number("rms_norm_eps", 1e-6),
+        max_positions=131072,
+    )
 
 
 @family("mixtral", "Mixtral 8x7B and 8x22B")
@@ -77,7 +92,7 @@ def phimoe(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
         config.integer("num_local_experts", 16),
         chosen,
         config.integer("intermediate_size"),
-        build.activation(config),
+        read_activation(config),
         routing="sparse mixing",
         jitter=config.number("router_jitter_noise", 0.01),
     )

@@ -10,6 +10,7 @@ import math
 from dataclasses import replace
 
 from ..composed import ComposedArchitecture
+from ..families import read_activation
 from ..layer_tensors import LLAMA
 from ..mixers import ChannelMixerSpec, ExpertsSpec, GatedAttentionSpec, QkNorm, RoutedAttentionSpec
 from ..transformer import ConfigReader, RopeConfig
@@ -146,7 +147,7 @@ def jetmoe(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
         count,
         chosen,
         config.integer("intermediate_size", 5632),
-        build.activation(config),
+        read_activation(config),
         routing="softmax of chosen",
         is_listed=False,
         has_output_bias=True,
@@ -177,7 +178,7 @@ def kolibri1(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture
         config.integer("num_experts", config.integer("num_local_experts", 384)),
         config.integer("num_experts_per_tok", 6),
         config.integer("moe_intermediate_size", 512),
-        build.activation(config),
+        read_activation(config),
         routing="sigmoid of chosen",
         shared_size=config.integer("shared_expert_intermediate_size", 512),
         sums_to_one=config.flag("norm_topk_prob", False),

@@ -11,7 +11,7 @@ from typing import Any
 
 from .....store.errors import ConfigError
 from ..composed import ComposedArchitecture
-from ..families import listed_windows
+from ..families import listed_windows, read_activation
 from ..layer_tensors import LLAMA, Spelling
 from ..mixers import QkNorm
 from ..transformer import ConfigReader
@@ -60,7 +60,7 @@ def _modernbert(
 ) -> ComposedArchitecture:
     """Attention of the first layer reads the embeddings as they are."""
     eps, has_norm_bias = config.number("norm_eps", 1e-5), config.flag("norm_bias", False)
-    act = build.activation(config, "gelu", "hidden_activation")
+    act = read_activation(config, "gelu", "hidden_activation")
     transform = build.head_transform(
         config,
         eps,
@@ -207,7 +207,7 @@ def jina_embeddings_v3(config: ConfigReader, shapes: TensorShapes) -> ComposedAr
         theta=20000.0,
         token_types=1,
         attention=build.attention(config, bias=True, layout="by part"),
-        mlp=build.mlp(config, build.activation(config, "gelu"), is_gated=False, bias=True),
+        mlp=build.mlp(config, read_activation(config, "gelu"), is_gated=False, bias=True),
         eps=eps,
         max_positions=8194,
         transform=build.head_transform(config, eps),

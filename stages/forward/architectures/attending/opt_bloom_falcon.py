@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from .....store.errors import ConfigError
 from ..composed import ComposedArchitecture
+from ..families import read_activation
 from ..layer_tensors import LLAMA, Spelling
 from ..transformer import ConfigReader
 from . import builders as build
@@ -52,7 +53,7 @@ def opt(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
     return build.decoder(
         config,
         build.attention(config, bias=bias),
-        build.mlp(config, build.activation(config, "relu"), is_gated=False, bias=bias),
+        build.mlp(config, read_activation(config, "relu"), is_gated=False, bias=bias),
         norm_type="layer",
         eps=1e-5,
         max_positions=2048,
@@ -74,7 +75,7 @@ def biogpt(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
     return build.decoder(
         config,
         build.attention(config, bias=True),
-        build.mlp(config, build.activation(config, "gelu"), is_gated=False, bias=True),
+        build.mlp(config, read_activation(config, "gelu"), is_gated=False, bias=True),
         norm_type="layer",
         eps=1e-5,
         max_positions=1024,
@@ -116,7 +117,7 @@ def xglm(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
     return build.decoder(
         config,
         build.attention(config, bias=True),
-        build.mlp(config, build.activation(config, "gelu"), is_gated=False, bias=True),
+        build.mlp(config, read_activation(config, "gelu"), is_gated=False, bias=True),
         norm_type="layer",
         eps=1e-5,
         max_positions=2048,
@@ -275,7 +276,7 @@ def falcon(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
     has_two_norms = is_new and norms == 2
     spelling = replace(OF_BLOOM, ln1="ln_attn", ln2="ln_mlp") if has_two_norms else OF_BLOOM
     layout = "by part" if is_shared else "by head"
-    act, width = build.activation(config, "gelu"), 4 * config.integer("hidden_size")
+    act, width = read_activation(config, "gelu"), 4 * config.integer("hidden_size")
     return build.decoder(
         config,
         build.attention(config, num_kv_heads=kv_heads, bias=bias, layout=layout),

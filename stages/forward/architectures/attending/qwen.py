@@ -47,6 +47,32 @@ def qwen(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
     )
 
 
+@family("qwen2", "Qwen 2 and 2.5", reports_unread_keys=True)
+def qwen2(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    return build.decoder(
+        config,
+        build.attention(config, kv_heads=32, qkv_bias=True),
+        build.mlp(config),
+        windows=build.upper_windows(config),
+        eps=config.number("rms_norm_eps", 1e-6),
+        max_positions=32768,
+    )
+
+
+@family("qwen3", "Qwen 3", reports_unread_keys=True)
+def qwen3(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    eps, bias = config.number("rms_norm_eps", 1e-6), build.attention_bias(config)
+    width = config.integer("head_dim", 128)
+    return build.decoder(
+        config,
+        build.attention(config, width=width, kv_heads=32, bias=bias, qk_norm=QkNorm("head", eps)),
+        build.mlp(config),
+        windows=build.upper_windows(config),
+        eps=eps,
+        max_positions=32768,
+    )
+
+
 @family("qwen2_5_vl_text", "Qwen2-VL and Qwen2.5-VL, their text model")
 @family("qwen2_vl_text", "Qwen2-VL and Qwen2.5-VL, their text model")
 def qwen2_vl_text(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
