@@ -17,7 +17,6 @@ from typing import Any
 import torch
 
 from mizarr import HookPoint, HookSpec, Model
-from mizarr.stages.forward.architectures.attending.diffusion import DIFFUSION
 from mizarr.stages.forward.architectures.known import KNOWN
 from mizarr.stages.forward.architectures.pairs.families import PAIRS
 from tests.stages.forward import test_towers
@@ -116,7 +115,7 @@ def told_of(family: str) -> tuple[str, str]:
         return "", "test_pairs.py"
     if family in GENERATIONS:
         return "", "reference arrays"
-    if family in DIFFUSION:
+    if family in ("Dream", "llada"):
         return "", "Llama or Qwen 2 without a mask"
     return "", "its equations" if family in MIXERS else "its text model's"
 

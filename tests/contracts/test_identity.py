@@ -78,7 +78,13 @@ from mizarr.stages.features.layers.layout import DictionaryLayout
 from mizarr.stages.forward.architectures.architecture import HeadTransform
 from mizarr.stages.forward.architectures.composed import ComposedArchitecture, LayerSpec
 from mizarr.stages.forward.architectures.layer_tensors import Spelling
-from mizarr.stages.forward.architectures.mixers import AttentionSpec, MlpSpec, RelativeSpec
+from mizarr.stages.forward.architectures.mixers import (
+    AttentionSpec,
+    MlpSpec,
+    QkNorm,
+    RelativeSpec,
+    TemperatureTuning,
+)
 from mizarr.stages.forward.architectures.points import HookPoint
 from mizarr.stages.forward.architectures.transformer import RopeConfig
 from mizarr.stages.forward.edges.layout import Layout as GraphLayout
@@ -766,16 +772,15 @@ def test_every_axis_of_attention_is_in_the_digest(field):
     given = {
         "num_attention_heads": 6,
         "num_kv_heads": 4,
-        "turning": None,
-        "norms": "head",
-        "norm_type": "layer",
+        "rope": None,
+        "qk_norm": QkNorm("head", 1e-6),
         "layout": "by part",
-        "growth": (0.1, 8),
+        "temperature_tuning": TemperatureTuning(0.1, 8),
         "groups": (1, 1, 1, 1),
         "relative": RelativeSpec(8, 2, 4, ("bias",), looks_back=True),
-        "slopes": (0.5,) * 4,
+        "alibi_slopes": (0.5,) * 4,
     }.get(field, 7 if value is None else another(value))
-    heads = {"num_kv_heads": 4} if field == "slopes" else {}
+    heads = {"num_kv_heads": 4} if field == "alibi_slopes" else {}
     other = with_attention(replace(ATTENTION, **heads, **{field: given}))
     assert other.digest != with_attention(replace(ATTENTION, **heads)).digest
 
@@ -787,7 +792,7 @@ def test_every_axis_of_a_rotary_embedding_is_in_its_digest(field):
         field, 7 if value is None else another(value)
     )
     rope = replace(ATTENTION.rope, **{field: other})
-    assert with_attention(replace(ATTENTION, turning=rope)).digest != CONFIG.digest
+    assert with_attention(replace(ATTENTION, rope=rope)).digest != CONFIG.digest
 
 
 RUN = RunKey("model", "prompt", "hooks")

@@ -52,30 +52,29 @@ _TRANSFORM = ("head_pre_act", "head_post_act", "head_scale", "head_normalized", 
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """One layer: mixers that read the same normed stream, and what mixes its channels behind them.
-
-    norms: "before" what each of them reads, "after" it, of what it adds, "around" it, of both, "of stream":
-    what is normed is read, and becomes the stream, or "of sums": the stream with what is added to it is
-    normed, and becomes the stream (Devlin et al., BERT, 2019). carried: what the stream is then multiplied by
-    where the mixers' and the channel mixer's outputs are added to it. is_parallel: whether the channel mixer,
-    too, reads the stream that enters; has_two_norms: whether each then reads it through a norm of its own.
-    shared: what stands ahead of the mixers, and adds to what they read. post_factor: what is added is
-    multiplied by behind its norm. source: of a layer that has its tensors from elsewhere, under which number
-    these lie. reads_normed: whether mixers read the stream through a norm, where norms stand before them.
-    has_gains: whether the stream is multiplied by weights, entry by entry, where something is added to it.
-    """
+    """One layer: mixers that read the same normed stream, and a channel mixer behind them."""
 
     mixers: tuple[MixerSpec, ...]
     channel_mixer: ChannelMixerSpec | None = None
     norms: Literal["before", "after", "around", "of stream", "of sums"] = "before"
+    """Where norms stand: before what each half reads, after what it adds, or both; "of stream": what is
+    normed is read, and becomes the stream; "of sums": the stream with what is added is normed (BERT)."""
     carried: tuple[float, float] = (1.0, 1.0)
+    """With norms of the stream: factors of it where the mixers' and the channel mixer's outputs are added."""
     is_parallel: bool = False
+    """Whether the channel mixer, too, reads the stream that enters the layer."""
     has_two_norms: bool = True
+    """Whether each half of a parallel layer reads it through a norm of its own."""
     shared: SharedBlockSpec | None = None
+    """A block ahead of the mixers that adds to what they read."""
     post_factor: float = 1.0
+    """Factor of what is added, behind its norm."""
     source: int | None = None
+    """Number under which its tensors lie, of a layer that shares another's; None for its own."""
     reads_normed: bool = True
+    """Whether mixers read the stream through a norm, where norms stand before them."""
     has_gains: bool = False
+    """Whether the stream is multiplied by weights, [hidden], where something is added to it."""
 
     def __post_init__(self) -> None:
         if not self.mixers and self.channel_mixer is None:
@@ -136,7 +135,7 @@ class LayerSpec:
     def has_split_inputs(self) -> bool:
         """Whether each head of its attention can be shown another stream than the layer reads: q, k and v are
         linear maps of the normed stream, and of nothing else."""
-        attends = any(isinstance(mixer, AttentionSpec) and not mixer.norms_values for mixer in self.mixers)
+        attends = any(isinstance(mixer, AttentionSpec) and not mixer.has_v_norm for mixer in self.mixers)
         return attends and self.norms in ("before", "around") and self.reads_normed and self.shared is None
 
     @property
@@ -166,24 +165,7 @@ class LayerSpec:
 
 @dataclass(frozen=True)
 class ComposedArchitecture(Architecture):
-    """A model of such layers: everything that decides its numbers besides its weights.
-
-    max_position_embeddings: None where nothing bounds the context. logit_factor: what logits are multiplied
-    by before any soft cap. has_wide_stream: whether the stream is float32 in any dtype. norm_biases: which
-    have a bias: layer norms alone, those inside of layers whatever their kind, or none. position_rows: of a
-    table of learned positions, 0 for none; first_position: the row of the first one. rounds_embedding_scale:
-    whether what embeddings are multiplied by is rounded to their dtype. has_position_waves: whether the table
-    of positions is one of sines and cosines, which no checkpoint holds. has_embedding_norm: whether
-    embeddings are normed before they become the stream. has_norm_weights: of the norms of the stream;
-    has_unit_norms: whether 1 is added to these. has_head_bias: of the LM head. embedding_width: of
-    embeddings that are mapped to the width of the stream, and of what is added to and normed with them; None
-    where these are one. token_types: rows of a table whose first is added to every embedding, as prompts are
-    of one type. unknown_token: id at which the reference has no position, so that no prompt may hold it.
-    dropped_token: id whose embeddings are 0, and all others multiplied by what training with dropout of it
-    expects, by its share of the prompt (Rives et al., ESM-1b, 2021, and its reference).
-    has_final_norm, has_final_norm_bias: whether the last stream is normed, and by what. transform: what
-    stands before the LM head.
-    """
+    """A model of such layers: everything that decides its numbers besides its weights."""
 
     kind: ClassVar[str] = "composed"
     version: ClassVar[str] = "transformer/1"
@@ -196,24 +178,37 @@ class ComposedArchitecture(Architecture):
     norm_eps: float
     norm_type: Literal["rms", "gemma_rms", "layer"] = "rms"
     max_position_embeddings: int | None = None
+    """Positions; None where nothing bounds the context."""
     embedding_scale: float | None = None
     rounds_embedding_scale: bool = False
+    """Whether that scale is rounded to the dtype of embeddings."""
     logit_factor: float = 1.0
+    """Of logits, before any soft cap."""
     final_logit_softcapping: float | None = None
     has_wide_stream: bool = False
+    """Whether the stream is float32 in any dtype."""
     position_rows: int = 0
     first_position: int = 0
     tie_word_embeddings: bool = False
     norm_biases: Literal["of layer norms", "in layers", "none"] = "of layer norms"
+    """Norms with a bias: layer norms alone, those inside of layers whatever their kind, or none."""
     has_position_waves: bool = False
     has_embedding_norm: bool = False
+    """Whether embeddings are normed before they become the stream."""
     has_norm_weights: bool = True
+    """Of norms of the stream."""
     has_unit_norms: bool = False
+    """Whether 1 is added to these weights."""
     has_head_bias: bool = False
     embedding_width: int | None = None
+    """Of embeddings, and of what is added to and normed with them, where a linear map takes them to the width
+    of the stream; None where there is no such map."""
     token_types: int = 0
+    """Rows of a table whose first is added to every embedding, as prompts are of one type; 0 for no table."""
     unknown_token: int | None = None
     dropped_token: int | None = None
+    """Id whose embeddings are 0, and all others multiplied by what training with dropout of it expects, by
+    its share of the prompt (Rives et al., ESM-1b, 2021, and its reference)."""
     has_final_norm: bool = True
     has_final_norm_bias: bool = True
     transform: HeadTransform | None = None

@@ -13,12 +13,10 @@ from dataclasses import dataclass
 
 from ....store.errors import ConfigError, nearest
 from .architecture import Architecture
+from .attending.described import described_attending
 from .attending.families import ATTENDING
-from .attending.family import described_attending
-from .attending.reading import read_attending
 from .attending.towers import TOWERS, read_tower, text_section
 from .carrying.families import CARRYING
-from .families import FAMILIES, described, read_family
 from .linear_families import KIN, LINEAR
 from .mamba_families import HYBRIDS, FamilyReader
 from .pairs.families import PAIRS, PairFamily
@@ -38,10 +36,17 @@ class KnownFamily:
 
     reader: Callable[[ConfigReader, TensorShapes], Architecture]
     """Its architecture, from a config.json and the shapes of its tensors by name."""
-    described: Mapping[str, str]
+    describe: Callable[[], Mapping[str, str]]
     """It in words, by column."""
     reads_tensors: bool = False
     """Whether config.json alone does not say enough."""
+    reports_unread_keys: bool = False
+    """Whether keys that it does not read are reported."""
+
+    @property
+    def described(self) -> Mapping[str, str]:
+        """It in words, by column."""
+        return self.describe()
 
     def read(self, config: ConfigReader, shapes: TensorShapes) -> Architecture:
         """The architecture that a config.json describes.
@@ -147,22 +152,16 @@ def by_own_names(config: ConfigReader) -> ConfigReader:
                     f"{config.source}: expected one value of {own} and {second}, two names of one key, found "
                     f"{keys[own]!r} and {value!r}; leave one out"
                 )
-    return ConfigReader(keys, config.source)
-
-
-def _transformer(model_type: str) -> KnownFamily:
-    family = FAMILIES[model_type]
-    return KnownFamily(
-        lambda reader, shapes: read_family(reader, model_type, family), described(model_type, family)
-    )
+    return config.reading(keys)
 
 
 def _attending(model_type: str) -> KnownFamily:
     family = ATTENDING[model_type]
     return KnownFamily(
-        lambda reader, shapes: read_attending(reader, family, shapes),
-        described_attending(model_type, family),
+        family.read,
+        lambda: described_attending(model_type, family),
         reads_tensors=family.reads_tensors,
+        reports_unread_keys=family.reports_unread_keys,
     )
 
 
@@ -182,27 +181,24 @@ def _tower(model_type: str) -> KnownFamily:
 
     told = f"{tower.examples}, of which the text model runs"
     as_text = f"as `{tower.text}`"
-    return KnownFamily(read, _row(model_type, told, as_text, as_text, as_text, as_text), reads_tensors=True)
+    row = _row(model_type, told, as_text, as_text, as_text, as_text)
+    return KnownFamily(read, lambda: row, reads_tensors=True)
 
 
 def _rwkv(model_type: str, generation: int, examples: str) -> KnownFamily:
     activation = "token-shifted squared ReLU"
-    return KnownFamily(
-        read_rwkv,
-        _row(
-            model_type, examples, "layer norm", activation, f"none: the state of RWKV-{generation}", "untied"
-        ),
-        reads_tensors=True,
-    )
+    attention = f"none: the state of RWKV-{generation}"
+    row = _row(model_type, examples, "layer norm", activation, attention, "untied")
+    return KnownFamily(read_rwkv, lambda: row, reads_tensors=True)
 
 
 def _hybrid(model_type: str, family: FamilyReader) -> KnownFamily:
     row = _row(model_type, family.examples, "RMS", family.mlp, family.mixers, family.head)
-    return KnownFamily(family.config, row, family.reads_tensors)
+    return KnownFamily(family.config, lambda: row, family.reads_tensors)
 
 
 def _pair(family: PairFamily) -> KnownFamily:
-    return KnownFamily(family.read, family.described, reads_tensors=True)
+    return KnownFamily(family.read, lambda: family.described, reads_tensors=True)
 
 
 def _row(model_type: str, examples: str, norm: str, mlp: str, attention: str, head: str) -> dict[str, str]:
@@ -213,7 +209,6 @@ def _row(model_type: str, examples: str, norm: str, mlp: str, attention: str, he
 
 OF_MIXERS = HYBRIDS | LINEAR | KIN | ZAMBA | RECURRENT | CARRYING
 KNOWN: dict[str, KnownFamily] = {
-    **{model_type: _transformer(model_type) for model_type in FAMILIES},
     **{model_type: _attending(model_type) for model_type in ATTENDING},
     **{model_type: _pair(family) for model_type, family in PAIRS.items()},
     **{model_type: _tower(model_type) for model_type in TOWERS},

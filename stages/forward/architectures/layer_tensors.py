@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from .architecture import HeadTransform, Stored, Tensors
 from .linear_mixers import (
@@ -33,12 +33,14 @@ from .mixers import (
     LatentAttentionSpec,
     Mamba2Spec,
     MambaSpec,
-    MixerSpec,
     MlpAndExpertsSpec,
     MlpSpec,
     RoutedAttentionSpec,
     SharedBlockSpec,
 )
+
+if TYPE_CHECKING:
+    from .composed import ComposedArchitecture, LayerSpec
 
 __all__ = ["LLAMA", "Spelling", "composed_tensors"]
 
@@ -131,67 +133,7 @@ LLAMA = Spelling(
 """Names of tensors in Llama's checkpoints, which most families follow."""
 
 
-class _Block(Protocol):
-    @property
-    def mixers(self) -> Sequence[MixerSpec]: ...
-    @property
-    def channel_mixer(self) -> Any: ...
-    @property
-    def norm_names(self) -> Sequence[str]: ...
-    @property
-    def shared(self) -> SharedBlockSpec | None: ...
-    @property
-    def post_factor(self) -> float: ...
-    @property
-    def source(self) -> int | None: ...
-    @property
-    def has_gains(self) -> bool: ...
-
-
-class HybridShapes(Protocol):
-    """What of a configuration decides which tensors there are, and their shapes."""
-
-    @property
-    def blocks(self) -> Sequence[_Block]: ...
-    @property
-    def spelling(self) -> Spelling: ...
-    @property
-    def hidden_size(self) -> int: ...
-    @property
-    def vocab_size(self) -> int: ...
-    @property
-    def norm_type(self) -> str: ...
-    @property
-    def norm_biases(self) -> str: ...
-    @property
-    def logit_factor(self) -> float: ...
-    @property
-    def position_rows(self) -> int: ...
-    @property
-    def tie_word_embeddings(self) -> bool: ...
-    @property
-    def has_position_waves(self) -> bool: ...
-    @property
-    def has_embedding_norm(self) -> bool: ...
-    @property
-    def has_norm_weights(self) -> bool: ...
-    @property
-    def has_unit_norms(self) -> bool: ...
-    @property
-    def has_head_bias(self) -> bool: ...
-    @property
-    def embedding_width(self) -> int | None: ...
-    @property
-    def token_types(self) -> int: ...
-    @property
-    def has_final_norm(self) -> bool: ...
-    @property
-    def has_final_norm_bias(self) -> bool: ...
-    @property
-    def transform(self) -> HeadTransform | None: ...
-
-
-def composed_tensors(config: HybridShapes) -> Tensors:
+def composed_tensors(config: ComposedArchitecture) -> Tensors:
     """Names and shapes of all tensors; "head" is the embedding's where the two are tied."""
     c, spelling = config, config.spelling
     outside = _embeddings(c)
@@ -223,7 +165,7 @@ def composed_tensors(config: HybridShapes) -> Tensors:
     return replace(found, unread=(unread | named) - found.shapes.keys())
 
 
-def _embeddings(config: HybridShapes) -> dict[str, Stored]:
+def _embeddings(config: ComposedArchitecture) -> dict[str, Stored]:
     """Of tokens, their types and positions; their norm, and their map to the stream."""
     c, spelling = config, config.spelling
     width = c.embedding_width or c.hidden_size
@@ -239,7 +181,7 @@ def _embeddings(config: HybridShapes) -> dict[str, Stored]:
     return found
 
 
-def _relative_table(config: HybridShapes) -> dict[str, Stored]:
+def _relative_table(config: ComposedArchitecture) -> dict[str, Stored]:
     """What scores have by distance is made of, for all layers, and its norm."""
     mixer, spelling = next(iter(config.blocks[0].mixers), None), config.spelling
     if not isinstance(mixer, AttentionSpec) or (shape := mixer.relative) is None:
@@ -251,7 +193,7 @@ def _relative_table(config: HybridShapes) -> dict[str, Stored]:
     return found | _norm("relative_norm", spelling.relative_norm, config, has_bias=True)
 
 
-def _transform(config: HybridShapes, transform: HeadTransform) -> dict[str, Stored]:
+def _transform(config: ComposedArchitecture, transform: HeadTransform) -> dict[str, Stored]:
     """The dense map before the LM head, and its norm."""
     dense, norm = config.spelling.transform
     size = (transform.width, config.hidden_size)
@@ -260,7 +202,7 @@ def _transform(config: HybridShapes, transform: HeadTransform) -> dict[str, Stor
     return found | _norm("transform_norm", norm, config, has_bias=biased, width=transform.width)
 
 
-def _repeated(config: HybridShapes) -> tuple[dict[str, str], set[str]]:
+def _repeated(config: ComposedArchitecture) -> tuple[dict[str, str], set[str]]:
     """Of blocks that layers share: what a checkpoint may repeat in the room of each of these layers, as copy
     -> original; and all that may stand in the room of a layer that shares with none."""
     copies, whole = {}, set()
@@ -282,7 +224,7 @@ def _all(rows: int, factor: float) -> Factors:
     return () if factor == 1 else ((rows, factor),)
 
 
-def _has_biased_norms(config: HybridShapes) -> bool:
+def _has_biased_norms(config: ComposedArchitecture) -> bool:
     """Whether they are layer norms with a bias."""
     return config.norm_type == "layer" and config.norm_biases != "none"
 
@@ -290,7 +232,7 @@ def _has_biased_norms(config: HybridShapes) -> bool:
 def _norm(
     weight: str,
     name: str,
-    config: HybridShapes,
+    config: ComposedArchitecture,
     *,
     has_bias: bool,
     factor: float = 1.0,
@@ -308,12 +250,12 @@ def _norm(
     return found
 
 
-def _block(config: HybridShapes, block: _Block) -> Named:
+def _block(config: ComposedArchitecture, block: LayerSpec) -> Named:
     for weight, stored in _inside(config, block):
         yield weight, stored if block.source is None else replace(stored, layer=block.source)
 
 
-def _inside(config: HybridShapes, block: _Block) -> Named:
+def _inside(config: ComposedArchitecture, block: LayerSpec) -> Named:
     spelling, hidden = config.spelling, config.hidden_size
     if block.shared is not None:
         yield from _shared_block(block.shared, spelling, hidden)
@@ -364,7 +306,7 @@ def _attention(shape: AttentionSpec, spelling: Spelling, hidden: int) -> Named:
         yield "gate_of_heads", Stored(f"{room}gate_proj.weight", (queries, hidden))
     turned = spelling.is_transposed
     parts = [("q", asked, 1.0), ("k", keys, of_keys), ("v", keys, 1.0)]
-    if shape.source is not None or shape.has_key_values:
+    if shape.source is not None or shape.values_from_keys:
         parts = parts[: 1 if shape.source is not None else 2]
     groups: Sequence[int | None] = shape.groups or (None,) * 4
     if shape.layout == "separate":
@@ -387,19 +329,19 @@ def _attention(shape: AttentionSpec, spelling: Spelling, hidden: int) -> Named:
     factors = _all(hidden, out)
     size_out = (hidden, queries)
     yield from _linear("o", name, size_out, factors, bias=shape.o_bias, transposed=turned, groups=groups[3])
-    if shape.norms is not None:
-        widths = (shape.head_dim,) * 2 if shape.norms == "head" else (queries, keys)
-        constant = None if shape.has_norm_weights else 1.0
+    if (norm := shape.qk_norm) is not None:
+        widths = (shape.head_dim,) * 2 if norm.per == "head" else (queries, keys)
+        constant = None if norm.has_weights else 1.0
         normed = [("q_norm", spelling.attention_norms[0], widths[0])]
         if shape.source is None:
             normed.append(("k_norm", spelling.attention_norms[1], widths[1]))
         for weight, name, width in normed:
             yield weight, Stored(f"{room}{name}.weight", (width,), constant=constant)
-            if shape.norm_type == "layer" and shape.has_norm_bias:
+            if norm.kind == "layer" and norm.has_bias:
                 yield f"{weight}.bias", Stored(f"{room}{name}.bias", (width,))
-    if shape.norms_values and shape.source is None:
+    if shape.has_v_norm and shape.source is None:
         yield "v_norm", Stored(f"{room}v_norm.weight", (shape.head_dim,), constant=1.0)
-    if shape.rises_by_values:
+    if shape.has_value_scores:
         yield "rise.gain", Stored(f"{room}A", (shape.num_kv_heads,))
         yield from _linear("rise", f"{room}dt_proj", (shape.num_kv_heads, keys), bias=shape.qkv_bias)
     if shape.inner_norm_eps is not None:
@@ -411,7 +353,7 @@ def _attention(shape: AttentionSpec, spelling: Spelling, hidden: int) -> Named:
                 name = f"{room}{spelling.relative_parts['qk'.index(weight)]}"
                 has_bias = weight == "q" or shape.relative.has_key_bias
                 yield from _linear(f"relative.{weight}", name, (queries, hidden), bias=has_bias)
-    if shape.has_sinks:
+    if shape.attention_sinks:
         yield "sinks", Stored(f"{room}sinks", (shape.num_attention_heads,))
 
 

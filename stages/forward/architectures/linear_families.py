@@ -15,7 +15,7 @@ from typing import Literal
 
 from ....store.errors import ConfigError
 from .composed import ComposedArchitecture, LayerSpec
-from .families import Family, read_activation, read_rope
+from .families import read_activation, read_rope
 from .layer_tensors import LLAMA, Spelling
 from .linear_mixers import GatedDeltaSpec, LightningSpec, LinearUnitSpec, ShortConvolutionSpec
 from .mamba_families import FamilyReader, TensorShapes, checked, require_silu, rope_of
@@ -26,6 +26,7 @@ from .mixers import (
     GatedAttentionSpec,
     LatentAttentionSpec,
     MlpSpec,
+    QkNorm,
 )
 from .transformer import ConfigReader
 
@@ -53,12 +54,10 @@ def _qwen(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
         reader.integer("num_attention_heads", 16),
         reader.integer("num_key_value_heads", 4 if model_type == "qwen3_5_text" else 2),
         head_dim,
-        turning=rope_of(reader, head_dim, 32768, share=0.25),
+        rope=rope_of(reader, head_dim, 32768, share=0.25),
         qkv_bias=bias,
         o_bias=bias,
-        norms="head",
-        norm_type="gemma_rms",
-        qk_norm_eps=eps,
+        qk_norm=QkNorm("head", eps, "gemma_rms"),
     )
     delta = _gated_delta(reader, "by group" if model_type == "qwen3_next" else "by part", eps)
     layers = reader.integer("num_hidden_layers")
@@ -134,11 +133,10 @@ def _olmo(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
         heads,
         reader.integer("num_key_value_heads", heads),
         hidden // heads,
-        turning=rope_of(reader, hidden // heads, 65536) if _turns(reader) else None,
+        rope=rope_of(reader, hidden // heads, 65536) if _turns(reader) else None,
         qkv_bias=bias,
         o_bias=bias,
-        norms="all",
-        qk_norm_eps=eps,
+        qk_norm=QkNorm("all", eps),
     )
     groups = reader.integer("linear_num_key_heads", heads)
     key_size = reader.integer("linear_key_head_dim", int(0.75 * hidden / groups))
@@ -271,9 +269,8 @@ def _lfm2(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
         heads,
         reader.integer("num_key_value_heads", 8),
         head_dim,
-        turning=rope_of(reader, head_dim, 128_000, theta=1e6),
-        norms="head",
-        qk_norm_eps=eps,
+        rope=rope_of(reader, head_dim, 128_000, theta=1e6),
+        qk_norm=QkNorm("head", eps),
     )
     size, bias = reader.integer("conv_L_cache", 3), reader.flag("conv_bias", False)
     convolution = ShortConvolutionSpec(hidden, size, bias)
@@ -338,14 +335,12 @@ def _width_of_lfm2(reader: ConfigReader) -> int:
 
 def _recurrent_gemma(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
     hidden, heads = reader.integer("hidden_size"), reader.integer("num_attention_heads", 10)
-    activation = read_activation(
-        reader, Family(activation_keys=("hidden_activation",), activation="gelu_pytorch_tanh")
-    )
+    activation = read_activation(reader, "gelu_pytorch_tanh", "hidden_activation")
     attention = AttentionSpec(
         heads,
         reader.integer("num_key_value_heads", heads),
         hidden // heads,
-        turning=rope_of(reader, hidden // heads, 2048, share=0.5),
+        rope=rope_of(reader, hidden // heads, 2048, share=0.5),
         window=reader.integer("attention_window_size", 2048),
         qkv_bias=reader.flag("attention_bias", False),
         o_bias=True,
@@ -389,7 +384,7 @@ def _rounded(number: float) -> float:
 def _minimax(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
     """MiniMax-01: what is normed becomes the stream, which is weighed against what is added to it."""
     hidden, heads = reader.integer("hidden_size"), reader.integer("num_attention_heads", 32)
-    head_dim, activation = reader.integer("head_dim", hidden // heads), read_activation(reader, Family())
+    head_dim, activation = reader.integer("head_dim", hidden // heads), read_activation(reader)
     layers, weighed = reader.integer("num_hidden_layers"), ("full_attn", "linear_attn", "mlp")
     alpha = {part: reader.number(f"{part}_alpha_factor", 1.0) for part in weighed}
     beta = {part: reader.number(f"{part}_beta_factor", 1.0) for part in weighed}
@@ -397,7 +392,7 @@ def _minimax(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture
         heads,
         reader.integer("num_key_value_heads", 8),
         head_dim,
-        turning=rope_of(reader, head_dim, 131072, theta=1e6),
+        rope=rope_of(reader, head_dim, 131072, theta=1e6),
         window=reader.optional_integer("sliding_window"),
         factors=(1.0, 1.0, beta["full_attn"]),
     )
@@ -430,20 +425,18 @@ def _minimax_m2(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitect
     context, raw = reader.integer("max_position_embeddings", 196608), reader.raw
     if reader.has("rotary_dim"):
         raw = {"partial_rotary_factor": reader.integer("rotary_dim") / head_dim} | raw
-    family = Family(partial_rotary=True, theta=5e6)
     attention = AttentionSpec(
         heads,
         reader.integer("num_key_value_heads", 8),
         head_dim,
-        turning=read_rope(ConfigReader(raw, reader.source), family, head_dim, context),
-        norms="all",
-        qk_norm_eps=eps,
+        rope=read_rope(ConfigReader(raw, reader.source), head_dim, context, theta=5e6, is_partial=True),
+        qk_norm=QkNorm("all", eps),
     )
     experts = ExpertsSpec(
         reader.integer("num_local_experts", 256),
         reader.integer("num_experts_per_tok", 8),
         reader.integer("intermediate_size", 1536),
-        read_activation(reader, Family()),
+        read_activation(reader),
         routing="sigmoid",
         sums_to_one=True,
         sum_eps=0.0,

@@ -128,7 +128,7 @@ class LinearAttentionSpec(_LinearShape):
     value_size: int
     decays: Literal["key", "fixed"]
     conv_size: int = 0
-    turning: RopeConfig | None = None
+    rope: RopeConfig | None = None
     activation: ActivationName | None = None
     decay_rank: int = 16
     decay_divisor: float = 16.0
@@ -148,11 +148,6 @@ class LinearAttentionSpec(_LinearShape):
     def parts(self) -> tuple[int, int, int]:
         """Channels of queries, keys and values."""
         return (self.heads * self.key_size, self.groups * self.key_size, self.groups * self.value_size)
-
-    @property
-    def rope(self) -> RopeConfig | None:
-        """See `MixerSpec`."""
-        return self.turning
 
     @property
     def axis_sizes(self) -> dict[str, int]:

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from ....store.errors import ConfigError
 from .composed import ComposedArchitecture, LayerSpec
-from .families import ACTIVATIONS, Family, read_rope, refuse_unfollowed
+from .families import ACTIVATIONS, read_rope, refuse_unfollowed
 from .layer_tensors import Spelling
 from .mixers import AttentionSpec, ExpertsSpec, Mamba2Spec, MambaSpec, MlpSpec
 from .transformer import ActivationName, ConfigReader, RopeConfig
@@ -377,7 +377,7 @@ def _attention(reader: ConfigReader, *, rope: RopeConfig | None, kv_heads: int |
         num_attention_heads=heads,
         num_kv_heads=reader.integer("num_key_value_heads", heads if is_told else kv_heads),
         head_dim=_head_dim(reader),
-        turning=rope,
+        rope=rope,
         qkv_bias=bias,
         o_bias=bias,
     )
@@ -393,9 +393,9 @@ def rope_of(
     """Rope of a hybrid. context, theta, and the share of each head that turns: where the config does not say.
     Families in which all of it turns take no other share."""
     raw = reader.raw if share == 1 else {"partial_rotary_factor": share} | reader.raw
-    family = Family(partial_rotary=share != 1, theta=theta)
     longest = reader.integer("max_position_embeddings", context)
-    return read_rope(ConfigReader(raw, reader.source), family, head_dim, longest)
+    own = ConfigReader(raw, reader.source)
+    return read_rope(own, head_dim, longest, theta=theta, is_partial=share != 1)
 
 
 def _mamba2_of_hybrid(reader: ConfigReader, *, channels: int | None = None, eps: float = 1e-5) -> Mamba2Spec:

@@ -30,9 +30,11 @@ __all__ = [
     "MixerSpec",
     "MlpAndExpertsSpec",
     "MlpSpec",
+    "QkNorm",
     "RelativeSpec",
     "RoutedAttentionSpec",
     "SharedBlockSpec",
+    "TemperatureTuning",
 ]
 
 _ATTENTION = ("q", "k", "v", "rot_q", "rot_k", "scores", "attn_scores", "pattern", "z", "result")
@@ -143,27 +145,36 @@ class RelativeSpec:
 
 
 @dataclass(frozen=True)
-class AttentionSpec(MixerSpec):
-    """Attention with grouped queries (`AttentionSizes` in networks/attention.py).
+class QkNorm:
+    """Norms of queries and keys."""
 
-    turning: None for no positions at all. scale: what q k^T is multiplied by. norms: of queries and keys,
-    over each "head" or "all" of them together, None for none; norm_type: which kind of norm. factors: of what
-    goes in, of keys, and of what comes out. layout: whether the projections are tensors of their own, or one:
-    "by part", all queries before all keys, "by head", the queries that share a key head before key and value,
-    or "by fourths" of all heads, values before keys. has_norm_weights, has_norm_bias, norms_behind_rope: of
-    norms of queries and keys. clip: the largest entry of queries, keys and values. soft_cap: of scores.
-    slopes: what scores rise by with each position of a key, by head. has_sinks: whether each head has a score
-    of nothing. growth: how queries grow with the logarithm of their position in multiples of the second
-    number. is_bidirectional: whether a query sees later keys, too. has_frequencies: whether a checkpoint
-    tells what rope turns by. relative: what scores have besides, by distance. inner_norm_eps: of the RMS norm
-    of what all heads have read, before it is projected; None for none. groups: of the convolutions of width 1
-    that make queries, keys and values and what comes out; None where these are plain maps. is_chunked:
-    whether a window is a chunk, that begins at a multiple of its size. growth_start: what growth takes the
-    first position for. rises_by_values: whether scores rise by what the values of a key say. source: the
-    layer whose keys and values it reads, having none of its own; None for its own. has_key_values: whether
-    values are what keys are made of, before their norm. norms_values: whether values are normed over each
-    head, without weights.
-    """
+    per: Literal["head", "all"]
+    """What each runs over: one head, or all heads together."""
+    eps: float
+    """Added to the mean square, or the variance."""
+    kind: Literal["rms", "gemma_rms", "layer"] = "rms"
+    has_weights: bool = True
+    has_bias: bool = True
+    """Of layer norms; others have none."""
+    after_rope: bool = False
+    """Whether they run after rope instead of before it."""
+
+
+@dataclass(frozen=True)
+class TemperatureTuning:
+    """Queries times 1 + scale log(1 + floor((position + offset) / floor)), which keeps attention as sharp as
+    in short texts (Llama 4, Ministral 3)."""
+
+    scale: float
+    floor: int
+    """Positions."""
+    offset: int = 0
+    """Positions; 1 where the reference counts them from 1."""
+
+
+@dataclass(frozen=True)
+class AttentionSpec(MixerSpec):
+    """Attention with grouped queries (`AttentionSizes` in networks/attention.py)."""
 
     kind: ClassVar[str] = "attention"
     points: ClassVar[tuple[str, ...]] = _ATTENTION
@@ -172,35 +183,49 @@ class AttentionSpec(MixerSpec):
     num_attention_heads: int
     num_kv_heads: int
     head_dim: int
-    turning: RopeConfig | None = None
+    rope: RopeConfig | None = None
+    """Of queries and keys; None for none."""
     scale: float | None = None
+    """What q k^T is multiplied by; None for 1 / sqrt(head_dim)."""
     window: int | None = None
+    """Keys that a query sees, itself included; None for all."""
     qkv_bias: bool = False
     o_bias: bool = False
-    norms: Literal["head", "all"] | None = None
-    norm_type: Literal["rms", "gemma_rms", "layer"] = "rms"
-    qk_norm_eps: float = 1e-6
+    qk_norm: QkNorm | None = None
     factors: tuple[float, float, float] = (1.0, 1.0, 1.0)
+    """What its input, its keys and its output are multiplied by."""
     layout: Literal["separate", "by part", "by head", "by fourths"] = "separate"
-    has_norm_weights: bool = True
-    norms_behind_rope: bool = False
-    clip: float | None = None
-    soft_cap: float | None = None
-    slopes: tuple[float, ...] = ()
-    has_sinks: bool = False
-    growth: tuple[float, int] | None = None
+    """Tensors of the projections: one each, or one of all. "by part": all queries before all keys; "by head":
+    queries that share a key head before its key and value; "by fourths" of heads, values before keys."""
+    clip_qkv: float | None = None
+    """Largest absolute entry of queries, keys and values; None for no clip."""
+    logit_softcap: float | None = None
+    """Of scores, before the mask; None for none."""
+    alibi_slopes: tuple[float, ...] = ()
+    """One per head: what scores rise by with each position of a key (Press et al., 2022); () for no ALiBi."""
+    attention_sinks: bool = False
+    """Whether each head has a learned logit of a sink (gpt-oss)."""
+    temperature_tuning: TemperatureTuning | None = None
     is_bidirectional: bool = False
-    has_norm_bias: bool = True
-    has_frequencies: bool = False
+    """Whether queries see later keys, too."""
+    has_stored_frequencies: bool = False
+    """Whether a checkpoint holds the frequencies of rope."""
     relative: RelativeSpec | None = None
+    """What scores have besides, by distance."""
     inner_norm_eps: float | None = None
+    """Epsilon of the RMS norm of the heads' outputs together, before they are projected; None for no norm."""
     groups: tuple[int, ...] | None = None
+    """Of the convolutions of width 1 that make queries, keys, values and output; None for linear maps."""
     is_chunked: bool = False
-    growth_start: int = 0
-    rises_by_values: bool = False
+    """Whether a window is a chunk that begins at a multiple of its size."""
+    has_value_scores: bool = False
+    """Whether scores have a term by the value of a key (Doge's dynamic mask)."""
     source: int | None = None
-    has_key_values: bool = False
-    norms_values: bool = False
+    """The layer whose keys and values it reads, having none of its own; None for its own."""
+    values_from_keys: bool = False
+    """Whether values are the projection that keys are made of, before their norm."""
+    has_v_norm: bool = False
+    """Whether values are normed over each head, without weights."""
 
     def __post_init__(self) -> None:
         if self.num_attention_heads % self.num_kv_heads:
@@ -208,12 +233,12 @@ class AttentionSpec(MixerSpec):
                 f"expected num_attention_heads ({self.num_attention_heads}) to be a multiple of "
                 f"num_key_value_heads, found {self.num_kv_heads}; correct config.json, or fetch it again"
             )
-        if self.turning is not None and self.turning.dim > self.head_dim:
+        if self.rope is not None and self.rope.dim > self.head_dim:
             raise ConfigError(
-                f"expected at most head_dim={self.head_dim} rotary dimensions, found {self.turning.dim}; "
+                f"expected at most head_dim={self.head_dim} rotary dimensions, found {self.rope.dim}; "
                 "check head_dim, rotary_dim and partial_rotary_factor in config.json"
             )
-        if self.slopes and self.num_kv_heads != self.num_attention_heads:
+        if self.alibi_slopes and self.num_kv_heads != self.num_attention_heads:
             raise ConfigError(
                 f"expected a key head for each of {self.num_attention_heads} heads whose scores rise with "
                 f"positions, found {self.num_kv_heads}; such a model cannot run here"
@@ -231,7 +256,7 @@ class AttentionSpec(MixerSpec):
         return AttentionMixer(
             scale,
             self.window,
-            self.soft_cap,
+            self.logit_softcap,
             is_bidirectional=self.is_bidirectional,
             is_chunked=self.is_chunked,
             source=self.source,
@@ -252,19 +277,14 @@ class AttentionSpec(MixerSpec):
             self.head_dim,
             self.summary,
             self.layout,
-            rope=self.turning,
-            are_normed=self.norms is not None,
-            clip=self.clip,
-            slopes=self.slopes,
-            has_sinks=self.has_sinks,
-            grows=self.growth is not None,
+            rope=self.rope,
+            are_normed=self.qk_norm is not None,
+            clip=self.clip_qkv,
+            slopes=self.alibi_slopes,
+            has_sinks=self.attention_sinks,
+            grows=self.temperature_tuning is not None,
             are_normed_together=self.inner_norm_eps is not None,
         )
-
-    @property
-    def rope(self) -> RopeConfig | None:
-        """See `MixerSpec`."""
-        return self.turning
 
     @property
     def axis_sizes(self) -> dict[str, int]:
@@ -357,7 +377,7 @@ class RoutedAttentionSpec(MixerSpec):
     chosen: int
     kv_heads: int
     head_dim: int
-    turning: RopeConfig | None = None
+    rope: RopeConfig | None = None
 
     def __post_init__(self) -> None:
         if self.chosen > self.experts:
@@ -372,11 +392,6 @@ class RoutedAttentionSpec(MixerSpec):
         return AttentionMixer(1 / math.sqrt(self.head_dim))
 
     @property
-    def rope(self) -> RopeConfig | None:
-        """See `MixerSpec`."""
-        return self.turning
-
-    @property
     def axis_sizes(self) -> dict[str, int]:
         """See `MixerSpec`."""
         heads = {"head": self.chosen * self.kv_heads, "kv_head": self.kv_heads, "d_head": self.head_dim}
@@ -389,13 +404,7 @@ class RoutedAttentionSpec(MixerSpec):
 
 @dataclass(frozen=True)
 class LatentAttentionSpec(MixerSpec):
-    """Attention whose keys and values are made of one narrow latent (DeepSeek-V2, 2024, section 2.1).
-
-    own_size, shared_size: entries of a head's keys that are its own, and those that all heads share, behind
-    them, which turn; turning: None for no positions. rank: of the latent; query_rank: of the map to queries,
-    None where it has none. scale: what q k^T is multiplied by, None for what the width of keys says. factor:
-    of what comes out.
-    """
+    """Attention whose keys and values are made of one narrow latent (DeepSeek-V2, 2024, section 2.1)."""
 
     kind: ClassVar[str] = "latent_attention"
     points: ClassVar[tuple[str, ...]] = (
@@ -405,20 +414,21 @@ class LatentAttentionSpec(MixerSpec):
 
     heads: int
     own_size: int
+    """Entries of a head's keys that are its own."""
     shared_size: int
+    """Entries behind them that all heads share, and that rope rotates."""
     value_size: int
     rank: int
+    """Of the latent."""
     query_rank: int | None = None
+    """Of the map to queries; None where it has none."""
     has_bias: bool = False
     norm_eps: float = 1e-6
-    turning: RopeConfig | None = None
+    rope: RopeConfig | None = None
     scale: float | None = None
+    """What q k^T is multiplied by; None for 1 / sqrt(key_size)."""
     factor: float = 1.0
-
-    @property
-    def rope(self) -> RopeConfig | None:
-        """See `MixerSpec`."""
-        return self.turning
+    """Of the output."""
 
     @property
     def key_size(self) -> int:
@@ -553,10 +563,7 @@ class Mamba2Spec(MixerSpec):
 
 @dataclass(frozen=True)
 class MlpSpec(ChannelMixerSpec):
-    """An MLP, gated or plain; factors: of the gate, and of what comes out. inner_norm_eps: of the RMS norm of
-    what the down projection reads; None for none. groups: of convolutions in place of up and down
-    projection, as of attention's (`AttentionSpec`). sparsity: the share of the inside that is to be 0, as if
-    a token's gates were drawn from a normal distribution (Gemma 3n)."""
+    """An MLP, gated or plain."""
 
     kind: ClassVar[str] = "mlp"
 
@@ -567,9 +574,13 @@ class MlpSpec(ChannelMixerSpec):
     """Whether gate and up projection are one tensor."""
     has_bias: bool = False
     factors: tuple[float, float] = (1.0, 1.0)
+    """Of the gate and of the output."""
     inner_norm_eps: float | None = None
+    """Epsilon of an RMS norm before the down projection; None for no norm."""
     groups: tuple[int, ...] | None = None
+    """Of convolutions in place of up and down projection; None for linear maps."""
     sparsity: float = 0.0
+    """Share of the inside that is to be 0, as if gates were drawn from a normal distribution (Gemma 3n)."""
 
     @property
     def summary(self) -> Literal["MLP", "gated MLP"]:
@@ -593,43 +604,46 @@ class MlpSpec(ChannelMixerSpec):
 
 @dataclass(frozen=True)
 class ExpertsSpec(ChannelMixerSpec):
-    """Experts of which every token is sent to a few, and perhaps one that all tokens go through.
-
-    routing: how the chosen are weighed, see networks/mixers/experts.py. shared_size: width of the expert of
-    all, 0 for none; has_shared_gate: whether what it adds is multiplied by a sigmoid. is_gated: of all
-    experts. is_listed: whether each expert has tensors of its own, not all of them one. has_correction,
-    sum_eps: of sigmoid routing, what is added to scores to choose by, and to their sum. factor: of what comes
-    out. has_routed_bias: of the router and of routed experts. limits: of experts whose gate is x sigmoid(a
-    x), this a, and how large gate and up projection may be; their rows then take turns in tensors kept as
-    [in, out]. jitter: of sparse mixing, how near another score may be and count. is_transposed: whether
-    tensors of all experts are kept as [in, out]. has_output_bias: whether a bias is added to what they give
-    together.
-    """
+    """Experts of which every token is sent to a few, and perhaps one that all tokens go through."""
 
     kind: ClassVar[str] = "experts"
 
     count: int
     chosen: int
+    """Experts that a token is sent to."""
     intermediate_size: int
     activation: ActivationName
     routing: Routing
     shared_size: int = 0
+    """Width of the expert that all tokens go through; 0 for none."""
     has_shared_gate: bool = False
+    """Whether its output is multiplied by a sigmoid."""
     is_gated: bool = True
     is_listed: bool = True
+    """Whether each expert has tensors of its own, not all of them one."""
     groups: int = 1
     chosen_groups: int = 1
     has_correction: bool = True
+    """Whether something is added to scores to choose by, in routings that have it."""
     sums_to_one: bool = False
+    """Whether weights of the chosen are divided by their sum."""
     sum_eps: float = 1e-20
+    """Added to that sum."""
     routed_factor: float = 1.0
     latent_size: int | None = None
+    """Width of what routed experts read and write, between two linear maps; None for the stream's."""
     has_bias: bool = False
     factor: float = 1.0
+    """Of the output."""
     has_routed_bias: bool = False
+    """Of the router and of routed experts."""
     limits: tuple[float, float] | None = None
+    """Of experts whose gate is x sigmoid(a x): a, and how large gate and up projection may be. Their rows
+    take turns in tensors kept as [in, out]."""
     jitter: float = 0.0
+    """Of sparse mixing: how near another score may be and count."""
     is_transposed: bool = False
+    """Whether tensors of all experts are kept as [in, out]."""
     has_output_bias: bool = False
 
     def __post_init__(self) -> None:

@@ -115,7 +115,7 @@ def _fading(
         _width(reader, "expand_v", expand_v, heads),
         decays,
         conv_size=_conv_size(reader, usual=False) if is_gated else 0,
-        turning=None if is_gated else RopeConfig(10000.0, key_size),
+        rope=None if is_gated else RopeConfig(10000.0, key_size),
         activation=activation_of(reader, "feature_map") if reader.has("feature_map") else None,
         least_log_decay=reader.optional_number("clamp_min") if is_gated else None,
         has_gate=reader.flag("use_output_gate", True),

@@ -18,35 +18,36 @@ RopeScheme = Literal["default", "linear", "dynamic", "llama3", "longrope", "yarn
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """Rotary embedding of the first `dim` entries of a head.
-
-    theta: base wavelength. factor: how far the context is stretched. original_max_position_embeddings:
-    context before stretching. short_factor, long_factor: per-frequency divisors (longrope), [dim / 2].
-    attention_factor: multiplies cos and sin; None derives it. interleaved: entries 2i and 2i + 1 turn
-    together (as Su et al. 2021 write it), not i and i + dim / 2. bounds: rotations within the original
-    context from which an entry turns as it did, and up to which it turns slower by the whole factor (yarn);
-    is_truncated: whether the places of these entries are rounded. is_backwards: whether angles are negative.
-    frequencies: a weight, radians per position [dim / 2], which the network puts here where a checkpoint
-    tells them; None for what the others say. turning: of a head's pairs of entries, how many turn, the
-    fastest ones of a head that turns as a whole (proportional).
-    """
+    """Rotary embedding of the first `dim` entries of a head."""
 
     theta: float
+    """Base wavelength."""
     dim: int
     scheme: RopeScheme = "default"
     factor: float = 1.0
+    """How far the context is stretched."""
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_position_embeddings: int | None = None
+    """Context before stretching, in positions."""
     short_factor: tuple[float, ...] = ()
     long_factor: tuple[float, ...] = ()
+    """Divisors per frequency (longrope), [dim / 2]."""
     attention_factor: float | None = None
+    """Multiplies cos and sin; None derives it."""
     interleaved: bool = False
+    """Whether entries 2i and 2i + 1 rotate together (as Su et al. 2021 write it), not i and i + dim / 2."""
     bounds: tuple[float, float] = (32.0, 1.0)
+    """Rotations within the original context from which an entry rotates as it did, and up to which it rotates
+    slower by the whole factor (yarn)."""
     is_truncated: bool = True
+    """Whether the places of these entries are rounded."""
     is_backwards: bool = False
+    """Whether angles are negative."""
     frequencies: Any = field(default=None, compare=False, repr=False)
-    turning: int = 0
+    """A weight, radians per position [dim / 2], which the network puts here where a checkpoint holds it."""
+    rotated_pairs: int = 0
+    """Pairs of entries that rotate, the fastest ones of a head that rotates as a whole (proportional)."""
 
     def __post_init__(self) -> None:
         if self.dim % 2 or self.dim <= 0:
@@ -103,6 +104,12 @@ class ConfigReader:
         self.read: set[str] = set()
         self.ignored: set[str] = set()
         """Keys of nested sections that were seen and not read."""
+
+    def reading(self, raw: dict[str, Any]) -> ConfigReader:
+        """Other values of the same config, whose reads count as this one's."""
+        other = ConfigReader(raw, self.source)
+        other.read, other.ignored = self.read, self.ignored
+        return other
 
     def integer(self, key: str, default: int | None = None, *, least: int = 1) -> int:
         """An integer, the default where the key is absent or null."""

@@ -1,6 +1,6 @@
-"""Which configuration a checkpoint needs: by its family's row, or by a row worked out from its tensors.
+"""Which configuration a checkpoint needs: by its family, or worked out from its tensors.
 
-For a model_type no table knows, the row is inferred from config.json and from the names and shapes in the
+For a model_type no table knows, it is inferred from config.json and from the names and shapes in the
 safetensors headers; no weight is read. A report lists what was expected and found, so that a checkpoint which
 cannot run says why, and what was in the config and not read. Torch-free.
 
@@ -10,18 +10,23 @@ or a key known to change numbers that it does not follow, stops it. A guess that
 
 from __future__ import annotations
 
+import math
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ....store.errors import ConfigError, MizarrError, WeightsError
 from ..architectures.architecture import Architecture
-from ..architectures.families import FAMILIES, Family, MlpLayout, Windows, model_type_of, read_family
+from ..architectures.attending import builders as build
+from ..architectures.composed import ComposedArchitecture
+from ..architectures.families import model_type_of, read_activation, refuse_unfollowed
 from ..architectures.known import KNOWN, KnownFamily
-from ..architectures.transformer import ConfigReader
+from ..architectures.layer_tensors import LLAMA
+from ..architectures.mixers import QkNorm
+from ..architectures.transformer import ConfigReader, Norm
 from ..checkpoints.checkpoint import Files
 from ..networks.weights import expected_tensors, read_shapes, unused_tensors
 
@@ -138,9 +143,10 @@ def report(raw: dict[str, Any], shapes: TensorShapes, source: str = "config.json
     """
     model_type = model_type_of(raw, source)
     with _in_one_line(source):
-        if model_type in KNOWN and model_type not in FAMILIES:
-            return _examine_known(KNOWN[model_type], raw, shapes, source)
-        return examine(raw, shapes, FAMILIES.get(model_type), source)
+        family = KNOWN.get(model_type)
+        if family is not None and not family.reports_unread_keys:
+            return _examine_known(family, raw, shapes, source)
+        return examine(raw, shapes, family, source)
 
 
 def _examine_known(
@@ -157,19 +163,18 @@ def _examine_known(
 
 
 def examine(
-    raw: dict[str, Any], shapes: TensorShapes, family: Family | None, source: str = "config.json"
+    raw: dict[str, Any], shapes: TensorShapes, family: KnownFamily | None, source: str = "config.json"
 ) -> CompatibilityReport:
-    """As `report`, read by the row given; None infers one, whatever the model_type."""
+    """As `report`, of the family given; None infers the architecture, whatever the model_type."""
     model_type, known = model_type_of(raw, source), family is not None
     issues = required_scalars(raw, source)
     if issues:
         return CompatibilityReport(model_type, known, None, issues)
     if family is None:
         issues += unfollowed_keys(raw, source)
-        family = family_of(raw, shapes)
     reader = ConfigReader(raw, source)
     try:
-        config = read_family(reader, model_type, family)
+        config = inferred(reader, shapes) if family is None else family.read(reader, shapes)
     except ConfigError as error:
         return CompatibilityReport(model_type, known, None, [*issues, str(error)])
     unused = unused_tensors(shapes, config)
@@ -213,41 +218,60 @@ def unread_keys(raw: Mapping[str, Any], reader: ConfigReader) -> list[str]:
     return sorted(top | reader.ignored)
 
 
-def family_of(raw: Mapping[str, Any], shapes: TensorShapes) -> Family:
-    """A family row worked out from config keys and the tensors of layer 0; later layers are checked against
-    it.
-    """
-    first = {
-        match[1]: shape for name, shape in shapes.items() if (match := re.search(r"\.layers\.0\.(.*)", name))
-    }
+def inferred(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    """A decoder worked out from config keys and the tensors of layer 0; later layers are checked by it."""
+    refuse_unfollowed(config, looks_ahead=True)
+    raw, layer_0 = config.raw, r"\.layers\.0\.(.*)"
+    first = {match[1]: shape for name, shape in shapes.items() if (match := re.search(layer_0, name))}
     gemma = "gemma" in str(raw.get("model_type"))
     post_norms = "pre_feedforward_layernorm.weight" in first or "post_feedforward_layernorm.weight" in first
-    norm_bias = "input_layernorm.bias" in first
-    return Family(
-        norm="gemma_rms" if gemma else "layer" if norm_bias else "rms",
-        eps_key=next((key for key in EPS_KEYS if raw.get(key) is not None), EPS_KEYS[0]),
-        eps=1e-6 if gemma else 1e-5,
-        activation_keys=("hidden_activation", "hidden_act"),
-        activation="gelu_pytorch_tanh" if gemma else "silu",
+    gemma2 = gemma and post_norms
+    norm: Norm = "gemma_rms" if gemma else "layer" if "input_layernorm.bias" in first else "rms"
+    eps_key = next((key for key in EPS_KEYS if raw.get(key) is not None), EPS_KEYS[0])
+    eps, hidden = config.number(eps_key, 1e-6 if gemma else 1e-5), config.integer("hidden_size")
+    is_fused, is_gated = _mlp_layout(first)
+    act = read_activation(
+        config,
+        "gelu_pytorch_tanh" if gemma else "silu",
+        "hidden_activation",
+        "hidden_act",
         gelu_is_tanh=gemma and not post_norms,
-        qkv="fused" if "self_attn.qkv_proj.weight" in first else "separate",
-        mlp=_mlp_layout(first),
+    )
+    heads = config.integer("num_attention_heads")
+    attention = build.attention(
+        config,
+        width=config.integer("head_dim", _inferred_head_dim(raw, first) or hidden // heads),
+        kv_heads=_inferred_kv_heads(raw, first),
         qkv_bias="self_attn.q_proj.bias" in first or "self_attn.qkv_proj.bias" in first,
         o_bias="self_attn.o_proj.bias" in first,
-        mlp_bias=any(
-            f"mlp.{name}.bias" in first for name in ("down_proj", "c_fc", "gate_proj", "gate_up_proj")
-        ),
-        scaled_embedding=gemma,
+        layout="by part" if "self_attn.qkv_proj.weight" in first else "separate",
+        qk_norm=QkNorm("head", eps, norm) if "self_attn.q_norm.weight" in first else None,
+        scale=_query_scale(config, gemma2=gemma2),
+        logit_softcap=config.optional_number("attn_logit_softcapping"),
+    )
+    names = ("down_proj", "c_fc", "gate_proj", "gate_up_proj")
+    mlp_bias = any(f"mlp.{name}.bias" in first for name in names)
+    parts = ("gate_up_proj", "down_proj") if is_fused else LLAMA.mlp_parts if is_gated else ("c_fc", "c_proj")
+    return build.decoder(
+        config,
+        attention,
+        build.mlp(config, act, is_fused=is_fused, is_gated=is_gated, bias=mlp_bias),
+        rope=build.rope_everywhere(is_partial=True),
+        windows=_windows(config, alternates=gemma2),
+        norms="around" if post_norms else "before",
+        norm_type=norm,
+        eps=eps,
+        max_positions=4096,
+        embedding_scale=math.sqrt(hidden) if gemma else None,
+        rounds_embedding_scale=gemma,
+        final_logit_softcapping=config.optional_number("final_logit_softcapping"),
         tied="lm_head.weight" not in shapes,
-        head_dim=_inferred_head_dim(raw, first),
-        kv_heads=_inferred_kv_heads(raw, first),
-        partial_rotary=True,
-        windows=_window_rule(raw, gemma and post_norms),
-        window=None,
-        soft_caps=(None, None),
-        query_scalar=_query_scalar(raw, gemma and post_norms),
-        post_norms=post_norms,
-        qk_norm="self_attn.q_norm.weight" in first,
+        spelling=replace(
+            LLAMA,
+            ln2="pre_feedforward_layernorm" if post_norms else LLAMA.ln2,
+            attention_in="qkv_proj",
+            mlp_parts=parts,
+        ),
     )
 
 
@@ -279,23 +303,27 @@ def one_per_kind(names: Iterable[str]) -> list[str]:
     ]
 
 
-def _mlp_layout(first: TensorShapes) -> MlpLayout:
+def _mlp_layout(first: TensorShapes) -> tuple[bool, bool]:
+    """Whether gate and up projection are one tensor, and whether there is a gate."""
     if "mlp.gate_up_proj.weight" in first:
-        return "gated_fused"
-    plain = "mlp.c_fc.weight" in first and "mlp.gate_proj.weight" not in first
-    return "plain" if plain else "gated_separate"
+        return True, True
+    return False, "mlp.c_fc.weight" not in first or "mlp.gate_proj.weight" in first
 
 
-def _window_rule(raw: Mapping[str, Any], alternates: bool) -> Windows:
-    if "use_sliding_window" in raw:
-        return "from_max_window_layers"
-    # "alternating" goes by layer_types wherever they are listed.
-    return "alternating" if alternates or raw.get("layer_types") is not None else "all"
+def _windows(config: ConfigReader, *, alternates: bool) -> build.Windows:
+    if "use_sliding_window" in config.raw:
+        return build.upper_windows(config, None)
+    size = config.optional_integer("sliding_window")
+    if alternates or config.raw.get("layer_types") is not None:
+        return build.windows_where_listed(config, lambda layer: layer % 2 == 0, size)
+    return (size,) * build.layers_of(config)
 
 
-def _query_scalar(raw: Mapping[str, Any], gemma2: bool) -> float | None:
-    """The default of a family that has one; what an unknown family declares is read from its config."""
-    return 256.0 if gemma2 or raw.get("query_pre_attn_scalar") is not None else None
+def _query_scale(config: ConfigReader, *, gemma2: bool) -> float | None:
+    """By the default of a family that has one, or what an unknown family declares."""
+    if not gemma2 and config.raw.get("query_pre_attn_scalar") is None:
+        return None
+    return 1 / math.sqrt(config.positive("query_pre_attn_scalar", 256.0))
 
 
 def _inferred_head_dim(raw: Mapping[str, Any], first: TensorShapes) -> int | None:

@@ -69,7 +69,7 @@ class Verdict:
         """Raise ConfigError, or MissingExtra where transformers is missing, unless the layout agrees."""
         if self.agrees:
             return
-        from ..architectures.families import SUPPORTED_MODEL_TYPES
+        from ..architectures.known import KNOWN
 
         kind = MissingExtra if witness() is None else ConfigError
         raise kind(
@@ -77,7 +77,7 @@ class Verdict:
             f"here; {self.told}. If you know that it is computed like a Llama of this configuration, say so: "
             "trust_layout=True, or --trust-layout; what it computes is then marked. transformers itself may "
             "run it: backend='transformers', or --backend transformers. Supported families: "
-            f"{', '.join(SUPPORTED_MODEL_TYPES)}"
+            f"{', '.join(sorted(KNOWN))}"
         )
 
 

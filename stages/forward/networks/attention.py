@@ -23,6 +23,7 @@ from torch import Tensor
 
 from ....store.errors import InterventionError
 from ..architectures.architecture import AttentionMixer
+from ..architectures.mixers import QkNorm, TemperatureTuning
 from ..architectures.points import SPLIT_INPUTS
 from ..architectures.transformer import RopeConfig
 from ..hooks.taps import AttentionTaps, Taps
@@ -77,43 +78,28 @@ class AttentionSizes(Protocol):
         ...
 
     @property
-    def norm_type(self) -> str:
-        """Of the norms of queries and keys, where there are any."""
+    def qk_norm(self) -> QkNorm | None:
+        """Norms of queries and keys; None for none."""
         ...
 
     @property
-    def qk_norm_eps(self) -> float:
-        """What is added to the mean square where queries and keys are normed."""
+    def clip_qkv(self) -> float | None:
+        """Largest absolute entry of queries, keys and values; None for no clip."""
         ...
 
     @property
-    def norms_behind_rope(self) -> bool:
-        """Whether they norm what has turned."""
+    def alibi_slopes(self) -> tuple[float, ...]:
+        """What scores rise by with each position of a key, one per head; empty for no ALiBi."""
         ...
 
     @property
-    def clip(self) -> float | None:
-        """The largest entry of queries, keys and values; None for none."""
-        ...
-
-    @property
-    def slopes(self) -> tuple[float, ...]:
-        """What scores rise by with each position of a key, by head; empty for nothing."""
-        ...
-
-    @property
-    def growth_start(self) -> int:
-        """What they take the first position for."""
+    def temperature_tuning(self) -> TemperatureTuning | None:
+        """How queries are scaled by their positions; None for not."""
         ...
 
     @property
     def inner_norm_eps(self) -> float | None:
         """Of the norm of what all heads have read; None for none."""
-        ...
-
-    @property
-    def growth(self) -> tuple[float, int] | None:
-        """How queries grow with their positions (`_grown`); None for not."""
         ...
 
 
@@ -183,12 +169,12 @@ def attention(
     """
     q, k, v = project(x, weights, sizes, layer, taps, source)
     q, k = turned(history.kept(q), k, sizes.rope, history)
-    if sizes.norms_behind_rope:
+    if sizes.qk_norm is not None and sizes.qk_norm.after_rope:
         q, k = (_normed(x, norm, sizes) for x, norm in ((q, weights.q_norm), (k, weights.k_norm)))
-    if sizes.growth is not None:
-        q = _grown(q, sizes.growth, sizes.growth_start, history)
+    if sizes.temperature_tuning is not None:
+        q = _tempered(q, sizes.temperature_tuning, history)
     q, k = taps("rot_q", layer, q), taps("rot_k", layer, k)
-    if sizes.slopes:
+    if sizes.alibi_slopes:
         q, k = _sloped(q, k, sizes, how.scale, history)
     if weights.rise is not None:
         q, k = _risen(q, k, v, weights, how.scale)
@@ -219,9 +205,10 @@ def project(
     flat = tuple(linear(x, part) for part in (weights.q, weights.k, weights.v))
     if source is not None and taps.touches(layer, *SPLIT_INPUTS):
         flat = _from_inputs(flat, source, weights, sizes, layer, taps)
-    if sizes.clip is not None:
-        flat = tuple(part.clamp(-sizes.clip, sizes.clip) for part in flat)
-    norms = (None,) * 3 if sizes.norms_behind_rope else (weights.q_norm, weights.k_norm, None)
+    if (limit := sizes.clip_qkv) is not None:
+        flat = tuple(part.clamp(-limit, limit) for part in flat)
+    is_later = sizes.qk_norm is not None and sizes.qk_norm.after_rope
+    norms = (None,) * 3 if is_later else (weights.q_norm, weights.k_norm, None)
     q, k, v = (_by_heads(part, norm, sizes) for part, norm in zip(flat, norms, strict=True))
     return taps("q", layer, q), taps("k", layer, k), taps("v", layer, v)
 
@@ -273,13 +260,15 @@ def _by_heads(x: Tensor, norm: NormWeights | None, sizes: AttentionSizes) -> Ten
     """x [B, S, heads * dh] as [B, heads, S, dh]; normed over each head, or all of them at once if the norm is
     as wide."""
     if norm is not None and norm.weight.shape[0] != sizes.head_dim:
-        x, norm = apply_norm(x, norm, sizes.norm_type, sizes.qk_norm_eps), None
+        x, norm = _normed(x, norm, sizes), None
     return _normed(x.unflatten(-1, (-1, sizes.head_dim)).transpose(1, 2), norm, sizes)
 
 
 def _normed(x: Tensor, norm: NormWeights | None, sizes: AttentionSizes) -> Tensor:
-    """x [..., dh] normed, where there is a norm."""
-    return x if norm is None else apply_norm(x, norm, sizes.norm_type, sizes.qk_norm_eps)
+    """x [..., dh], or of all heads, normed, where there is a norm."""
+    if norm is None or sizes.qk_norm is None:
+        return x
+    return apply_norm(x, norm, sizes.qk_norm.kind, sizes.qk_norm.eps)
 
 
 def _normed_together(z: Tensor, norm: NormWeights, eps: float) -> Tensor:
@@ -289,12 +278,10 @@ def _normed_together(z: Tensor, norm: NormWeights, eps: float) -> Tensor:
     return heads
 
 
-def _grown(q: Tensor, growth: tuple[float, int], start: int, history: History) -> Tensor:
-    """Queries [B, H, kept, dh] times 1 + b log(1 + floor(p / n)) of their positions p, counted from a start
-    (Llama 4, which keeps attention as sharp as it is in short texts)."""
-    share, length = growth
-    places = history.kept(history.positions[:, None].float()) + start
-    return q * (1 + share * torch.log(1 + torch.floor(places / length))).to(q.dtype)
+def _tempered(q: Tensor, tuning: TemperatureTuning, history: History) -> Tensor:
+    """Queries [B, H, kept, dh] scaled by their positions, as `TemperatureTuning` says."""
+    places = history.kept(history.positions[:, None].float()) + tuning.offset
+    return q * (1 + tuning.scale * torch.log(1 + torch.floor(places / tuning.floor))).to(q.dtype)
 
 
 def _sloped(
@@ -303,7 +290,7 @@ def _sloped(
     """Queries and keys with one entry more, whose product times the scale is what a score rises by with the
     position of its key (Press et al., Train Short, Test Long, 2021). Relative to each query's own position it
     is the penalty of distance in that paper; a softmax does not see the difference."""
-    slopes = to_device(torch.tensor(sizes.slopes), k.device)
+    slopes = to_device(torch.tensor(sizes.alibi_slopes), k.device)
     rises = (slopes[:, None] * history.positions).to(k.dtype)[:, :, None]
     wider = torch.cat([k, rises.expand(k.shape[0], -1, -1, -1)], dim=-1)
     return torch.cat([q, torch.full_like(q[..., :1], 1 / scale)], dim=-1), wider

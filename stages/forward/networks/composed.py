@@ -256,7 +256,7 @@ class ComposedNetwork(Ends[ComposedArchitecture, LayerModules]):
         """The V projection [kv_head * d_head, hidden]; ConfigError in a layer that does not attend, or where
         values are no linear map."""
         attention = self._attention(layer)
-        if (clip := attention.shape.clip) is not None:
+        if (clip := attention.shape.clip_qkv) is not None:
             raise ConfigError(
                 f"expected values that are a linear map of the stream in {self.config.model_type}, found "
                 f"them held within {clip:g} in layer {layer}; no attribution follows such a model"

@@ -47,7 +47,7 @@ def inverse_frequencies(rope: RopeConfig, length: int, dtype: torch.dtype = torc
     if rope.scheme == "linear":
         return plain / rope.factor
     if rope.scheme == "proportional":
-        plain[rope.turning :] = 0
+        plain[rope.rotated_pairs :] = 0
         return plain / rope.factor
     if rope.scheme == "dynamic":
         return 1 / _ntk_base(rope, length) ** exponent

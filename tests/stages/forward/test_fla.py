@@ -60,9 +60,9 @@ def test_a_checkpoint_is_known_and_complete(family, tmp_path):
 def test_absent_keys_mean_what_they_mean_to_flash_linear_attention():
     gla, retnet, delta = mixer_of("gla"), mixer_of("retnet"), mixer_of("delta_net")
     assert (gla.heads, gla.groups, gla.key_size, gla.value_size, gla.conv_size) == (4, 4, 256, 512, 0)
-    assert (gla.decays, gla.decay_rank, gla.decay_divisor, gla.turning) == ("key", 16, 16.0, None)
+    assert (gla.decays, gla.decay_rank, gla.decay_divisor, gla.rope) == ("key", 16, 16.0, None)
     assert (retnet.heads, retnet.key_size, retnet.value_size, retnet.decays) == (8, 256, 512, "fixed")
-    assert (retnet.turning.theta, retnet.turning.dim, retnet.conv_size) == (10000.0, 256, 0)
+    assert (retnet.rope.theta, retnet.rope.dim, retnet.conv_size) == (10000.0, 256, 0)
     assert (delta.heads, delta.key_size, delta.value_size, delta.conv_size) == (16, 128, 128, 4)
     assert (delta.decays, delta.gate, delta.beta_factor) == (None, None, 1.0)
     gated = mixer_of("gated_deltanet")

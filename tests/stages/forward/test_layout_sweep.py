@@ -8,11 +8,10 @@ from collections import Counter
 import pytest
 import torch
 
-from mizarr.stages.forward.architectures.families import FAMILIES
 from mizarr.stages.forward.models.model import Model
 from mizarr.store.errors import MizarrError
 
-from . import shrunk_models
+from . import random_models, shrunk_models
 
 pytest.importorskip("transformers")
 LENGTHS = (1, 2, 37, 70, 140)
@@ -66,4 +65,4 @@ def test_every_model_type_transformers_lists_is_right_or_refused(tmp_path, monke
             if word != "refused":
                 print(f"  {model_type} {seed}: {word}, {told}")
     assert counts["WRONG"] == 0
-    assert {kind for (kind, _), (word, _) in found.items() if word == "right"} >= set(FAMILIES)
+    assert {kind for (kind, _), (word, _) in found.items() if word == "right"} >= set(random_models.FAMILIES)

@@ -106,7 +106,7 @@ def test_families_lists_every_row_of_the_table_as_the_documentation_does(capsys)
     ("model_type", "column", "told"),
     [
         ("gemma2", "norm", "RMS, weight + 1, four per block"),
-        ("gemma2", "attention", "biases, soft caps, alternating windows"),
+        ("gemma2", "attention", "biases, sliding window, soft cap"),
         ("phi3", "mlp", "gated SiLU, fused"),
         ("starcoder2", "mlp", "plain tanh-GELU"),
         ("llama", "head", "untied"),

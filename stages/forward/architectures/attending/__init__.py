@@ -1,2 +1,2 @@
-"""Transformers told as blocks: families whose layers all attend, but differ from each other, route tokens to
-experts, or place norms and residuals in another way than the decoder of transformer.py."""
+"""Families whose layers all attend: a function each, `config.json` -> `ComposedArchitecture`, in the file of
+its lineage. What they share is in builders.py."""

@@ -15,17 +15,16 @@ from typing import Any
 
 from .....store.errors import ConfigError
 from ..composed import LayerSpec
-from ..families import Family, listed_windows, read_activation, read_rope
+from ..families import listed_windows, read_activation, read_rope
 from ..layer_tensors import LLAMA
 from ..mamba_families import FamilyReader, TensorShapes, checked
-from ..mixers import AttentionSpec, ChannelMixerSpec, ExpertsSpec, MlpAndExpertsSpec, MlpSpec
+from ..mixers import AttentionSpec, ChannelMixerSpec, ExpertsSpec, MlpAndExpertsSpec, MlpSpec, QkNorm
 from ..transformer import ConfigReader, RopeConfig
 from .config import CarryingConfig
 
 __all__ = ["CARRYING"]
 
 FULL, SLIDING = "full_attention", "sliding_attention"
-_FAMILY = Family(activation_keys=("hidden_activation",), activation="gelu_pytorch_tanh")
 _SPELLING = replace(
     LLAMA,
     ln2="pre_feedforward_layernorm",
@@ -55,7 +54,7 @@ def _gemma3n(reader: ConfigReader, shapes: TensorShapes) -> CarryingConfig:
             f"{reader.source}: expected activation_sparsity_pattern to list shares from 0 to below 1, found "
             f"{sparsity}; correct the file, or fetch it again"
         )
-    activation = read_activation(reader, _FAMILY)
+    activation = read_activation(reader, "gelu_pytorch_tanh", "hidden_activation")
     channels = [
         MlpSpec(int(width), activation, sparsity=float(share))
         for width, share in zip(inner, sparsity, strict=True)
@@ -129,12 +128,15 @@ def _with_key_values(block: LayerSpec) -> LayerSpec:
     """A layer whose values are what its keys are made of, unless it has a window."""
     (attention,) = block.mixers
     assert isinstance(attention, AttentionSpec)
-    made = replace(attention, has_key_values=attention.window is None and attention.source is None)
+    made = replace(attention, values_from_keys=attention.window is None and attention.source is None)
     return replace(block, mixers=(made,))
 
 
 def _channel_of_gemma4(reader: ConfigReader, inner: int) -> ChannelMixerSpec:
-    activation, eps = read_activation(reader, _FAMILY), reader.number("rms_norm_eps", 1e-6)
+    activation, eps = (
+        read_activation(reader, "gelu_pytorch_tanh", "hidden_activation"),
+        reader.number("rms_norm_eps", 1e-6),
+    )
     mlp = MlpSpec(inner, activation)
     if not reader.flag("enable_moe_block", False):
         return mlp
@@ -225,15 +227,14 @@ def _config(
             heads,
             kv_heads,
             head_dim,
-            turning=_rope(told, theta, head_dim, context),
+            rope=_rope(told, theta, head_dim, context),
             scale=1.0,
             window=windows[layer],
             qkv_bias=has_bias,
             o_bias=has_bias,
-            norms="head",
-            qk_norm_eps=eps,
+            qk_norm=QkNorm("head", eps),
             source=sources[layer],
-            norms_values=True,
+            has_v_norm=True,
         )
         return checked(reader, LayerSpec((attention,), channels[layer], "around"))
 
@@ -306,14 +307,14 @@ def _rope(told: ConfigReader, theta: float, head_dim: int, context: int) -> Rope
         )
     if told.raw.get("rope_type") != "proportional":
         raw = {"rope_parameters": told.raw, "max_position_embeddings": context}
-        return read_rope(ConfigReader(raw, told.source), Family(theta=theta), head_dim, context)
+        return read_rope(ConfigReader(raw, told.source), head_dim, context, theta=theta)
     share = told.number("partial_rotary_factor", 1.0)
     return RopeConfig(
         told.number("rope_theta", theta),
         head_dim,
         "proportional",
         told.number("factor", 1.0),
-        turning=int(share * head_dim // 2),
+        rotated_pairs=int(share * head_dim // 2),
     )
 
 

@@ -59,13 +59,14 @@ class CarriedAttention:
     def _made(self, x: Tensor, layer: int, taps: Taps) -> tuple[Tensor, Tensor]:
         """Keys before rope, and values."""
         keys = linear(x, self.parts["k"])
-        values = keys if self.shape.has_key_values else linear(x, self.parts["v"])
+        values = keys if self.shape.values_from_keys else linear(x, self.parts["v"])
         k, v = self._normed(keys, "k_norm"), self._normed(values, "v_norm")
         return taps("k", layer, k), taps("v", layer, v)
 
     def _normed(self, x: Tensor, norm: str) -> Tensor:
         """x [B, token, head * width] as heads, each normed."""
-        return apply_norm(by_heads(x, self.shape.head_dim), self.parts[norm], "rms", self.shape.qk_norm_eps)
+        assert self.shape.qk_norm is not None  # in all families of this kind
+        return apply_norm(by_heads(x, self.shape.head_dim), self.parts[norm], "rms", self.shape.qk_norm.eps)
 
 
 def _lent(layer: int) -> tuple[str, str]:

@@ -32,8 +32,8 @@ class SelfAttention:
             parts_of(_separated(tensors, shape)),
             {field.name for field in fields(AttentionWeights)},
         )
-        if shape.turning is not None and shape.has_frequencies:
-            shape = replace(shape, turning=replace(shape.turning, frequencies=tensors["frequencies"]))
+        if shape.rope is not None and shape.has_stored_frequencies:
+            shape = replace(shape, rope=replace(shape.rope, frequencies=tensors["frequencies"]))
         self.weights = AttentionWeights(
             **{name: part for name, part in parts.items() if name in known},
             rise_gain=tensors.get("rise.gain"),

@@ -42,7 +42,7 @@ class LatentAttention:
         up = by_heads(product(latent, w["up"]), s.own_size + s.value_size)
         keys, values = up.split((s.own_size, s.value_size), dim=-1)
         own_part, asked = queries.split((s.own_size, s.shared_size), dim=-1)
-        asked, shared = turned(asked, shared.unsqueeze(1), s.turning, history)
+        asked, shared = turned(asked, shared.unsqueeze(1), s.rope, history)
         queries = taps("latent_q", layer, torch.cat([own_part, asked], dim=-1))
         keys = torch.cat([keys, shared.expand(-1, s.heads, -1, -1)], dim=-1)
         keys, values = taps("latent_k", layer, keys), taps("latent_v", layer, values)

@@ -70,8 +70,8 @@ class LinearAttention:
         queries, keys, values = (by_heads(part, width) for part, width in parts)
         if s.activation is not None:
             queries, keys = (ACTIVATIONS[s.activation](part) for part in (queries, keys))
-        if s.turning is not None:
-            cos, sin = history.rotation(s.turning, x.dtype)
+        if s.rope is not None:
+            cos, sin = history.rotation(s.rope, x.dtype)
             queries, keys = (rotate(part.contiguous(), cos, sin) for part in (queries, keys))
         return queries, keys, values
 

@@ -42,7 +42,7 @@ class RoutedAttention:
         k, v = (by_heads(part, s.head_dim) for part in product(x, w["kv"]).chunk(2, dim=-1))
         q = taps("q", layer, by_heads(q, s.head_dim))
         k, v = taps("k", layer, k), taps("v", layer, v)
-        q, k = turned(q, k, s.turning, history)
+        q, k = turned(q, k, s.rope, history)
         q, k = taps("rot_q", layer, q), taps("rot_k", layer, k)
         # Slots follow each other, so that heads that share keys are not neighbours.
         keys, values = (part.repeat(1, s.chosen, 1, 1) for part in (k, v))

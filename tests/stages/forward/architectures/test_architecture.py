@@ -140,7 +140,7 @@ ROPES = [
 def test_keys_are_kept_just_where_a_longer_sequence_turns_them_alike(rope):
     small = from_hf_config({**SMALL, "model_type": "llama", "head_dim": 8})
     (attention,) = small.blocks[0].mixers
-    block = replace(small.blocks[0], mixers=(replace(attention, turning=rope),))
+    block = replace(small.blocks[0], mixers=(replace(attention, rope=rope),))
     architecture = replace(small, blocks=(block,) * 2)
     for before in range(1, 12):
         for length in range(before, 12):

@@ -1,0 +1,492 @@
+"""BERT's lineage: norms on the sums of stream and what is added to it, learned positions, token types of
+which prompts have one, and a transform before the head. With is_decoder, queries see earlier keys alone.
+
+Border: never imports torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from .....store.errors import ConfigError
+from ..composed import ComposedArchitecture
+from ..families import ACTIVATIONS, read_activation
+from ..layer_tensors import Spelling
+from ..mixers import RelativeSpec
+from ..transformer import ConfigReader, RopeConfig
+from . import builders as build
+from .builders import Build, TensorShapes, family
+
+UNWRITTEN = ("add_cross_attention", "head_dim", "num_key_value_heads")
+"""Keys that change numbers in a way that is not followed in these families."""
+NEVER = (*UNWRITTEN, "embedding_size")
+ABSOLUTE = {"position_embedding_type": "absolute"}
+
+
+def of_bert(root: str) -> Spelling:
+    """Names of BERT's tensors behind a root."""
+    return Spelling(
+        embed=f"{root}embeddings.word_embeddings",
+        head="cls.predictions.decoder",
+        head_bias="cls.predictions.bias",
+        transform=("cls.predictions.transform.dense", "cls.predictions.transform.LayerNorm"),
+        positions=f"{root}embeddings.position_embeddings",
+        token_types=f"{root}embeddings.token_type_embeddings",
+        embed_norm=f"{root}embeddings.LayerNorm",
+        layer=f"{root}encoder.layer.{{}}.",
+        ln1="attention.output.LayerNorm",
+        ln2="output.LayerNorm",
+        attention="attention.",
+        attention_parts=("self.query", "self.key", "self.value"),
+        attention_out="output.dense",
+        mlp="",
+        mlp_parts=("intermediate.dense", "output.dense"),
+        unread=(
+            f"{root}embeddings.position_ids",
+            f"{root}pooler.dense.weight",
+            f"{root}pooler.dense.bias",
+            "cls.predictions.bias",
+            "cls.seq_relationship.weight",
+            "cls.seq_relationship.bias",
+        ),
+    )
+
+
+def of_roberta(root: str) -> Spelling:
+    """Names of RoBERTa's tensors: BERT's, and a head of its own."""
+    bert = of_bert(root)
+    return replace(
+        bert,
+        head="lm_head.decoder",
+        head_bias="lm_head.bias",
+        transform=("lm_head.dense", "lm_head.layer_norm"),
+        unread=(*bert.unread, "lm_head.bias"),
+    )
+
+
+OF_BERT = of_bert("bert.")
+
+
+def bert_like(
+    config: ConfigReader,
+    shapes: TensorShapes,
+    spelling: Spelling,
+    *,
+    eps: float | None = None,
+    act: str = "gelu",
+    reads_act: bool = True,
+    transform_key: str = "hidden_act",
+    positions: Mapping[str, int | None] | None = None,
+    token_types: int | None = 2,
+    heads: Mapping[str, Any] | None = None,
+    mlp_fields: Mapping[str, Any] | None = None,
+    looks_ahead: bool | None = None,
+    **options: Any,
+) -> ComposedArchitecture:
+    """BERT, but for what is given.
+
+    Args:
+        eps: Of all norms; None reads layer_norm_eps, 1e-12 where it is absent.
+        act: Default of hidden_act.
+        reads_act: Whether hidden_act is read; `act` always otherwise.
+        transform_key: Of the activation before the head; "" for GELU always.
+        positions: None for a table of 512 positions whose first row is that of the first position.
+        token_types: Default of type_vocab_size; None for families without token types.
+        heads: Fields of `AttentionSpec`.
+        mlp_fields: Fields of `MlpSpec`.
+        looks_ahead: None for all but decoders.
+        options: Of `decoder`.
+    """
+    eps = config.number("layer_norm_eps", 1e-12) if eps is None else eps
+    if looks_ahead is None:
+        looks_ahead = not config.flag("is_decoder", False)
+    if any(name.endswith("LayerNorm.gamma") for name in shapes):
+        spelling = replace(spelling, has_old_norms=True)
+    found = read_activation(config, act) if reads_act else ACTIVATIONS[act]
+    if "transform" not in options:
+        width = options.get("embedding_width") or config.integer("hidden_size")
+        name = act if transform_key else "gelu"
+        options["transform"] = build.head_transform(config, eps, name, key=transform_key, width=width)
+    usual = {"norms": "of sums", "has_embedding_norm": True, "has_final_norm": False, "tied": True}
+    return build.decoder(
+        config,
+        build.attention(config, **({"bias": True, "is_bidirectional": looks_ahead} | dict(heads or {}))),
+        build.mlp(config, found, is_gated=False, bias=True, **(mlp_fields or {})),
+        looks_ahead=looks_ahead,
+        norm_type="layer",
+        eps=eps,
+        has_head_bias=True,
+        token_types=0 if token_types is None else config.integer("type_vocab_size", token_types, least=0),
+        spelling=spelling,
+        **{
+            "max_positions": 512,
+            "rope": None,
+            **usual,
+            **(build.position_table(config, 512, first=0) if positions is None else positions),
+            **options,
+        },
+    )
+
+
+def bert_family(model_type: str, examples: str, **options: Any) -> Callable[[Build], Build]:
+    """`family` with what all of these refuse."""
+    usual = {"never": NEVER, "always": ABSOLUTE, "reads_tensors": True}
+    return family(model_type, examples, **{**usual, **options})
+
+
+@bert_family("bert", "BERT")
+def bert(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    return bert_like(config, shapes, OF_BERT)
+
+
+@bert_family("ernie", "ERNIE 1 to 3", never=(*NEVER, "use_task_id"))
+def ernie(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    return bert_like(config, shapes, of_bert("ernie."))
+
+
+@bert_family("bert-generation", "BERT for generation")
+def bert_generation(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    spelling = replace(
+        OF_BERT,
+        head="lm_head.decoder",
+        head_bias="lm_head.bias",
+        transform=("", ""),
+        token_types="",
+        unread=("bert.embeddings.position_ids", "lm_head.bias"),
+    )
+    return bert_like(config, shapes, spelling, token_types=None, transform=None)
+
+
+@bert_family("megatron-bert", "Megatron-BERT")
+def megatron_bert(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    return bert_like(
+        config,
+        shapes,
+        replace(OF_BERT, ln1="attention.ln", ln2="ln", final_norm="bert.encoder.ln"),
+        norms="before",
+        has_embedding_norm=False,
+        has_final_norm=True,
+    )
+
+
+def _mapped(width: int, hidden: int) -> int | None:
+    """Width of embeddings that a linear map takes to the stream; None where they are as wide."""
+    return None if width == hidden else width
+
+
+@bert_family("electra", "ELECTRA, its generator", never=UNWRITTEN)
+def electra(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    width = config.integer("embedding_size", 128)
+    spelling = replace(
+        of_bert("electra."),
+        embed_in="electra.embeddings_project",
+        head="generator_lm_head",
+        head_bias="",
+        transform=("generator_predictions.dense", "generator_predictions.LayerNorm"),
+    )
+    return bert_like(
+        config,
+        shapes,
+        spelling,
+        transform_key="",
+        embedding_width=_mapped(width, config.integer("hidden_size")),
+    )
+
+
+@bert_family("roformer", "RoFormer", never=(*UNWRITTEN, "rotary_value"))
+def roformer(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    hidden = config.integer("hidden_size")
+    bert = of_bert("roformer.")
+    spelling = replace(
+        bert,
+        embed_in="roformer.embeddings_project",
+        positions="",
+        # Sines and cosines, always these: the angles of rope are computed.
+        unread=(*bert.unread, "roformer.encoder.embed_positions.weight"),
+    )
+    return bert_like(
+        config,
+        shapes,
+        spelling,
+        positions={},
+        rope=lambda config, head_dim, most, windows: (
+            (RopeConfig(10000.0, head_dim, interleaved=True),) * len(windows)
+        ),
+        embedding_width=_mapped(config.integer("embedding_size", hidden), hidden),
+        max_positions=1536,
+    )
+
+
+@bert_family("rembert", "RemBERT")
+def rembert(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    eps = config.number("layer_norm_eps", 1e-12)
+    spelling = replace(
+        of_bert("rembert."),
+        embed_in="rembert.encoder.embedding_hidden_mapping_in",
+        head_bias="",
+        transform=("cls.predictions.dense", "cls.predictions.LayerNorm"),
+    )
+    width = config.integer("output_embedding_size")
+    return bert_like(
+        config,
+        shapes,
+        spelling,
+        embedding_width=config.integer("input_embedding_size", 256),
+        transform=build.head_transform(config, eps, key="hidden_act", width=width),
+        tied=None,
+    )
+
+
+@bert_family("albert", "ALBERT", never=UNWRITTEN, always={**ABSOLUTE, "inner_group_num": 1})
+def albert(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    """Layers in groups, each of which shares all weights."""
+    layers, groups = build.layers_of(config), config.integer("num_hidden_groups", 1)
+    spelling = replace(
+        of_bert("albert."),
+        embed_in="albert.encoder.embedding_hidden_mapping_in",
+        head="predictions.decoder",
+        head_bias="predictions.bias",
+        transform=("predictions.dense", "predictions.LayerNorm"),
+        layer="albert.encoder.albert_layer_groups.{}.albert_layers.0.",
+        ln1="attention.LayerNorm",
+        ln2="full_layer_layer_norm",
+        attention_parts=("query", "key", "value"),
+        attention_out="dense",
+        mlp_parts=("ffn", "ffn_output"),
+        unread=(
+            "albert.pooler.weight",
+            "albert.pooler.bias",
+            "predictions.bias",
+            "sop_classifier.classifier.weight",
+            "sop_classifier.classifier.bias",
+        ),
+    )
+    model = bert_like(
+        config,
+        shapes,
+        spelling,
+        act="gelu_new",
+        looks_ahead=True,
+        embedding_width=config.integer("embedding_size", 128),
+    )
+    return build.with_layers(model, lambda layer: {"source": int(layer / (layers / groups))})
+
+
+@bert_family(
+    "distilbert",
+    "DistilBERT",
+    aliases={
+        "hidden_size": "dim",
+        "num_attention_heads": "n_heads",
+        "num_hidden_layers": "n_layers",
+        "intermediate_size": "hidden_dim",
+        "hidden_act": "activation",
+    },
+)
+def distilbert(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    spelling = replace(
+        of_bert("distilbert."),
+        head="vocab_projector",
+        head_bias="",
+        transform=("vocab_transform", "vocab_layer_norm"),
+        layer="distilbert.transformer.layer.{}.",
+        ln1="sa_layer_norm",
+        ln2="output_layer_norm",
+        attention_parts=("q_lin", "k_lin", "v_lin"),
+        attention_out="out_lin",
+        mlp="ffn.",
+        mlp_parts=("lin1", "lin2"),
+        unread=(),
+    )
+    return bert_like(config, shapes, spelling, eps=1e-12, looks_ahead=True, token_types=None)
+
+
+# Norms in layers have this epsilon whatever the config says.
+@bert_family("squeezebert", "SqueezeBERT", never=UNWRITTEN, always={**ABSOLUTE, "layer_norm_eps": 1e-12})
+def squeezebert(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    """Convolutions in groups stand for linear maps."""
+    keys = {"q_groups": 4, "k_groups": 4, "v_groups": 4, "post_attention_groups": 1}
+    keys |= {"intermediate_groups": 4, "output_groups": 4}
+    groups = tuple(config.integer(key, usual) for key, usual in keys.items())
+    spelling = replace(
+        of_bert("transformer."),
+        layer="transformer.encoder.layers.{}.",
+        attention="",
+        attention_parts=("attention.query", "attention.key", "attention.value"),
+        attention_out="post_attention.conv1d",
+        ln1="post_attention.layernorm",
+        ln2="output.layernorm",
+        mlp_parts=("intermediate.conv1d", "output.conv1d"),
+    )
+    return bert_like(
+        config,
+        shapes,
+        spelling,
+        looks_ahead=True,
+        heads={"groups": groups[:4]},
+        mlp_fields={"groups": groups[4:]},
+    )
+
+
+# -- RoBERTa: positions begin behind the padding token's, and the head is its own
+
+
+def roberta_like(
+    config: ConfigReader, shapes: TensorShapes, spelling: Spelling, **options: Any
+) -> ComposedArchitecture:
+    """RoBERTa, but for what is given. options: of `bert_like`."""
+    if "positions" not in options:
+        options["positions"] = build.position_table(config, options.get("max_positions", 512))
+    return bert_like(config, shapes, spelling, transform_key="", **options)
+
+
+@bert_family("xlm-roberta", "XLM-RoBERTa")
+@bert_family("camembert", "CamemBERT")
+@bert_family("roberta", "RoBERTa")
+def roberta(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    return roberta_like(config, shapes, of_roberta("roberta."))
+
+
+@bert_family("data2vec-text", "data2vec, text")
+def data2vec_text(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    return roberta_like(config, shapes, of_roberta("data2vec_text."))
+
+
+@bert_family("xlm-roberta-xl", "XLM-RoBERTa XL and XXL")
+def xlm_roberta_xl(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    spelling = replace(
+        of_roberta("roberta."),
+        ln1="attention.self_attn_layer_norm",
+        ln2="LayerNorm",
+        final_norm="roberta.encoder.LayerNorm",
+    )
+    return roberta_like(
+        config,
+        shapes,
+        spelling,
+        eps=config.number("layer_norm_eps", 1e-5),
+        norms="before",
+        has_embedding_norm=False,
+        has_final_norm=True,
+        token_types=1,
+        max_positions=514,
+    )
+
+
+@bert_family("roberta-prelayernorm", "efficient MLM")
+def roberta_prelayernorm(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    spelling = replace(
+        of_roberta("roberta_prelayernorm."),
+        ln1="attention.LayerNorm",
+        ln2="intermediate.LayerNorm",
+        final_norm="roberta_prelayernorm.LayerNorm",
+    )
+    return roberta_like(config, shapes, spelling, norms="before", has_final_norm=True)
+
+
+@bert_family("luke", "LUKE, its words")
+def luke(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    entities, predictions = "luke.entity_embeddings.", "entity_predictions."
+    roberta = of_roberta("luke.")
+    spelling = replace(
+        roberta,
+        unread=(
+            *roberta.unread,
+            f"{entities}entity_embeddings.weight",
+            f"{entities}entity_embedding_dense.weight",
+            f"{entities}position_embeddings.weight",
+            f"{entities}token_type_embeddings.weight",
+            f"{entities}LayerNorm.weight",
+            f"{entities}LayerNorm.bias",
+            f"{predictions}bias",
+            f"{predictions}decoder.weight",
+            f"{predictions}transform.dense.weight",
+            f"{predictions}transform.dense.bias",
+            f"{predictions}transform.LayerNorm.weight",
+            f"{predictions}transform.LayerNorm.bias",
+            *(
+                f"luke.encoder.layer.{{}}.attention.self.{query}_query.{end}"
+                for query in ("w2e", "e2w", "e2e")
+                for end in ("weight", "bias")
+            ),
+        ),
+    )
+    return roberta_like(config, shapes, spelling, looks_ahead=True, tied=None)
+
+
+@bert_family("mpnet", "MPNet", always={"pad_token_id": 1})
+def mpnet(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    """T5's bias by distance, whatever the config says of buckets."""
+    spelling = replace(
+        of_roberta("mpnet."),
+        attention="attention.attn.",
+        attention_parts=("q", "k", "v"),
+        attention_out="o",
+        relative="mpnet.encoder.relative_attention_bias",
+        ln1="attention.LayerNorm",
+        token_types="",
+    )
+    return roberta_like(
+        config,
+        shapes,
+        spelling,
+        looks_ahead=True,
+        positions=build.position_table(config, 512, first=2, counts_rows=True),
+        token_types=None,
+        heads={"relative": RelativeSpec(32, 8, 128, ("bias",))},
+    )
+
+
+@bert_family("esm", "ESM-1b and ESM-2", always={"is_folding_model": False})
+def esm(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    """Positions in a table, or by a rope, whose frequencies a checkpoint may hold."""
+    # An explicit null means no positions at all to the reference, not the default.
+    kind = config.raw.get("position_embedding_type", "absolute")
+    if kind not in ("absolute", "rotary"):
+        raise ConfigError(
+            f"{config.source}: expected position_embedding_type to be 'absolute' or 'rotary', found "
+            f"{kind!r}; this model cannot run here"
+        )
+    is_dropped = config.flag("token_dropout", False)
+    spelling = replace(
+        of_roberta("esm."),
+        embed_norm="esm.embeddings.layer_norm",
+        ln1="attention.LayerNorm",
+        ln2="LayerNorm",
+        own_head_bias="lm_head.bias",
+        final_norm="esm.encoder.emb_layer_norm_after",
+        unread=(
+            "esm.embeddings.position_ids",
+            "esm.embeddings.position_embeddings.weight",
+            "esm.contact_head.regression.weight",
+            "esm.contact_head.regression.bias",
+            "esm.pooler.dense.weight",
+            "esm.pooler.dense.bias",
+        ),
+    )
+    options: dict[str, Any] = {}
+    if kind == "rotary":
+        ending = "rotary_embeddings.inv_freq"
+        stored = next((name for name in sorted(shapes) if name.endswith(ending)), "")
+        spelling = replace(spelling, frequencies=stored)
+        theta = config.number("rope_theta", 10000.0)
+        options = {
+            "positions": {},
+            "heads": {"has_stored_frequencies": bool(stored)},
+            "rope": lambda config, head_dim, most, windows: (RopeConfig(theta, head_dim),) * len(windows),
+        }
+    return roberta_like(
+        config,
+        shapes,
+        spelling,
+        reads_act=False,
+        norms="before",
+        has_embedding_norm=config.flag("emb_layer_norm_before", False),
+        has_final_norm=True,
+        token_types=None,
+        dropped_token=config.integer("mask_token_id", least=0) if is_dropped else None,
+        max_positions=1026,
+        **options,
+    )

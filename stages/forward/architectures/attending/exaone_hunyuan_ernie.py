@@ -1,0 +1,252 @@
+"""Decoders of LG (EXAONE), Tencent (Hunyuan) and Baidu (ERNIE 4.5).
+
+Border: never imports torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ..composed import ComposedArchitecture
+from ..families import read_activation
+from ..layer_tensors import LLAMA
+from ..mixers import ChannelMixerSpec, ExpertsSpec, QkNorm
+from ..transformer import ConfigReader, RopeConfig
+from . import builders as build
+from .builders import Ropes, TensorShapes, Windows, family
+from .experts import is_listed_dense, sigmoid_experts
+from .qwen import SHAPED_AS_GPT2
+
+SHARED = replace(LLAMA, shared="mlp.shared_experts.")
+
+
+@family(
+    "exaone",
+    "EXAONE 3 and 3.5",
+    aliases={"num_hidden_layers": "num_layers", "hidden_act": "activation_function"},
+)
+def exaone(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    """Code that came with its checkpoints."""
+    return build.decoder(
+        config,
+        build.attention(config),
+        build.mlp(config),
+        eps=config.number("layer_norm_epsilon", 1e-5),
+        max_positions=2048,
+        spelling=replace(
+            SHAPED_AS_GPT2,
+            attention="attn.attention.",
+            attention_in="",
+            attention_out="out_proj",
+            mlp_parts=("c_fc_0", "c_fc_1", "c_proj"),
+        ),
+    )
+
+
+@family("exaone4", "EXAONE 4")
+def exaone4(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    """Rope in layers with a window; in all layers of a model without windows."""
+    eps = config.number("rms_norm_eps", 1e-5)
+    return build.decoder(
+        config,
+        build.attention(config, kv_heads=32, qk_norm=QkNorm("head", eps)),
+        build.mlp(config),
+        rope=build.rope_in_windows(unless_none=True),
+        windows=build.windows_by_type(config, build.every_nth_full(4, "sliding_window_pattern")),
+        norms="after",
+        eps=eps,
+        max_positions=2048,
+    )
+
+
+@family("exaone_moe", "K-EXAONE")
+def exaone_moe(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    eps = config.number("rms_norm_eps", 1e-5)
+
+    def channel_mixer(layer: int) -> ChannelMixerSpec:
+        is_dense = is_listed_dense(config, layer)
+        if is_dense is None:
+            is_dense = layer < config.integer("first_k_dense_replace", 1, least=0)
+        return (
+            build.mlp(config)
+            if is_dense
+            else sigmoid_experts(
+                config,
+                count=64,
+                chosen=8,
+                width=1024,
+                factor=2.5,
+                count_key="num_experts",
+                shared_key="num_shared_experts",
+            )
+        )
+
+    return build.decoder(
+        config,
+        build.attention(config, kv_heads=32, qk_norm=QkNorm("head", eps)),
+        channel_mixer,
+        rope=build.rope_in_windows(unless_none=True),
+        windows=build.windows_by_type(config, build.every_nth_full(4, "sliding_window_pattern")),
+        eps=eps,
+        max_positions=2048,
+        spelling=replace(SHARED, correction="e_score_correction_bias"),
+    )
+
+
+# -- Hunyuan
+
+OF_HUNYUAN = replace(LLAMA, attention_norms=("query_layernorm", "key_layernorm"))
+
+
+def _stretched_by_alpha(
+    config: ConfigReader, head_dim: int, most: int | None, windows: Windows
+) -> tuple[RopeConfig, ...]:
+    """A dynamic rope with an alpha is a longer wavelength, whatever the length."""
+    told = config.mapping("rope_scaling") or config.mapping("rope_parameters")
+    if told.get("rope_type", told.get("type")) != "dynamic" or not told.get("alpha"):
+        return (build.rope()(config, head_dim, most),) * len(windows)
+    own = ConfigReader(told, f"{config.source}: rope_parameters")
+    theta = own.number("rope_theta", config.number("rope_theta", 10000.0))
+    stretched = theta * own.number("alpha") ** (head_dim / (head_dim - 2))
+    return (RopeConfig(stretched, head_dim),) * len(windows)
+
+
+BY_ALPHA: Ropes = _stretched_by_alpha
+
+
+@family("hunyuan_v1_dense", "Hunyuan, dense")
+def hunyuan_v1_dense(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    eps = config.number("rms_norm_eps", 1e-5)
+    return build.decoder(
+        config,
+        build.attention(
+            config, bias=build.attention_bias(config), qk_norm=QkNorm("head", eps, after_rope=True)
+        ),
+        build.mlp(config),
+        rope=BY_ALPHA,
+        eps=eps,
+        max_positions=2048,
+        spelling=OF_HUNYUAN,
+    )
+
+
+@family("hunyuan_v1_moe", "Hunyuan A13B")
+def hunyuan_v1_moe(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    """Experts of every layer beside one of all tokens, as wide as they are; moe_topk may list a number of
+    each layer."""
+    eps = config.number("rms_norm_eps", 1e-5)
+
+    def experts(layer: int) -> ExpertsSpec:
+        width, chosen = config.integer("intermediate_size"), config.raw.get("moe_topk", 1)
+        if isinstance(chosen, list) and len(chosen) == build.layers_of(config):
+            chosen = chosen[layer]
+        own = ConfigReader({"moe_topk": chosen}, config.source).integer("moe_topk", 1)
+        return ExpertsSpec(
+            config.integer("num_experts", config.integer("num_local_experts", 1)),
+            config.integer("num_experts_per_tok", own),
+            width,
+            read_activation(config),
+            routing="softmax of chosen",
+            shared_size=width,
+        )
+
+    return build.decoder(
+        config,
+        build.attention(
+            config, bias=build.attention_bias(config), qk_norm=QkNorm("head", eps, after_rope=True)
+        ),
+        experts,
+        rope=BY_ALPHA,
+        eps=eps,
+        max_positions=2048,
+        spelling=replace(OF_HUNYUAN, router="gate.wg", shared="mlp.shared_mlp."),
+    )
+
+
+@family("hy_v3", "Hunyuan 3")
+def hy_v3(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    eps, bias = config.number("rms_norm_eps", 1e-5), config.flag("mlp_bias", False)
+
+    def channel_mixer(layer: int) -> ChannelMixerSpec:
+        listed = is_listed_dense(config, layer)
+        if layer < 1 if listed is None else listed:
+            return build.mlp(config, bias=bias)
+        return sigmoid_experts(
+            config,
+            count=192,
+            chosen=8,
+            width=1536,
+            sums_to_one=None,
+            factor=2.826,
+            factor_key="router_scaling_factor",
+            count_key="num_experts",
+            shared_key="num_shared_experts",
+            bias=bias,
+        )
+
+    return build.decoder(
+        config,
+        build.attention(
+            config, head_dim=128, kv_heads=8, bias=build.attention_bias(config), qk_norm=QkNorm("head", eps)
+        ),
+        channel_mixer,
+        rope=build.rope_everywhere(11158840.0),
+        eps=eps,
+        max_positions=131072,
+        spelling=replace(LLAMA, router="router.gate", shared="mlp.shared_mlp.", correction="expert_bias"),
+    )
+
+
+# -- ERNIE 4.5
+
+
+@family("ernie4_5", "ERNIE 4.5, 0.3B")
+def ernie4_5(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    bias = config.flag("use_bias", False)
+    return build.decoder(
+        config,
+        build.attention(config, head_dim=128, kv_heads=2, bias=bias),
+        build.mlp(config, bias=bias),
+        rope=build.rope_everywhere(500000.0, interleaved=True),
+        eps=config.number("rms_norm_eps", 1e-5),
+        max_positions=131072,
+        tied=True,
+    )
+
+
+@family("ernie4_5_moe", "ERNIE 4.5 with experts")
+def ernie4_5_moe(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    """Experts of some layers, chosen by softmax and a correction, beside those of all tokens."""
+    bias = config.flag("use_bias", False)
+    first = config.integer("moe_layer_start_index", 1, least=0)
+    last = build.layers_of(config) - 1
+    if config.raw.get("moe_layer_end_index", -1) != -1:
+        last = config.integer("moe_layer_end_index", least=0)
+
+    def channel_mixer(layer: int) -> ChannelMixerSpec:
+        if (layer + 1) % config.integer("moe_layer_interval", 1) or not first <= layer <= last:
+            return build.mlp(config, bias=bias)
+        width = config.integer("moe_intermediate_size", 1536)
+        return ExpertsSpec(
+            config.integer("moe_num_experts", config.integer("num_experts", 64)),
+            config.integer("moe_k", config.integer("num_experts_per_tok", 6)),
+            width,
+            read_activation(config),
+            routing="chosen of corrected softmax",
+            shared_size=width * config.integer("moe_num_shared_experts", 2, least=0),
+            sums_to_one=True,
+            sum_eps=config.number("moe_norm_min", 1e-12),
+            has_bias=bias,
+        )
+
+    return build.decoder(
+        config,
+        build.attention(config, kv_heads=4, bias=bias),
+        channel_mixer,
+        rope=build.rope_everywhere(500000.0, interleaved=True),
+        eps=config.number("rms_norm_eps", 1e-5),
+        max_positions=131072,
+        has_head_bias=bias,
+        tied=True,
+        spelling=replace(SHARED, correction="moe_statics.e_score_correction_bias"),
+    )

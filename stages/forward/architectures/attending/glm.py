@@ -1,0 +1,73 @@
+"""GLM's lineage, but for GLM 4.7 Flash, whose attention is DeepSeek's.
+
+Border: never imports torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ..composed import ComposedArchitecture
+from ..layer_tensors import LLAMA
+from ..mixers import ChannelMixerSpec, QkNorm
+from ..transformer import ConfigReader
+from . import builders as build
+from .builders import TensorShapes, family
+from .experts import sigmoid_experts
+
+GATE_UP = ("gate_up_proj", "down_proj")
+"""Gate and up projection as one, and the down projection."""
+
+
+@family("glm", "GLM 4, 9B")
+def glm(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    return build.decoder(
+        config,
+        build.attention(config, head_dim=128, kv_heads=2, qkv_bias=config.flag("attention_bias", True)),
+        build.mlp(config, is_fused=True),
+        rope=build.rope_everywhere(share=0.5, interleaved=True),
+        eps=config.number("rms_norm_eps", 1.5625e-07),
+        max_positions=131072,
+        spelling=replace(LLAMA, mlp_parts=GATE_UP),
+    )
+
+
+@family("glm4", "GLM 4, 0414")
+def glm4(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    return build.decoder(
+        config,
+        build.attention(config, head_dim=128, kv_heads=2, qkv_bias=config.flag("attention_bias", True)),
+        build.mlp(config, is_fused=True),
+        rope=build.rope_everywhere(share=0.5, interleaved=True),
+        norms="around",
+        eps=config.number("rms_norm_eps", 1.5625e-07),
+        max_positions=131072,
+        spelling=replace(
+            LLAMA,
+            ln1_post="post_self_attn_layernorm",
+            ln2="post_attention_layernorm",
+            ln2_post="post_mlp_layernorm",
+            mlp_parts=GATE_UP,
+        ),
+    )
+
+
+@family("glm4_moe", "GLM 4.5 and 4.6")
+def glm4_moe(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    eps = config.number("rms_norm_eps", 1e-5)
+    qk_norm = QkNorm("head", eps) if config.flag("use_qk_norm", False) else None
+
+    def channel_mixer(layer: int) -> ChannelMixerSpec:
+        if layer < config.integer("first_k_dense_replace", 1, least=0):
+            return build.mlp(config)
+        return sigmoid_experts(config, count=128, chosen=8, width=1408)
+
+    return build.decoder(
+        config,
+        build.attention(config, kv_heads=8, qkv_bias=config.flag("attention_bias", False), qk_norm=qk_norm),
+        channel_mixer,
+        rope=build.rope_everywhere(share=0.5),
+        eps=eps,
+        max_positions=131072,
+        spelling=replace(LLAMA, shared="mlp.shared_experts."),
+    )

@@ -1,0 +1,344 @@
+"""GPT's lineage before Llama: GPT-1, GPT-2, GPT-Neo, GPT-J, GPT-NeoX and what follows them, with layer norms
+and biases.
+
+Border: never imports torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from .....store.errors import ConfigError
+from ..composed import ComposedArchitecture
+from ..families import confirm_derived, read_activation
+from ..layer_tensors import LLAMA, Spelling
+from ..mixers import QkNorm
+from ..transformer import ConfigReader, RopeConfig
+from . import builders as build
+from .builders import Ropes, TensorShapes, Windows, family
+
+KEYS_OF_GPT2 = {
+    "hidden_size": "n_embd",
+    "num_attention_heads": "n_head",
+    "num_hidden_layers": "n_layer",
+    "intermediate_size": "n_inner",
+    "max_position_embeddings": "n_positions",
+    "hidden_act": "activation_function",
+}
+OF_GPT2 = Spelling(
+    embed="transformer.wte",
+    positions="transformer.wpe",
+    final_norm="transformer.ln_f",
+    layer="transformer.h.{}.",
+    ln1="ln_1",
+    ln2="ln_2",
+    attention="attn.",
+    attention_in="c_attn",
+    attention_out="c_proj",
+    mlp="mlp.",
+    mlp_parts=("c_fc", "c_proj"),
+    is_transposed=True,
+)
+OF_GPTJ = replace(
+    OF_GPT2,
+    attention_in="qkv_proj",
+    attention_out="out_proj",
+    mlp_parts=("fc_in", "fc_out"),
+    is_transposed=False,
+)
+ROOT = "transformer."
+
+
+def _four_times(config: ConfigReader) -> int:
+    return 4 * config.integer("hidden_size")
+
+
+def _scale(config: ConfigReader, head_dim: int) -> float:
+    return head_dim**-0.5 if config.flag("scale_attn_weights", True) else 1.0
+
+
+@family("openai-gpt", "GPT-1", aliases={**KEYS_OF_GPT2, "hidden_act": "afn"}, reads_tensors=True)
+def gpt1(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    """The decoder BERT was made after: norms on the sums of stream and what is added to it."""
+    act, width = read_activation(config, "gelu", gelu_is_tanh=True), _four_times(config)
+    spelling = replace(
+        OF_GPT2,
+        embed="transformer.tokens_embed",
+        positions="transformer.positions_embed",
+        final_norm="",
+        unread=("transformer.position_ids",),
+    )
+    return build.decoder(
+        config,
+        build.attention(config, bias=True, layout="by part"),
+        build.mlp(config, act, width=width, is_gated=False, bias=True),
+        norms="of sums",
+        norm_type="layer",
+        eps=config.number("layer_norm_epsilon", 1e-5),
+        max_positions=512,
+        rope=None,
+        **build.position_table(config, 512, first=0),
+        has_final_norm=False,
+        tied=True,
+        spelling=build.rooted(spelling, ROOT, shapes),
+    )
+
+
+@family("gpt-sw3", "GPT-SW3", aliases=KEYS_OF_GPT2, never=("add_cross_attention",), reads_tensors=True)
+@family(
+    "gpt2", "GPT-2, DistilGPT-2", aliases=KEYS_OF_GPT2, never=("add_cross_attention",), reads_tensors=True
+)
+def gpt2(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    """Scores are scaled by the width of heads, and by the number of the layer where a config says so."""
+    heads = build.attention(config, bias=True, layout="by part")
+    act = read_activation(config, "gelu_new")
+    scale, by_layer = _scale(config, heads.head_dim), config.flag("scale_attn_by_inverse_layer_idx", False)
+    looks_ahead = not config.raw.get("is_causal", True)
+    return build.decoder(
+        config,
+        lambda rope, window, layer: replace(
+            heads,
+            scale=scale / (layer + 1) if by_layer else scale,
+            window=window,
+            is_bidirectional=looks_ahead,
+        ),
+        build.mlp(config, act, default_width=_four_times(config), is_gated=False, bias=True),
+        norm_type="layer",
+        eps=config.number("layer_norm_epsilon", 1e-5),
+        max_positions=1024,
+        rope=None,
+        **build.position_table(config, 1024, first=0),
+        tied=True,
+        spelling=build.rooted(OF_GPT2, ROOT, shapes),
+    )
+
+
+@family(
+    "gpt_bigcode",
+    "StarCoder 1, SantaCoder",
+    aliases=KEYS_OF_GPT2,
+    never=("add_cross_attention",),
+    reads_tensors=True,
+)
+def gpt_bigcode(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    """All heads share one key head with multi_query."""
+    is_shared = config.flag("multi_query", True)
+    heads = config.integer("num_attention_heads")
+    spec = build.attention(
+        config,
+        bias=True,
+        layout="by part" if is_shared else "by head",
+        num_kv_heads=1 if is_shared else heads,
+    )
+    act = read_activation(config, "gelu_pytorch_tanh")
+    return build.decoder(
+        config,
+        replace(spec, scale=_scale(config, spec.head_dim)),
+        build.mlp(config, act, default_width=_four_times(config), is_gated=False, bias=True),
+        norm_type="layer",
+        eps=config.number("layer_norm_epsilon", 1e-5),
+        max_positions=1024,
+        rope=None,
+        **build.position_table(config, 1024, first=0),
+        tied=True,
+        spelling=build.rooted(replace(OF_GPT2, is_transposed=False), ROOT, shapes),
+    )
+
+
+def _windows_of_gpt_neo(config: ConfigReader) -> Windows:
+    """attention_types lists kinds of layers, and how often to repeat them."""
+    layers, listed = build.layers_of(config), config.raw.get("attention_types")
+    if listed is None:
+        listed = [[config.strings("attention_layers") or ["global", "local"] * (layers // 2), 1]]
+    try:
+        kinds = [kind for kinds, times in listed for _ in range(times) for kind in kinds]
+    except (TypeError, ValueError):
+        kinds = []
+    if len(kinds) != layers or not set(kinds) <= {"global", "local"}:
+        raise ConfigError(
+            f"{config.source}: expected attention_types to say global or local for each of {layers} layers, "
+            f"found {listed!r}; correct the file, or fetch it again"
+        )
+    confirm_derived(config, "attention_layers", kinds)
+    window = config.integer("window_size", 256)
+    return tuple(window if kind == "local" else None for kind in kinds)
+
+
+@family(
+    "gpt_neo",
+    "GPT-Neo, TinyStories",
+    aliases={
+        "num_attention_heads": "num_heads",
+        "num_hidden_layers": "num_layers",
+        "hidden_act": "activation_function",
+    },
+    reads_tensors=True,
+)
+def gpt_neo(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    spelling = replace(OF_GPT2, attention="attn.attention.", attention_out="out_proj", is_transposed=False)
+    act = read_activation(config, "gelu_new")
+    return build.decoder(
+        config,
+        build.attention(config, o_bias=True, scale=1.0),
+        build.mlp(config, act, default_width=_four_times(config), is_gated=False, bias=True),
+        windows=_windows_of_gpt_neo(config),
+        norm_type="layer",
+        eps=config.number("layer_norm_epsilon", 1e-5),
+        max_positions=2048,
+        rope=None,
+        **build.position_table(config, 2048, first=0),
+        tied=True,
+        spelling=build.rooted(spelling, ROOT, shapes),
+    )
+
+
+def _rope_of_gptj(
+    config: ConfigReader, head_dim: int, most: int | None, windows: Windows
+) -> tuple[RopeConfig, ...]:
+    """Of the first rotary_dim entries of a head, with one wavelength for all models."""
+    if config.raw.get("rotary_dim", 64) is None:
+        raise ConfigError(
+            f"{config.source}: expected rotary_dim to be a positive integer, found null, with which the "
+            "reference cannot run either; correct the file, or fetch it again"
+        )
+    return (RopeConfig(10000.0, config.integer("rotary_dim", 64), interleaved=True),) * len(windows)
+
+
+ROPE_OF_GPTJ: Ropes = _rope_of_gptj
+
+
+def _gptj(config: ConfigReader, **fields: Any) -> ComposedArchitecture:
+    act = read_activation(config, "gelu_new")
+    return build.decoder(
+        config,
+        build.attention(config, **fields),
+        build.mlp(config, act, default_width=_four_times(config), is_gated=False, bias=True),
+        rope=ROPE_OF_GPTJ,
+        is_parallel=True,
+        norm_type="layer",
+        eps=config.number("layer_norm_epsilon", 1e-5),
+        max_positions=2048,
+        has_head_bias=True,
+        spelling=OF_GPTJ,
+    )
+
+
+@family("gptj", "GPT-J", aliases=KEYS_OF_GPT2)
+def gptj(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    return _gptj(config)
+
+
+@family("codegen", "CodeGen", aliases=KEYS_OF_GPT2)
+def codegen(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    return _gptj(config, layout="by fourths")
+
+
+@family(
+    "gpt_neox",
+    "Pythia, GPT-NeoX",
+    aliases={"partial_rotary_factor": "rotary_pct", "rope_theta": "rotary_emb_base"},
+    reads_tensors=True,
+)
+def gpt_neox(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    spelling = Spelling(
+        embed="gpt_neox.embed_in",
+        head="embed_out",
+        final_norm="gpt_neox.final_layer_norm",
+        layer="gpt_neox.layers.{}.",
+        ln2="post_attention_layernorm",
+        attention="attention.",
+        attention_in="query_key_value",
+        attention_out="dense",
+        mlp="mlp.",
+        mlp_parts=("dense_h_to_4h", "dense_4h_to_h"),
+    )
+    return build.decoder(
+        config,
+        build.attention(config, bias=config.flag("attention_bias", True), layout="by head"),
+        build.mlp(config, read_activation(config, "gelu"), is_gated=False, bias=True),
+        rope=build.rope_everywhere(share=0.25),
+        is_parallel=config.flag("use_parallel_residual", True),
+        has_two_norms=True,
+        norm_type="layer",
+        eps=config.number("layer_norm_eps", 1e-5),
+        max_positions=2048,
+        spelling=build.rooted(spelling, "gpt_neox.", shapes),
+    )
+
+
+@family("stablelm", "StableLM 2 and 3B", never=("qk_layernorm",))
+def stablelm(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    return build.decoder(
+        config,
+        build.attention(config, kv_heads=32, qkv_bias=config.flag("use_qkv_bias", False)),
+        build.mlp(config),
+        rope=build.rope_everywhere(share=0.25),
+        is_parallel=config.flag("use_parallel_residual", False),
+        norm_type="layer",
+        eps=config.number("layer_norm_eps", 1e-5),
+        max_positions=4096,
+    )
+
+
+@family("starcoder2", "StarCoder 2", reports_unread_keys=True)
+def starcoder2(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    bias, act = config.flag("use_bias", True), read_activation(config, "gelu_pytorch_tanh")
+    return build.decoder(
+        config,
+        build.attention(config, kv_heads=2, bias=bias),
+        build.mlp(config, act, is_gated=False, bias=bias),
+        windows=build.window_everywhere(config),
+        norm_type="layer",
+        eps=config.number("norm_epsilon", 1e-5),
+        max_positions=4096,
+        tied=True,
+        spelling=replace(LLAMA, mlp_parts=("c_fc", "c_proj")),
+    )
+
+
+@family("persimmon", "Persimmon", never=("head_dim", "num_key_value_heads"))
+def persimmon(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    eps = config.number("layer_norm_eps", 1e-5)
+    qk_norm = QkNorm("head", eps, "layer") if config.flag("qk_layernorm", True) else None
+    return build.decoder(
+        config,
+        build.attention(config, bias=True, layout="by head", qk_norm=qk_norm),
+        build.mlp(config, read_activation(config, "relu2"), is_gated=False, bias=True),
+        rope=build.rope_everywhere(share=0.5),
+        norm_type="layer",
+        eps=eps,
+        max_positions=16384,
+        spelling=replace(
+            LLAMA,
+            final_norm="model.final_layernorm",
+            attention_in="query_key_value",
+            attention_out="dense",
+            attention_norms=("q_layernorm", "k_layernorm"),
+            mlp_parts=("dense_h_to_4h", "dense_4h_to_h"),
+        ),
+    )
+
+
+@family("phi", "Phi 1, 1.5 and 2")
+def phi(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    eps = config.number("layer_norm_eps", 1e-5)
+    qk_norm = QkNorm("head", eps, "layer") if config.flag("qk_layernorm", False) else None
+    return build.decoder(
+        config,
+        build.attention(config, bias=True, qk_norm=qk_norm),
+        build.mlp(config, read_activation(config, "gelu_new"), is_gated=False, bias=True),
+        rope=build.rope_everywhere(share=0.5),
+        is_parallel=True,
+        norm_type="layer",
+        eps=eps,
+        max_positions=2048,
+        has_head_bias=True,
+        spelling=replace(
+            LLAMA,
+            final_norm="model.final_layernorm",
+            attention_out="dense",
+            attention_norms=("q_layernorm", "k_layernorm"),
+            mlp_parts=("fc1", "fc2"),
+        ),
+    )

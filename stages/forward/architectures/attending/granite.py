@@ -1,0 +1,185 @@
+"""Granite's lineage, which multiplies embeddings, scores, what is added to the stream, and logits.
+
+Border: never imports torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from .....store.errors import ConfigError
+from ..composed import ComposedArchitecture
+from ..families import read_activation
+from ..layer_tensors import LLAMA
+from ..mixers import AttentionSpec, ExpertsSpec
+from ..transformer import ConfigReader, RopeConfig
+from . import builders as build
+from .builders import Ropes, TensorShapes, Windows, family
+
+OF_GRANITE = replace(
+    LLAMA,
+    mlp_parts=("input_linear", "output_linear"),
+    experts="block_sparse_moe.",
+    router="router.layer",
+    expert_parts=("input_linear", "output_linear"),
+    shared="shared_mlp.",
+)
+
+
+def unless_one(factor: float) -> float | None:
+    """A factor of embeddings; None for 1."""
+    return None if factor == 1 else factor
+
+
+def _residual(config: ConfigReader) -> float:
+    return config.number("residual_multiplier", 1.0)
+
+
+def _attention(config: ConfigReader, **fields: Any) -> AttentionSpec:
+    return build.attention(
+        config,
+        bias=build.attention_bias(config),
+        scale=config.number("attention_multiplier", 1.0),
+        factors=(1.0, 1.0, _residual(config)),
+        **fields,
+    )
+
+
+def _ends(config: ConfigReader) -> dict[str, Any]:
+    return {
+        "embedding_scale": unless_one(config.number("embedding_multiplier", 1.0)),
+        "logit_factor": 1 / config.number("logits_scaling", 1.0),
+    }
+
+
+def _experts(config: ConfigReader, *, has_shared: bool = True) -> ExpertsSpec:
+    """Experts whose tensors are one, and in later releases one that all tokens go through."""
+    return ExpertsSpec(
+        config.integer("num_local_experts", 8),
+        config.integer("num_experts_per_tok", 2),
+        config.integer("intermediate_size"),
+        read_activation(config),
+        routing="softmax of chosen",
+        shared_size=config.integer("shared_intermediate_size", 0, least=0) if has_shared else 0,
+        is_listed=False,
+        factor=_residual(config),
+    )
+
+
+@family("granite", "Granite 3")
+def granite(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    return build.decoder(
+        config,
+        _attention(config),
+        build.mlp(config, bias=config.flag("mlp_bias", False), factors=(1.0, _residual(config))),
+        eps=config.number("rms_norm_eps", 1e-6),
+        max_positions=2048,
+        **_ends(config),
+    )
+
+
+@family("granitemoe", "Granite 3 MoE")
+def granitemoe(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    return build.decoder(
+        config,
+        _attention(config),
+        _experts(config, has_shared=False),
+        eps=config.number("rms_norm_eps", 1e-6),
+        max_positions=2048,
+        spelling=OF_GRANITE,
+        **_ends(config),
+    )
+
+
+@family("granitemoeshared", "Granite 3.1 MoE with a shared expert")
+def granitemoeshared(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    return build.decoder(
+        config,
+        _attention(config),
+        _experts(config),
+        eps=config.number("rms_norm_eps", 1e-6),
+        max_positions=2048,
+        spelling=OF_GRANITE,
+        **_ends(config),
+    )
+
+
+def _rope_by_theta(config: ConfigReader, head_dim: int, most: int | None, windows: Windows) -> Any:
+    """A wavelength for each layer, 0 for none, where layer_rope_theta lists them."""
+    thetas, layers = config.raw.get("layer_rope_theta"), len(windows)
+    if thetas is None:
+        return build.rope_everywhere()(config, head_dim, most, windows)
+    is_list = isinstance(thetas, list) and len(thetas) == layers
+    if not is_list or any(isinstance(theta, bool) or not isinstance(theta, int | float) for theta in thetas):
+        raise ConfigError(
+            f"{config.source}: expected layer_rope_theta to list a number for each of {layers} layers, found "
+            f"{thetas!r}; correct the file, or fetch it again"
+        )
+    scaling = config.mapping("rope_scaling") or config.mapping("rope_parameters")
+
+    def of(theta: float) -> RopeConfig:
+        raw = {**config.raw, "rope_scaling": {**scaling, "rope_theta": theta}}
+        return build.rope(theta)(ConfigReader(raw, config.source), head_dim, most)
+
+    by_theta = {theta: of(theta) for theta in set(thetas) if theta}
+    return [by_theta.get(theta) for theta in thetas]
+
+
+BY_THETA: Ropes = _rope_by_theta
+
+
+@family("granite_swa", "Granite with windows and sinks")
+def granite_swa(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    return build.decoder(
+        config,
+        _attention(config, kv_heads=4, attention_sinks=True),
+        build.mlp(config, bias=config.flag("mlp_bias", False), factors=(1.0, _residual(config))),
+        rope=BY_THETA,
+        windows=build.windows_by_type(config, build.first_of_four_full, 128),
+        eps=config.number("rms_norm_eps", 1e-5),
+        max_positions=8192,
+        tied=True,
+        **_ends(config),
+    )
+
+
+@family("granitemoe_swa", "Granite MoE with windows and sinks")
+def granitemoe_swa(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    return build.decoder(
+        config,
+        _attention(config, attention_sinks=True),
+        _experts(config),
+        rope=BY_THETA,
+        windows=build.windows_by_type(config, build.first_of_four_full, 128),
+        eps=config.number("rms_norm_eps", 1e-6),
+        max_positions=2048,
+        spelling=replace(
+            OF_GRANITE,
+            router="router",
+            expert_parts=("experts.gate_up_proj", "experts.down_proj"),
+            expert_ending="",
+        ),
+        **_ends(config),
+    )
+
+
+@family("hyperclovax", "HyperCLOVA X SEED Think", always={"use_post_norm": True})
+def hyperclovax(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    """Factors as Granite's, but that logits are multiplied, and scores scaled as those of others unless it is
+    told. What is added is multiplied behind its norm."""
+    usual = config.integer("hidden_size") // config.integer("num_attention_heads")
+    scale = config.number("attention_multiplier", config.integer("head_dim", usual) ** -0.5)
+    residual = _residual(config)
+    model = build.decoder(
+        config,
+        build.attention(config, bias=build.attention_bias(config), scale=scale),
+        build.mlp(config, bias=config.flag("mlp_bias", False)),
+        norms="around",
+        eps=config.number("rms_norm_eps", 1e-6),
+        max_positions=2048,
+        embedding_scale=unless_one(config.number("embedding_multiplier", 1.0)),
+        logit_factor=config.number("logits_scaling", 1.0),
+        spelling=replace(LLAMA, ln1_post="post_norm1", ln2_post="post_norm2"),
+    )
+    return build.with_layers(model, lambda layer: {"post_factor": residual})

@@ -1,0 +1,451 @@
+"""Llama's lineage: decoders with RMS norms and gated MLPs, whose files mostly follow Llama's names.
+
+Border: never imports torch.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from .....store.errors import ConfigError
+from ..composed import ComposedArchitecture
+from ..families import read_activation
+from ..layer_tensors import LLAMA
+from ..linear_families import OF_MIXTRAL
+from ..mixers import AttentionSpec, DifferentialSpec, ExpertsSpec, MlpSpec, QkNorm, TemperatureTuning
+from ..transformer import ConfigReader, RopeConfig
+from . import builders as build
+from .builders import TensorShapes, Windows, family
+
+LLAMA3_OF_APERTUS = {
+    "rope_type": "llama3",
+    "rope_theta": 12000000.0,
+    "factor": 8.0,
+    "original_max_position_embeddings": 8192,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+}
+LLAMA3_OF_CWM = {
+    "rope_type": "llama3",
+    "rope_theta": 1_000_000.0,
+    "factor": 16.0,
+    "original_max_position_embeddings": 8192,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+}
+
+
+def _mlp_bias(config: ConfigReader) -> bool:
+    return config.flag("mlp_bias", False)
+
+
+@family("llama", "Llama 2 and 3, SmolLM", reports_unread_keys=True)
+def llama(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    return build.decoder(
+        config,
+        build.attention(config, bias=build.attention_bias(config)),
+        build.mlp(config, bias=_mlp_bias(config)),
+        eps=config.number("rms_norm_eps", 1e-6),
+        max_positions=2048,
+    )
+
+
+@family("helium", "Helium 1", reports_unread_keys=True)
+def helium(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    width, bias = config.integer("head_dim", 128), build.attention_bias(config)
+    return build.decoder(
+        config,
+        build.attention(config, width=width, kv_heads=20, qkv_bias=bias),
+        build.mlp(config, bias=_mlp_bias(config)),
+        rope=build.rope_everywhere(100000.0, interleaved=True),
+        eps=config.number("rms_norm_eps", 1e-8),
+        max_positions=4096,
+    )
+
+
+@family("phi3", "Phi 3 and 3.5", reports_unread_keys=True)
+def phi3(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    rope = build.rope_everywhere(
+        is_partial=True, original_context=4096, aliases={"su": "longrope", "yarn": "longrope"}
+    )
+    return build.decoder(
+        config,
+        build.attention(config, layout="by part"),
+        build.mlp(config, is_fused=True),
+        rope=rope,
+        windows=build.window_everywhere(config),
+        eps=config.number("rms_norm_eps", 1e-5),
+        max_positions=4096,
+        spelling=replace(LLAMA, attention_in="qkv_proj", mlp_parts=("gate_up_proj", "down_proj")),
+    )
+
+
+@family("arcee", "AFM")
+def arcee(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    return build.decoder(
+        config,
+        build.attention(config, bias=build.attention_bias(config)),
+        build.mlp(config, read_activation(config, "relu2"), is_gated=False, bias=_mlp_bias(config)),
+        eps=config.number("rms_norm_eps", 1e-5),
+        max_positions=4096,
+    )
+
+
+@family("seed_oss", "Seed-OSS")
+def seed_oss(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    return build.decoder(
+        config,
+        build.attention(
+            config,
+            head_dim=128,
+            kv_heads=8,
+            qkv_bias=config.flag("attention_bias", True),
+            o_bias=config.flag("attention_out_bias", False),
+        ),
+        build.mlp(config, bias=_mlp_bias(config)),
+        eps=config.number("rms_norm_eps", 1e-6),
+        max_positions=524288,
+    )
+
+
+@family("smollm3", "SmolLM 3")
+def smollm3(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    """Rope in three of four layers; a window, if any, in the others."""
+
+    def types(config: ConfigReader, layers: int) -> list[str]:
+        flags = build.rope_flags(config, layers)
+        return ["full_attention" if has_rope else "sliding_attention" for has_rope in flags]
+
+    return build.decoder(
+        config,
+        build.attention(config, kv_heads=4, bias=build.attention_bias(config)),
+        build.mlp(config, bias=_mlp_bias(config)),
+        rope=build.rope_where_flagged(2000000.0),
+        windows=build.windows_by_type(config, types, None, has_flag=True),
+        eps=config.number("rms_norm_eps", 1e-6),
+        max_positions=32768,
+        tied=True,
+    )
+
+
+@family("apertus", "Apertus")
+def apertus(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    eps = config.number("rms_norm_eps", 1e-5)
+    return build.decoder(
+        config,
+        build.attention(config, bias=build.attention_bias(config), qk_norm=QkNorm("head", eps)),
+        build.mlp(config, read_activation(config, "xielu"), is_gated=False),
+        rope=build.rope_everywhere(12000000.0, default=LLAMA3_OF_APERTUS),
+        eps=eps,
+        max_positions=65536,
+        spelling=replace(LLAMA, ln1="attention_layernorm", ln2="feedforward_layernorm"),
+    )
+
+
+@family("bitnet", "BitNet b1.58 2B4T, its plain weights")
+def bitnet(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    """What heads and MLPs have computed is normed before it is projected."""
+    eps = config.number("rms_norm_eps", 1e-5)
+    return build.decoder(
+        config,
+        build.attention(config, kv_heads=5, bias=build.attention_bias(config), inner_norm_eps=eps),
+        build.mlp(config, read_activation(config, "relu2"), inner_norm_eps=eps),
+        rope=build.rope_everywhere(500000.0),
+        eps=eps,
+        max_positions=2048,
+        spelling=replace(LLAMA, inner_norms=("attn_sub_norm", "ffn_sub_norm")),
+    )
+
+
+@family("cwm", "Code World Model")
+def cwm(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    return build.decoder(
+        config,
+        build.attention(config, head_dim=128, kv_heads=8),
+        build.mlp(config, bias=_mlp_bias(config)),
+        rope=build.rope_everywhere(1000000.0, default=LLAMA3_OF_CWM),
+        windows=build.windows_by_type(config, build.first_of_four_full, 8192),
+        eps=config.number("rms_norm_eps", 1e-5),
+        max_positions=131072,
+    )
+
+
+@family("diffllama", "DiffLlama", follows_is_causal=False)
+def diffllama(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    """Pairs of heads, one pattern taken from the other; lambda begins larger in later layers (Ye et al.,
+    Differential Transformer, 2024, section 2.1)."""
+    eps, heads = (
+        config.number("rms_norm_eps", 1e-5),
+        build.attention(config, bias=build.attention_bias(config)),
+    )
+
+    def mixer(rope: RopeConfig | None, window: int | None, layer: int) -> DifferentialSpec:
+        return DifferentialSpec(replace(heads, rope=rope), 0.8 - 0.6 * math.exp(-0.3 * layer), eps)
+
+    return build.decoder(
+        config,
+        mixer,
+        build.mlp(config),
+        head_dim=heads.head_dim,
+        eps=eps,
+        max_positions=2048,
+    )
+
+
+@family("doge", "Doge without experts", never=("is_moe",))
+def doge(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    """Scores have a term by the values of a key, and the stream is multiplied by weights where something is
+    added to it."""
+    eps = config.number("rms_norm_eps", 1e-6)
+    model = build.decoder(
+        config,
+        build.attention(
+            config, bias=build.attention_bias(config), has_value_scores=True, qk_norm=QkNorm("head", eps)
+        ),
+        build.mlp(config, bias=_mlp_bias(config)),
+        windows=build.window_everywhere(config),
+        eps=eps,
+        max_positions=2048,
+        # Of more keys the reference leaves out those whose values say least.
+        longest=config.integer("keep_window_size", 2048),
+        spelling=replace(LLAMA, gains=("input_residual", "post_attention_residual")),
+    )
+    return build.with_layers(model, lambda layer: {"has_gains": True})
+
+
+@family("internlm3", "InternLM 3", aliases={"attention_bias": "qkv_bias", "mlp_bias": "bias"})
+def internlm3(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    return build.decoder(
+        config,
+        build.attention(config, head_dim=128, kv_heads=2, bias=build.attention_bias(config)),
+        build.mlp(config, bias=_mlp_bias(config)),
+        eps=config.number("rms_norm_eps", 1e-5),
+        max_positions=32768,
+    )
+
+
+@family("internlm2", "InternLM 2 and 2.5")
+def internlm2(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    """Code that came with its checkpoints, as of the three below: queries, keys and values in one tensor."""
+    return build.decoder(
+        config,
+        build.attention(config, bias=config.flag("bias", True), layout="by head"),
+        build.mlp(config),
+        eps=config.number("rms_norm_eps", 1e-6),
+        max_positions=2048,
+        spelling=replace(
+            LLAMA,
+            embed="model.tok_embeddings",
+            head="output",
+            ln1="attention_norm",
+            ln2="ffn_norm",
+            attention="attention.",
+            attention_in="wqkv",
+            attention_out="wo",
+            mlp="feed_forward.",
+            mlp_parts=OF_MIXTRAL,
+        ),
+    )
+
+
+@family("baichuan", "Baichuan 7B")
+def baichuan(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    # The 13B has ALiBi instead of a rope, and no key for positions; the second generation norms the rows of
+    # its LM head, and has a key for its loss.
+    if "z_loss_weight" in config.raw or "max_position_embeddings" not in config.raw:
+        raise ConfigError(
+            f"{config.source}: expected the config of Baichuan 7B, found that of a 13B or of Baichuan 2, "
+            "which is not followed; this model cannot run here"
+        )
+    return build.decoder(
+        config,
+        build.attention(config, layout="by part"),
+        build.mlp(config),
+        eps=config.number("rms_norm_eps", 1e-6),
+        max_positions=4096,
+        spelling=replace(LLAMA, attention_in="W_pack"),
+    )
+
+
+@family("iquestcoder", "IQuest-Coder", never=("clip_qkv", "use_sliding_window"))
+def iquestcoder(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    return build.decoder(
+        config,
+        build.attention(config, head_dim=128, kv_heads=8, bias=build.attention_bias(config)),
+        build.mlp(config, bias=_mlp_bias(config)),
+        eps=config.number("rms_norm_eps", 1e-5),
+        max_positions=131072,
+    )
+
+
+@family("jais2", "Jais 2")
+def jais2(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    return build.decoder(
+        config,
+        build.attention(config, bias=config.flag("attention_bias", True)),
+        build.mlp(
+            config, read_activation(config, "relu2"), is_gated=False, bias=config.flag("mlp_bias", True)
+        ),
+        norm_type="layer",
+        eps=config.number("layer_norm_eps", 1e-5),
+        max_positions=8192,
+    )
+
+
+@family("nanochat", "nanochat")
+def nanochat(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    """Norms without weights, of queries and keys behind a rope that rotates backwards."""
+    eps = config.number("rms_norm_eps", 1e-6)
+    qk_norm = QkNorm("head", eps, has_weights=False, after_rope=True)
+    return build.decoder(
+        config,
+        build.attention(config, bias=build.attention_bias(config), qk_norm=qk_norm),
+        build.mlp(config, read_activation(config, "relu2"), is_gated=False),
+        rope=build.rope_everywhere(is_backwards=True),
+        has_embedding_norm=True,
+        has_norm_weights=False,
+        eps=eps,
+        max_positions=2048,
+        final_logit_softcapping=config.optional_number("final_logit_softcapping", 15.0),
+        spelling=replace(LLAMA, mlp_parts=("fc1", "fc2")),
+    )
+
+
+@family("nemotron", "Nemotron and Minitron")
+def nemotron(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    return build.decoder(
+        config,
+        build.attention(config, bias=build.attention_bias(config)),
+        build.mlp(config, read_activation(config, "relu2"), is_gated=False, bias=_mlp_bias(config)),
+        rope=build.rope_everywhere(share=0.5),
+        norm_type="layer",
+        has_unit_norms=True,
+        eps=config.number("norm_eps", 1e-5),
+        max_positions=4096,
+    )
+
+
+# -- Llama 4
+
+CHUNKED, FULL = "chunked_attention", "full_attention"
+
+
+def _chunks(config: ConfigReader) -> Windows:
+    """Layers with rope see their own chunk, unless types are listed."""
+    layers = build.layers_of(config)
+    usual = [CHUNKED if has_rope else FULL for has_rope in build.rope_flags(config, layers)]
+    types = config.strings("layer_types") or usual
+    if len(types) != layers or not set(types) <= {CHUNKED, FULL}:
+        raise ConfigError(
+            f"{config.source}: expected layer_types to list {CHUNKED} or {FULL} for each of {layers} "
+            f"layers, found {types!r}; correct the file, or fetch it again"
+        )
+    size = config.integer("attention_chunk_size", 8192)
+    return [size if kind == CHUNKED else None for kind in types]
+
+
+def _mlp_of_llama4(config: ConfigReader, layer: int) -> MlpSpec | ExpertsSpec:
+    """Experts in layers that are listed, or every few, and one that all tokens go through; the others are
+    dense, of a width of their own."""
+    step, listed = config.integer("interleave_moe_layer_step", 1), config.raw.get("moe_layers")
+    act = read_activation(config)
+    if (layer + 1) % step if listed is None else layer not in listed:
+        return MlpSpec(config.integer("intermediate_size_mlp", 16384), act)
+    width = config.integer("intermediate_size", 8192)
+    return ExpertsSpec(
+        config.integer("num_local_experts", 16),
+        config.integer("num_experts_per_tok", 1),
+        width,
+        act,
+        routing="sigmoid of inputs",
+        shared_size=width,
+        is_listed=False,
+        is_transposed=True,
+    )
+
+
+@family("llama4_text", "Llama 4 Scout and Maverick, their text model", follows_is_causal=False)
+def llama4_text(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    """Layers with rope norm queries and keys behind it, without weights, and see chunks; in the others
+    queries are scaled by their position (attention temperature tuning)."""
+    eps = config.number("rms_norm_eps", 1e-5)
+    heads = build.attention(config, head_dim=128, kv_heads=8, bias=build.attention_bias(config))
+    has_norms = config.flag("use_qk_norm", True)
+    qk_norm = QkNorm("head", eps, has_weights=False, after_rope=True) if has_norms else None
+
+    def tuning() -> TemperatureTuning | None:
+        if not config.raw.get("attn_temperature_tuning", True):  # 4 in some files
+            return None
+        return TemperatureTuning(config.number("attn_scale", 0.1), config.integer("floor_scale", 8192), 1)
+
+    def mixer(rope: RopeConfig | None, window: int | None, layer: int) -> AttentionSpec:
+        own = {"temperature_tuning": tuning()} if rope is None else {"qk_norm": qk_norm}
+        return replace(heads, rope=rope, window=window, is_chunked=window is not None, **own)
+
+    return build.decoder(
+        config,
+        mixer,
+        lambda layer: _mlp_of_llama4(config, layer),
+        rope=build.rope_where_flagged(500000.0, interleaved=True),
+        head_dim=heads.head_dim,
+        windows=_chunks(config),
+        eps=eps,
+        max_positions=131072,
+        spelling=replace(
+            LLAMA,
+            mlp="feed_forward.",
+            experts="feed_forward.",
+            expert_parts=("experts.gate_up_proj", "experts.down_proj"),
+            expert_ending="",
+            shared="feed_forward.shared_expert.",
+            router="router",
+        ),
+    )
+
+
+# -- decoders trained to fill in masks (Nie et al., LLaDA, 2025), by the names of their code on the hub
+
+
+@family(
+    "llada",
+    "LLaDA 8B",
+    aliases={
+        "hidden_size": "d_model",
+        "num_attention_heads": "n_heads",
+        "num_key_value_heads": "n_kv_heads",
+        "num_hidden_layers": "n_layers",
+        "intermediate_size": "mlp_hidden_size",
+        "max_position_embeddings": "max_sequence_length",
+        "vocab_size": "embedding_size",
+        "hidden_act": "activation_type",
+        "tie_word_embeddings": "weight_tying",
+    },
+    never=(
+        *("alibi", "input_emb_norm", "attention_layer_norm", "scale_logits", "include_bias"),
+        *("bias_for_layer_norm", "clip_qkv", "multi_query_attention"),
+    ),
+    always={"block_type": "llama", "layer_norm_type": "rms", "rope": True},
+)
+def llada(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    return build.decoder(
+        config,
+        build.attention(config, qkv_bias=config.flag("include_qkv_bias", False)),
+        build.mlp(config),
+        looks_ahead=True,
+        eps=config.number("rms_norm_eps", 1e-5),
+        max_positions=4096,
+        spelling=replace(
+            LLAMA,
+            embed="model.transformer.wte",
+            head="model.transformer.ff_out",
+            final_norm="model.transformer.ln_f",
+            layer="model.transformer.blocks.{}.",
+            ln1="attn_norm",
+            ln2="ff_norm",
+            attention="",
+            attention_out="attn_out",
+            mlp="",
+            mlp_parts=("ff_proj", "up_proj", "ff_out"),
+        ),
+    )

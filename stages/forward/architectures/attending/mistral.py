@@ -1,0 +1,110 @@
+"""Mistral's lineage.
+
+Border: never imports torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from .....store.errors import ConfigError
+from ..composed import ComposedArchitecture
+from ..families import read_activation
+from ..layer_tensors import LLAMA
+from ..linear_families import OF_MIXTRAL
+from ..mixers import ExpertsSpec, TemperatureTuning
+from ..transformer import ConfigReader
+from . import builders as build
+from .builders import TensorShapes, family
+from .experts import mixtral_experts
+
+YARN_OF_MINISTRAL = {
+    "rope_type": "yarn",
+    "rope_theta": 1000000.0,
+    "factor": 16.0,
+    "original_max_position_embeddings": 16384,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale_all_dim": 1.0,
+    "mscale": 1.0,
+    "llama_4_scaling_beta": 0.1,
+}
+OF_MIXTRAL_EXPERTS = replace(LLAMA, experts="block_sparse_moe.", expert_parts=OF_MIXTRAL)
+
+
+@family("ministral", "Ministral 8B", reports_unread_keys=True)
+@family("mistral", "Mistral 7B", reports_unread_keys=True)
+def mistral(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    size = config.optional_integer("sliding_window", 4096)
+    return build.decoder(
+        config,
+        build.attention(config, kv_heads=8),
+        build.mlp(config),
+        windows=build.windows_where_listed(config, lambda layer: True, size),
+        eps=config.number("rms_norm_eps", 1e-6),
+        max_positions=131072,
+    )
+
+
+@family("mixtral", "Mixtral 8x7B and 8x22B")
+def mixtral(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    return build.decoder(
+        config,
+        build.attention(config, kv_heads=8),
+        mixtral_experts(config),
+        rope=build.rope_everywhere(1000000.0),
+        windows=build.window_everywhere(config),
+        eps=config.number("rms_norm_eps", 1e-5),
+        max_positions=131072,
+        spelling=OF_MIXTRAL_EXPERTS,
+    )
+
+
+@family("ministral3", "Ministral 3", never=("layer_types",))
+def ministral3(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    """Queries are scaled by their position, as rope_parameters say (attention temperature tuning)."""
+    told = config.mapping("rope_scaling") or config.mapping("rope_parameters") or YARN_OF_MINISTRAL
+    rope = ConfigReader(dict(told), f"{config.source}: rope_parameters")
+    tuning = TemperatureTuning(
+        rope.number("llama_4_scaling_beta"), rope.integer("original_max_position_embeddings")
+    )
+    return build.decoder(
+        config,
+        build.attention(config, head_dim=128, kv_heads=8, temperature_tuning=tuning),
+        build.mlp(config),
+        rope=build.rope_everywhere(default=YARN_OF_MINISTRAL),
+        windows=build.window_everywhere(config),
+        eps=config.number("rms_norm_eps", 1e-5),
+        max_positions=262144,
+    )
+
+
+@family("phimoe", "Phi 3.5 MoE")
+def phimoe(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    """A Mixtral with layer norms and biases, whose two experts are chosen one after the other (Liu et al.,
+    GRIN, 2024)."""
+    if (chosen := config.integer("num_experts_per_tok", 2)) != 2:
+        raise ConfigError(
+            f"{config.source}: expected num_experts_per_tok to be 2, as many as sparse mixing weighs, found "
+            f"{chosen}; this model cannot run here"
+        )
+    experts = ExpertsSpec(
+        config.integer("num_local_experts", 16),
+        chosen,
+        config.integer("intermediate_size"),
+        read_activation(config),
+        routing="sparse mixing",
+        jitter=config.number("router_jitter_noise", 0.01),
+    )
+    return build.decoder(
+        config,
+        build.attention(config, kv_heads=8, bias=build.attention_bias(config)),
+        experts,
+        rope=build.rope_everywhere(1000000.0),
+        windows=build.window_everywhere(config),
+        norm_type="layer",
+        eps=config.number("rms_norm_eps", 1e-5),
+        max_positions=131072,
+        has_head_bias=config.flag("lm_head_bias", False),
+        spelling=OF_MIXTRAL_EXPERTS,
+    )

@@ -1,0 +1,237 @@
+"""Decoders of experts without a lineage of dense models here: gpt-oss, Trinity, dots, JetMoE, Kolibri, Mellum
+and Solar.
+
+Border: never imports torch.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from ..composed import ComposedArchitecture
+from ..families import read_activation
+from ..layer_tensors import LLAMA
+from ..mixers import ChannelMixerSpec, ExpertsSpec, GatedAttentionSpec, QkNorm, RoutedAttentionSpec
+from ..transformer import ConfigReader, RopeConfig
+from . import builders as build
+from .builders import TensorShapes, family
+from .experts import is_listed_dense, qwen_experts, sigmoid_experts
+from .granite import unless_one
+
+SHARED = replace(LLAMA, shared="mlp.shared_experts.")
+YARN_OF_GPT_OSS = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
+
+
+@family("gpt_oss", "gpt-oss 20B and 120B")
+def gpt_oss(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    """Attention sinks; experts with biases and a gate held within limits."""
+    experts = ExpertsSpec(
+        config.integer("num_local_experts", config.integer("num_experts", 128)),
+        config.integer("num_experts_per_tok", 4),
+        config.integer("intermediate_size", 2880),
+        "silu",
+        routing="softmax of chosen",
+        is_listed=False,
+        has_routed_bias=True,
+        limits=(config.number("swiglu_alpha", 1.702), config.number("swiglu_limit", 7.0)),
+    )
+    return build.decoder(
+        config,
+        build.attention(
+            config, head_dim=64, kv_heads=8, bias=config.flag("attention_bias", True), attention_sinks=True
+        ),
+        experts,
+        rope=build.rope_everywhere(150000.0, default=YARN_OF_GPT_OSS),
+        windows=build.windows_by_type(config, build.every_nth_full(2), 128),
+        eps=config.number("rms_norm_eps", 1e-5),
+        max_positions=131072,
+        spelling=replace(
+            LLAMA,
+            router="router",
+            expert_parts=("experts.gate_up_proj", "experts.down_proj"),
+            expert_ending="",
+        ),
+    )
+
+
+@family("afmoe", "Trinity")
+def afmoe(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    """Gated heads; rope in layers with a window; embeddings scaled by the root of their width with
+    mup_enabled."""
+    eps, bias = config.number("rms_norm_eps", 1e-5), build.attention_bias(config)
+    is_scaled = config.flag("mup_enabled", False)
+    heads = build.attention(config, head_dim=128, bias=bias, qk_norm=QkNorm("head", eps))
+
+    def channel_mixer(layer: int) -> ChannelMixerSpec:
+        if layer < config.integer("num_dense_layers", 1, least=0):
+            return build.mlp(config)
+        return sigmoid_experts(
+            config,
+            count=64,
+            chosen=6,
+            width=1408,
+            shared=2,
+            sums_to_one=None,
+            factor_key="route_scale",
+            count_key="num_experts",
+            shared_key="num_shared_experts",
+        )
+
+    return build.decoder(
+        config,
+        GatedAttentionSpec(**vars(heads), has_gate_projection=True),
+        channel_mixer,
+        rope=build.rope_in_windows(),
+        windows=build.windows_by_type(config, build.every_nth_full(4, "global_attn_every_n_layers"), 1024),
+        norms="around",
+        eps=eps,
+        max_positions=16384,
+        embedding_scale=unless_one(math.sqrt(config.integer("hidden_size")) if is_scaled else 1.0),
+        spelling=replace(
+            LLAMA,
+            ln2="pre_mlp_layernorm",
+            ln2_post="post_mlp_layernorm",
+            router="router.gate",
+            shared="mlp.shared_experts.",
+            correction="expert_bias",
+        ),
+    )
+
+
+@family("dots1", "dots.llm1")
+def dots1(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    eps = config.number("rms_norm_eps", 1e-6)
+
+    def channel_mixer(layer: int) -> ChannelMixerSpec:
+        if layer < config.integer("first_k_dense_replace", 0, least=0):
+            return build.mlp(config)
+        return sigmoid_experts(config, count=None, chosen=None, width=1408, shared=None, sums_to_one=False)
+
+    return build.decoder(
+        config,
+        build.attention(config, kv_heads=32, bias=build.attention_bias(config), qk_norm=QkNorm("head", eps)),
+        channel_mixer,
+        windows=build.windows_by_type(config, build.full_then_windows(62)),
+        eps=eps,
+        max_positions=2048,
+        spelling=SHARED,
+    )
+
+
+@family(
+    "jetmoe",
+    "JetMoE 8B",
+    # Norms in layers have this one whatever the config says.
+    always={"rms_norm_eps": 1e-6},
+    aliases={"head_dim": "kv_channels", "hidden_act": "activation_function"},
+    follows_is_causal=False,
+)
+def jetmoe(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    """Attention, too, has experts, each with as many heads as there are of keys."""
+    count, chosen = config.integer("num_local_experts", 8), config.integer("num_experts_per_tok", 2)
+    kv_heads = config.integer("num_key_value_heads", 16)
+    heads = build.attention(config, heads=kv_heads * chosen, head_dim=128, num_kv_heads=kv_heads)
+
+    def mixer(rope: RopeConfig | None, window: int | None, layer: int) -> RoutedAttentionSpec:
+        return RoutedAttentionSpec(count, chosen, kv_heads, heads.head_dim, rope)
+
+    experts = ExpertsSpec(
+        count,
+        chosen,
+        config.integer("intermediate_size", 5632),
+        read_activation(config),
+        routing="softmax of chosen",
+        is_listed=False,
+        has_output_bias=True,
+    )
+    return build.decoder(
+        config,
+        mixer,
+        experts,
+        head_dim=heads.head_dim,
+        eps=config.number("rms_norm_eps", 1e-6),
+        max_positions=4096,
+        tied=True,
+        spelling=replace(
+            LLAMA,
+            attention="self_attention.",
+            experts="mlp.",
+            router="router.layer",
+            expert_parts=("input_linear", "output_linear"),
+        ),
+    )
+
+
+@family("kolibri1", "Kolibri 1")
+def kolibri1(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    """Experts weighed by sigmoids and chosen by what is behind them; rope in layers with a window."""
+    eps = config.number("rms_norm_eps", 1e-6)
+    experts = ExpertsSpec(
+        config.integer("num_experts", config.integer("num_local_experts", 384)),
+        config.integer("num_experts_per_tok", 6),
+        config.integer("moe_intermediate_size", 512),
+        read_activation(config),
+        routing="sigmoid of chosen",
+        shared_size=config.integer("shared_expert_intermediate_size", 512),
+        sums_to_one=config.flag("norm_topk_prob", False),
+        sum_eps=0.0,
+    )
+    return build.decoder(
+        config,
+        build.attention(config, head_dim=128, kv_heads=4, qk_norm=QkNorm("head", eps)),
+        experts,
+        rope=build.rope_in_windows(),
+        windows=build.windows_by_type(config, build.every_nth_full(5), 513),
+        norms="around",
+        eps=eps,
+        max_positions=262144,
+        spelling=replace(
+            SHARED,
+            ln1_post="post_attn_norm",
+            ln2_post="post_ffn_norm",
+            correction="/moe.router.expert_bias",
+        ),
+    )
+
+
+@family("mellum", "Mellum 2")
+def mellum(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    eps = config.number("rms_norm_eps", 1e-6)
+
+    def channel_mixer(layer: int) -> ChannelMixerSpec:
+        if is_listed_dense(config, layer):
+            return build.mlp(config)
+        return qwen_experts(config, count=64, chosen=8, width=896, sums_to_one=True)
+
+    return build.decoder(
+        config,
+        build.attention(
+            config, head_dim=128, kv_heads=4, bias=build.attention_bias(config), qk_norm=QkNorm("head", eps)
+        ),
+        channel_mixer,
+        rope=build.two_ropes(500000.0, 10000.0),
+        windows=build.windows_by_type(config, build.every_layer_full, 1024),
+        eps=eps,
+        max_positions=131072,
+    )
+
+
+@family("solar_open", "Solar Open")
+def solar_open(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    return build.decoder(
+        config,
+        build.attention(config, head_dim=128, kv_heads=8, qkv_bias=config.flag("attention_bias", False)),
+        lambda layer: sigmoid_experts(config, count=128, chosen=8, width=1280),
+        rope=build.rope_everywhere(1000000.0),
+        eps=config.number("rms_norm_eps", 1e-5),
+        max_positions=131072,
+        spelling=SHARED,
+    )

@@ -1,0 +1,214 @@
+"""Encoders since ModernBERT: ropes, and what else decoders have; and a decoder made like them.
+
+Border: never imports torch.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+from .....store.errors import ConfigError
+from ..composed import ComposedArchitecture
+from ..families import listed_windows, read_activation
+from ..layer_tensors import LLAMA, Spelling
+from ..mixers import QkNorm
+from ..transformer import ConfigReader
+from . import builders as build
+from .bert import of_bert, of_roberta
+from .builders import TensorShapes, Windows, family
+
+OF_MODERNBERT = Spelling(
+    embed="model.embeddings.tok_embeddings",
+    embed_norm="model.embeddings.norm",
+    head="decoder",
+    transform=("head.dense", "head.norm"),
+    final_norm="model.final_norm",
+    ln1="attn_norm",
+    ln2="mlp_norm",
+    attention="attn.",
+    attention_in="Wqkv",
+    attention_out="Wo",
+    mlp="mlp.",
+    mlp_parts=("Wi", "Wo"),
+)
+
+
+def _windows(config: ConfigReader, *, itself: int) -> Windows:
+    """A query sees `local_attention // 2` keys on each side, and itself; in every third layer all of them.
+
+    Raises:
+        ConfigError: `sliding_window`, which the reference derives from `local_attention`, contradicts it.
+    """
+    half = config.integer("local_attention", 128) // 2
+    listed, layers = config.integer("sliding_window", half), build.layers_of(config)
+    if listed != half and config.has("local_attention"):
+        raise ConfigError(
+            f"{config.source}: expected sliding_window to be half of local_attention ({half}), found "
+            f"{listed}; correct the file, or fetch it again"
+        )
+    every = config.integer("global_attn_every_n_layers", 3)
+    types = config.strings("layer_types") or [
+        "sliding_attention" if layer % every else "full_attention" for layer in range(layers)
+    ]
+    return listed_windows(config, types, listed + itself, layers)
+
+
+def _modernbert(
+    config: ConfigReader, spelling: Spelling, windows: Windows, *, looks_ahead: bool | None, layout: str
+) -> ComposedArchitecture:
+    """Attention of the first layer reads the embeddings as they are."""
+    eps, has_norm_bias = config.number("norm_eps", 1e-5), config.flag("norm_bias", False)
+    act = read_activation(config, "gelu", "hidden_activation")
+    transform = build.head_transform(
+        config,
+        eps,
+        key="classifier_activation",
+        has_bias=config.flag("classifier_bias", False),
+        has_norm_bias=has_norm_bias,
+    )
+    model = build.decoder(
+        config,
+        build.attention(config, bias=build.attention_bias(config), layout=layout),
+        build.mlp(config, act, is_fused=True, bias=config.flag("mlp_bias", False)),
+        rope=build.two_ropes(160000.0, 10000.0, "local_rope_theta"),
+        windows=windows,
+        looks_ahead=looks_ahead,
+        norm_type="layer",
+        norm_biases="of layer norms" if has_norm_bias else "none",
+        has_embedding_norm=True,
+        eps=eps,
+        max_positions=8192,
+        transform=transform,
+        has_head_bias=config.flag("decoder_bias", True),
+        tied=True,
+        spelling=spelling,
+    )
+    return build.with_layers(model, lambda layer: {"reads_normed": layer > 0})
+
+
+@family("modernbert", "ModernBERT", aliases={"rope_theta": "global_rope_theta"})
+def modernbert(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    windows = _windows(config, itself=1)
+    return _modernbert(config, OF_MODERNBERT, windows, looks_ahead=True, layout="by part")
+
+
+@family("modernbert-decoder", "Ettin, its decoders", aliases={"rope_theta": "global_rope_theta"})
+def modernbert_decoder(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    """Half of what the encoder sees on both sides, and the query itself is one of them."""
+    spelling = replace(OF_MODERNBERT, attention_in="", transform=("lm_head.dense", "lm_head.norm"))
+    windows = _windows(config, itself=0)
+    return _modernbert(config, spelling, windows, looks_ahead=None, layout="separate")
+
+
+@family("eurobert", "EuroBERT")
+def eurobert(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    bias = config.flag("mlp_bias", False)
+    return build.decoder(
+        config,
+        build.attention(config, bias=build.attention_bias(config)),
+        build.mlp(config, bias=bias),
+        looks_ahead=True,
+        eps=config.number("rms_norm_eps", 1e-5),
+        max_positions=8192,
+        has_head_bias=bias,
+    )
+
+
+@family("esmc", "ESM Cambrian")
+def esmc(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    """What is added to the stream is multiplied by the root of 36 / layers."""
+    residual = math.sqrt(36 / build.layers_of(config))
+    qk_norm = QkNorm("all", 1e-5, "layer", has_bias=False)
+    factors = (1.0, 1.0, residual)
+    return build.decoder(
+        config,
+        build.attention(config, bias=build.attention_bias(config), factors=factors, qk_norm=qk_norm),
+        build.mlp(config, bias=config.flag("mlp_bias", False), factors=(1.0, residual)),
+        looks_ahead=True,
+        norm_type="layer",
+        eps=1e-5,
+        max_positions=2048,
+        has_final_norm_bias=False,
+        transform=build.head_transform(config, 1e-5),
+        has_head_bias=True,
+        tied=None,
+        spelling=replace(
+            LLAMA,
+            embed="esmc.embed_tokens",
+            head="lm_head.decoder",
+            transform=("lm_head.dense", "lm_head.layer_norm"),
+            final_norm="esmc.norm",
+            layer="esmc.layers.{}.",
+        ),
+    )
+
+
+def _rotary_bert(
+    config: ConfigReader, spelling: Spelling, *, theta: float, token_types: int, **options: Any
+) -> ComposedArchitecture:
+    """BERT's norms, token types and transform, with rope."""
+    return build.decoder(
+        config,
+        rope=build.rope_everywhere(theta),
+        looks_ahead=True,
+        norms="of sums",
+        norm_type="layer",
+        has_embedding_norm=True,
+        has_final_norm=False,
+        token_types=config.integer("type_vocab_size", token_types, least=0),
+        has_head_bias=True,
+        tied=True,
+        spelling=replace(spelling, ln1="norm1", ln2="norm2", attention_in="Wqkv", attention_out="out_proj"),
+        **options,
+    )
+
+
+@family("nomic_bert", "Nomic Embed")
+def nomic_bert(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    eps = config.number("layer_norm_eps", 1e-12)
+    spelling = replace(
+        of_bert("nomic_bert."),
+        embed_norm="nomic_bert.emb_ln",
+        transform=("cls.predictions.transform.dense", "cls.predictions.transform.layer_norm"),
+        layer="nomic_bert.encoder.layers.{}.",
+        attention="attn.",
+        mlp="mlp.",
+        mlp_parts=("fc12", "fc11", "fc2"),
+    )
+    return _rotary_bert(
+        config,
+        spelling,
+        theta=1000.0,
+        token_types=2,
+        attention=build.attention(config, layout="by part"),
+        mlp=build.mlp(config),
+        eps=eps,
+        max_positions=2048,
+        transform=build.head_transform(config, eps, "silu", key="hidden_act"),
+    )
+
+
+@family("jina_embeddings_v3", "Jina Embeddings 3")
+def jina_embeddings_v3(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    eps = config.number("layer_norm_eps", 1e-5)
+    spelling = replace(
+        of_roberta("roberta."),
+        embed_norm="roberta.emb_ln",
+        layer="roberta.encoder.layers.{}.",
+        attention="mixer.",
+        mlp="mlp.",
+        mlp_parts=("fc1", "fc2"),
+    )
+    return _rotary_bert(
+        config,
+        spelling,
+        theta=20000.0,
+        token_types=1,
+        attention=build.attention(config, bias=True, layout="by part"),
+        mlp=build.mlp(config, read_activation(config, "gelu"), is_gated=False, bias=True),
+        eps=eps,
+        max_positions=8194,
+        transform=build.head_transform(config, eps),
+    )

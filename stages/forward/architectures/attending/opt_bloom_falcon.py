@@ -1,0 +1,291 @@
+"""OPT and fairseq's decoders, BLOOM, MPT and Falcon: layer norms, and positions of every kind.
+
+Border: never imports torch.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from .....store.errors import ConfigError
+from ..composed import ComposedArchitecture
+from ..families import read_activation
+from ..layer_tensors import LLAMA, Spelling
+from ..transformer import ConfigReader
+from . import builders as build
+from .builders import TensorShapes, family
+from .granite import unless_one
+
+FIRST_ROW = 2
+"""Of positions in tables as fairseq makes them."""
+OF_FAIRSEQ = Spelling(
+    positions="model.embed_positions",
+    final_norm="model.layer_norm",
+    ln1="self_attn_layer_norm",
+    ln2="final_layer_norm",
+    attention_out="out_proj",
+    mlp="",
+    mlp_parts=("fc1", "fc2"),
+)
+
+
+@family(
+    "opt",
+    "OPT, but for 350M",
+    aliases={"intermediate_size": "ffn_dim", "hidden_act": "activation_function"},
+    always={
+        "do_layer_norm_before": True,
+        "_remove_final_layer_norm": False,
+        "layer_norm_elementwise_affine": True,
+    },
+    reads_tensors=True,
+)
+def opt(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    bias = config.flag("enable_bias", True)
+    spelling = replace(
+        OF_FAIRSEQ,
+        embed="model.decoder.embed_tokens",
+        positions="model.decoder.embed_positions",
+        final_norm="model.decoder.final_layer_norm",
+        layer="model.decoder.layers.{}.",
+    )
+    return build.decoder(
+        config,
+        build.attention(config, bias=bias),
+        build.mlp(config, read_activation(config, "relu"), is_gated=False, bias=bias),
+        norm_type="layer",
+        eps=1e-5,
+        max_positions=2048,
+        rope=None,
+        **build.position_table(config, 2048, first=FIRST_ROW),
+        tied=True,
+        spelling=build.rooted(spelling, "model.", shapes),
+    )
+
+
+def _embedding_scale(config: ConfigReader) -> float | None:
+    """The root of the embedding's width, where scale_embedding is on."""
+    hidden = config.integer("hidden_size")
+    return unless_one(math.sqrt(hidden)) if config.flag("scale_embedding", True) else None
+
+
+@family("biogpt", "BioGPT")
+def biogpt(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    return build.decoder(
+        config,
+        build.attention(config, bias=True),
+        build.mlp(config, read_activation(config, "gelu"), is_gated=False, bias=True),
+        norm_type="layer",
+        eps=1e-5,
+        max_positions=1024,
+        rope=None,
+        **build.position_table(config, 1024, first=FIRST_ROW),
+        embedding_scale=_embedding_scale(config),
+        tied=True,
+        spelling=replace(
+            OF_FAIRSEQ,
+            embed="biogpt.embed_tokens",
+            head="output_projection",
+            positions="biogpt.embed_positions",
+            final_norm="biogpt.layer_norm",
+            layer="biogpt.layers.{}.",
+        ),
+    )
+
+
+@family(
+    "xglm",
+    "XGLM",
+    aliases={
+        "hidden_size": "d_model",
+        "num_attention_heads": "attention_heads",
+        "num_hidden_layers": "num_layers",
+        "intermediate_size": "ffn_dim",
+        "hidden_act": "activation_function",
+    },
+    never=("add_cross_attention",),
+)
+def xglm(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    """Positions of sines and cosines."""
+    pad = config.raw.get("pad_token_id")
+    if isinstance(pad, int) and pad >= FIRST_ROW:
+        raise ConfigError(
+            f"{config.source}: expected pad_token_id below {FIRST_ROW}, found {pad}, at which the reference "
+            "has no position; this model cannot run here"
+        )
+    return build.decoder(
+        config,
+        build.attention(config, bias=True),
+        build.mlp(config, read_activation(config, "gelu"), is_gated=False, bias=True),
+        norm_type="layer",
+        eps=1e-5,
+        max_positions=2048,
+        rope=None,
+        **build.position_table(config, 2048, first=FIRST_ROW),
+        has_position_waves=True,
+        embedding_scale=_embedding_scale(config),
+        tied=True,
+        spelling=OF_FAIRSEQ,
+    )
+
+
+# -- ALiBi
+
+
+def _slopes(heads: int) -> tuple[float, ...]:
+    """Geometric, from 2^(-8/n) for the nearest lower power n of two; heads beyond it lie between (Press et
+    al., Train Short, Test Long, 2021, section 3, and its reference)."""
+    power = 2 ** math.floor(math.log2(heads))
+    base, between = (2 ** -(2 ** -(math.log2(size) - 3)) for size in (power, 2 * power))
+    beyond = [between**place for place in range(1, 2 * (heads - power), 2)]
+    return (*(base**place for place in range(1, power + 1)), *beyond)
+
+
+def _slopes_of_mpt(heads: int) -> tuple[float, ...]:
+    """The same, but heads that are no power of two take every other one of the next power first."""
+    power = 2 ** math.ceil(math.log2(heads))
+    whole = [2 ** -(place * 8 / power) for place in range(1, power + 1)]
+    return tuple(whole if power == heads else (whole[1::2] + whole[::2])[:heads])
+
+
+OF_BLOOM = replace(
+    LLAMA,
+    embed="transformer.word_embeddings",
+    embed_norm="transformer.word_embeddings_layernorm",
+    final_norm="transformer.ln_f",
+    layer="transformer.h.{}.",
+    attention="self_attention.",
+    attention_in="query_key_value",
+    attention_out="dense",
+    mlp_parts=("dense_h_to_4h", "dense_4h_to_h"),
+)
+
+
+@family(
+    "bloom",
+    "BLOOM",
+    aliases={"hidden_size": "n_embed", "num_attention_heads": "n_head", "num_hidden_layers": "n_layer"},
+    never=("apply_residual_connection_post_layernorm",),
+    reads_tensors=True,
+)
+def bloom(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    slopes = _slopes(config.integer("num_attention_heads"))
+    width = 4 * config.integer("hidden_size")
+    return build.decoder(
+        config,
+        build.attention(config, bias=True, layout="by head", alibi_slopes=slopes),
+        build.mlp(config, "gelu_tanh", width=width, is_gated=False, bias=True),
+        norm_type="layer",
+        has_embedding_norm=True,
+        eps=config.number("layer_norm_epsilon", 1e-5),
+        max_positions=None,
+        rope=None,
+        tied=True,
+        spelling=build.rooted(OF_BLOOM, "transformer.", shapes),
+    )
+
+
+@family(
+    "mpt",
+    "MPT",
+    aliases={
+        "hidden_size": "d_model",
+        "num_attention_heads": "n_heads",
+        "num_hidden_layers": "n_layers",
+        "max_position_embeddings": "max_seq_len",
+    },
+    never=("logit_scale",),
+    always={"no_bias": True},
+    reads_tensors=True,
+)
+def mpt(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    """attn_config says more of attention than the reference follows."""
+    own = ConfigReader(config.mapping("attn_config"), f"{config.source}: attn_config")
+    followed = {"alibi": True, "alibi_bias_max": 8, "attn_type": "multihead_attention"}
+    followed |= {"qk_ln": False, "prefix_lm": False}
+    for key, usual in followed.items():
+        if own.raw.get(key, usual) != usual:
+            raise ConfigError(
+                f"{own.source}: expected {key} to be {usual!r}, found {own.raw[key]!r}, which is not "
+                "followed for mpt; this model cannot run here"
+            )
+    slopes = _slopes_of_mpt(config.integer("num_attention_heads"))
+    heads = build.attention(
+        config, layout="by part", alibi_slopes=slopes, clip_qkv=own.optional_number("clip_qkv") or None
+    )
+    scale = own.number("softmax_scale", heads.head_dim**-0.5)
+    if scale == 0:
+        raise ConfigError(
+            f"{config.source}: expected attn_config.softmax_scale other than 0, with which heads read all "
+            "tokens alike; correct the file, or fetch it again"
+        )
+    spelling = Spelling(
+        embed="transformer.wte",
+        final_norm="transformer.norm_f",
+        layer="transformer.blocks.{}.",
+        ln1="norm_1",
+        ln2="norm_2",
+        attention="attn.",
+        attention_in="Wqkv",
+        attention_out="out_proj",
+        mlp="ffn.",
+        mlp_parts=("up_proj", "down_proj"),
+    )
+    return build.decoder(
+        config,
+        replace(heads, scale=scale),
+        build.mlp(config, "gelu", width=4 * config.integer("hidden_size"), is_gated=False),
+        norm_type="layer",
+        norm_biases="none",
+        eps=config.number("layer_norm_epsilon", 1e-5),
+        max_positions=2048,
+        rope=None,
+        tied=True,
+        spelling=build.rooted(spelling, "transformer.", shapes),
+    )
+
+
+@family(
+    "falcon",
+    "Falcon 1, 7B to 180B",
+    aliases={
+        "intermediate_size": "ffn_hidden_size",
+        "hidden_act": "activation",
+        "hidden_size": "n_embed",
+    },
+    never=("head_dim",),
+    # The reference adds slopes twice to scores it computes step by step, and once elsewhere.
+    always={"alibi": False},
+    reads_tensors=True,
+)
+def falcon(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    """The newer releases say how many key heads there are, the older ones whether all share one; in parallel
+    layers of the newer ones attention and MLP have a norm each, unless a config says otherwise."""
+    heads, is_new = config.integer("num_attention_heads"), config.flag("new_decoder_architecture", False)
+    is_shared, bias = not is_new and config.flag("multi_query", True), config.flag("bias", False)
+    kv_heads = config.integer("num_kv_heads", heads) if is_new else 1 if is_shared else heads
+    is_parallel = config.flag("parallel_attn", True)
+    norms = config.integer("num_ln_in_parallel_attn", 2 if is_new else 1)
+    if (is_new and not is_parallel) or norms > 2 or (norms == 2 and not is_new and is_parallel):
+        raise ConfigError(
+            f"{config.source}: expected two norms in parallel layers of the newer architecture alone, found "
+            f"new_decoder_architecture={is_new}, parallel_attn={is_parallel}, "
+            f"num_ln_in_parallel_attn={norms}; this model cannot run here"
+        )
+    has_two_norms = is_new and norms == 2
+    spelling = replace(OF_BLOOM, ln1="ln_attn", ln2="ln_mlp") if has_two_norms else OF_BLOOM
+    layout = "by part" if is_shared else "by head"
+    act, width = read_activation(config, "gelu"), 4 * config.integer("hidden_size")
+    return build.decoder(
+        config,
+        build.attention(config, num_kv_heads=kv_heads, bias=bias, layout=layout),
+        build.mlp(config, act, default_width=width, is_gated=False, bias=bias),
+        is_parallel=is_parallel,
+        has_two_norms=has_two_norms,
+        norm_type="layer",
+        eps=config.number("layer_norm_epsilon", 1e-5),
+        max_positions=2048,
+        tied=True,
+        spelling=build.rooted(spelling, "transformer.", shapes),
+    )

@@ -1,0 +1,162 @@
+"""Qwen's lineage.
+
+Border: never imports torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from .....store.errors import ConfigError
+from ..composed import ComposedArchitecture
+from ..layer_tensors import LLAMA
+from ..mixers import ChannelMixerSpec, ExpertsSpec, QkNorm
+from ..transformer import ConfigReader
+from . import builders as build
+from .builders import TensorShapes, family
+from .experts import qwen_experts
+from .gpt import OF_GPT2
+
+SHAPED_AS_GPT2 = replace(OF_GPT2, positions="", mlp_parts=("w2", "w1", "c_proj"), is_transposed=False)
+
+
+@family(
+    "qwen",
+    "Qwen 1",
+    aliases={"head_dim": "kv_channels", "rope_theta": "rotary_emb_base"},
+    always={"no_bias": True, "rotary_pct": 1.0, "scale_attn_weights": True},
+)
+def qwen(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    """Code that came with its checkpoints, which counts gate and up projection in intermediate_size."""
+    both = config.integer("intermediate_size")
+    if both % 2:
+        raise ConfigError(
+            f"{config.source}: expected an intermediate_size of 2 projections together, found {both}; "
+            "correct the file, or fetch it again"
+        )
+    return build.decoder(
+        config,
+        build.attention(config, qkv_bias=True, layout="by part"),
+        build.mlp(config, width=both // 2),
+        eps=config.number("layer_norm_epsilon", 1e-6),
+        max_positions=8192,
+        # Beyond it, queries are scaled by their position and the rope stretches.
+        longest=config.integer("seq_length", 8192),
+        spelling=SHAPED_AS_GPT2,
+    )
+
+
+@family("qwen2", "Qwen 2 and 2.5", reports_unread_keys=True)
+def qwen2(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    return build.decoder(
+        config,
+        build.attention(config, kv_heads=32, qkv_bias=True),
+        build.mlp(config),
+        windows=build.upper_windows(config),
+        eps=config.number("rms_norm_eps", 1e-6),
+        max_positions=32768,
+    )
+
+
+@family("qwen3", "Qwen 3", reports_unread_keys=True)
+def qwen3(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    eps, bias = config.number("rms_norm_eps", 1e-6), build.attention_bias(config)
+    width = config.integer("head_dim", 128)
+    return build.decoder(
+        config,
+        build.attention(config, width=width, kv_heads=32, bias=bias, qk_norm=QkNorm("head", eps)),
+        build.mlp(config),
+        windows=build.upper_windows(config),
+        eps=eps,
+        max_positions=32768,
+    )
+
+
+@family("qwen2_5_vl_text", "Qwen2-VL and Qwen2.5-VL, their text model")
+@family("qwen2_vl_text", "Qwen2-VL and Qwen2.5-VL, their text model")
+def qwen2_vl_text(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    return build.decoder(
+        config,
+        build.attention(config, kv_heads=8, qkv_bias=True),
+        build.mlp(config),
+        rope=build.rope_everywhere(1000000.0),
+        windows=build.windows_by_type(config, build.full_then_windows(80), has_flag=True),
+        eps=config.number("rms_norm_eps", 1e-5),
+        max_positions=32768,
+    )
+
+
+@family("qwen3_vl_text", "Qwen3-VL, its text model")
+def qwen3_vl_text(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    eps = config.number("rms_norm_eps", 1e-6)
+    return build.decoder(
+        config,
+        build.attention(
+            config, head_dim=128, kv_heads=32, bias=build.attention_bias(config), qk_norm=QkNorm("head", eps)
+        ),
+        build.mlp(config),
+        rope=build.rope_everywhere(500000.0),
+        eps=eps,
+        max_positions=128000,
+    )
+
+
+def _sparse(config: ConfigReader, experts: Callable[[], ExpertsSpec]) -> Callable[[int], ChannelMixerSpec]:
+    """Experts in every decoder_sparse_step-th layer but for those of mlp_only_layers."""
+    dense_layers = config.raw.get("mlp_only_layers") or []
+
+    def mixer(layer: int) -> ChannelMixerSpec:
+        if layer in dense_layers or (layer + 1) % config.integer("decoder_sparse_step", 1):
+            return build.mlp(config)
+        return experts()
+
+    return mixer
+
+
+@family("qwen2_moe", "Qwen 1.5 and 2 MoE")
+def qwen2_moe(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    def types(config: ConfigReader, layers: int) -> list[str]:
+        end = config.integer("max_window_layers", 28, least=0)
+        has_window = [layer % 2 == 0 and layer < end for layer in range(layers)]
+        return ["sliding_attention" if flag else "full_attention" for flag in has_window]
+
+    return build.decoder(
+        config,
+        build.attention(config, kv_heads=16, qkv_bias=config.flag("qkv_bias", True)),
+        _sparse(config, lambda: qwen_experts(config, count=60, chosen=4, width=1408, shared=5632)),
+        windows=build.windows_by_type(config, types, has_flag=True),
+        eps=config.number("rms_norm_eps", 1e-6),
+        max_positions=32768,
+        spelling=replace(LLAMA, shared="mlp.shared_expert.", shared_gate="shared_expert_gate"),
+    )
+
+
+@family("qwen3_moe", "Qwen 3 MoE")
+def qwen3_moe(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    eps = config.number("rms_norm_eps", 1e-6)
+    if config.flag("use_sliding_window", False):
+        windows = build.window_everywhere(config, 4096)
+    else:
+        windows = build.windows_by_type(config, build.every_layer_full, has_flag=True)
+    return build.decoder(
+        config,
+        build.attention(config, kv_heads=4, bias=build.attention_bias(config), qk_norm=QkNorm("head", eps)),
+        _sparse(config, lambda: qwen_experts(config, count=128, chosen=8, width=768)),
+        windows=windows,
+        eps=eps,
+        max_positions=32768,
+    )
+
+
+@family("Dream", "Dream 7B", never=("use_mrope", "use_sliding_window"))
+def dream(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    """A Qwen 2.5 trained on to fill in masks (Ye et al., Dream 7B, 2025), by the code on the hub."""
+    return build.decoder(
+        config,
+        build.attention(config, qkv_bias=True),
+        build.mlp(config),
+        looks_ahead=True,
+        eps=config.number("rms_norm_eps", 1e-6),
+        max_positions=131072,
+    )
