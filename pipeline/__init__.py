@@ -7,7 +7,7 @@ costs numpy at most: xarray comes with the first result that is opened, Dask wit
 from __future__ import annotations
 
 from .context import Context
-from .declaration import Declaration, Output, Resource
+from .declaration import Declaration, Output
 from .execute import run
 from .nodes import Estimate, Node, Part, Port, Status
 from .plan import Plan, Step, plan
@@ -35,5 +35,4 @@ __all__ = [
     "Estimate",
     "Context",
     "Progress",
-    "Resource",
 ]
