@@ -10,6 +10,7 @@ from .context import Context
 from .declaration import Declaration, Output
 from .execute import run
 from .nodes import Estimate, Node, Part, Port, Status
+from .pinned import PinnedResource
 from .plan import Plan, Step, plan
 from .progress import Progress
 from .sources import ConstantNode, SourceNode
@@ -35,4 +36,5 @@ __all__ = [
     "Estimate",
     "Context",
     "Progress",
+    "PinnedResource",
 ]

@@ -23,7 +23,7 @@ from ..store.index import FileDigests, file_digests
 
 __all__ = ["FileResource", "Opened", "Pinned", "PinnedFiles", "PinnedResource"]
 
-MOST_OPEN = 4
+MOST_OPEN = 2
 """Resources that stay open in a process for the next cell or command."""
 
 
@@ -70,12 +70,11 @@ class PinnedFiles:
         self._digests: dict[Path, str] = {}
 
     def note(self, path: Path) -> Path:
-        """The path of a file that is about to be read. One that is not there is its reader's business."""
-        if path not in self._noted:
-            with suppress(OSError):
-                state, is_settled = FileDigests.state(path)
-                content = None if is_settled else file_digests().digest(path)
-                self._noted.setdefault(path, _Noted(state, content))
+        """The path of a file that is about to be read. One that cannot be is its reader's business. Raises
+        OSError for a file that is being written."""
+        if path not in self._noted and (found := _state(path)) is not None:
+            state, is_settled = found
+            self._noted[path] = _Noted(state, None if is_settled else file_digests().digest(path))
         return path
 
     def digest(self, path: Path) -> str:
@@ -106,13 +105,19 @@ class PinnedFiles:
 
 
 def _is_same(path: Path, noted: _Noted) -> bool:
-    try:
-        state, _ = FileDigests.state(path)
-        return state == noted.state and (
-            noted.content is None or noted.content == file_digests().digest(path)
-        )
-    except OSError:
+    found = _state(path)
+    if found is None or found[0] != noted.state:
         return False
+    with suppress(OSError):
+        return noted.content is None or noted.content == file_digests().digest(path)
+    return False
+
+
+def _state(path: Path) -> tuple[str, bool] | None:
+    """As `FileDigests.state`; None for a file that cannot be read, and for what is none, such as a pipe."""
+    with suppress(OSError):
+        return FileDigests.state(path) if path.is_file() else None
+    return None
 
 
 class Opened(NamedTuple):

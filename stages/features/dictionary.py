@@ -89,7 +89,7 @@ class Dictionary:
         """
         reference = DictionaryReference.parse(name, read, write)
         files = resolve(reference.name)
-        found = cls(*open_files(files, read=reference.read, write=reference.write, device=device))
+        found = cls(*open_files(files, read=reference.read, write=reference.write))
         found.reference, found.device = str(reference), device
         return found
 
@@ -217,7 +217,6 @@ class Dictionary:
         if str(device) not in self._elsewhere:
             copy = self._elsewhere[str(device)] = self._copy()
             copy.device = device
-            copy._open_layer = lambda layer: replace(self._open_layer(layer), device=device)
         return self._elsewhere[str(device)]
 
     @property
@@ -322,7 +321,9 @@ class Dictionary:
     def layer(self, layer: int) -> LayerFeatures:
         """The features that read a layer, with mapped weights."""
         if self._own(layer) not in self._opened:
-            self._opened[layer] = self._open_layer(layer)
+            features = self._open_layer(layer)
+            is_there = str(self.device) == "cpu"
+            self._opened[layer] = features if is_there else replace(features, device=self.device)
         return self._opened[layer]
 
     def feature(self, feature: FeatureId | tuple[int, int] | str) -> FeatureId:
