@@ -7,9 +7,10 @@ costs numpy at most: xarray comes with the first result that is opened, Dask wit
 from __future__ import annotations
 
 from .context import Context
-from .declaration import Declaration, Output, Resource
+from .declaration import Declaration, Output
 from .execute import run
 from .nodes import Estimate, Node, Part, Port, Status
+from .pinned import PinnedResource
 from .plan import Plan, Step, plan
 from .progress import Progress
 from .sources import ConstantNode, SourceNode
@@ -35,5 +36,5 @@ __all__ = [
     "Estimate",
     "Context",
     "Progress",
-    "Resource",
+    "PinnedResource",
 ]

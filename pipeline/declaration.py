@@ -8,16 +8,15 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal
 
 from ..store.errors import StageError, nearest
 
 if TYPE_CHECKING:
     import xarray as xr
 
-__all__ = ["REQUIRED", "Declaration", "Dims", "Output", "Resource", "require_declared"]
+__all__ = ["REQUIRED", "Declaration", "Dims", "Output", "require_declared"]
 
 REQUIRED = inspect.Parameter.empty
 """Stands for the default of a parameter that has none."""
@@ -147,25 +146,3 @@ def require_declared(what: str, declared: Mapping[str, Output], given: xr.Datase
                 f"{what}, output {label!r}: expected {output.shape}, found {found.shape}; make declaration "
                 "and dataset equal"
             )
-
-
-@runtime_checkable
-class Resource(Protocol):
-    """What a stage reads beside its arrays, such as a dictionary of features: something with an identity,
-    which enters the key, and a place, which does not; sent to workers, so names and digests only.
-
-    Its stage gets it opened, where the stage runs. That the place still holds what the key says is confirmed
-    before a node is looked up, and again before anything is published.
-    """
-
-    def identity(self) -> dict[str, Any]:
-        """Plain values that stand for it among the parameters of a key."""
-        ...
-
-    def confirm(self) -> None:
-        """Raise SourceChanged when the place holds something else now."""
-        ...
-
-    def open(self) -> AbstractContextManager[Any]:
-        """What the stage's function is given, for as long as it runs."""
-        ...

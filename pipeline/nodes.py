@@ -15,7 +15,7 @@ cached (early cutoff; Mokhov, Mitchell, Peyton Jones 2018, "Build Systems a la C
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from ..store import Store
     from ..store.records import Record
     from .context import Context
+    from .pinned import Pinned
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -72,7 +73,7 @@ class Part:
 
     content: digest of everything `load` gives, labels included: two parts with one content are one part.
     load: the piece as a dataset, lazily labelled. nbytes: of its arrays. parents: R of the stored arrays it
-    is cut from, for lineage. content and nbytes may be functions, called when first asked for. confirm:
+    is cut from, for lineage. content and nbytes may be functions, called when first asked for. check:
     raises SourceChanged when `load` gives something else than it did when it was digested.
     """
 
@@ -82,10 +83,10 @@ class Part:
         load: Callable[[], xr.Dataset],
         nbytes: int | Callable[[], int] = 0,
         parents: Sequence[str] = (),
-        confirm: Callable[[], None] = lambda: None,
+        check: Callable[[], None] = lambda: None,
     ) -> None:
         self._content, self._nbytes = content, nbytes
-        self.load, self.confirm = load, confirm
+        self.load, self.check = load, check
         self.parents = tuple(parents)
 
     @cached_property
@@ -111,8 +112,14 @@ class Node(Protocol):
     name: str
     inputs: tuple[Node, ...]
 
+    @property
+    def pinned(self) -> Sequence[Pinned]:
+        """What it reads beside its inputs, and what must not change while it runs."""
+        ...
+
     def status(self, store: Store) -> Status:
-        """Whether the result is stored. Looks afresh at every call."""
+        """Whether the result is stored. Looks afresh at every call. Raises SourceChanged where something in
+        `pinned` is no longer what the key says."""
         ...
 
     def estimate(self, store: Store) -> Estimate:
@@ -201,6 +208,18 @@ def estimate_of(node: Node, store: Store) -> Estimate:
     return node.estimate(store)
 
 
+def check_pinned(node: Node) -> None:
+    """Raise SourceChanged unless all that a node reads beside its inputs is what its key says. Each resource
+    is asked once within `one_look`."""
+    memo = _MEMO.get()
+    for resource in node.pinned:
+        place = ("check", id(resource))
+        if memo is None or place not in memo:
+            resource.check()
+            if memo is not None:
+                memo[place] = resource
+
+
 # -- edges
 
 
@@ -217,10 +236,15 @@ class Port:
 
 
 class Ports:
-    """What every kind of node has: `node["variable"]`, and leave to be computed anywhere."""
+    """What every kind of node has: `node["variable"]`, nothing pinned, and leave to be computed anywhere."""
 
     def __getitem__(self, variable: str) -> Port:
         return Port(self, variable)  # type: ignore[arg-type]  # every subclass is a Node
+
+    @property
+    def pinned(self) -> Sequence[Pinned]:
+        """See `Node`."""
+        return ()
 
     def require_workers(self, context: Context) -> None:
         """See `Node`."""
@@ -276,6 +300,24 @@ class ResultNode(Ports, ABC):
         # Asked for labels, for sizes and for values of each reader; never handed out itself, as it is shared.
         return store.open_result(self._stored(store))
 
+    def publish(
+        self,
+        store: Store,
+        key: ResultKey,
+        dataset: xr.Dataset,
+        note: Mapping[str, Any],
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Store a result under its key, unless something in `pinned` changed since it was opened, or `check`
+        raises; note: its provenance. Raises SourceChanged, and then nothing is stored."""
+
+        def unchanged() -> None:
+            for resource in self.pinned:
+                resource.check()
+            check()
+
+        store.put_result(key, dataset, provenance=note, confirm=unchanged)
+
     def _stored(self, store: Store) -> Record:
         record = self.record(store)
         if record is None:
@@ -323,7 +365,7 @@ def cut(
 
         return content_of(read())
 
-    def confirm() -> None:
+    def check() -> None:
         found = own() if selection else content_of_whole()
         if found != part.content:
             raise SourceChanged(
@@ -336,7 +378,7 @@ def cut(
 
         return content_of(load())
 
-    part = Part(own if selection else content, read, size, (content,), confirm if changes else lambda: None)
+    part = Part(own if selection else content, read, size, (content,), check if changes else lambda: None)
     return part
 
 

@@ -6,7 +6,7 @@ refused, as a key that guesses returns somebody else's numbers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +22,7 @@ from .nodes import (
     Ports,
     ResultNode,
     Status,
+    check_pinned,
     cut,
     indices_along,
     status_of,
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 
     from ..store import Store
     from .context import Context
+    from .pinned import Pinned
 
 NOTHING = Estimate()
 
@@ -42,8 +44,7 @@ class SourceNode(ResultNode):
     """A dataset made by a function from declared parameters, e.g. a model's readout from its files.
 
     params: plain values that identify the result: digests of files, not their names. make: called in the main
-    process, and only while the result is not stored. confirm: raises SourceChanged when what `make` reads is
-    no longer what the parameters say; asked before the node is looked up, and before anything is published.
+    process, and only while the result is not stored. pinned: what `make` reads.
     """
 
     def __init__(
@@ -53,25 +54,30 @@ class SourceNode(ResultNode):
         params: Mapping[str, Any],
         make: Callable[[], xr.Dataset],
         estimate: Estimate = NOTHING,
-        confirm: Callable[[], None] = lambda: None,
+        pinned: Sequence[Pinned] = (),
     ) -> None:
         self.name, self.version, self.params = name, version, parameter_records(params)
-        self._make, self._estimate, self._confirm = make, estimate, confirm
+        self._make, self._estimate, self._pinned = make, estimate, pinned
 
     def __repr__(self) -> str:
         return f"SourceNode({self.name}, {self.params})"
 
     def __getstate__(self) -> dict[str, Any]:
-        # A worker reads; what these hold on to stays here, where the source was confirmed.
-        return {**self.__dict__, "_make": None, "_confirm": _confirmed}
+        # A worker reads; what these hold on to stays here, where the source was checked.
+        return {**self.__dict__, "_make": None, "_pinned": ()}
+
+    @property
+    def pinned(self) -> Sequence[Pinned]:
+        """What `make` reads."""
+        return self._pinned
 
     def key(self, store: Store) -> ResultKey:
         """Made of the parameters alone."""
         return ResultKey(self.name, self.version, self.params, {})
 
     def status(self, store: Store) -> Status:
-        """Whether it is stored. Raises SourceChanged where `make` would read something else by now."""
-        self._confirm()
+        """Whether it is stored."""
+        check_pinned(self)
         key = self.key(store)
         return Status(True, cells_cached=1) if store.lookup(key) else Status(False, why_not(store, key))
 
@@ -90,11 +96,7 @@ class SourceNode(ResultNode):
         with measured() as took:
             made = self._make()
             note = {**took(), "bytes_read": self._estimate.bytes_read}
-        store.put_result(self.key(store), made, provenance=note, confirm=self._confirm)
-
-
-def _confirmed() -> None:
-    """What a worker asks of a source: a stage of a stage looks at it for the key of the one between."""
+        self.publish(store, self.key(store), made, note)
 
 
 class ConstantNode(Ports):
@@ -124,7 +126,7 @@ class ConstantNode(Ports):
     def keep(self, store: Store) -> None:
         """Store it, so that workers of a cluster can read it: paths travel, arrays do not."""
         whole = cut(self.content, lambda: self._held(store), None, {}, changes=self._is_lazy)
-        store.put_result(self._key, self._held(store), provenance={}, confirm=whole.confirm)
+        store.put_result(self._key, self._held(store), provenance={}, confirm=whole.check)
 
     def status(self, store: Store) -> Status:
         """Cached: what is in hand needs no run."""

@@ -6,7 +6,7 @@ function, and is tested as one; `.on(…)` puts it into a workflow's graph. It o
 and reads no clock; randomness comes as a parameter and is therefore in its key.
 
 A function that takes several kinds of input has *forms*: names with the inputs of each, as an input may be
-left out, or have other dims. What a stage reads beside arrays is a *resource* (resource.py).
+left out, or have other dims. What a stage reads beside arrays is a *resource* (pinned.py).
 
 Border: what is declared is in declaration.py and function.py; what is stored, and when something runs, is
 decided in `stage_node.py` and `execute.py`.
@@ -22,8 +22,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ..store.errors import StageError, nearest
-from .declaration import REQUIRED, Dims, Output, Resource
+from .declaration import REQUIRED, Dims, Output
 from .function import AXES, StageFunction
+from .pinned import PinnedResource
 from .sources import as_port
 from .stage_node import StageNode
 
@@ -58,10 +59,10 @@ class Stage(StageFunction):
         self.key_version  # noqa: B018 - raises here, where the user is
         held = {name: given[name] for name in self.resources}
         for name, resource in held.items():
-            if not isinstance(resource, Resource):
+            if not isinstance(resource, PinnedResource):
                 raise StageError(
                     f"stage {self.name!r}: expected a resource as {name}, found {resource!r:.60}; give what "
-                    "has identity(), confirm() and open()"
+                    "has identity(), check() and open()"
                 )
         return StageNode(self, {name: as_port(given[name], name) for name in self.inputs}, params, held)
 

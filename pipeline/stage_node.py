@@ -12,7 +12,7 @@ layer costs one layer. Inputs without the cut axis enter every cell whole. When 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,6 @@ from ..store.content import as_digested
 from ..store.errors import ShapeError, SourceChanged, StageError
 from ..store.keys import ResultKey
 from .context import Cell, Selection
-from .declaration import Resource
 from .function import AXES, StageFunction
 from .memory import Took, measured
 from .nodes import (
@@ -30,12 +29,14 @@ from .nodes import (
     Port,
     ResultNode,
     Status,
+    check_pinned,
     estimate_of,
     one_look,
     remembered,
     status_of,
 )
 from .parameters import parameter_copy, parameter_records
+from .pinned import PinnedResource
 from .reasons import missing_cells, notes, scaled_seconds, why_not
 from .sources import ConstantNode
 
@@ -54,7 +55,7 @@ class StageNode(ResultNode):
         stage: StageFunction,
         ports: Mapping[str, Port],
         params: Mapping[str, Any],
-        resources: Mapping[str, Resource] | None = None,
+        resources: Mapping[str, PinnedResource] | None = None,
     ) -> None:
         self.stage = stage
         self.ports = dict(ports)
@@ -88,6 +89,11 @@ class StageNode(ResultNode):
         The function may change what it gets; the next cell must not see that, nor a node that is planned.
         """
         return {name: parameter_copy(value) for name, value in self._params.items()}
+
+    @property
+    def pinned(self) -> Sequence[PinnedResource]:
+        """Its resources."""
+        return tuple(self.resources.values())
 
     # -- identity
 
@@ -162,9 +168,8 @@ class StageNode(ResultNode):
     # -- planning
 
     def status(self, store: Store) -> Status:
-        """Cached, or why it will run and how much of it stands already. Raises SourceChanged when a resource
-        is no longer the one this node was made with."""
-        self._confirm_resources()
+        """Cached, or why it will run and how much of it stands already."""
+        check_pinned(self)
         with one_look():
             if waiting := self._waiting(store):
                 cells = max(1, len(self.selections(store)))
@@ -252,7 +257,7 @@ class StageNode(ResultNode):
     def compute(self, store: Store, cell: Cell) -> None:
         """Run the stage's function on the pieces of one cell, and publish what it gives."""
         with measured() as took, ExitStack() as stack:
-            self._require_unchanged(cell.key)
+            self._check_code(cell.key)
             parts = self._parts(store, cell.selection)
             # What the key says of an input and no more, in copies that the function may write to.
             arrays = {name: self._given(name, as_digested(part.load())) for name, part in parts.items()}
@@ -282,26 +287,21 @@ class StageNode(ResultNode):
             "parents": {name: list(part.parents) for name, part in parts.items()},
         }
 
-        def confirm() -> None:
-            self._require_unchanged(key)
+        def check() -> None:
+            self._check_code(key)
             for part in parts.values():
-                part.confirm()
+                part.check()
 
-        store.put_result(key, given, provenance=note, confirm=confirm)
+        self.publish(store, key, given, note, check)
 
-    def _require_unchanged(self, key: ResultKey) -> None:
+    def _check_code(self, key: ResultKey) -> None:
         """SourceChanged unless the code is still, and here, what the key was made of."""
-        self._confirm_resources()
         if (now := self.stage.key_version) != key.version:
             raise SourceChanged(
                 f"stage {self.name!r}: expected the code it was planned with ({key.version}), found {now}: "
                 "something its function reads changed meanwhile, is changed by the function itself, or is "
                 "another one on this worker; nothing was stored, make it constant and run again"
             )
-
-    def _confirm_resources(self) -> None:
-        for resource in self.resources.values():
-            resource.confirm()
 
 
 LOADED = 64 << 20

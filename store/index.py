@@ -217,12 +217,12 @@ class FileDigests(_Cache):
         raise OSError(f"{real} is being written while it is digested; wait until it is whole")
 
     @staticmethod
-    def state(path: Path) -> str | None:
-        """What a file is remembered by: as long as it keeps this, its digest is what it was. None for one
-        whose next change might not show in it. OSError when it cannot be read."""
+    def state(path: Path) -> tuple[str, bool]:
+        """What a file is remembered by, and whether its next change would show in that: then its digest is
+        what it was as long as it keeps this. OSError when it cannot be read."""
         real, now = path.resolve(), time.time()
         found = real.stat()
-        return _state(real, found) if is_settled(found, now) else None
+        return _state(real, found), is_settled(found, now)
 
     def _known(self, real: Path, state: str) -> str | None:
         query = "SELECT digest FROM files WHERE path = ? AND stat = ?"

@@ -21,11 +21,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ..pipeline.pinned import PinnedFiles
 from ..store.arrays import Array, as_count, as_list, as_path, is_several, require_kind, shown
 from ..store.errors import ConfigError, HookPointNotFound, PromptError, ShapeError, nearest
 from ..store.exchange.exports import NOTE, TEXT_SUFFIX
 from ..store.exchange.imports import Imported, declared_arrays, declared_run, pack_imported, store_imported
-from ..store.exchange.outside import DigestedFile, json_value
+from ..store.exchange.outside import json_value, require_content
 from ..store.exchange.tensors import as_bfloat16, read_npz, read_safetensors
 from ..store.store import Store, requested_store
 
@@ -86,7 +87,11 @@ def import_activations(
         as_count(n_layers, "n_layers")
     if strange := [path for path in paths if path.suffix not in (".safetensors", ".npz")]:
         raise ConfigError(f"expected a .safetensors or .npz file, found {strange[0].name!r}; convert it")
-    sources = [DigestedFile.of(path, ConfigError) for path in paths]
+    files = PinnedFiles("what is imported", "it was written over meanwhile; start again once it is whole")
+    for path in paths:
+        if not require_content(path, ConfigError, "write it again"):
+            raise ConfigError(f"expected a file at {str(path)!r}, found none; check the path")
+        files.note(path)
     held, note = _read(paths, skip)
     arrays, labels = _sorted_out(held, names or {}, dtype)
     if not arrays:
@@ -100,7 +105,7 @@ def import_activations(
     packed, known = pack_imported(arrays, ids, _row_size(labels, arrays), known_texts, spans)
     _expect_whole(labels, packed.position_of(slice(None)))
     content: dict[str, Any] = {
-        "files": sorted(source.digest for source in sources),
+        "files": sorted(map(files.digest, paths)),
         # Pairs in their order: of two patterns that fit an array the first one counts.
         "names": [list(pair) for pair in (names or {}).items()],
         "skip": sorted(skip),
@@ -113,13 +118,9 @@ def import_activations(
     if not known or note.get("token_ids") == "unknown":
         about["token_ids"] = "unknown"
 
-    def require_unchanged() -> None:
-        for source in sources:
-            source.require_unchanged()
-
     # Opened last, as this may create a folder: input that is no good leaves nothing behind.
     with nullcontext(store) if isinstance(store, Store) else requested_store(store) as opened:
-        return store_imported(opened, run, packed, arrays, specs, about, require_unchanged).open()
+        return store_imported(opened, run, packed, arrays, specs, about, files.check).open()
 
 
 def _read(paths: Sequence[Path], skip: Sequence[str]) -> tuple[dict[str, Array], dict[str, Any]]:

@@ -81,7 +81,7 @@ class Subject:
             identity = loaded.require_identity()
             self.dtype = identity.dtype
             # A readout and a tokenizer come from the files, so the states they are put to must as well.
-            self.files.confirm(identity)
+            self.files.require_identity(identity)
             held, words = loaded._tokenizer, self.files.tokenizer()
             if held and held.digest != (words and words.digest):
                 raise SourceChanged(
@@ -150,12 +150,12 @@ class Subject:
 
         return pack_encodings(self.tokenizer.encode_batch(texts))
 
-    @property
+    @cached_property
     def source(self) -> ModelSource:
         """The model as nodes work with it."""
         from ..stages.forward.models.source import ModelSource
 
-        return ModelSource(self.reference)
+        return ModelSource(self.reference, self.files)
 
     def on_model(self, experiment: Experiment) -> ExperimentNode:
         """The node that does an experiment on the model."""
@@ -169,7 +169,7 @@ class Subject:
         spec = HookSpec()
         for hook in hooks:
             spec = spec.capture(hook)
-        return CaptureNode(self.reference, tokens, spec)
+        return CaptureNode(self.source, tokens, spec)
 
     def capture_weights(self, tokens: PackedTokens, layers: Sequence[int] | None = None) -> CaptureNode:
         """The node that stores how much positions read of each other, as `attention_kind`, in some layers or

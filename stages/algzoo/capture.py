@@ -44,7 +44,7 @@ def capture_node(model: AlgZooModel, x: Any, hooks: HookSpec, dtype: str = "floa
     captures = spec.canonical()["captures"]
     params = {"run": run_key(model, given, spec, dtype).digest, "captures": captures}
     make = partial(_captured, model, given, hooks, dtype)
-    return SourceNode("algzoo_capture", 1, params, make, confirm=model.confirm)
+    return SourceNode("algzoo_capture", 1, params, make, pinned=(model,))
 
 
 def capture(

@@ -27,6 +27,7 @@ import numpy as np
 
 from ...pipeline import SourceNode
 from ...pipeline.ambient import plain_torch
+from ...pipeline.pinned import PinnedFiles
 from ...store.arrays import Array
 from ...store.errors import ConfigError, ModelNotFound, ShapeError, SourceChanged, WeightsError, nearest
 from ...store.keys import ModelIdentity
@@ -64,6 +65,11 @@ class AlgZooModel:
     tensors: Mapping[str, Array]
     shape: Shape
     said: Said
+    files: PinnedFiles
+    """Its file, if it lies in one."""
+
+    def __post_init__(self) -> None:
+        self._as_read  # noqa: B018 - before anybody can edit them
 
     @property
     def title(self) -> str:
@@ -94,19 +100,19 @@ class AlgZooModel:
         """The weights in a workflow's graph; stored once per network."""
         identity = self.identity()
         params = {"weights": identity.weights, "config": identity.config}
-        return SourceNode("algzoo_weights", 1, params, lambda: self.weights, confirm=self.confirm)
+        return SourceNode("algzoo_weights", 1, params, lambda: self.weights, pinned=(self,))
 
-    def confirm(self) -> None:
-        """Raise SourceChanged unless the name still leads to this network."""
-        heads = getattr(self.shape, "heads", 1)
-        try:
-            found = load_model(self.name, task=self.task.name, sequence=self.sequence, heads=heads)
-        except (ModelNotFound, WeightsError, ConfigError) as error:
-            raise SourceChanged(f"the file of {self.name} changed since it was read: {error}") from error
-        if found.identity() != self.identity():
+    @cached_property
+    def _as_read(self) -> str:
+        return tensors_digest(self.tensors)
+
+    def check(self) -> None:
+        """Raise SourceChanged unless its file, and its tensors in memory, are as they were read."""
+        self.files.check()
+        if tensors_digest(self.tensors) != self._as_read:
             raise SourceChanged(
-                f"expected the file of {self.name} as it was, found other weights: it was replaced "
-                "meanwhile; start again with the network as it is now"
+                f"expected the tensors of {self.name} as they were read, found them edited in memory; save "
+                "the edited network to a file of its own, and load that"
             )
 
     def bind(self, hooks: HookSpec | None, sequence: int) -> BoundSpec:
@@ -165,13 +171,14 @@ def load_model(
     task that is not known, not told, or not one for these tensors.
     """
     text = str(name)
+    files = PinnedFiles(f"the network {text}", "its file was replaced meanwhile; start again with it")
     if text in HANDCRAFTED:
         tensors, said = (
             handcrafted_2nd_argmax(HANDCRAFTED[text]),
             Said("2nd_argmax", sequence=HANDCRAFTED[text]),
         )
     else:
-        tensors, said = read_tensors(_path_of(text))
+        tensors, said = read_tensors(files.note(_path_of(text)))
     shape = shape_of(tensors, text, heads)
     if heads != 1 and isinstance(shape, RnnShape):
         raise ConfigError(f"{text}: expected no heads of an RNN, found heads={heads}; leave it out")
@@ -182,7 +189,7 @@ def load_model(
             "it the right file?"
         )
     length = _sequence_of(text, chosen, shape, sequence, said.sequence)
-    return AlgZooModel(text, chosen, length, tensors, shape, said)
+    return AlgZooModel(text, chosen, length, tensors, shape, said, files)
 
 
 def _path_of(name: str) -> Path:

@@ -29,6 +29,7 @@ from ..forward.runs.run import Run
 if TYPE_CHECKING:
     import xarray as xr
 
+    from ...pipeline.pinned import Pinned
     from ..forward.architectures.architecture import Architecture
     from ..forward.hooks.cache import HookCache
     from ..forward.models.model import Model
@@ -132,10 +133,10 @@ class Draws(Experiment):
         )
         return found
 
-    def confirm(self) -> None:
-        """Of each that is another: draws of one dictionary ask once."""
-        for each in {self._shared(number): each for number, each in enumerate(self.experiments)}.values():
-            each.confirm()
+    @property
+    def pinned(self) -> Sequence[Pinned]:
+        """What any of the draws reads, each once."""
+        return tuple(dict.fromkeys(resource for each in self.experiments for resource in each.pinned))
 
     def _of(self, cell: CellLabels) -> tuple[int, CellLabels]:
         """Number of the draw a cell belongs to, and the cell as that knows it."""

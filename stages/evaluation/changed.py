@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from ...pipeline.ambient import steps_in_plain_torch
 from ...store.digest import digest
 from ...store.errors import ConfigError, HookPointNotFound
-from ..features.dictionary import Dictionary
+from ..features.dictionary import StoredDictionary
 from ..forward.architectures.points import HookPoint
 from ..forward.hooks.interventions import Replace
 from ..forward.hooks.spec import HookSpec
@@ -25,6 +25,7 @@ from ..forward.runs.means import mean_activations
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from ...pipeline.pinned import Pinned
     from ..forward.hooks.cache import HookCache
     from ..forward.hooks.spec import BoundSpec
     from ..forward.models.model import Model
@@ -149,10 +150,14 @@ class OfChanged(Experiment):
             return "mean", self.mean.kinds, self.mean.references, self.mean.skip
         return "dictionary", self.dictionary, self.features
 
-    def confirm(self) -> None:
-        """Raise SourceChanged when the files under the dictionary's name are another's."""
-        if self.dictionary:
-            Dictionary.from_pretrained(self.dictionary).confirm(self.features)
+    @property
+    def pinned(self) -> Sequence[Pinned]:
+        """The dictionary, where there is one."""
+        return (self._resource,) if self.dictionary else ()
+
+    @property
+    def _resource(self) -> StoredDictionary:
+        return StoredDictionary(self.dictionary, self.features, "cpu")
 
     def prepare(self, model: Model) -> tuple[Model, Any]:
         """The model, and what `bound` needs beside it."""
@@ -163,7 +168,7 @@ class OfChanged(Experiment):
         from ..features.training.replacement import Reconstructed
         from .random_errors import RandomErrors
 
-        held = Dictionary.from_pretrained(self.dictionary)
+        held = self._resource.opened
         held.require_fit(model.config, model.name)
         layers = {layer: held.layer(layer) for layer in held.layers}
         read, write = (at(held.layers[0]).kind for at in (held.read_hook, held.write_hook))

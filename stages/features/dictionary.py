@@ -19,12 +19,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...pipeline.ambient import plain_torch
+from ...pipeline.pinned import FileResource, Opened
 from ...store.arrays import as_count, as_index, require_kind, shown
 from ...store.display import html
 from ...store.errors import DictionaryError, ModelNotFound, SourceChanged, WeightsError
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
     from ..forward.architectures.architecture import Architecture
     from .layers.layer import LayerFeatures
 
-__all__ = ["Dictionary", "StoredDictionary"]
+__all__ = ["Dictionary", "DictionaryInMemory", "StoredDictionary"]
 
 BLOCK_BYTES = 1 << 26
 """Of decoder rows gathered at a time."""
@@ -63,6 +64,7 @@ class Dictionary:
         self.files, self.layout = files, layout
         self._open_layer, self._content = open_layer, content
         self._opened: dict[int, LayerFeatures] = {}
+        self._elsewhere: dict[str, Dictionary] = {}
         self.device: torch.device | str = "cpu"
         self.reference = files.name
 
@@ -87,7 +89,7 @@ class Dictionary:
         """
         reference = DictionaryReference.parse(name, read, write)
         files = resolve(reference.name)
-        found = cls(*open_files(files, read=reference.read, write=reference.write, device=device))
+        found = cls(*open_files(files, read=reference.read, write=reference.write))
         found.reference, found.device = str(reference), device
         return found
 
@@ -171,25 +173,6 @@ class Dictionary:
         files = self.files.digest(it.files)
         return digest("features", files, it.read, it.write, {**it.settings, **content})
 
-    def confirm(self, identity: str) -> None:
-        """Raise SourceChanged unless the name still leads to files of this identity, and the layers that were
-        opened are as in these files; or unless the weights in memory still are it. Reads the weights of
-        opened layers twice, 8 ms per 100 MB each time."""
-        anew = self.confirm_files(identity)
-        if anew is not self and self._opened:
-            self._require_unedited(anew)
-
-    def confirm_files(self, identity: str) -> Dictionary:
-        """The dictionary as its files, or its weights in memory, are now. Raises SourceChanged unless that is
-        the one of this identity."""
-        anew = self if self._content else self._anew()
-        if anew.identity != identity:
-            raise SourceChanged(
-                f"expected the dictionary {self.name} as it was ({identity[:12]}), found another "
-                f"({anew.identity[:12]}): it was replaced or edited meanwhile; open it anew"
-            )
-        return anew
-
     def _require_unedited(self, anew: Dictionary) -> None:
         """Raise SourceChanged where an opened layer is not as in the files."""
         from ..forward.models.fingerprint import fingerprint
@@ -203,27 +186,38 @@ class Dictionary:
                     "that"
                 )
 
-    def _anew(self) -> Dictionary:
-        """The dictionary under this name as its files are now."""
-        try:
-            anew = Dictionary.from_pretrained(self.name, device=self.device)
-            anew.identity  # noqa: B018 - reads the files
-        except (DictionaryError, ModelNotFound, WeightsError, OSError) as error:
-            raise SourceChanged(f"the files of {self.name} changed since it was opened: {error}") from error
-        return anew
-
-    def as_resource(self, device: str | None = None) -> StoredDictionary:
-        """What stages take: its name and identity, and where to compute. Raises SourceChanged for weights
-        that were edited in memory, as stages read those of the files."""
+    def as_resource(self, device: str | None = None) -> StoredDictionary | DictionaryInMemory:
+        """What nodes take: its name and identity, and where to compute, by default a GPU if there is one.
+        Reads the weights of opened layers twice, 8 ms per 100 MB each time. Raises SourceChanged for weights
+        that were edited in memory, as nodes read those of the files."""
+        if self._content is not None:
+            return DictionaryInMemory(self, self.identity)
+        untouched = self._copy()
         if self._opened:
-            self.confirm(self.identity)
-        return StoredDictionary(self.name, self.identity, self.layout.read, self.layout.write, device)
+            self.files.pinned.check()
+            self._require_unedited(untouched)
+            untouched = self._copy()
+        opened = Opened(untouched, self.files.pinned)
+        return StoredDictionary(self.name, self.identity, device).opened_as(opened)
 
-    def private(self, identity: str) -> Dictionary:
-        """The dictionary of this identity with tensors nobody else holds, and so nobody edits: its files
-        opened anew; itself where it is in memory. Raises SourceChanged as `confirm`."""
-        self.confirm(identity)
-        return self if self._content is not None else self._anew()
+    def _copy(self) -> Dictionary:
+        """The same, of tensors that nobody else holds, and so nobody edits."""
+        copy = Dictionary(self.files, self.layout, self._open_layer)
+        copy.reference, copy.device = self.reference, self.device
+        return copy
+
+    def on(self, device: torch.device | str | None) -> Dictionary:
+        """The same, computed on a device: None for a GPU if there is one."""
+        if device is None:
+            import torch
+
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+        if str(device) == str(self.device):
+            return self
+        if str(device) not in self._elsewhere:
+            copy = self._elsewhere[str(device)] = self._copy()
+            copy.device = device
+        return self._elsewhere[str(device)]
 
     @property
     def places(self) -> tuple[CrosscoderPlace, ...]:
@@ -327,7 +321,9 @@ class Dictionary:
     def layer(self, layer: int) -> LayerFeatures:
         """The features that read a layer, with mapped weights."""
         if self._own(layer) not in self._opened:
-            self._opened[layer] = self._open_layer(layer)
+            features = self._open_layer(layer)
+            is_there = str(self.device) == "cpu"
+            self._opened[layer] = features if is_there else replace(features, device=self.device)
         return self._opened[layer]
 
     def feature(self, feature: FeatureId | tuple[int, int] | str) -> FeatureId:
@@ -432,50 +428,85 @@ def _pair(feature: Any) -> FeatureId:
 
 
 @dataclass(frozen=True)
-class StoredDictionary:
-    """A dictionary as a resource of stages: the one of an identity; name and device are part of no key.
+class StoredDictionary(FileResource):
+    """A dictionary in files as a pinned resource of nodes: the one of an identity.
 
-    features: its identity.  read, write: its hook kinds.  device: where it computes, None for a GPU if there
-    is one.
+    features: its identity. device: where it computes, None for a GPU if there is one; part of no key, as the
+    name.
     """
 
     name: str
     features: str
-    read: str
-    write: str
-    device: str | None = None
+    device: str | None = field(default=None, compare=False)
 
     def identity(self) -> dict[str, Any]:
-        """All but name and device."""
-        return {"features": self.features, "read": self.read, "write": self.write}
-
-    def confirm(self) -> None:
-        """Raise SourceChanged when the files under the name are another's."""
-        Dictionary.from_pretrained(self.name).confirm(self.features)
+        """What features read and write, and all that decides them."""
+        layout = self._opened.value.layout
+        return {"features": self.features, "read": layout.read, "write": layout.write}
 
     def require_fit(self, config: Architecture, model: str) -> None:
-        """As `Dictionary.require_fit`, of the files under the name."""
-        Dictionary.from_pretrained(self.name).require_fit(config, model)
+        """As `Dictionary.require_fit`."""
+        self._opened.value.require_fit(config, model)
+
+    def opened_anew(self) -> Opened:
+        """The dictionary under the name. Raises SourceChanged unless it is the one of the identity."""
+        try:
+            found = Dictionary.from_pretrained(self.name)
+            identity = found.identity
+        except (DictionaryError, ModelNotFound, WeightsError, OSError) as error:
+            raise SourceChanged(f"the files of {self.name} changed since it was opened: {error}") from error
+        if identity != self.features:
+            raise SourceChanged(
+                f"expected the dictionary {self.name} as it was ({self.features[:12]}), found another "
+                f"({identity[:12]}): it was replaced or edited meanwhile; open it anew"
+            )
+        return Opened(found, found.files.pinned)
+
+    @property
+    def opened(self) -> Dictionary:
+        """The dictionary, for whoever checks the resource before anything computed with it is published."""
+        dictionary: Dictionary = self._opened.value.on(self.device)
+        return dictionary
 
     @contextmanager
     def open(self) -> Iterator[Dictionary]:
-        """The dictionary itself. Raises SourceChanged as `confirm`, before and after."""
-        found = self._opened()
-        found.confirm_files(self.features)
-        yield found
-        found.confirm_files(self.features)
-
-    def _opened(self) -> Dictionary:
-        import torch
-
-        device = self.device or ("cuda" if torch.cuda.is_available() else "cpu")
-        return _kept_open(self.name, self.features, device)
+        """The dictionary. Raises SourceChanged as `check`, also behind the block."""
+        with super().open():
+            yield self.opened
 
 
-@lru_cache(maxsize=2)
-def _kept_open(name: str, features: str, device: str) -> Dictionary:
-    """Open files, for the next segment of a corpus; whether they are what is meant, who opens them asks."""
-    return Dictionary.from_pretrained(name, device=device)
+@dataclass(frozen=True, eq=False)
+class DictionaryInMemory:
+    """A dictionary without files, such as one in training, as a pinned resource.
+
+    features: its identity when a command was planned.
+    """
+
+    opened: Dictionary
+    features: str
+
+    def identity(self) -> dict[str, Any]:
+        """See `StoredDictionary`."""
+        layout = self.opened.layout
+        return {"features": self.features, "read": layout.read, "write": layout.write}
+
+    def require_fit(self, config: Architecture, model: str) -> None:
+        """As `Dictionary.require_fit`."""
+        self.opened.require_fit(config, model)
+
+    def check(self) -> None:
+        """Raise SourceChanged unless its weights are as they were."""
+        if self.opened.identity != self.features:
+            raise SourceChanged(
+                f"expected the weights of {self.opened.name} as they were ({self.features[:12]}), found them "
+                "edited meanwhile; start again with the dictionary as it is now"
+            )
+
+    @contextmanager
+    def open(self) -> Iterator[Dictionary]:
+        """The dictionary. Raises SourceChanged as `check`, also behind the block."""
+        yield self.opened
+        self.check()
 
 
 def _point(kind: str, layer: int) -> HookPoint:

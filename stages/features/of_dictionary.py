@@ -5,13 +5,16 @@ Border: the name and the identity; what is done with features is each experiment
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..forward.runs.experiment import Experiment
-from .dictionary import Dictionary
+from .dictionary import StoredDictionary
 
 if TYPE_CHECKING:
+    from ...pipeline.pinned import Pinned
     from ..forward.models.model import Model
+    from .dictionary import Dictionary
 
 __all__ = ["OfDictionary"]
 
@@ -31,12 +34,18 @@ class OfDictionary(Experiment):
         """All but where the dictionary lies."""
         return {key: value for key, value in vars(self).items() if key != "dictionary"}
 
+    @property
+    def resource(self) -> StoredDictionary:
+        """The dictionary, computed with on the CPU."""
+        return StoredDictionary(self.dictionary, self.features, "cpu")
+
+    @property
+    def pinned(self) -> Sequence[Pinned]:
+        """The dictionary."""
+        return (self.resource,)
+
     def opened(self, model: Model) -> Dictionary:
         """The dictionary; DictionaryError where it does not fit the model."""
-        found = Dictionary.from_pretrained(self.dictionary)
+        found = self.resource.opened
         found.require_fit(model.config, model.name)
         return found
-
-    def confirm(self) -> None:
-        """Raise SourceChanged when the files under the name are another dictionary's."""
-        Dictionary.from_pretrained(self.dictionary).confirm(self.features)

@@ -112,7 +112,7 @@ def graph_node(
 
     (chosen,) = split_options("attribution_graph", options, AttributionOptions)
     given = AttributionOptions(**chosen)
-    source = model if isinstance(model, ModelSource) else ModelSource(model)
+    source = ModelSource.of(model)
     opened = dictionary if isinstance(dictionary, Dictionary) else Dictionary.from_pretrained(dictionary)
     targets = choose(
         given.targets,

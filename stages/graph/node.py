@@ -19,7 +19,7 @@ import numpy as np
 
 from ...pipeline.context import Cell
 from ...pipeline.memory import measured
-from ...pipeline.nodes import Estimate, Node, ResultNode, Status, status_of
+from ...pipeline.nodes import Estimate, Node, ResultNode, Status, check_pinned, status_of
 from ...pipeline.plan import as_bytes
 from ...pipeline.reasons import last_timed, scaled_seconds, why_not
 from ...store.arrays import Ints
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     import xarray as xr
 
     from ...pipeline import Context
+    from ...pipeline.pinned import Pinned
     from ...store import Store
     from ..features.dictionary import Dictionary
     from ..forward.models.source import ModelSource
@@ -69,7 +70,7 @@ class GraphNode(ResultNode):
         """Raises ConfigError for a model whose layers graphs do not follow, DictionaryError for a dictionary
         that does not fit it, PromptError for a prompt too short to have features, or too long."""
         self.source, self.dictionary, self.options = source, dictionary, options
-        self.features = dictionary.identity
+        self.resource = dictionary.as_resource(str(dictionary.device))
         self.tokens = tuple(tokens)
         budget = as_bytes(memory)
         self.memory = MEMORY if budget is None else budget
@@ -93,6 +94,14 @@ class GraphNode(ResultNode):
     def __repr__(self) -> str:
         return f"GraphNode({self.source!r}, {self.dictionary!r}, {len(self.tokens)} tokens)"
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "dictionary": None}  # workers open it by name
+
+    @property
+    def pinned(self) -> Sequence[Pinned]:
+        """The dictionary; the model is looked at when it is loaded."""
+        return (self.resource,)
+
     # -- identity
 
     def key(self, store: Store) -> ResultKey:
@@ -105,16 +114,15 @@ class GraphNode(ResultNode):
 
     def _key(self, label: str, more: dict[str, int]) -> ResultKey:
         params = {"tokens": list(self.tokens), **self.options.params(), **more}
-        inputs = {"model": self.source.identity.digest, "dictionary": self.features}
+        inputs = {"model": self.source.identity.digest, "dictionary": self.resource.features}
         inputs |= tokenizer_input(self.source)
         return ResultKey(label, self.version, params, inputs)
 
     # -- planning
 
     def status(self, store: Store) -> Status:
-        """Cached, or why it will run. Raises SourceChanged when model or dictionary are no longer those this
-        node was made for."""
-        self.confirm()
+        """Cached, or why it will run."""
+        check_pinned(self)
         key = self.key(store)
         self.source.expect(served=store.lookup(key) is not None)
         return Status(True, cells_cached=1) if store.lookup(key) else Status(False, why_not(store, key))
@@ -160,13 +168,13 @@ class GraphNode(ResultNode):
             for items in visits:
                 cells.compute(items, task.advance)
             note = {**self.source.provenance(), "dictionary": self.dictionary.name, **took()}
-            store.put_result(self.key(store), cells.joined(), provenance=note, confirm=self.confirm)
+            self.publish(store, self.key(store), cells.joined(), note)
 
     def prepared(self) -> PreparedGraph:
         """The nodes of the graph, and what computes rows, in memory."""
         from .prepare import prepare
 
-        dictionary = self.dictionary.private(self.features)
+        dictionary = self.resource.opened
         return prepare(self.source.load(), dictionary, self.tokens, self.options, memory=self.memory)
 
     def put_rows(self, store: Store, prepared: PreparedGraph, rows: Rows) -> None:
@@ -179,11 +187,7 @@ class GraphNode(ResultNode):
                 {"weights": (("target", "source"), prepared.rows(items)), "item": ("target", items)}
             )
             note = {"model": self.source.name, **took()}
-        store.put_result(rows.key, found, provenance=note, confirm=self.confirm)
-
-    def confirm(self) -> None:
-        """Raise SourceChanged when the dictionary is no longer the one this node was made for."""
-        self.dictionary.confirm(self.features)
+        self.publish(store, rows.key, found, note)
 
 
 @dataclass(frozen=True)
@@ -260,7 +264,8 @@ def compute_rows(node: GraphNode, store: Store, rows: Rows) -> None:
     """Compute and publish a cell of rows; a task of its own on a worker elsewhere."""
     with _PREPARING:
         key = node.key(store).digest
-        if not (_prepared and _prepared[0][0] == key):
+        # A dictionary whose files moved was opened anew: what an older one read may be of other files.
+        if not (_prepared and _prepared[0][0] == key and _prepared[0][1].dictionary is node.resource.opened):
             _prepared.clear()
             _prepared.append((key, node.prepared()))
         prepared = _prepared[0][1]

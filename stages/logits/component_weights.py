@@ -105,7 +105,7 @@ def component_weights_node(files: ModelFiles, part: Component, *, dtype: str = "
         return component_weights(files.checkpoint, config, part, dtype=dtype)
 
     estimate = Estimate(size, size, 4 * layer)
-    return SourceNode(f"{part}_weights", VERSION, params, make, estimate, lambda: files.confirm(identity))
+    return SourceNode(f"{part}_weights", VERSION, params, make, estimate, (files.pinned,))
 
 
 def _reader(

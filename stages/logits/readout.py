@@ -196,7 +196,7 @@ def readout_node(files: ModelFiles, *, dtype: str = "float32") -> SourceNode:
     rows, width = config.tensors.outside["head"].shape  # refused here, not when all else is computed
     size = 4 * rows * width
     estimate = Estimate(size, size, 2 * size)
-    return SourceNode("readout", VERSION, params, make, estimate, lambda: files.confirm(identity))
+    return SourceNode("readout", VERSION, params, make, estimate, (files.pinned,))
 
 
 def read_weight(

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from ...pipeline.pinned import FileResource, Opened
 from ..forward.models.files import ModelFiles, resolve
 from .folded import FoldedMatrices
 from .matrices import Matrices, PlainMatrices
@@ -21,8 +22,8 @@ __all__ = ["StoredMatrices"]
 
 
 @dataclass(frozen=True)
-class StoredMatrices:
-    """The matrices of a model's files (`pipeline.Resource`).
+class StoredMatrices(FileResource):
+    """The matrices of a model's files, a pinned resource.
 
     name, revision: of the model, in no key. model: its identity, of which weights, configuration and dtype
     are. is_folded: whether norms, value biases and means are folded in (folded.py), or matrices are plain.
@@ -36,7 +37,8 @@ class StoredMatrices:
     @classmethod
     def of(cls, files: ModelFiles, *, dtype: str = "float32", folded: bool = True) -> StoredMatrices:
         """Those of a model's files as they are now."""
-        return cls(files.name, files.revision, files.identity(dtype=dtype), folded)
+        matrices = cls(files.name, files.revision, files.identity(dtype=dtype), folded)
+        return matrices.opened_as(Opened(files, files.pinned))
 
     def identity(self) -> dict[str, Any]:
         """What decides every number of them."""
@@ -48,19 +50,16 @@ class StoredMatrices:
             "folded": self.is_folded,
         }
 
-    def confirm(self) -> None:
-        """Raise SourceChanged unless the name still leads to these weights."""
-        self._files.confirm(self.model)
+    def opened_anew(self) -> Opened:
+        """The files that the name leads to. Raises SourceChanged unless they are those of the identity."""
+        files = resolve(self.name, self.revision)
+        files.require_identity(self.model)
+        return Opened(files, files.pinned)
 
     @contextmanager
     def open(self) -> Iterator[Matrices]:
         """The matrices; nothing is read before it is asked for. Raises WeightsError unless all tensors are
         those of the model, as for a pass: names, shapes and dtypes, also of those nobody asks for."""
-        files = self._files
-        config = files.architecture()
-        plain = PlainMatrices(files.checked_checkpoint(), config, self.model.dtype)
-        yield FoldedMatrices(plain) if self.is_folded else plain
-
-    @property
-    def _files(self) -> ModelFiles:
-        return resolve(self.name, self.revision)
+        with super().open() as files:
+            plain = PlainMatrices(files.checked_checkpoint(), files.architecture(), self.model.dtype)
+            yield FoldedMatrices(plain) if self.is_folded else plain

@@ -14,20 +14,16 @@ import hashlib
 import json
 import os
 import re
-from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
-from ..digest import file_digest
-from ..errors import MizarrError, SourceChanged
-from ..files import Stamp, Stat, is_below
+from ..errors import MizarrError
+from ..files import is_below
 
 __all__ = [
     "LFS_POINTER",
     "MOST_BYTES",
     "MOST_DEPTH",
-    "DigestedFile",
     "bounded_depth",
     "json_file",
     "json_object",
@@ -142,43 +138,6 @@ def named_digest(path: Path) -> str | None:
     blob = path.resolve()
     match = _BLOB.fullmatch(blob.name) if blob.parent.name == "blobs" else None
     return None if match is None else match[1]
-
-
-@dataclass(frozen=True)
-class DigestedFile:
-    """A file and the digest of its bytes, to be compared again after it was read."""
-
-    path: Path
-    """Of the file."""
-    stamp: Stamp
-    """It had before it was digested."""
-    is_settled: bool
-    """Whether every later change shows in the stamp."""
-    digest: str
-    """`sha256:…` of its bytes."""
-
-    @classmethod
-    def of(cls, path: Path, error: type[MizarrError]) -> Self:
-        """A file as it is now.
-
-        path: of the file.
-        error: class of what is raised where there is none, or none with content.
-        """
-        if not require_content(path, error, "write it again"):
-            raise error(f"expected a file at {str(path)!r}, found none; check the path")
-        stat = Stat.of(path.stat())
-        return cls(path, stat.stamp, stat.is_settled, file_digest(path))
-
-    def require_unchanged(self) -> None:
-        """Raise SourceChanged unless the file is as it was; whatever was read meanwhile is of these bytes."""
-        with suppress(OSError):
-            is_same = Stat.of(self.path.stat()).stamp == self.stamp
-            if is_same and (self.is_settled or file_digest(self.path) == self.digest):
-                return
-        raise SourceChanged(
-            f"expected {self.path} as it was when it was digested, found that it was written over meanwhile; "
-            "start again once it is whole"
-        )
 
 
 def require_content(path: Path, error: type[MizarrError], advice: str = "fetch it again") -> bool:

@@ -893,7 +893,7 @@ class Held:
     def identity(self) -> dict[str, Any]:
         return {"resource": self.name}
 
-    def confirm(self) -> None:
+    def check(self) -> None:
         """It is what it was."""
 
     def open(self) -> Any:

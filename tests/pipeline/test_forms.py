@@ -31,7 +31,7 @@ class Factor:
     def identity(self) -> dict[str, float]:
         return {"factor": self.said}
 
-    def confirm(self) -> None:
+    def check(self) -> None:
         if (found := float(Path(self.path).read_text())) != self.said:
             raise SourceChanged(f"expected {self.said}, found {found}")
 

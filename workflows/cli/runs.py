@@ -220,11 +220,10 @@ def capture(
         raise click.UsageError(
             "expected --exact with --dry-run, found it alone; prompts that run are counted"
         )
-    reference = ModelRef(model, **given_options(options, LOADING))
-    source = ModelSource(reference)
+    source = ModelSource(ModelRef(model, **given_options(options, LOADING)))
     wanted = HookSpec().capture(*hooks, positions=options["positions"], reduce=_reduction(options["reduce"]))
     spec = told_metric(wanted, source, **{name: options[name] for name in GRADIENT_OPTIONS})
-    asked = partial(CaptureNode, reference, hooks=spec, **given_options(options, STORING))
+    asked = partial(CaptureNode, source, hooks=spec, **given_options(options, STORING))
     running = RunOptions(**given_options(options, RUNNING), progress=not quiet)
     where = Context(cluster=running.cluster, workers=running.workers)
     with contextlib.ExitStack() as held:

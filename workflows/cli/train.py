@@ -240,9 +240,10 @@ def _captured(
     from ...stages.forward.text.corpora.corpus import Corpus
     from ...stages.training_data.stored import StoredActivations
 
+    source = ModelSource.of(model)
     if isinstance(prompts, Corpus):
-        prompts = prompts.tokens(ModelSource(model).tokenizer, store, quiet=quiet)
-    node = CaptureNode(model, prompts, hooks, **storing)
+        prompts = prompts.tokens(source.tokenizer, store, quiet=quiet)
+    node = CaptureNode(source, prompts, hooks, **storing)
     run(node, store, quiet=quiet)
     return StoredActivations.of_run(store, node.run_key, node.tokens, node.dtype, node.cells)
 

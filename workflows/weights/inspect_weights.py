@@ -99,8 +99,9 @@ def weight_facts_node(files: ModelFiles) -> SourceNode:
     size = sum(path.stat().st_size for path in files.weight_files)
     params = {"weights": identity.weights, "config": identity.config}
     estimate = Estimate(size, 1 << 16, 24 * BLOCK)
-    make, confirm = partial(weight_facts, files), partial(files.confirm, identity)
-    return SourceNode("weight_facts", VERSION, params, make, estimate, confirm)
+    return SourceNode(
+        "weight_facts", VERSION, params, partial(weight_facts, files), estimate, (files.pinned,)
+    )
 
 
 class InspectWeights(Workflow):

@@ -136,7 +136,7 @@ class FeatureExchanges(OfDictionary):
 
     def sketch(self, config: Architecture, cell: CellLabels) -> list[Run]:
         """The same runs with vectors of zeros; the headers of the dictionary say which layers are written."""
-        dictionary = Dictionary.from_pretrained(self.dictionary)
+        dictionary = self.resource.opened
         zeros = np.zeros(dictionary.d_out, np.float32)
         written = [
             sorted(

@@ -82,7 +82,7 @@ class FeatureVectors(OfDictionary, ContrastiveVectors):
     def cells(self, config: Architecture) -> Sequence[CellLabels]:
         """The one side. Raises PromptError, or DictionaryError for a feature there is not."""
         self._places("positive")
-        Dictionary.from_pretrained(self.dictionary).feature(self.feature)
+        self.resource.opened.feature(self.feature)
         return [{"side": "positive"}]
 
     def prepare(self, model: Model) -> Array:
@@ -207,7 +207,7 @@ def vectors_of(pushes: FeaturePushes | RandomFeaturePushes) -> FeatureVectors:
 
 
 def _check_layers(pushes: FeaturePushes | RandomFeaturePushes) -> None:
-    dictionary = Dictionary.from_pretrained(pushes.dictionary)
+    dictionary = pushes.resource.opened
     feature = dictionary.feature(pushes.feature)
     targets = dictionary.targets(feature.layer)
     if pushes.layers is None or not set(pushes.layers) <= set(targets):

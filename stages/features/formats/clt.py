@@ -18,7 +18,7 @@ from .fields import apply_fields
 from .layered import hooks_of, numbered, require_kind, require_shapes, scan_of
 
 if TYPE_CHECKING:
-    import torch
+    pass
 
 __all__ = ["read", "recognises"]
 
@@ -35,7 +35,6 @@ def read(
     *,
     read: str | None = None,
     write: str | None = None,
-    device: torch.device | str = "cpu",
 ) -> Opened:
     """The transcoders, with every header checked and no weight read."""
     apply_fields("clt", files.yaml, files.path(CONFIG_YAML))
@@ -86,7 +85,6 @@ def read(
             activation=JumpReLU(encoder[f"threshold_{layer}"]) if is_jump else ReLU(),
             b_enc=encoder[f"b_enc_{layer}"],
             b_dec=encoder[f"b_dec_{layer}"],
-            device=device,
         )
 
     return Opened(files, layout, open_layer)

@@ -23,8 +23,6 @@ from .layered import require_shapes
 from .single import to_float
 
 if TYPE_CHECKING:
-    import torch
-
     from ..layers.layer import LayerFeatures
 
 __all__ = ["read", "recognises"]
@@ -40,7 +38,6 @@ def read(
     *,
     read: str | None = None,
     write: str | None = None,
-    device: torch.device | str = "cpu",
 ) -> Opened:
     """The crosscoder, with the header checked and no weight read.
 
@@ -85,7 +82,7 @@ def read(
     )
 
     def open_layer(_: int) -> LayerFeatures:
-        return Crosscoder.load(files.directory).features(device)
+        return Crosscoder.load(files.directory).features()
 
     return Opened(files, layout, open_layer)
 

@@ -19,7 +19,6 @@ from .fields import apply_fields
 from .single import LayerByLayer, OneLayer, SaidHooks, files_named, hooks_given
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
     from ..layers.activations import Activation
@@ -42,9 +41,7 @@ SUBMODULES = {"resid_post": "resid_post", "mlp_out": "mlp_post", "attention_out"
 _DECODER_BIASES = ("b_dec", "bias", "decoder_bias")
 
 
-def part(
-    files: DictionaryFiles, name: str, read: str | None, write: str | None, device: torch.device | str
-) -> OneLayer:
+def part(files: DictionaryFiles, name: str, read: str | None, write: str | None) -> OneLayer:
     """The dictionary of one folder, given its weight file."""
     folder, slash, _ = name.rpartition("/")
     config = f"{folder}{slash}{CONFIG}"
@@ -84,7 +81,6 @@ def part(
             b_enc=None if activation == "gated" else given.get("encoder.bias", given.get("b_enc")),
             b_dec=b_dec,
             centred=centred,
-            device=device,
         )
 
     return OneLayer(

@@ -23,8 +23,6 @@ from .fields import apply_fields
 from .single import LayerByLayer, OneLayer, SaidHooks, files_named, hooks_given
 
 if TYPE_CHECKING:
-    import torch
-
     from ..layers.layer import LayerFeatures
 
 __all__ = ["part", "read", "recognises"]
@@ -44,7 +42,6 @@ def part(
     name: str,
     read: str | None,
     write: str | None,
-    device: torch.device | str,
     layer: int | None = None,
 ) -> OneLayer:
     """The dictionary in one file. layer: which one it is, where that is known; else its path says it."""
@@ -81,7 +78,6 @@ def part(
             # SAELens scales W_enc and W_dec of embeddings, but not b_dec; the gain would.
             b_dec=given["b_dec"] * gain,
             gain=gain,
-            device=device,
         )
 
     return OneLayer(

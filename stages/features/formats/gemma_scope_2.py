@@ -24,8 +24,6 @@ from .layered import require_shapes, scan_of
 from .single import OneLayer, SaidHooks, hooks_given, join
 
 if TYPE_CHECKING:
-    import torch
-
     from ..layers.layer import LayerFeatures
 
 __all__ = ["is_cross_layer", "part", "read", "read_clt", "recognises"]
@@ -54,7 +52,6 @@ def read(
     *,
     read: str | None = None,
     write: str | None = None,
-    device: torch.device | str = "cpu",
 ) -> Opened:
     """The dictionaries of all layers found: one each, or one cross-layer transcoder."""
     names = [name for name in files.listing if _FILE.search(name)]
@@ -66,8 +63,8 @@ def read(
                 f"expected one file for every layer from 0 on in {files.directory}, found {len(names)} files "
                 f"of layers {', '.join(map(str, sorted(by_layer)))}; fetch it again, or open one subfolder"
             )
-        return read_clt(files, ordered, read, write, device)
-    parts = [part(files, name, read, write, device) for name in names]
+        return read_clt(files, ordered, read, write)
+    parts = [part(files, name, read, write) for name in names]
     return join(files, "gemma_scope_2", parts, zero_positions=zero_positions(parts[0].model_name))
 
 
@@ -88,7 +85,6 @@ def part(
     name: str,
     read: str | None,
     write: str | None,
-    device: torch.device | str,
     layer: int | None = None,
 ) -> OneLayer:
     """The dictionary in one file. layer: which one it is, where that is known; else its path says it."""
@@ -111,7 +107,6 @@ def part(
             b_enc=given["b_enc"],
             b_dec=given["b_dec"],
             W_skip=given["affine_skip_connection"].T if "affine_skip_connection" in given else None,
-            device=device,
         )
 
     return OneLayer(
@@ -132,7 +127,6 @@ def read_clt(
     names: Sequence[str],
     read: str | None,
     write: str | None,
-    device: torch.device | str,
 ) -> Opened:
     """The cross-layer transcoder of these files, one per layer from 0 on."""
     hooks = hooks_given(files, SaidHooks(0, *_hooks_said(files, names[0])), read, write)
@@ -173,7 +167,6 @@ def read_clt(
             b_enc=given["b_enc"],
             b_dec=given["b_dec"],
             W_skip=given["affine_skip_connection"].T if "affine_skip_connection" in given else None,
-            device=device,
         )
 
     return Opened(files, layout, open_layer)

@@ -29,7 +29,7 @@ from .layered import hooks_of
 from .single import OneLayer, join
 
 if TYPE_CHECKING:
-    import torch
+    pass
 
 __all__ = ["Reference", "read", "recognises", "references"]
 
@@ -73,7 +73,6 @@ def read(
     *,
     read: str | None = None,
     write: str | None = None,
-    device: torch.device | str = "cpu",
 ) -> Opened:
     """The transcoders of the list, with every header checked and no weight read."""
     apply_fields("listed", files.yaml, files.path(CONFIG_YAML))
@@ -83,10 +82,10 @@ def read(
     links = {name: entry.path(files.directory) for name, entry in zip(names, found, strict=True)}
     linked = DictionaryFiles(files.name, files.directory, files.revision, links)
     if _format(linked, names[0]) is gemma_scope_2 and gemma_scope_2.is_cross_layer(linked, names[0]):
-        return gemma_scope_2.read_clt(linked, names, kinds[0], kinds[1], device)
+        return gemma_scope_2.read_clt(linked, names, kinds[0], kinds[1])
     parts: list[OneLayer] = []
     for layer, name in enumerate(names):
-        parts.append(_format(linked, name).part(linked, name, kinds[0], kinds[1], device, layer))
+        parts.append(_format(linked, name).part(linked, name, kinds[0], kinds[1], layer))
     return join(linked, "listed", parts)
 
 

@@ -25,8 +25,6 @@ from .single import LayerByLayer, OneLayer, SaidHooks, files_beside, hooks_given
 if TYPE_CHECKING:
     from pathlib import Path
 
-    import torch
-
     from ..layers.layer import LayerFeatures
 
 __all__ = ["part", "read", "recognises"]
@@ -38,9 +36,7 @@ VARIANTS = {
 }
 
 
-def part(
-    files: DictionaryFiles, name: str, read: str | None, write: str | None, device: torch.device | str
-) -> OneLayer:
+def part(files: DictionaryFiles, name: str, read: str | None, write: str | None) -> OneLayer:
     """The dictionary of one folder, given its configuration file."""
     folder, slash, file = name.rpartition("/")
     weights = f"{folder}{slash}{VARIANTS[file]}"
@@ -80,7 +76,6 @@ def part(
             b_enc=given["encoder.bias"],
             b_dec=given.get("decoder.bias"),
             gain=gain,
-            device=device,
         )
 
     return OneLayer(

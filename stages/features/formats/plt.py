@@ -19,7 +19,6 @@ from .layered import hooks_of, numbered, require_kind, require_shapes
 from .single import LayerHooks, OneLayer, join
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
     from ..layers.activations import Activation
@@ -44,22 +43,19 @@ def read(
     *,
     read: str | None = None,
     write: str | None = None,
-    device: torch.device | str = "cpu",
 ) -> Opened:
     """The transcoders, with every header checked and no weight read."""
     apply_fields("plt", files.yaml, files.path(CONFIG_YAML))
     require_kind(files, "transcoder_set")
     kinds = hooks_of(files, read, write)
     parts = [
-        part(files, f"layer_{layer}.safetensors", kinds[0], kinds[1], device, layer)
+        part(files, f"layer_{layer}.safetensors", kinds[0], kinds[1], layer)
         for layer in numbered(files, _LAYER)
     ]
     return join(files, "plt", parts)
 
 
-def part(
-    files: DictionaryFiles, file: str, read: str, write: str, device: torch.device | str, layer: int
-) -> OneLayer:
+def part(files: DictionaryFiles, file: str, read: str, write: str, layer: int) -> OneLayer:
     """The transcoder of one layer. read, write: hook kinds."""
     name, k = _activation(files)
     rectified = bool(files.yaml.get("rectified", False))
@@ -85,7 +81,6 @@ def part(
             b_enc=found["b_enc"],
             b_dec=found["b_dec"],
             W_skip=found.get("W_skip"),
-            device=device,
         )
 
     return OneLayer(

@@ -23,7 +23,6 @@ from .saelens_config import SaeLensConfig
 from .single import LayerByLayer, LayerHooks, OneLayer, SaidHooks, files_beside, hooks_given
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
     from ..layers.activations import Activation
@@ -38,9 +37,7 @@ _FOLDED_NORMS = ("ln1_normalized", "ln2_normalized", "mlp_pre", "ln_final_normal
 _FOLDED_VALUES = ("v", "z", "result")
 
 
-def part(
-    files: DictionaryFiles, name: str, read: str | None, write: str | None, device: torch.device | str
-) -> OneLayer:
+def part(files: DictionaryFiles, name: str, read: str | None, write: str | None) -> OneLayer:
     """The dictionary of one folder, given its weight file."""
     folder, slash, _ = name.rpartition("/")
     cfg = f"{folder}{slash}{CFG_JSON}"
@@ -69,7 +66,6 @@ def part(
             scaling=_scaling(config),
             centred=config.apply_b_dec_to_input,
             unit=_row_norms(given["W_dec"]) if config.rescale_acts_by_decoder_norm else None,
-            device=device,
         )
 
     return OneLayer(

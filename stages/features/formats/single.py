@@ -20,8 +20,6 @@ from ..layers.names import HOW_TO_SAY, NamedHook, parse_hook
 from .layered import scan_of
 
 if TYPE_CHECKING:
-    import torch
-
     from ..layers.layer import LayerFeatures
 
 __all__ = [
@@ -96,7 +94,7 @@ class OneLayer:
 class LayerByLayer:
     """A format that keeps every layer to itself; its methods are what the module of a format offers.
 
-    found: files that stand for a layer each. part: what one is, of (files, name, read, write, device).
+    found: files that stand for a layer each. part: what one is, of (files, name, read, write).
     """
 
     name: str
@@ -113,10 +111,9 @@ class LayerByLayer:
         *,
         read: str | None = None,
         write: str | None = None,
-        device: torch.device | str = "cpu",
     ) -> Opened:
         """The dictionaries of all files found, of which there must be one per layer."""
-        parts = [self.part(files, name, read, write, device) for name in self.found(files)]
+        parts = [self.part(files, name, read, write) for name in self.found(files)]
         return join(files, self.name, parts)
 
 

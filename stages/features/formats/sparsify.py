@@ -21,8 +21,6 @@ from .layered import require_shapes
 from .single import LayerByLayer, OneLayer, SaidHooks, files_named, hooks_given
 
 if TYPE_CHECKING:
-    import torch
-
     from ..layers.layer import LayerFeatures
 
 __all__ = ["part", "read", "recognises"]
@@ -31,9 +29,7 @@ WEIGHTS = "sae.safetensors"
 _NUMBERED = re.compile(r"(?:\w+\.)*?(?:layers|h)[._](\d{1,9})(?:\..+)?")
 
 
-def part(
-    files: DictionaryFiles, name: str, read: str | None, write: str | None, device: torch.device | str
-) -> OneLayer:
+def part(files: DictionaryFiles, name: str, read: str | None, write: str | None) -> OneLayer:
     """The dictionary of one folder, given its weight file."""
     folder, slash, _ = name.rpartition("/")
     cfg = f"{folder}{slash}{CFG_JSON}"
@@ -70,7 +66,6 @@ def part(
             b_dec=given["b_dec"],
             W_skip=given.get("W_skip"),
             centred=not is_transcoder,
-            device=device,
         )
 
     return OneLayer(

@@ -15,7 +15,7 @@ from ..layers.layout import Opened, told
 from ..layers.names import hook_name, parse_hook
 
 if TYPE_CHECKING:
-    import torch
+    pass
 
 __all__ = ["FORMATS", "open_files"]
 
@@ -42,9 +42,7 @@ class Format(Protocol):
         """Whether the files look like this format."""
         ...
 
-    def read(
-        self, files: DictionaryFiles, *, read: str | None, write: str | None, device: torch.device | str
-    ) -> Opened:
+    def read(self, files: DictionaryFiles, *, read: str | None, write: str | None) -> Opened:
         """The files as a dictionary; DictionaryError where its files contradict each other."""
         ...
 
@@ -54,13 +52,12 @@ def open_files(
     *,
     read: str | None = None,
     write: str | None = None,
-    device: torch.device | str = "cpu",
 ) -> Opened:
     """The files of a dictionary, in whichever format they are; DictionaryError listing them if in none."""
     for module, _ in FORMATS.values():
         found: Any = importlib.import_module(module, __package__)
         if found.recognises(files):
-            opened: Opened = found.read(files, read=read, write=write, device=device)
+            opened: Opened = found.read(files, read=read, write=write)
             _require_layer(opened, read, write)
             return opened
     held = files.listing[:_LISTED]

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qsl, urlencode
 
+from ....pipeline.pinned import PinnedFiles
 from ....store.digest import digest
 from ....store.errors import DictionaryError, ModelNotFound, nearest
 from ....store.exchange.outside import (
@@ -55,9 +56,14 @@ class DictionaryFiles:
     revision: str | None = None
     links: Mapping[str, Path] = field(default_factory=dict)
 
+    @cached_property
+    def pinned(self) -> PinnedFiles:
+        """Those that were read so far."""
+        return PinnedFiles(f"the dictionary {self.name}", "it was replaced or edited meanwhile; open it anew")
+
     def path(self, name: str) -> Path:
-        """Where a file lies, `links` first; it need not be there."""
-        return self.links.get(name, self.directory / name)
+        """Where a file lies that is to be read, `links` first; it need not be there."""
+        return self.pinned.note(self.links.get(name, self.directory / name))
 
     @cached_property
     def listing(self) -> tuple[str, ...]:
@@ -127,7 +133,9 @@ class DictionaryFiles:
 
     def digest(self, names: Sequence[str]) -> str:
         """Identity of a dictionary made of these files: their paths and content."""
-        return digest("dictionary", [[name, weight_digest(self.path(name))] for name in sorted(names)])
+        return digest(
+            "dictionary", [[name, weight_digest(self.path(name), self.pinned)] for name in sorted(names)]
+        )
 
 
 @dataclass(frozen=True)

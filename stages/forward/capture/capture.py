@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from ....pipeline.context import Selection
 from ....pipeline.memory import measured
-from ....pipeline.nodes import Estimate, Part, Ports, Status, remembered
+from ....pipeline.nodes import Estimate, Part, Ports, Status, check_pinned, remembered
 from ....pipeline.plan import as_bytes
 from ....pipeline.reasons import last_timed
 from ....store.digest import digest
@@ -64,6 +64,7 @@ if TYPE_CHECKING:
 
     from ....pipeline import Context
     from ....pipeline.nodes import Node
+    from ....pipeline.pinned import Pinned
     from ....store import Store
     from ..models.model import Model
 
@@ -101,15 +102,15 @@ def capture(
 
     require_store(store)
     loading, storing, running = split_options("capture", options, ModelRef, CaptureOptions, RunOptions)
-    reference, where = ModelRef.of(model, **loading), RunOptions(**running)
+    source, where = ModelSource.of(model, **loading), RunOptions(**running)
     corpus, about = prompts if isinstance(prompts, Corpus) else None, None
     if corpus is not None:
-        prompts, about = corpus.read(ModelSource(reference).tokenizer, store, quiet=not where.progress)
-    node = CaptureNode(reference, prompts, hooks, **storing)
+        prompts, about = corpus.read(source.tokenizer, store, quiet=not where.progress)
+    node = CaptureNode(source, prompts, hooks, **storing)
     if corpus is not None and about is not None:
         node.require_other_names(about.coords)
         node.take_texts(store, corpus, about)
-    with node.source.just_identified():
+    with source.just_identified():
         run(node, store, **where.keywords)
     node.note_asked(store)
     if about is not None:
@@ -128,7 +129,7 @@ class CaptureNode(Ports):
     @takes_options(ModelRef, CaptureOptions)
     def __init__(
         self,
-        model: Model | ModelRef | str | Path,
+        model: Model | ModelRef | ModelSource | str | Path,
         prompts: Any,
         hooks: HookSpec | str | Sequence[str],
         *,
@@ -138,7 +139,7 @@ class CaptureNode(Ports):
         loading, storing = split_options("CaptureNode", options, ModelRef, CaptureOptions)
         self.options = CaptureOptions(**storing)
         self.name = name
-        self.source = ModelSource(ModelRef.of(model, **loading))
+        self.source = ModelSource.of(model, **loading)
         self.dtype = self.options.storage_dtype or self.source.dtype
         self._lowered: dict[str, Any] = {}
         self.spec = self._bind(hooks)
@@ -146,7 +147,6 @@ class CaptureNode(Ports):
         self._require_dictionaries()
         self.order = order_of(self.options.order, self.source.config, self.spec, self.source.name)
         self._over: dict[str, int] = {}
-        with_scales(self.specs())
         self.tokens = pack(prompts, self.source.tokenizer, self.source.config, self.source.name)
         for kept in self.spec.keeps:
             selection, reduction = kept.keep.selection, kept.keep.reduction
@@ -155,6 +155,7 @@ class CaptureNode(Ports):
             if reduction is not None and reduction.is_of_run:
                 every = self.tokens.n_tokens if selection is None else selection.counts(self.tokens).sum()
                 self._over[kept.variable] = int(every)
+        with_scales(self.specs)
         if self.spec.gradients:
             lengths = self.tokens.row_size.tolist()
             self.spec.require_objective().check(lengths, self.source.config.vocab_size)
@@ -164,7 +165,7 @@ class CaptureNode(Ports):
 
     def require_other_names(self, labels: Iterable[Any]) -> None:
         """Raise PromptError for labels of prompts that are named as what is captured, or an axis of it."""
-        own = {name for spec in self.specs() for name in (spec.variable, *spec.dims)}
+        own = {name for spec in self.specs for name in (spec.variable, *spec.dims)}
         if taken := sorted(own.intersection(map(str, labels))):
             raise PromptError(
                 f"expected labels by names of their own, found {taken[0]!r}, which is captured; rename it"
@@ -229,6 +230,7 @@ class CaptureNode(Ports):
         """(variable, layer) of every capture."""
         return tuple(kept.cell for kept in self.spec.kept)
 
+    @cached_property
     def specs(self) -> list[ArraySpec]:
         """How each captured variable is stored."""
         variables = {kept.variable: kept for kept in self.spec.kept}
@@ -240,7 +242,7 @@ class CaptureNode(Ports):
 
     @property
     def _sizes(self) -> Sizes:
-        return Sizes({spec.variable: spec for spec in self.specs()}, self.tokens)
+        return Sizes({spec.variable: spec for spec in self.specs}, self.tokens)
 
     @property
     def _reductions(self) -> list[Reduction]:
@@ -257,6 +259,11 @@ class CaptureNode(Ports):
         found = {each.identity: each.encoder for each in self._reductions if each.encoder is not None}
         return list(found.values())
 
+    @property
+    def pinned(self) -> Sequence[Pinned]:
+        """The dictionaries whose features are counted; the model is looked at when it is loaded."""
+        return [encoder.resource for encoder in self._encoders]
+
     # -- planning ------------------------------------------------------------------------------------------
 
     def status(self, store: Store) -> Status:
@@ -265,8 +272,7 @@ class CaptureNode(Ports):
         cells, found = len(self.cells), self._find(store)
         missing = [cell for cell in self.cells if found is None or not found.is_published(cell)]
         self.source.expect(served=not missing)
-        for encoder in self._encoders:
-            encoder.resource.confirm()
+        check_pinned(self)
         if found is None:
             return Status(False, "this run is not stored yet", cells)
         reason = f"{_name_cells(missing)} missing" if missing else ""
@@ -407,7 +413,7 @@ class CaptureNode(Ports):
         """The same without what can be seen in stored arrays already."""
         spec = self.spec.only(kept for kept in self.spec.kept if kept.variable not in views)
         rest = CaptureNode.__new__(CaptureNode)
-        kept = {name: value for name, value in vars(self).items() if name != "cells"}
+        kept = {name: value for name, value in vars(self).items() if name not in ("cells", "specs")}
         vars(rest).update(kept, spec=spec)
         return rest
 
@@ -502,7 +508,7 @@ class CaptureNode(Ports):
     def _has_one_token_axis(self) -> bool:
         """Whether prompts can be picked from a larger run by one choice of tokens; what is kept of a run as a
         whole is of that one."""
-        axes = {spec.packed for spec in self.specs()}
+        axes = {spec.packed for spec in self.specs}
         return "segment" not in axes and len(axes - {"pair", "square", "prompt_id"}) < 2
 
     def _views(self, entry: LabelledEntry) -> dict[str, View]:
@@ -566,7 +572,7 @@ class CaptureNode(Ports):
         return store.create_entry(
             self.run_key,
             self.tokens,
-            self.specs(),
+            self.specs,
             segment_tokens=self._segment_tokens() if begun is None else begun.segment_tokens,
             attrs=about,
             codec=self._codec(begun),
@@ -576,20 +582,20 @@ class CaptureNode(Ports):
         """Of arrays that are new: as was asked, or as the run has them that this one goes on from."""
         if self.options.codec is not None or begun is None:
             return "" if self.options.codec in (None, PLAINLY) else str(self.options.codec)
-        names = begun.specs.keys() & {spec.variable for spec in self.specs()}
+        names = begun.specs.keys() & {spec.variable for spec in self.specs}
         return next((found for name in sorted(names) if (found := begun.layout(name).codec)), "")
 
     def _planned(self, store: Store) -> LabelledEntry | None:
         """The entry as it will be, where there is none yet."""
         if self._entry(store) is not None:
             return None
-        return store.planned_entry(self.run_key, self.tokens, self.specs(), self._segment_tokens())
+        return store.planned_entry(self.run_key, self.tokens, self.specs, self._segment_tokens())
 
     def _segment_tokens(self) -> int:
         if self.options.segment_tokens is not None:
             return self.options.segment_tokens
         width = self.source.config.hidden_size
-        of_run = all(spec.packed == "segment" for spec in self.specs())
+        of_run = all(spec.packed == "segment" for spec in self.specs)
         return self._sizes.segment_tokens(self.cells, width, self.options.buffer_bytes, of_run=of_run)
 
     def _for_workers(self, context: Context) -> Any:

@@ -8,10 +8,10 @@ of the stored array, and so in its key, never in the run's. A dictionary is what
 from __future__ import annotations
 
 import re
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
+from ....pipeline.pinned import PinnedResource
 from ....store.digest import digest
 from ....store.errors import HookPointNotFound, nearest
 from ....store.runs.run_sums import PART, QUANTA
@@ -25,23 +25,11 @@ _LOGITS = BY_NAME[LOGITS].path
 _PARTS = (PART, len(QUANTA))
 
 
-class Opens(Protocol):
+class Opens(PinnedResource, Protocol):
     """A dictionary by name and identity (`features.dictionary.StoredDictionary`)."""
-
-    def identity(self) -> dict[str, Any]:
-        """Plain values: which dictionary it is."""
-        ...
-
-    def confirm(self) -> None:
-        """Raise SourceChanged where another one lies under its name."""
-        ...
 
     def require_fit(self, config: Architecture, model: str) -> None:
         """Raise DictionaryError unless layers, widths and hook points are those of a model."""
-        ...
-
-    def open(self) -> AbstractContextManager[Any]:
-        """The dictionary itself. Raises SourceChanged where it is another, before the block and after it."""
         ...
 
 

@@ -20,6 +20,7 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from ....pipeline.pinned import PinnedFiles
 from ....store.arrays import require_flag
 from ....store.digest import digest
 from ....store.errors import (
@@ -34,7 +35,6 @@ from ....store.errors import (
 )
 from ....store.exchange.outside import json_object, named_digest, path_below, require_content
 from ....store.files import is_below
-from ....store.index import FileDigests, file_digests
 from ....store.keys import ModelIdentity
 from ..checkpoints.adapter import Adapter
 from ..checkpoints.checkpoint import Checkpoint
@@ -102,18 +102,27 @@ class ModelFiles:
     gguf: Path | None = None
 
     @cached_property
+    def pinned(self) -> PinnedFiles:
+        """Those that were read so far: config.json, the weights, the tokenizer, the adapter's weights."""
+        advice = "they were replaced meanwhile; start again with the model as it is now"
+        return PinnedFiles(f"the model {self.name}", advice)
+
+    @cached_property
     def config(self) -> dict[str, Any]:
         """config.json, parsed, or what a GGUF file says in its place. Raises ConfigError if it is no JSON
         object."""
         if self.gguf is not None:
             return gguf.config_of(self.weight_files)
-        return json_object(self.directory / CONFIG, ConfigError)
+        return json_object(self.pinned.note(self.directory / CONFIG), ConfigError)
 
     @cached_property
     def weight_files(self) -> tuple[Path, ...]:
         """The safetensors files, else those of torch, in the order of their names; of GGUF those that were
         named. Raises WeightsError naming the one that is missing.
         """
+        return tuple(map(self.pinned.note, self._weight_files()))
+
+    def _weight_files(self) -> tuple[Path, ...]:
         if self.gguf is not None:
             return parts_of(self.gguf)
         for single, index in ((WEIGHTS, INDEX), (PICKLED, PICKLED_INDEX)):
@@ -147,8 +156,15 @@ class ModelFiles:
     def checkpoint(self) -> Checkpoint:
         """The model's tensors as plain numbers, its adapter merged in. Raises ConfigError for a checkpoint
         that is quantised in a way that is not read."""
-        adapter = None if self.adapter is None else Adapter(self.adapter)
-        return Checkpoint(self.weight_files, scheme_of(self.config), adapter)
+        return Checkpoint(self.weight_files, scheme_of(self.config), self._adapter)
+
+    @cached_property
+    def _adapter(self) -> Adapter | None:
+        if self.adapter is None:
+            return None
+        adapter = Adapter(self.adapter)
+        self.pinned.note(adapter.file)
+        return adapter
 
     def checked_checkpoint(self) -> Checkpoint:
         """`checkpoint`, with names, shapes and dtypes of all tensors checked as for a pass. Raises
@@ -194,6 +210,10 @@ class ModelFiles:
         is neither trusted nor known to compute what transformers computes (layout_check.py), where an adapter
         is left out. Raises WeightsError for an adapter of another model.
         """
+        return self._architecture
+
+    @cached_property
+    def _architecture(self) -> Architecture:
         from .autoconfig import architecture_of
 
         if self.is_bridged:
@@ -247,13 +267,17 @@ class ModelFiles:
         """The model's tokenizer: that of a file of its own, else of the vocabulary inside a GGUF file; None
         without either. Raises TokenizerError for one that cannot be read.
         """
+        return self._tokenizer
+
+    @cached_property
+    def _tokenizer(self) -> Tokenizer | None:
         file = self.tokenizer_file
         if file is None and self.gguf is not None:
             return _tokenizer_inside(header_of(self.weight_files), self.name)
         if file is None:
             return None
         kind = LibraryTokenizer if file.name == TOKENIZER else WorldTokenizer
-        return kind(file, name=self.name)
+        return kind(self.pinned.note(file), name=self.name)
 
     def identity(self, dtype: str = "float32", attention: str | None = None) -> ModelIdentity:
         """What results of this model are keyed by: the content of its weight files, its configuration, how it
@@ -275,41 +299,24 @@ class ModelFiles:
     def while_digested(self, dtype: str, load: Callable[[], Loaded]) -> tuple[ModelIdentity, Loaded]:
         """(the identity, what `load` makes of the weight files), both made at once: digesting takes longer
         than reading, and neither needs the other. Where a change of a file might not show, one after the
-        other. Raises SourceChanged for files that change meanwhile."""
-        before = self._states()
-        if before is None:
+        other. Whether files changed meanwhile, `pinned` tells."""
+        if not self.pinned.are_settled:
             return self.identity(dtype), load()
         with ThreadPoolExecutor(1, "mizarr-digest") as aside:
             asked = aside.submit(self.identity, dtype)
             loaded = load()
-        if self._states() != before:
-            raise SourceChanged(
-                f"the weight files of {self.name} were replaced meanwhile, while they were read; start again "
-                "with the model as it is now"
-            )
         return asked.result(), loaded
-
-    def _states(self) -> tuple[str, ...] | None:
-        """What the files that weights are read from are known by; None where a change might not show."""
-        adapter = () if self.adapter is None else (Adapter(self.adapter).file,)
-        try:
-            found = [FileDigests.state(path) for path in (*self.weight_files, *adapter)]
-        except (OSError, WeightsError):
-            return None
-        known = tuple(state for state in found if state is not None)
-        return known if len(known) == len(found) else None
 
     def weights_digest(self) -> str:
         """`sha256:…` of the content of the weight files, whatever they are called, and of the adapter's."""
         stored = self._stored_digest()
-        if self.adapter is None:
+        if (adapter := self._adapter) is None:
             return stored
-        adapter = Adapter(self.adapter)
-        added = adapter.digest(weight_digest(adapter.file))
+        added = adapter.digest(weight_digest(adapter.file, self.pinned))
         return f"sha256:{digest('adapted', stored, added)}"
 
     def _stored_digest(self) -> str:
-        contents = sorted(weight_digest(path) for path in self.weight_files)
+        contents = sorted(weight_digest(path, self.pinned) for path in self.weight_files)
         if self.gguf is not None:
             return f"sha256:{digest('gguf-weights', contents, gguf.VERSION)}"
         scheme = None if self.is_bridged else scheme_of(self.config)
@@ -317,14 +324,11 @@ class ModelFiles:
             return f"sha256:{digest('quantised-weights', contents, scheme.digest)}"
         return f"sha256:{digest('weights', contents)}"
 
-    def confirm(self, identity: ModelIdentity) -> None:
-        """Raise SourceChanged unless the name still leads to files of this identity.
-
-        A value like this one remembers config.json as it once read it; the files may have been written since.
-        """
+    def require_identity(self, identity: ModelIdentity) -> None:
+        """Raise SourceChanged unless these are the files of a model that was planned, or loaded, before."""
         try:
-            found = resolve(self.name, self.revision).identity(identity.dtype, identity.attention)
-        except (ModelNotFound, WeightsError, ConfigError) as error:
+            found = self.identity(identity.dtype, identity.attention)
+        except (WeightsError, ConfigError) as error:
             raise SourceChanged(
                 f"the files of {self.name} changed since they were looked at: {error}"
             ) from error
@@ -581,12 +585,12 @@ def _weight_map(index: Path) -> dict[str, str]:
     return dict(shards)
 
 
-def weight_digest(path: Path) -> str:
-    """`sha256:…` of a file, read once for each stamp it has.
+def weight_digest(path: Path, pinned: PinnedFiles) -> str:
+    """`sha256:…` of a file, read once for each stamp it has. pinned: the files it is one of.
 
     Raises WeightsError for a file in the hub's cache whose bytes are not those its name says.
     """
-    content = file_digests().digest(path)
+    content = pinned.digest(path)
     name = named_digest(path)
     if name is not None and content != f"sha256:{name}":
         raise WeightsError(

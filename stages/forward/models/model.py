@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from ..passes.branches import Wanted
     from ..passes.planner import Block
     from ..text.tokens import Tokenizer
+    from .files import ModelFiles
 
 Prompts = (
     str | Iterable[str] | Iterable[int] | Iterable[Iterable[int]] | Tensor | np.ndarray | Mapping[str, Any]
@@ -123,14 +124,26 @@ class Model:
             ModelNotFound, ConfigError (with a compatibility report), WeightsError.
             SourceChanged: for files that are written meanwhile.
         """
-        from ..networks.table import build, of_weights
-        from ..networks.weights import unread_line
-
         require_flag(progress, "progress", optional=True)
         (loading,) = split_options("from_pretrained", options, ModelRef)
         reference = ModelRef.of(name, **loading)
+        return cls.from_files(reference.files(), reference, progress=progress, max_memory=max_memory)
+
+    @classmethod
+    @plain_torch()
+    def from_files(
+        cls,
+        found: ModelFiles,
+        reference: ModelRef,
+        *,
+        progress: bool | None = None,
+        max_memory: int | str | None = None,
+    ) -> Model:
+        """As `from_pretrained`, from files that were found already. reference: dtype and device."""
+        from ..networks.table import build, of_weights
+        from ..networks.weights import unread_line
+
         place, numbers = as_device(reference.device), as_dtype(reference.dtype or "float32")
-        found = reference.files()
         config, told_as = found.architecture(), dtype_name(numbers)
         room = room_for(config, numbers.itemsize, place, as_bytes(max_memory), found.name)
         streamed = None
@@ -152,7 +165,7 @@ class Model:
         is_ours = config.kind != "bridge"
         if is_ours and progress is not False and (unread := unread_line(found.checkpoint, config)):
             echo(f"{found.name}: {unread}", err=True)
-        found.confirm(identity)
+        found.pinned.check()
         return cls(
             network,
             name=found.name,

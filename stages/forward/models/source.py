@@ -32,14 +32,15 @@ class ModelSource:
     Pickled it is its name: whoever needs weights elsewhere loads them there.
     """
 
-    def __init__(self, model: ModelRef | Model | str | Path) -> None:
+    def __init__(self, model: ModelRef | Model | str | Path, files: ModelFiles | None = None) -> None:
+        """files: of a model by name, where they are known already."""
         reference = ModelRef.of(model)
         self._model: Model | None = reference.loaded
         self._looked = False
         self.files: ModelFiles | None = None
         """None for a loaded model."""
         if self._model is None:
-            self.files = reference.files()
+            self.files = files or reference.files()
             # The name carries trust, backend and adapter to workers.
             self.name, self.revision = self.files.name, reference.revision
             self.dtype, self.device = reference.dtype or "float32", reference.device
@@ -50,9 +51,14 @@ class ModelSource:
             self.device = str(self._model.device)
             self.config = self._model.config
 
+    @classmethod
+    def of(cls, model: ModelSource | ModelRef | Model | str | Path, **options: Any) -> ModelSource:
+        """A model as nodes work with it, itself where it is that already. options: of `ModelRef`."""
+        return model if isinstance(model, cls) and not options else cls(ModelRef.of(model, **options))
+
     @cached_property
     def identity(self) -> ModelIdentity:
-        """What results are keyed by, from the first question on; `confirm` tells whether it still holds.
+        """What results are keyed by, from the first question on; `check` tells whether it still holds.
 
         ConfigError for a model made in memory.
         """
@@ -61,10 +67,10 @@ class ModelSource:
         return self._held().require_identity()
 
     def expect(self, *, served: bool) -> None:
-        """`confirm`, as a plan asks for it. Weights in memory are looked at where something stored is to be
+        """`check`, as a plan asks for it. Weights in memory are looked at where something stored is to be
         served for them; where it will be computed, `load` looks."""
         if self.files is not None or served:
-            self.confirm()
+            self.check()
 
     @contextmanager
     def just_identified(self) -> Iterator[None]:
@@ -77,10 +83,10 @@ class ModelSource:
         finally:
             self._looked = False
 
-    def confirm(self) -> None:
+    def check(self) -> None:
         """Raise SourceChanged if the files, or the weights in memory, are no longer those of `identity`."""
         if self.files is not None:
-            self.files.confirm(self.identity)
+            self.files.pinned.check()
         elif self._model is not None and not self._looked and self._model.require_identity() != self.identity:
             raise SourceChanged(
                 f"expected the weights of {self.name} as they were (model {self.identity.short}), found them "
@@ -105,12 +111,12 @@ class ModelSource:
         was loaded: a model that is given is looked at as it is, one that is named is that of its files.
         """
         if self._model is not None and self.files is None:
-            self.confirm()
+            self.check()
             return self._model
         place = _Place(self.name, self.revision, self.dtype, self.device)
         about = (place, self.identity, self.tokenizer_digest)
         if self._model is None:
-            self._model = _loaded(about, max_memory, partial(self._allowed, max_memory, beside))
+            self._model = _loaded(about, self.files, max_memory, partial(self._allowed, max_memory, beside))
         if (edited := self._model.first_edit()) is not None:
             self._model = None
             _forget(about)
@@ -195,12 +201,15 @@ _LOADING = threading.Lock()
 """Held while a model is read: threads of a worker that want the same one wait for the first."""
 
 
-def _loaded(about: _About, max_memory: int | None, allowed: Callable[[], int | None]) -> Model:
-    """The model, loaded or kept. allowed: what its weights may take, asked if it is loaded."""
+def _loaded(
+    about: _About, files: ModelFiles | None, max_memory: int | None, allowed: Callable[[], int | None]
+) -> Model:
+    """The model, loaded or kept. files: its own, where they are known; else they are found by its name.
+    allowed: what its weights may take, asked if it is loaded."""
     with _LOADING:
         if not (_kept and _kept[0].serves(about, max_memory)):
             _kept.clear()  # before another one is read: two may be more than there is room for
-            _kept.append(_Kept(about, max_memory, _load(*about, allowed())))
+            _kept.append(_Kept(about, max_memory, _load(*about, files, allowed())))
         return _kept[0].model
 
 
@@ -211,13 +220,19 @@ def _forget(about: _About) -> None:
             _kept.clear()
 
 
-def _load(place: _Place, identity: ModelIdentity, tokenizer: str | None, max_memory: int | None) -> Model:
+def _load(
+    place: _Place,
+    identity: ModelIdentity,
+    tokenizer: str | None,
+    files: ModelFiles | None,
+    max_memory: int | None,
+) -> Model:
     name = place.name
     with setting_up():
         from .model import Model
 
         reference = ModelRef(name, revision=place.revision, dtype=place.dtype, device=place.device)
-        model = Model.from_pretrained(reference, max_memory=max_memory)
+        model = Model.from_files(files or reference.files(), reference, max_memory=max_memory)
     if (found := model.require_identity()) != identity:
         raise SourceChanged(
             f"expected {name} to be model {identity.short}, as when this was planned, found {found.short}: "

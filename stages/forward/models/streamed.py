@@ -62,7 +62,7 @@ class WeightFiles:
         with self.checkpoint.opened() as tensors:
             take = as_computed(tensors, self.dtype, self.device)
             yield shared_once(take, self.config, self.shared)
-        self.confirm()
+        self.check()
 
     def rows(self, name: str, ids: Tensor) -> Tensor | None:
         """Rows of a matrix by their numbers [row, width]; None where its file does not hold it as it is."""
@@ -73,10 +73,10 @@ class WeightFiles:
         tensor = torch.from_numpy(rows.view(np.int16) if is_bfloat16 else rows)
         tensor = tensor.view(torch.bfloat16) if is_bfloat16 else tensor
         found = as_computed(lambda _: tensor, self.dtype, self.device)(name)
-        self.confirm()
+        self.check()
         return found
 
-    def confirm(self) -> None:
+    def check(self) -> None:
         """Raise SourceChanged unless the files are those that were opened."""
         if self._stamped() != self._stamps:
             names = ", ".join(path.name for path in self.checkpoint.files[:3])

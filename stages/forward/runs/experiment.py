@@ -25,7 +25,16 @@ from ....pipeline.ambient import plain_torch
 from ....pipeline.context import Group
 from ....pipeline.declaration import REQUIRED, Declaration, Output, require_declared
 from ....pipeline.memory import Took, measured
-from ....pipeline.nodes import Estimate, Node, ResultNode, Status, one_look, remembered, status_of
+from ....pipeline.nodes import (
+    Estimate,
+    Node,
+    ResultNode,
+    Status,
+    check_pinned,
+    one_look,
+    remembered,
+    status_of,
+)
 from ....pipeline.plan import as_bytes
 from ....pipeline.reasons import last_timed, missing_cells, scaled_seconds, why_not
 from ....store.errors import SourceChanged
@@ -44,6 +53,7 @@ if TYPE_CHECKING:
     import xarray as xr
 
     from ....pipeline import Context
+    from ....pipeline.pinned import Pinned
     from ....store import Store
     from ..architectures.architecture import Architecture
     from ..hooks.cache import HookCache
@@ -151,11 +161,10 @@ class Experiment(ABC):
         (whole,) = parts
         return whole
 
-    def confirm(self) -> None:  # noqa: B027 - most read nothing but the model
-        """Raise SourceChanged when what it reads besides the model is no longer what its parameters say.
-
-        Asked before the experiment is looked up, and before anything it gave is published.
-        """
+    @property
+    def pinned(self) -> Sequence[Pinned]:
+        """What it reads besides the model, and what must not change while it runs."""
+        return ()
 
     def on(
         self,
@@ -164,8 +173,7 @@ class Experiment(ABC):
         memory: int | str | None = None,
     ) -> ExperimentNode:
         """This experiment on a model, as a node of a workflow's graph."""
-        source = model if isinstance(model, ModelSource) else ModelSource(model)
-        return ExperimentNode(self, source, memory=memory)
+        return ExperimentNode(self, ModelSource.of(model), memory=memory)
 
 
 class ExperimentNode(ResultNode):
@@ -183,9 +191,15 @@ class ExperimentNode(ResultNode):
         self.source = source
         self.memory = memory
         self.name = experiment.name
+        self._pinned = tuple(experiment.pinned)
 
     def __repr__(self) -> str:
         return f"ExperimentNode({self.experiment!r}, {self.source!r})"
+
+    @property
+    def pinned(self) -> Sequence[Pinned]:
+        """What the experiment reads besides the model, which is looked at when it is loaded."""
+        return self._pinned
 
     # -- identity
 
@@ -218,8 +232,8 @@ class ExperimentNode(ResultNode):
     def status(self, store: Store) -> Status:
         """Cached, or why it will run and how much of it stands already. Raises SourceChanged when the model
         is no longer the one this node was made for."""
-        self.experiment.confirm()
         with one_look():
+            check_pinned(self)
             key = self.key(store)
             is_stored = store.lookup(key) is not None
             self.source.expect(served=is_stored)
@@ -314,6 +328,7 @@ class ExperimentNode(ResultNode):
 
     def compute(self, store: Store, cells: Sequence[CellLabels], advance: Any = lambda: None) -> int:
         """Compute and publish some cells, as many together as make `TOGETHER` runs; returns how many."""
+        check_pinned(self)
         keys = [self.cell_key(cell) for cell in cells]
         model = self.source.load()
         prepared = self.experiment.prepare(model)
@@ -397,12 +412,7 @@ class ExperimentNode(ResultNode):
             **took(),
             "bytes_written": int(given.nbytes),
         }
-
-        def confirm() -> None:
-            self.experiment.confirm()
-            _require(self.name, key.digest, again())
-
-        store.put_result(key, given, provenance=note, confirm=confirm)
+        self.publish(store, key, given, note, lambda: _require(self.name, key.digest, again()))
 
 
 def tokenizer_input(source: ModelSource) -> dict[str, str]:

@@ -119,7 +119,7 @@ def _keep(
     coords = {"run": np.arange(len(results))}
     given = xr.Dataset(arrays, coords)
     note = {**source.provenance(), **took(), "bytes_written": int(given.nbytes)}
-    store.put_result(group.key, given, provenance=note, confirm=source.confirm)
+    store.put_result(group.key, given, provenance=note, confirm=source.check)
 
 
 def _read(

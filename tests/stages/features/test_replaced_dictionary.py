@@ -190,12 +190,12 @@ def test_a_dictionary_in_memory_is_identified_by_its_weights_as_they_are(origina
     kept = {"read": clt.layout.read, "write": clt.layout.write, "features": clt.n_features, "k": 2}
     settings = TrainingSettings(kind="clt", **kept)
     made = as_dictionary({layer: clt.layer(layer) for layer in clt.layers}, settings, model_name=None)
-    identity = made.identity
-    made.confirm(identity)
+    identity, resource = made.identity, made.as_resource()
+    resource.check()
     made.layer(1).W_enc.data[0, 0] += 1.0
     assert made.identity != identity
     with pytest.raises(SourceChanged):
-        made.confirm(identity)
+        resource.check()
 
 
 def test_a_dictionary_asked_for_by_identity_must_be_it_before_and_after(folder):

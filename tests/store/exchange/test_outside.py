@@ -7,11 +7,10 @@ import os
 
 import pytest
 
-from mizarr.store.errors import ConfigError, SourceChanged
+from mizarr.store.errors import ConfigError
 from mizarr.store.exchange.outside import (
     LFS_POINTER,
     MOST_DEPTH,
-    DigestedFile,
     bounded_depth,
     json_file,
     json_object,
@@ -131,20 +130,3 @@ def test_a_blob_is_compared_with_the_digest_in_its_name(prefix, is_whole, tmp_pa
     else:
         with pytest.raises(ConfigError, match="sha256 in its name"):
             json_object(tmp_path / "config.json", ConfigError)
-
-
-@pytest.mark.parametrize("is_settled", [True, False])
-def test_a_file_that_was_written_over_since_it_was_digested_is_noticed(is_settled, tmp_path, monkeypatch):
-    path = tmp_path / "a"
-    path.write_bytes(b"one")
-    monkeypatch.setattr("mizarr.store.files.stamps._SETTLED", -1.0 if is_settled else 100.0)
-    digested = DigestedFile.of(path, ConfigError)
-    digested.require_unchanged()
-    before = path.stat()
-    path.write_bytes(b"two")
-    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
-    with pytest.raises(SourceChanged, match="written over meanwhile"):
-        digested.require_unchanged()
-    path.unlink()
-    with pytest.raises(SourceChanged, match="written over meanwhile"):
-        digested.require_unchanged()

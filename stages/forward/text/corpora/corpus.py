@@ -26,11 +26,11 @@ import numpy as np
 
 from .....pipeline.execute import run
 from .....pipeline.nodes import Estimate
+from .....pipeline.pinned import PinnedFiles
 from .....pipeline.sources import SourceNode
 from .....store.arrays import as_count, as_list, as_number, require_kind, shown
 from .....store.digest import LARGEST
-from .....store.errors import PromptError, SourceChanged, TokenizerError
-from .....store.index import file_digests
+from .....store.errors import PromptError, TokenizerError
 from .....store.runs.packed import PackedTokens
 from ..prompts import pack_encodings
 from .contexts import Framing, Ids, framed_prompts
@@ -206,7 +206,9 @@ class Corpus:
         return xr.Dataset(coords={name: ("prompt_id", _joined(values)) for name, values in columns.items()})
 
     def _node(self, path: Path, tokenizer: Tokenizer | None, framing: Framing) -> SourceNode:
-        digest, size = file_digests().digest(path), path.stat().st_size
+        advice = "it was written over meanwhile; start again with the file as it is now"
+        pinned = PinnedFiles("the corpus", advice)
+        digest, size = pinned.digest(path), path.stat().st_size
         reading = Reading(self.column, tuple(self.labels), self.whole_files)
         params = {
             "file": digest,
@@ -218,14 +220,8 @@ class Corpus:
             "seed": self.seed,
         }
 
-        def confirm() -> None:
-            if file_digests().digest(path) != digest:
-                raise SourceChanged(
-                    f"{path} changed while it was read; start again with the file as it is now"
-                )
-
         make = partial(_tokenised, path, reading, tokenizer, framing, self.share, self.seed)
-        return SourceNode("corpus_tokens", VERSION, params, make, Estimate(size, size, 4 * size), confirm)
+        return SourceNode("corpus_tokens", VERSION, params, make, Estimate(size, size, 4 * size), (pinned,))
 
     def framing(self, tokenizer: Tokenizer | None) -> Framing:
         """Special tokens as the tokenizer adds them to any text, and what parts documents."""
