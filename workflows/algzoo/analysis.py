@@ -37,7 +37,6 @@ from ..views import (
     Cones,
     Data,
     Figure,
-    Findings,
     Heatmap,
     Line,
     Lines,
@@ -176,8 +175,7 @@ class StoicheiaAnalysis(AlgZooWorkflow):
         ]
 
     def views(self) -> Iterator[View]:
-        """The claim, accuracy, weights, neurons, regions, explanations."""
-        yield self._claim()
+        """Accuracy, weights, neurons, regions, explanations."""
         yield from self._accuracy()
         yield from self._weights()
         yield from self._neurons()
@@ -193,7 +191,8 @@ class StoicheiaAnalysis(AlgZooWorkflow):
         found: Floats = self.result("controls").load()["delta"].min("direction").values
         return found
 
-    def _claim(self) -> Findings:
+    def claims(self) -> Iterator[Claim]:
+        """What the network loses without the neuron it needs most on other samples."""
         hidden = self.network.shape.hidden
         unit = "of accuracy" if self.measure == "accuracy" else "of RMSE"
         effect = -float(self.ablation["delta"][self.neuron])
@@ -201,7 +200,7 @@ class StoicheiaAnalysis(AlgZooWorkflow):
             f"without neuron {self.neuron}, the one needed most on other samples, {self.network.title} loses"
         )
         of = f"random bases of the state, of each the direction of {hidden} that is needed most"
-        return Findings.of(Claim.against(claim, effect, -self.null, of, unit=unit))
+        yield Claim.against(claim, effect, -self.null, of, unit=unit)
 
     def _accuracy(self) -> Iterator[View]:
         counted, network = self.counted, self.network

@@ -27,6 +27,7 @@ from ...stages.attention.flow import (
 from ...stages.corpus.positions import position_of
 from ...stages.forward.hooks.edges import SteeringSpec
 from ...stages.logits.lens import format_text, format_token
+from ..labelled import stacked
 from ..material.answers import encoded, fact, named
 from ..settings import Count, EdgeSettings, ModelSettings, setting
 from ..views import Attention, Data, Figure, Heatmap, Lines, Table, View, bold, dim
@@ -93,8 +94,6 @@ class AttentionPatterns(ModelWorkflow):
 
     def views(self) -> Iterator[View]:
         """Every head to look into, the edge by layer; who looks where on the mean over heads."""
-        import xarray as xr
-
         flow = self.flow.transpose("layer", "head", "query_position", "key_position")
         tokens, mean = tuple(map(format_token, self.tokens)), flow["mean_pattern"]
         reads, is_read = (f"{tokens[place]!r} ({place})" for place in (self.query, self.key))
@@ -121,10 +120,13 @@ class AttentionPatterns(ModelWorkflow):
                 head=int(edge.values[row].argmax()),
                 query=self.query,
             )
-        parts: list[xr.DataArray] = [edge.mean("head"), edge.max("head"), edge.min("head")]
-        names = ["mean over heads", "largest head", "smallest head"]
+        parts = {
+            "mean over heads": edge.mean("head"),
+            "largest head": edge.max("head"),
+            "smallest head": edge.min("head"),
+        }
         yield Lines.of(
-            xr.concat(parts, "heads").assign_coords(heads=names),
+            stacked("heads", parts),
             f"How much {reads} reads {is_read}",
             self._choice_told(reads, is_read),
             control="smallest head",

@@ -33,8 +33,9 @@ from ...stages.attention.statistics import head_statistics
 from ...stages.causal.controls import chosen_at_random
 from ...store.errors import PromptError
 from ..claim import Claim
+from ..labelled import column, largest
 from ..settings import ControlSettings, Count, ModelSettings, Natural, setting
-from ..views import Choice, Figure, Findings, Heatmap, Table, View
+from ..views import Choice, Figure, Heatmap, Table, View
 from ..workflow import ModelWorkflow
 
 if TYPE_CHECKING:
@@ -147,15 +148,13 @@ class HeadDetection(ModelWorkflow):
 
     def plan(self) -> Mapping[str, ResultNode]:
         """Scores on what is read, on the same shuffled, and what each head's attention is like."""
-        import xarray as xr
-
         given = self.settings
         tokens, other, first_query = self._tokens()
         kind = self.subject.attention_kind
         captured, control = (self.subject.capture_weights(each)[kind] for each in (tokens, other))
         asked: dict[str, Any] = {
-            "token_id": xr.DataArray(tokens.ids, dims="token", name="token_id"),
-            "row_size": xr.DataArray(tokens.row_size, dims="prompt", name="row_size"),
+            "token_id": column(tokens.ids, "token", "token_id"),
+            "row_size": column(tokens.row_size, "prompt", "row_size"),
             "exclude_bos": given.exclude_bos,
             "exclude_current_token": given.exclude_current_token,
             "error_measure": given.error_measure,
@@ -212,11 +211,7 @@ class HeadDetection(ModelWorkflow):
     def best(self, kind: str) -> list[dict[str, Any]]:
         """The heads that match a kind best, best first, with all that is known of them."""
         found = self.scores.sel(kind=kind).transpose("layer", "head")
-        order = np.argsort(-found["score"].values, axis=None, kind="stable")[: self.settings.top]
-        rows = (found.isel(layer=i // found.sizes["head"], head=i % found.sizes["head"]) for i in order)
-        whole, numbers = ("layer", "head"), (*SCORES, *STATISTICS)
-        kinds = {**dict.fromkeys(whole, int), **dict.fromkeys(numbers, float)}
-        return [{name: of(row[name]) for name, of in kinds.items()} for row in rows]
+        return largest(found, found["score"], self.settings.top, *SCORES, *STATISTICS)
 
     def _others(self, shortest: int) -> list[int]:
         """Distances behind an earlier occurrence that induction is held against, drawn at random; none at
@@ -227,13 +222,23 @@ class HeadDetection(ModelWorkflow):
             chosen_at_random(range(2, longest + 1), given.controls, seed=given.seed) if longest > 1 else []
         )
 
-    def _findings(self) -> Findings:
+    @cached_property
+    def lead(self) -> xr.DataArray:
+        """Scores less those on shuffled tokens, by distance behind an earlier occurrence: [displacement,
+        layer, head]."""
+        one, other = (self.result(name)["score"].load() for name in ("displaced", "displaced_control"))
+        return (one - other).transpose("displacement", "layer", "head")
+
+    @property
+    def not_claimed(self) -> str:
+        """Why there is no verdict on prompts that hold one distance alone."""
+        is_short = self.lead.sizes["displacement"] == 1 and self.settings.controls
+        return "no verdict: prompts too short to look anywhere else" if is_short else ""
+
+    def claims(self) -> Iterator[Claim]:
         """How far the best head is ahead of its score on shuffled tokens, right behind an earlier occurrence
         and elsewhere."""
-        one, other = (self.result(name)["score"].load() for name in ("displaced", "displaced_control"))
-        lead = (one - other).transpose("displacement", "layer", "head")
-        if lead.sizes["displacement"] == 1 and self.settings.controls:
-            return Findings.of(caption="no verdict: prompts too short to look anywhere else")
+        lead = self.lead
         n_heads = lead[0].size
         layer, head = divmod(int(lead.values[0].argmax()), lead.sizes["head"])
         text = (
@@ -242,7 +247,7 @@ class HeadDetection(ModelWorkflow):
         )
         of = f"other distances behind it, every time the best of {n_heads} heads"
         best = lead.max(("layer", "head")).values
-        return Findings.of(Claim.against(text, best[0], best[1:], of))
+        yield Claim.against(text, best[0], best[1:], of)
 
     @property
     def told(self) -> str:
@@ -271,7 +276,6 @@ class HeadDetection(ModelWorkflow):
             for kind, rows in best.items()
         }
         statistics = {of: {"unit": found[of].attrs["units"], "by_head": found[of]} for of in STATISTICS}
-        yield self._findings()
         names = {kind: kind.removesuffix("_head").replace("_", " ") for kind in KINDS}
         yield Table.of(
             [{"kind": "" if i else names[kind]} | row for kind in KINDS for i, row in enumerate(best[kind])],

@@ -30,6 +30,7 @@ from ...stages.logits.lens import format_probability, format_text, format_token
 from ...store.arrays import Floats
 from ...store.errors import ConfigError
 from ..claim import CandidateEffects, Claim
+from ..labelled import largest, values_of
 from ..material.answers import answer_pieces, encoded, named, target_json
 from ..material.facts.fact_data import Fact, enough, facts_of, shown_fact
 from ..material.facts.known import CHOSEN_ON, SCORED, KnownWorkflow
@@ -37,7 +38,7 @@ from ..material.places import in_every_layer
 from ..material.unrelated import Unrelated
 from ..settings import Count, DataSettings, FactSettings, setting
 from ..subject import shipped_facts
-from ..views import Data, Figure, Heatmap, Table, View, points
+from ..views import Data, Heatmap, Table, View, points, together
 from ..workflow import loaded
 
 if TYPE_CHECKING:
@@ -174,8 +175,7 @@ class AblationOfEach(KnownWorkflow):
     @cached_property
     def lost(self) -> Floats:
         """KL without each unit on other facts, in nats: [fact, layer, head]."""
-        found: Floats = self.result("facts")["kl"].transpose("draw", "layer", self.unit).values
-        return found
+        return values_of(self.result("facts")["kl"], "draw", "layer", self.unit)
 
     @cached_property
     def candidates(self) -> CandidateEffects:
@@ -250,8 +250,6 @@ class AblationOfEach(KnownWorkflow):
         layers = self.layers if "kind" in self.layers.dims else self.layers.expand_dims("kind")
         names = ["attention", "MLP"][: layers.sizes["kind"]]
         layers = layers.assign_coords(kind=names).transpose("layer", "kind", ...)
-        findings = self.findings()
-        yield findings
         yield Data(json=self._about())
         instead = INSTEAD[self.settings.how]
         panels = [
@@ -264,8 +262,7 @@ class AblationOfEach(KnownWorkflow):
                 self._change("layers", layers, "Target without a part"),
             ]
         title = f"What {self.subject.name} needs: '{format_text(self.prompt)}'"
-        yield from panels
-        yield Figure(name="ablation", title=title, panels=(*panels, findings), columns=2)
+        yield from together("ablation", title, *panels, beside=[self.findings], columns=2)
         yield self._most()
 
     def _loss(self, name: str, grid: xr.Dataset, title: str, caption: str) -> Heatmap:
@@ -295,33 +292,24 @@ class AblationOfEach(KnownWorkflow):
 
     def _most(self) -> Table:
         """The units whose loss changes most."""
-        flat = self.units["kl"].stack(place=("layer", self.unit))
-        order = np.argsort(-flat.values, kind="stable")[: self.settings.top]
-        records = [
-            {
-                "layer": int(layer),
-                self.unit: int(unit),
-                "kl": float(self.units["kl"].sel({"layer": layer, self.unit: unit})),
-            }
-            for layer, unit in flat["place"].values[order].tolist()
-        ]
+        units, names = self.units, ["kl"]
         columns: list[tuple[Any, ...]] = [
             ("layer", "layer", "d"),
             (self.unit, self.unit, "d"),
             ("KL", "kl", ".5f"),
         ]
         if self.pieces:
-            for one in records:
-                there = self.units["probability"].sel({name: one[name] for name in ("layer", self.unit)})
-                one["probability_change"] = float(there) - self.clean
+            change = units["probability"] - self.clean
+            units, names = units.assign(probability_change=change), [*names, "probability_change"]
             columns.append((repr(self.word), "probability_change", points))
+        most = largest(units, units["kl"].transpose("layer", self.unit), self.settings.top, *names)
         return Table.of(
-            records,
+            most,
             *columns,
             title=f"{self.subject.name}: the {self.unit}s that '{format_text(self.prompt)}' needs most",
             caption=f"KL(as it is || without the {self.unit}) of the next token, nats",
             sources=(f"{self.unit}s",),
-            json={"most": records},
+            json={"most": most},
         )
 
     def _about(self) -> dict[str, Any]:

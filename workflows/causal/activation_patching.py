@@ -28,7 +28,7 @@ and so is what heads of a recurrent model read, write and are asked for; its sta
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -45,6 +45,7 @@ from ...stages.logits.lens import format_probability, format_text, format_token
 from ...store.arrays import Floats
 from ...store.errors import ConfigError
 from ..claim import CandidateEffects, Claim
+from ..labelled import ranked, values_of
 from ..material.answers import answer_pieces, encoded, named
 from ..material.facts.fact_data import FIELDS
 from ..material.facts.fact_pairs import pair_records, shipped_pairs
@@ -320,6 +321,11 @@ class ActivationPatchingTrace(KnownWorkflow):
         by_donor = controls.reshape(len(scored), self.num_donors, *scored.shape[1:])
         return CandidateEffects(choice, scored, by_donor)
 
+    @property
+    def makes_claims(self) -> bool:
+        """Whether any kind is one that a claim is made about."""
+        return bool(self.claimed_kinds)
+
     def claims(self) -> Iterator[Claim]:
         """For each kind of state, the place with the largest recovery on other pairs; then the weakest."""
         kinds = self.claimed_kinds
@@ -327,8 +333,7 @@ class ActivationPatchingTrace(KnownWorkflow):
             candidates = self.candidates(kind)
             yield self._claim(kind, candidates, candidates.best)
         first = self.candidates(kinds[0])
-        weakest = replace(first, chosen_on=np.abs(first.mean)[None]).weakest
-        yield self._claim(kinds[0], first, weakest, "for comparison, ")
+        yield self._claim(kinds[0], first, first.quietest, "for comparison, ")
 
     def claims_caption(self) -> str:
         """Caption of the claims: on which pairs the layer and position of each kind were chosen."""
@@ -355,13 +360,9 @@ class ActivationPatchingTrace(KnownWorkflow):
         """Percent recovered of one kind in one of the results on roles, in pairs that count: [pair, layer,
         role], of controls [pair and donor, layer, role]."""
         grid = 100 * self.result(name).load()["recovery"]
-        found: Floats = (
-            (grid.sel(kind=kind) if "kind" in grid.dims else grid)
-            .transpose("draw", "layer", "position")
-            .values
-        )
-        known = self.counts(name)
-        return found[known.repeat(len(found) // len(known))]
+        grid = grid.sel(kind=kind) if "kind" in grid.dims else grid
+        recovered, known = values_of(grid, "draw", "layer", "position"), self.counts(name)
+        return recovered[known.repeat(len(recovered) // len(known))]
 
     def _claim(
         self, kind: str, candidates: CandidateEffects, place: tuple[int, ...], before: str = ""
@@ -511,8 +512,6 @@ class ActivationPatchingTrace(KnownWorkflow):
     def views(self) -> Iterator[View]:
         """Per pair the grids of every kind, and the best places."""
         pairs = [self.told(i) for i in range(len(self.traced))]
-        findings = (self.findings(),) if any(not _by_head(kind) for kind in self.kinds) else ()
-        yield from findings
         yield Data(json={"results": pairs})
         for i, told in enumerate(pairs):
             traced, sources = self.traced[i], self.sources(i)
@@ -530,7 +529,7 @@ class ActivationPatchingTrace(KnownWorkflow):
                 name=f"activation_patching_{i}",
                 title=f"Where {self.subject.name} keeps what makes prompts differ",
                 caption=f"States of '{format_text(traced.clean)}' put into '{format_text(traced.corrupted)}'",
-                panels=(*grids, *findings),
+                panels=(*grids, *([self.findings] if self.makes_claims else [])),
             )
             yield self._places(told, sources)
 
@@ -630,14 +629,8 @@ def _at(told: dict[str, Any], best: dict[str, Any]) -> str:
 
 def _best(kind: str, percent: xr.DataArray) -> dict[str, Any]:
     """The largest cell of a grid [layer, position] or [layer, head], the earliest of equal ones."""
-    row, column = np.unravel_index(int(percent.values.argmax()), percent.shape)
-    place = str(percent.dims[1])
-    return {
-        "kind": kind,
-        "layer": int(percent["layer"][row]),
-        place: int(percent[place][column]),
-        "recovery": float(percent.values[row, column]),
-    }
+    (place,) = ranked(percent, 1)
+    return {"kind": kind, **place, "recovery": float(percent.sel(place))}
 
 
 WORKFLOW = ActivationPatchingTrace

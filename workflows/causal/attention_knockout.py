@@ -29,7 +29,7 @@ from ..claim import Claim
 from ..material.answers import named, target_json
 from ..material.edge_choice import EdgeWorkflow
 from ..settings import ChosenEdgeSettings, setting
-from ..views import Data, Figure, Heatmap, Table, View
+from ..views import Data, Heatmap, Table, View, together
 from ..workflow import loaded
 
 if TYPE_CHECKING:
@@ -113,12 +113,10 @@ class AttentionKnockout(EdgeWorkflow):
         return Claim.among(text, effects, own, of, self.settings, **fields)
 
     def views(self) -> Iterator[View]:
-        """What is claimed; the one edge; every key and every head in its place."""
+        """The one edge; every key and every head in its place."""
         told, (query, key) = self.told, self.edge
         tokens = [format_token(token) for token in named(self.subject, self.encoding.ids)]
         names = [f"{token!r} ({place})" for place, token in enumerate(tokens)]
-        findings = self.findings()
-        yield findings
         yield Data(json=self._about() | self.choice_json())
         yield self.changed_table(
             told,
@@ -148,9 +146,8 @@ class AttentionKnockout(EdgeWorkflow):
             json={"heads": _sweep_json(self.heads)},
         )
         title = f"What {self.subject.name} needs to read: '{format_text(self.prompt)}'"
-        yield by_key
-        yield by_head
-        yield Figure(name="attention_knockout", title=title, panels=(by_key, by_head, findings), columns=2)
+        beside = [self.findings]
+        yield from together("attention_knockout", title, by_key, by_head, beside=beside, columns=2)
         yield Table.of(
             [
                 (layer, _most(self.edges.sel(layer=layer)), _most(self.heads.sel(layer=layer)))

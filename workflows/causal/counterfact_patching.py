@@ -147,8 +147,6 @@ class CounterFactPatches(PairWorkflow):
 
     def views(self) -> Iterator[View]:
         """How often the next word changes, by block and type of token, and how far every patch moves it."""
-        findings = self.findings()
-        yield findings
         patches, total, model = self.patches, len(self.pairs), self.subject.name
         different, kinds = patches["is_different"].values, patches["token_type"].values
         here = [patches["block"].values == block for block in range(len(self.blocks))]
@@ -217,7 +215,7 @@ class CounterFactPatches(PairWorkflow):
         told = f"{format_text(first['label'])}; framed: the next word changes"
         one = replace(maps[0], title="One pair: how far the prediction moves", caption=told)
         title = f"Where {model} can be told another fact"
-        yield Figure(name="counterfact_patching", title=title, panels=(often, one, findings), columns=2)
+        yield Figure(name="counterfact_patching", title=title, panels=(often, one, self.findings), columns=2)
 
     def _map(self, i: int) -> Heatmap:
         """KL of every patch of a pair, block by position."""

@@ -27,7 +27,7 @@ from ...store.errors import ConfigError
 from ..material.answers import named
 from ..settings import MODEL_HELP, Count, setting
 from ..subject import shipped_facts, shipped_prose
-from ..views import Data, Figure, Heatmap, Line, Lines, Table, View, dim
+from ..views import Data, Heatmap, Line, Lines, Table, View, dim, together
 from ..workflow import loaded
 from .ablation import AblationOfEach, AblationOfEachSettings
 
@@ -125,8 +125,7 @@ class ExpertRouting(AblationOfEach):
 
     def views(self) -> Iterator[View]:
         """What is lost without each; which tokens each reads, and how far tokens alone decide."""
-        findings, use = self.findings(), self.use
-        yield findings
+        use = self.use
         yield Data(json=self._about())
         share = Heatmap.of(
             use["share"].transpose("layer", "expert"),
@@ -142,9 +141,8 @@ class ExpertRouting(AblationOfEach):
         panels: list[Any] = [share, lost, self._told_by_tokens()]
         if self.pieces:
             panels.append(self._change("experts", self.units, "Target without an expert"))
-        yield from panels
         title = f"Experts of {self.subject.name}"
-        yield Figure(name="expert_routing", title=title, panels=(*panels, findings), columns=2)
+        yield from together("expert_routing", title, *panels, beside=[self.findings], columns=2)
         yield self._readers()
         yield self._most()
 

@@ -173,8 +173,6 @@ class Routing(PairWorkflow):
 
     def views(self) -> Iterator[View]:
         """Which heads move, by the block patched, and how much does."""
-        findings = self.findings()
-        yield findings
         model, rule, pairs, blocks = self.subject.name, self.settings.subject, len(self.pairs), self.blocks
         total, count = np.abs(self.routing["delta"].values).sum((2, 3)), pairs * len(blocks)
         changed = 100 * self.routing["is_different"].values.mean(0)
@@ -235,7 +233,7 @@ class Routing(PairWorkflow):
         yield Figure(
             name="factual_routing",
             title=f"Which heads of {model} look elsewhere once the {SUBJECTS[rule]} is another",
-            panels=(*panels, amount, findings),
+            panels=(*panels, amount, self.findings),
             columns=2,
         )
 

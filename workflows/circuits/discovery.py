@@ -24,6 +24,7 @@ from ...stages.circuits.experiment import EdgeExperiment, one_length
 from ...stages.circuits.scores import EdgeEffects, EdgeScores
 from ...stages.circuits.selected import SelectedCircuits
 from ..claim import Claim
+from ..labelled import labelled
 from ..settings import CircuitSettings, Count, Natural, setting
 from ..views import CircuitDrawing, Data, Figure, Heatmap, Table, View
 from .tasks import CircuitWorkflow
@@ -115,8 +116,6 @@ class CircuitDiscovery(CircuitWorkflow):
 
     def views(self) -> Iterator[View]:
         """What is claimed; each task's circuit, drawn and as a table of edges."""
-        findings = self.findings()
-        yield findings
         told = {task: self.told(task) for task in self.tasks}
         yield Data(
             json={
@@ -133,7 +132,7 @@ class CircuitDiscovery(CircuitWorkflow):
                 name=f"circuit_discovery_{task}",
                 title=f"What {self.subject.name} needs for {task}",
                 caption=f"{told[task]['faithfulness_percent']:.0f} % of the task is kept",
-                panels=(self._drawing(task), *by_position, *([findings] if findings.findings else [])),
+                panels=(self._drawing(task), *by_position, *([self.findings] if self.done else [])),
                 columns=1,
             )
 
@@ -209,20 +208,15 @@ class CircuitDiscovery(CircuitWorkflow):
 
     def _map(self, task: str) -> Heatmap:
         """How much of the circuit is read where: |score| of its edges by layer of what reads and position."""
-        import xarray as xr
-
         scores, circuit = self.result(f"{task}_scores")["score"].values, self.circuit(task)
         held = np.where(circuit.chosen, np.abs(scores), 0.0).sum(1)
         layers = [self.layout.layer_of(column) for column in range(held.shape[1])]
         summed = np.zeros((self.layout.num_layers + 1, len(held)))
         np.add.at(summed, layers, held.T)
         names = [*map(str, range(self.layout.num_layers)), "logits"]
-        array = xr.DataArray(summed, dims=("read_in", "position"), coords={"read_in": names})
+        unit = self.result(f"{task}_scores")["score"].attrs["units"]
         return Heatmap.of(
-            array.assign_attrs(
-                units=self.result(f"{task}_scores")["score"].attrs["units"],
-                long_name="|score| of the circuit's edges",
-            ),
+            labelled(summed, "|score| of the circuit's edges", unit, read_in=names, position=None),
             f"{task}: where the circuit reads",
             "sum of |score| over the circuit's edges, by the layer that reads and the position it reads at",
             sources=(f"{task}_scores", f"{task}_circuit"),

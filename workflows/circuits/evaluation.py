@@ -161,8 +161,6 @@ class CircuitEvaluation(CircuitWorkflow):
 
     def views(self) -> Iterator[View]:
         """What is claimed; faithfulness by size; the edges that one circuit needs."""
-        findings = self.findings()
-        yield findings
         told = {task: self.told(task) for task in self.tasks}
         yield Data(json={**self.subject.about, "evaluated": told})
         for task in self.tasks:
@@ -173,7 +171,7 @@ class CircuitEvaluation(CircuitWorkflow):
                 name=f"circuit_evaluation_{task}",
                 title=f"How much of {task} circuits of {self.subject.name} do",
                 caption=f"edges left out: {self.settings.alternative}",
-                panels=(curve, *([findings] if findings.findings else [])),
+                panels=(curve, *([self.findings] if self.done else [])),
                 columns=1,
             )
 

@@ -30,7 +30,7 @@ from ...store.arrays import Floats
 from ...store.errors import ConfigError
 from ..claim import Claim, Controls
 from ..settings import Count, Natural, TaskSettings, setting
-from ..views import Bars, Data, Figure, Findings, Heatmap, Line, Table, View
+from ..views import Bars, Data, Figure, Heatmap, Line, Table, View
 from .tasks import NAMES, TaskWorkflow
 
 if TYPE_CHECKING:
@@ -76,6 +76,7 @@ class PathPatchingTrace(TaskWorkflow):
     name = "path_patching"
     question = "Which heads and MLPs say what a task needs, and to whom?"
     needs = "attention"
+    done_node = "paths"
     settings_type = PathPatchingTraceSettings
     settings: PathPatchingTraceSettings
 
@@ -115,20 +116,23 @@ class PathPatchingTrace(TaskWorkflow):
                 found += [_Heard(task, node, one, self.settings.seed) for one in each]
         return found
 
-    def findings(self) -> Findings:
+    def claims(self) -> Iterator[Claim]:
         """What the strongest sender of each receiver does beyond random changes; of the heads that the
         receivers asked for hear, the strongest beyond others, and the quietest for comparison. Nothing of
         tasks that the model does not do."""
-        not_done = [task for task in self.tasks if not self.is_done(self.result(f"{task}_paths"))]
-        found = [each for heard in self.heard if heard.task not in not_done for each in self._found(heard)]
+        for heard in self.heard:
+            if heard.task in self.done:
+                yield from self._claims(heard)
+
+    def claims_caption(self) -> str:
+        """How senders were chosen, or which tasks the model does not do."""
         count = self.settings.pairs
-        caption = (
+        return self.not_done or (
             f"Senders were chosen on {count} pairs of each task, among all that have a path, and scored on "
             f"{count} others; {self.settings.controls} random changes of each. {NAMES}"
         )
-        return Findings.of(*found, caption=self.not_done(not_done) or caption, sources=tuple(self.nodes))
 
-    def _found(self, heard: _Heard) -> Iterator[Claim]:
+    def _claims(self, heard: _Heard) -> Iterator[Claim]:
         told = [each for each in heard.told if each["role"] != QUIETEST]
         heads = [each for each in told if each["role"] == HEAD]
         among = heads if heads and not heard.is_back else told
@@ -155,8 +159,6 @@ class PathPatchingTrace(TaskWorkflow):
 
     def views(self) -> Iterator[View]:
         """What is claimed; what every receiver hears, by layer and head, and the strongest senders."""
-        findings = self.findings()
-        yield findings
         yield Data(json={**self.subject.about, "paths": [heard.to_json() for heard in self.heard]})
         for task in self.tasks:
             panels: list[View] = []
@@ -169,7 +171,7 @@ class PathPatchingTrace(TaskWorkflow):
                 name=f"path_patching_{task}",
                 title=f"Who says what {self.subject.name} needs for {task}, to whom",
                 caption=f"right over wrong answer without the change: {heard.clean:+.3g} {heard.unit}",
-                panels=(*panels, *([findings] if findings.findings else [])),
+                panels=(*panels, *([self.findings] if self.findings.findings else [])),
                 columns=2,
             )
 

@@ -29,10 +29,10 @@ from ...stages.features.layers.layout import FeatureId
 from ...stages.logits.lens import format_token
 from ...store.errors import ConfigError
 from ..claim import Claim
-from ..material.answers import number, word_id
+from ..material.answers import word_id
 from ..material.feature_labels import FeatureLabels, ranked_words
 from ..settings import ControlSettings, InjectionSettings, setting
-from ..views import Data, Findings, Heatmap, Line, Lines, Table, View, together
+from ..views import Data, Heatmap, Line, Lines, Table, View, together
 from .exchange import changes
 from .presets import PRESETS, FeaturePreset
 from .workflow import ExchangeWorkflow, position_sweep
@@ -162,7 +162,6 @@ class CltVsPlt(ExchangeWorkflow):
 
     def views(self) -> Iterator[View]:
         """What each protocol reaches, how both kinds rank features, and where the best ones are active."""
-        yield Findings.of(*self.claims(), caption=self.preset.found)
         yield self.features_table()
         preset, exchange = self.preset, self.exchange
         first = self._reached(
@@ -317,7 +316,7 @@ class CltVsPlt(ExchangeWorkflow):
                 "positions": trace["position"],
                 "values": trace["trace"],
             },
-            "w_skip_projection_at_spike": number(trace["skip_projection"]),
+            "w_skip_projection_at_spike": trace["skip_projection"],
         }
 
     def _protocol(self, arm: str, name: str) -> dict[str, Any]:

@@ -36,7 +36,7 @@ from ...store.errors import ConfigError
 from ..claim import Claim, Controls
 from ..settings import ControlSettings, Count, ModelSettings, Natural, Positive, preset_of, setting
 from ..subject import Subject
-from ..views import Data, Findings, Heatmap, Line, Lines, Table, View, together
+from ..views import Data, Heatmap, Line, Lines, Table, View, together
 from ..workflow import Workflow
 from .exchange import FeatureExchange, changes, probabilities
 from .presets import PAIR_PRESETS, ExchangePair, PairPreset, read_pairs
@@ -284,7 +284,6 @@ class PlanningPairs(Workflow):
     def views(self) -> Iterator[View]:
         """What holds over the pairs, each pair beside its null, every position, and the layers."""
         records = self.records
-        yield self._findings()
         yield Data(
             json={
                 "model": self.subject.files.name,
@@ -300,7 +299,9 @@ class PlanningPairs(Workflow):
         yield from self._sweeps()
         yield self._layers_table()
 
-    def _findings(self) -> Findings:
+    def claims(self) -> Iterator[Claim]:
+        """The mean effect at the site, the share of pairs that peak there, and the overlap with the pairs
+        that work on the other dictionary."""
         results, settings = self.results, self.settings
         peaks = np.array([result.peaks for result in results])
         # The features of the shipped pairs were chosen on other prompts; of other pairs nobody knows.
@@ -308,34 +309,30 @@ class PlanningPairs(Workflow):
         draws = Controls(1000, settings.seed)
         controls = "another feature of the layer in each pair that writes as much"
         over = f"over {len(results)} pairs of {self.subject.name}"
-        claims = [
-            Claim.over(
-                f"{over}, the exchange at the site changes the probability of the injected word",
-                np.array([result.effect for result in results]),
+        changed = np.array([result.effect for result in results])
+        for text, effects, others in (
+            (
+                "the exchange at the site changes the probability of the injected word",
+                changed,
                 np.array([result.null.values for result in results]),
-                controls,
-                draws,
-                held_out=is_held_out,
             ),
-            Claim.over(
-                f"{over}, the share that changes it most at the site",
-                peaks[:, 0],
-                peaks[:, 1:],
-                controls,
-                draws,
-                held_out=is_held_out,
-            ),
-        ]
-        caption = self.preset.found
-        if self.other is not None:
-            overlap, random = self.overlap
-            both = f"{self.preset.dictionary} and {self.other.preset.dictionary}"
-            if np.isfinite(overlap):
-                of = "pairings of as many pairs at random"
-                claims.append(Claim.against(f"pairs that work in {both}, Jaccard", overlap, random, of))
-            else:
-                caption += f" No pair works in {both}: nothing is said of their overlap."
-        return Findings.of(*claims, caption=caption, sources=tuple(self.nodes))
+            ("the share that changes it most at the site", peaks[:, 0], peaks[:, 1:]),
+        ):
+            yield Claim.over(f"{over}, {text}", effects, others, controls, draws, held_out=is_held_out)
+        if self.other is not None and np.isfinite(self.overlap[0]):
+            text, of = f"pairs that work in {self._both}, Jaccard", "pairings of as many pairs at random"
+            yield Claim.against(text, *self.overlap, of)
+
+    def claims_caption(self) -> str:
+        """How the features were chosen, and whether any pair works on both dictionaries."""
+        if self.other is None or np.isfinite(self.overlap[0]):
+            return self.preset.found
+        return f"{self.preset.found} No pair works in {self._both}: nothing is said of their overlap."
+
+    @property
+    def _both(self) -> str:
+        assert self.other is not None
+        return f"{self.preset.dictionary} and {self.other.preset.dictionary}"
 
     @cached_property
     def overlap(self) -> tuple[float, Floats]:

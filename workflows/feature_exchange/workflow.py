@@ -22,7 +22,7 @@ from ...store.arrays import Floats
 from ..claim import Claim
 from ..material.feature_labels import FeatureLabels
 from ..subject import Subject
-from ..views import Findings, Table, View, dash
+from ..views import Table, View, dash
 from ..workflow import Workflow
 from .exchange import FeatureExchange, changes, probabilities
 from .presets import FeaturePreset, chosen_preset
@@ -123,6 +123,10 @@ class ExchangeWorkflow(Workflow):
             there = self.effects(self.result("held_out"))
             yield self.held_out_claim(there, f"the same in {self.exchange.kin.where}")
 
+    def claims_caption(self) -> str:
+        """How the features were chosen."""
+        return self.preset.found
+
     def claim_here(self, effects: Floats, text: str, after: Floats | None = None) -> Claim:
         """A claim about this prompt. Without a named site the best place counts, of the exchange and of each
         control.
@@ -145,9 +149,7 @@ class ExchangeWorkflow(Workflow):
     # -- views
 
     def opening(self) -> Iterator[View]:
-        """What every exchange workflow shows first: its claims, the features, and the parts of the
-        exchange."""
-        yield Findings.of(*self.claims(), caption=self.preset.found)
+        """What every exchange workflow shows first: the features, and the parts of the exchange."""
         yield self.features_table()
         if self.exchange.words:
             yield self.parts_table()

@@ -23,6 +23,7 @@ from ...stages.forward.models.files import SPECIMEN
 from ...stages.logits.lens import format_token
 from ...store.errors import ConfigError
 from ..feature_exchange.presets import PRESETS
+from ..labelled import labelled, records
 from ..material.answers import encoded, fact, is_one_token, named, word_id
 from ..material.feature_labels import FeatureLabels, active_words, ranked_words
 from ..settings import Count, ModelSettings, setting
@@ -119,7 +120,7 @@ class CltProbe(ModelWorkflow):
         here = found.isel(active=found["active_position"].values == self.position)
         order = np.lexsort((here["active_feature"], here["active_layer"], -here["activation"].values))
         columns = {"layer": "active_layer", "index": "active_feature", "activation": "activation"}
-        return self._labelled(_records(here.isel(active=order), columns))
+        return self._labelled(records(here.isel(active=order), "active", **columns))
 
     def _labelled(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         return [row | {"label": self.labels.label(_feature(row))} for row in rows]
@@ -167,7 +168,7 @@ class CltProbe(ModelWorkflow):
         )
         if self.word:
             columns = {"layer": "source_layer", "index": "feature", "cosine": "score"}
-            found = self._labelled(_records(self.result("search").load(), columns))
+            found = self._labelled(records(self.result("search").load(), "rank", **columns))
             yield Table.of(
                 found[:ROWS],
                 ("feature", _feature, str),
@@ -190,15 +191,12 @@ class CltProbe(ModelWorkflow):
 
     def _counts(self) -> xr.DataArray:
         """How many features are active, [layer, token]."""
-        import xarray as xr
-
         layers = self.dictionary.layers
         counts = np.zeros((len(layers), len(self.tokens)), np.int32)
         rows = np.array([layers.index(each) for each in self.activity["active_layer"].values.tolist()], int)
         np.add.at(counts, (rows, self.activity["active_position"].values), 1)
         tokens = [f"{i} {format_token(token)}" for i, token in enumerate(self.tokens)]
-        about = {"units": "1", "long_name": "active features"}
-        return xr.DataArray(counts, {"layer": list(layers), "token": tokens}, ("layer", "token"), attrs=about)
+        return labelled(counts, "active features", layer=layers, token=tokens)
 
     def _position(self) -> int:
         wanted = self.settings.word.strip().lower()
@@ -219,12 +217,6 @@ def _asked(settings: CltProbeSettings) -> tuple[str, str]:
         preset = PRESETS[SPECIMEN]
         return preset.prompt, preset.suppress_word
     return fact(settings.model, settings.prompt, "")
-
-
-def _records(found: xr.Dataset, columns: Mapping[str, str]) -> list[dict[str, Any]]:
-    """Arrays of one dim as records: name in a record -> name of the array."""
-    values = (found[name].values.tolist() for name in columns.values())
-    return [dict(zip(columns, row, strict=True)) for row in zip(*values, strict=True)]
 
 
 def _feature(row: dict[str, Any]) -> FeatureId:

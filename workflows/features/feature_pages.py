@@ -24,6 +24,7 @@ from ...stages.forward.models.reference import ModelRef
 from ...stages.logits.lens import format_token
 from ...stages.logits.readout import readout_node
 from ...store.errors import ConfigError
+from ..labelled import labelled
 from ..material.answers import named
 from ..material.feature_examples import corpus_texts, passages
 from ..material.feature_labels import writes_to_stream
@@ -290,16 +291,12 @@ class FeaturePages(ModelWorkflow):
 
     def _frequencies(self, count: Any, n_tokens: int) -> xr.DataArray:
         """Features by the share of tokens: [which, share_of_tokens], in bins of one factor."""
-        import xarray as xr
-
         shares = np.log10(count[count > 0] / n_tokens)
         low = np.floor(np.log10(1 / n_tokens))
         counts, edges = np.histogram(shares, 30, (low, 0))
-        return xr.DataArray(
-            counts[None].astype(np.float64),
-            {"which": ["features"], "share_of_tokens": 10 ** ((edges[:-1] + edges[1:]) / 2)},
-            ("which", "share_of_tokens"),
-            attrs={"units": "1", "long_name": "features"},
+        centres = 10 ** ((edges[:-1] + edges[1:]) / 2)
+        return labelled(
+            counts[None].astype(np.float64), "features", which=["features"], share_of_tokens=centres
         )
 
 

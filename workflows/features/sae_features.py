@@ -22,6 +22,7 @@ from ...stages.features.labels import labels_of
 from ...stages.features.layers.layout import FeatureId
 from ...stages.logits.lens import format_token
 from ...store.errors import ConfigError, PromptError
+from ..labelled import labelled
 from ..material.answers import encoded, fact, named
 from ..material.feature_labels import FeatureLabels, active_words
 from ..settings import Count, ModelSettings, setting
@@ -164,24 +165,19 @@ class SaeFeatures(ModelWorkflow):
 
     def _grid(self, chosen: set[int]) -> xr.DataArray:
         """Activations of some features, [feature, token], 0 where silent; the earliest peak first."""
-        import xarray as xr
-
         found, features = self.activity, np.array(sorted(chosen), np.int64)
         values = np.zeros((len(features), len(self.tokens)), np.float32)
         here = np.isin(found["active_feature"].values, features)
         rows = np.searchsorted(features, found["active_feature"].values[here])
         values[rows, found["active_position"].values[here]] = found["activation"].values[here]
         order = np.argsort(values.argmax(axis=1), kind="stable")
-        return xr.DataArray(
+        return labelled(
             values[order],
-            {
-                "feature": [
-                    self.labels.short(FeatureId(self.layer, feature)) for feature in features[order].tolist()
-                ],
-                "token": [f"{i} {format_token(token)}" for i, token in enumerate(self.tokens)],
-            },
-            ("feature", "token"),
-            attrs={"units": "1", "long_name": "activation"},
+            "activation",
+            feature=[
+                self.labels.short(FeatureId(self.layer, feature)) for feature in features[order].tolist()
+            ],
+            token=[f"{i} {format_token(token)}" for i, token in enumerate(self.tokens)],
         )
 
 

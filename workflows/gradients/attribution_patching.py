@@ -28,9 +28,10 @@ from ...stages.logits.lens import format_token
 from ...store.arrays import Floats
 from ...store.errors import ConfigError
 from ..claim import Claim
+from ..labelled import records
 from ..material.answers import named
 from ..settings import Count, setting
-from ..views import Figure, Heatmap, Table, View
+from ..views import Heatmap, Table, View, together
 from ..workflow import loaded
 from .pairs import AttributedPairs, AttributionSettings, pair_json
 
@@ -43,6 +44,8 @@ __all__ = ["AttributionPatchingTrace", "AttributionPatchingTraceSettings"]
 
 HEADS = "heads"
 STREAM = "states"
+AGREEMENT = ("correlation", "rank_correlation", "worst_miss")
+"""Numbers that say how estimates agree with exact runs."""
 
 
 @dataclass(frozen=True)
@@ -146,33 +149,21 @@ class AttributionPatchingTrace(AttributedPairs):
     def cells(self) -> list[dict[str, Any]]:
         """Cells of the pair shown, largest estimates first: place, estimate and exact effect in percent."""
         here = self.checked.isel(draw=0)
+        percent = here.assign(estimate=100 * here["estimate"], exact=100 * here["exact"])
         tokens = named(self.subject, self.read[0].corrupted)
-        columns = {name: here[name].values.tolist() for name in (*PLACE, "sort")}
-        effects = {name: (100 * here[name].values).tolist() for name in ("estimate", "exact")}
-        rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
-        return [
-            {
-                **row,
-                "token": tokens[row["position"]],
-                "estimate": effects["estimate"][i],
-                "exact": effects["exact"][i],
-            }
-            for i, row in enumerate(rows)
-        ]
+        rows = records(percent, "cell", *PLACE, "sort", "estimate", "exact")
+        return [row | {"token": tokens[row["position"]]} for row in rows]
 
     def views(self) -> Iterator[View]:
         """The claims, the grid of the pair shown by head and by position, and its cells both ways."""
         pair = self.read[0]
-        findings = self.findings()
-        yield findings
         # A recovery counts from the corrupted run, which is 0: estimates of parts add up.
         whole = (100 * self.grid["recovery"]).assign_attrs(units="%", long_name="estimated recovery")
         maps = [self._map(whole, "position", "head")]
         if "head" in whole.dims:
             maps.insert(0, self._map(whole, "head", "position"))
         title = f"Estimates of {pair.texts[0]!r} put into {pair.texts[1]!r}"
-        yield from maps
-        yield Figure(name="attribution_patching", title=title, panels=(*maps, findings), columns=2)
+        yield from together("attribution_patching", title, *maps, beside=[self.findings], columns=2)
         yield self._told(pair)
 
     def _map(self, whole: xr.DataArray, kept: str, summed: str) -> Heatmap:
@@ -192,13 +183,9 @@ class AttributionPatchingTrace(AttributedPairs):
 
     def _told(self, pair: Any) -> Table:
         agree = [
-            {
-                name: float(self.checked[name].isel(draw=number).sel(chosen=sort))
-                for name in ("correlation", "rank_correlation", "worst_miss")
-            }
-            | {"pair": number, "chosen": sort, "is_known": bool(self.counts[number])}
+            row | {"pair": number, "is_known": bool(self.counts[number])}
             for number in range(len(self.read))
-            for sort in self.checked["chosen"].values.tolist()
+            for row in records(self.checked.isel(draw=number), "chosen", "chosen", *AGREEMENT)
         ]
         return Table.of(
             self.cells,

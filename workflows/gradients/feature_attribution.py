@@ -24,7 +24,6 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import xarray as xr
 
 from ...stages.causal.attribution.check import LARGEST
 from ...stages.causal.controls import Null
@@ -40,13 +39,17 @@ from ...stages.logits.readout import readout_node
 from ...store.errors import ConfigError
 from ..claim import Claim
 from ..features.sae_features import dictionary_of
+from ..labelled import labelled, record
 from ..material.answers import named
 from ..material.feature_labels import FeatureLabels, writes_to_stream
 from ..settings import Count, setting
-from ..views import Figure, Heatmap, Table, View
+from ..views import Heatmap, Table, View, together
+from .attribution_patching import AGREEMENT
 from .pairs import AttributedPair, AttributedPairs, AttributionSettings, pair_json
 
 if TYPE_CHECKING:
+    import xarray as xr
+
     from ...pipeline.nodes import ResultNode
 
 __all__ = ["FeatureAttributionTrace", "FeatureAttributionTraceSettings"]
@@ -187,10 +190,7 @@ class FeatureAttributionTrace(AttributedPairs):
             "quantile": float((np.abs(exact[1:]) < abs(exact[0])).mean()),
             "candidates": int(found["candidates"]),
             "rests": self._rests(number),
-            **{
-                name: float(pair[name].sel(chosen="all"))
-                for name in ("correlation", "rank_correlation", "worst_miss")
-            },
+            **record(pair.sel(chosen="all"), *AGREEMENT),
         }
 
     def cells(self, number: int) -> list[dict[str, Any]]:
@@ -224,15 +224,13 @@ class FeatureAttributionTrace(AttributedPairs):
     def views(self) -> Iterator[View]:
         """The claims, where the estimates of the pair shown are, its cells both ways, and all pairs."""
         number = self.counted[0] if self.counted else 0
-        pair, findings = self.read[number], self.findings()
-        yield findings
+        pair = self.read[number]
         maps = [
             self._map(number, "features", "Features, summed by place"),
             self._map(number, "rests", "What no feature accounts for"),
         ]
-        yield from maps
         title = f"Estimates of {pair.texts[0]!r} put into {pair.texts[1]!r}"
-        yield Figure(name="feature_attribution", title=title, panels=(*maps, findings), columns=2)
+        yield from together("feature_attribution", title, *maps, beside=[self.findings], columns=2)
         yield self._cells_table(number, pair)
         yield self._pairs_table()
 
@@ -243,9 +241,7 @@ class FeatureAttributionTrace(AttributedPairs):
         layers, positions = (pair[name].values[mine] for name in ("layer", "position"))
         sums = np.zeros((self.subject.config.num_layers, len(tokens)))
         np.add.at(sums, (layers, positions), 100 * pair["estimate"].values[mine])
-        array = xr.DataArray(
-            sums, dims=("layer", "position"), attrs={"units": "%", "long_name": "estimated recovery"}
-        )
+        array = labelled(sums, "estimated recovery", "%", layer=None, position=None)
         where = "read" if what == "features" else "written to"
         return Heatmap.of(
             array,

@@ -35,18 +35,7 @@ from ..claim import Claim, Controls
 from ..material.answers import encoded
 from ..material.samples.rhymes import PRESETS, Condition, FirstLine, block_of, conditions_of, last_word
 from ..settings import ControlSettings, Count, ModelSettings, Natural, setting
-from ..views import (
-    Data,
-    Figure,
-    Findings,
-    Heatmap,
-    Line,
-    Lines,
-    Table,
-    View,
-    bold,
-    dash,
-)
+from ..views import Data, Figure, Heatmap, Line, Lines, Table, View, bold, dash
 from ..workflow import ModelWorkflow, loaded
 
 if TYPE_CHECKING:
@@ -208,21 +197,18 @@ class RecurrentFeedback(ModelWorkflow):
         return words[:many], [words[many + row :: many] for row in range(many)]
 
     @property
-    def is_claimed(self) -> bool:
-        """Whether the model rhymes with enough of these lines by itself."""
-        return int((self.scores[self.baseline] > 0).sum()) >= FEWEST
+    def not_claimed(self) -> str:
+        """Why nothing is claimed of a model that rhymes with too few of these lines by itself."""
+        rhymed = int((self.scores[self.baseline] > 0).sum())
+        by_itself = f"{self.subject.name} rhymes with {rhymed} of these {len(self.lines)} lines by itself"
+        return "" if rhymed >= FEWEST else f"{by_itself}: nothing is claimed of it"
 
-    def findings(self) -> Findings:
+    def claims(self) -> Iterator[Claim]:
         """Whether more lines rhyme, and whether lines rhyme with what was fed."""
-        sources = tuple(self.nodes)
-        if not self.is_claimed:
-            rhymed = int((self.scores[self.baseline] > 0).sum())
-            told = f"{self.subject.name} rhymes with {rhymed} of these {len(self.lines)} lines by itself"
-            return Findings.of(caption=f"{told}: nothing is claimed of it", sources=sources)
         base, told = self.scores[self.baseline], self.scores[self.row]
         foreign, drawn = self.control_ends
         what = self.told.told
-        anew = self._claim(
+        yield self._claim(
             f"the rhyme, in {what}, changes the share of second lines that end on another word that rhymes",
             (told == 2).astype(float) - (base == 2),
             [
@@ -233,19 +219,21 @@ class RecurrentFeedback(ModelWorkflow):
         )
         others = [self.lines[self.other(row)] for row in range(len(self.lines))]
         plain = np.array([o.rhymes(word) for o, word in zip(others, self.ends[self.baseline], strict=True)])
-        turned = self._claim(
+        yield self._claim(
             f"the rhyme of another line, in {what}, makes second lines end on it",
             np.array([o.rhymes(word) for o, word in zip(others, foreign, strict=True)], float) - plain,
             [[o.rhymes(word) for word in words] for o, words in zip(others, drawn, strict=True)],
             plain,
         )
+
+    def claims_caption(self) -> str:
+        """How the condition was chosen, and how many second lines end by themselves."""
         on, many = int((~self.ended[self.row]).sum()), len(self.lines)
-        caption = (
+        return (
             f"The condition told: {self.preset.found if self._is_presets else 'as set'}. {on} of its {many} "
             f"second lines run on for {self.settings.max_tokens} tokens: what they break off at is no end of "
             "their own."
         )
-        return Findings.of(anew, turned, caption=caption, sources=sources)
 
     @property
     def _is_presets(self) -> bool:
@@ -268,8 +256,6 @@ class RecurrentFeedback(ModelWorkflow):
 
     def views(self) -> Iterator[View]:
         """What is claimed; every condition; every line under the one told; what was likely at its end."""
-        findings = self.findings()
-        yield findings
         yield Data(json=self._about())
         yield self._conditions_table()
         cells, curves = self._ends_heatmap(), self._curves()
@@ -277,7 +263,7 @@ class RecurrentFeedback(ModelWorkflow):
         if curves is not None:
             yield curves
         yield from self._lines_tables()
-        panels = (findings, cells) if curves is None else (curves, findings, cells)
+        panels = tuple(view for view in (curves, self.findings, cells) if view is not None)
         title = f"What {self.subject.name} rhymes with when layers are gone through again"
         yield Figure(name="recurrent_feedback", title=title, panels=panels)
 

@@ -29,9 +29,10 @@ from ...stages.causal.draws import AtOnce
 from ...stages.causal.state_writes import WRITE_SCALES, RandomWrites, StateKnockout, StateSteering
 from ...stages.logits.lens import format_probability, format_text, format_token
 from ...store.arrays import Floats
-from ..claim import Claim
-from ..material.answers import named, number, target_json, top_changed_json
-from ..material.edge_choice import ROLES, PlaceWorkflow
+from ..claim import CandidateEffects, Claim
+from ..labelled import records, values_of
+from ..material.answers import named, target_json, top_changed_json
+from ..material.edge_choice import ROLES, Indices, PlaceWorkflow
 from ..settings import MODEL_HELP, RECURRENT, ChosenPlaceSettings, Natural, setting
 from ..views import (
     Attention,
@@ -81,6 +82,7 @@ class RwkvInference(PlaceWorkflow):
     settings_type = RwkvInferenceSettings
     settings: RwkvInferenceSettings
     rule = "kind of position whose write, were its values random, left out,"
+    beside = "random values as long, written in their place"
 
     writes = loaded("writes")
     """Every write in every layer left out, [layer, position]."""
@@ -118,8 +120,7 @@ class RwkvInference(PlaceWorkflow):
 
     def lost_here(self, key: int) -> Floats:
         """See `PlaceWorkflow`: with one write left out, [layer]."""
-        found: Floats = self.writes["kl"].sel(position=key).transpose("layer").values
-        return found
+        return values_of(self.writes["kl"].sel(position=key), "layer")
 
     def _scored_node(self) -> dict[str, ResultNode]:
         """The write of every role left out, in the facts on which the choice is scored."""
@@ -136,18 +137,11 @@ class RwkvInference(PlaceWorkflow):
         places = tuple(key for _, key in edges)
         return [RandomWrites(tokens, positions=places, draws=FEW, seed=self.settings.seed, top_k=1)]
 
-    @cached_property
-    def random(self) -> Floats:
-        """KL of random values on other facts, in nats: [fact, layer, role, draw]."""
-        axes = ("draw", "layer", "position", "draw_of_write")
-        found: Floats = self.result("facts")["kl"].transpose(*axes).values
-        return found
-
-    @cached_property
-    def facts(self) -> Floats:
-        """Its mean over draws, [fact, layer, role]."""
-        found: Floats = self.random.mean(-1)
-        return found
+    def on_facts(self, chosen_on: Indices, scored: Indices) -> CandidateEffects:
+        """See `PlaceWorkflow`: chosen by what random values do, scored by the write itself."""
+        random = values_of(self.result("facts")["kl"], "draw", "draw_of_write", "layer", "position")
+        cut = values_of(self.result("scored")["kl"], "draw", "layer", "position")
+        return CandidateEffects(random[chosen_on].mean(1), cut[scored - self.half], random[scored])
 
     @property
     def position(self) -> int:
@@ -174,27 +168,13 @@ class RwkvInference(PlaceWorkflow):
         effect, draws = (float(self.writes.sel(at)[measure]), self.controls.sel(at)[measure].values)
         return Claim.against(text, effect, draws, OTHERS, **fields)
 
-    def on_held_out(self) -> Claim:
-        """The chosen write left out, in facts that had no part in the choice."""
-        assert self.chosen is not None
-        layer, role = self.chosen.layer, list(ROLES).index(self.chosen.role)
-        cut = self.result("scored")["kl"].transpose("draw", "layer", "position").values
-        rows = self.halves[1]
-        return Claim.over(
-            f"leaving out what {ROLES[self.chosen.role]} writes in layer {layer} changes the next token",
-            cut[rows - self.half, layer, role],
-            self.random[rows, layer, role],
-            "random values as long, written in their place",
-            self.settings,
-            unit="nats",
-            held_out=True,
-        )
+    def cause_elsewhere(self, layer: int, role: str) -> str:
+        """See `PlaceWorkflow`."""
+        return f"leaving out what {ROLES[role]} writes in layer {layer}"
 
     def views(self) -> Iterator[View]:
         """What is claimed; what comes next; who reads whom; the one write; every write; every scale."""
         names = [self.token_told(place) for place in range(len(self.encoding))]
-        findings = self.findings()
-        yield findings
         yield Data(json=self._about() | self.choice_json())
         yield self._next_tokens()
         if self.store is not None:
@@ -226,27 +206,26 @@ class RwkvInference(PlaceWorkflow):
         yield curves
         yield self._scales(names)
         title = f"What {self.subject.name} keeps of '{format_text(self.prompt)}'"
-        panels = (sweep, curves, findings)
+        panels = (sweep, curves, self.findings)
         yield Figure(name="rwkv_inference", title=title, panels=panels, columns=2)
 
     def _next_tokens(self) -> Table:
         """What the model says as it is."""
-        ids = self.writes["baseline_id"].values
-        records = [
-            {"rank": rank, "token_id": int(token), "token": text, "probability": float(share)}
-            for rank, (token, text, share) in enumerate(
-                zip(ids, named(self.subject, ids), self.writes["baseline_probability"].values, strict=True), 1
-            )
+        columns = {"token_id": "baseline_id", "probability": "baseline_probability"}
+        (rank,) = self.writes["baseline_id"].dims
+        top = [
+            {"rank": place, "token": self.subject.tokenizer.decode_token(row["token_id"]), **row}
+            for place, row in enumerate(records(self.writes, str(rank), **columns), start=1)
         ]
         return Table.of(
-            records,
+            top,
             ("rank", "rank", "d"),
             ("token", lambda one: format_token(one["token"])),
             ("probability", "probability", format_probability),
             title=f"{self.subject.name} after '{format_text(self.prompt)}'",
             caption="most likely next tokens, nothing changed",
             sources=("writes",),
-            json={"top_tokens": records},
+            json={"top_tokens": top},
         )
 
     def _attention(self) -> Attention:
@@ -279,20 +258,15 @@ class RwkvInference(PlaceWorkflow):
 
     def _positions(self, names: Sequence[str]) -> Table:
         """What each token's writes are worth, in the layer where that is most, and in all at once."""
-        kl = self.writes["kl"].transpose("position", "layer").values
-        every = self.together["kl"].isel(layer=0).values
-        records = [
-            {
-                "position": place,
-                "token": name,
-                "layer": int(kl[place].argmax()),
-                "kl": float(kl[place].max()),
-                "kl_all_layers": float(every[place]),
-            }
-            for place, name in enumerate(names)
+        kl, every = self.writes["kl"], self.together["kl"].isel(layer=0, drop=True)
+        worth = self.writes.assign(most=kl.max("layer"), at=kl.argmax("layer"), every=every)
+        columns = {"layer": "at", "kl": "most", "kl_all_layers": "every"}
+        rows = [
+            row | {"token": names[row["position"]]}
+            for row in records(worth, "position", "position", **columns)
         ]
         return Table.of(
-            records,
+            rows,
             ("token", "token", str),
             ("KL, one layer", "kl", ".5f"),
             ("layer", "layer", lambda layer: dim(str(layer))),
@@ -301,24 +275,20 @@ class RwkvInference(PlaceWorkflow):
             caption="KL from the run as it is, in nats: the layer without whose write most is lost, and all "
             "layers at once",
             sources=("writes", "together"),
-            json={"positions": records},
+            json={"positions": rows},
         )
 
     def _scales(self, names: Sequence[str]) -> Table:
         """The one write at every scale in the one layer."""
         here = self.response.sel(layer=self.layer)
-        records = [
-            {
-                "scale": float(one["dose"]),
-                "kl_divergence": float(one["kl"]),
-                "target_logit_diff": number(one["logit_diff"]),
-                "p_target": number(np.exp(one["target_logprob"])),
-                "top_changed": top_changed_json(self.subject, one, "steered_prob"),
-            }
-            for one in (here.isel(dose=i) for i in range(here.sizes["dose"]))
+        here = here.assign(p_target=np.exp(here["target_logprob"]))
+        columns = {"scale": "dose", "kl_divergence": "kl", "target_logit_diff": "logit_diff"}
+        rows = [
+            row | {"top_changed": top_changed_json(self.subject, here.isel(dose=i), "steered_prob")}
+            for i, row in enumerate(records(here, "dose", "p_target", **columns))
         ]
         return Table.of(
-            records,
+            rows,
             ("factor", "scale", "{:g}x".format),
             ("KL", "kl_divergence", ".5f"),
             ("logit diff", lambda one: dash(one["target_logit_diff"], "+.4f"), str),
@@ -327,7 +297,7 @@ class RwkvInference(PlaceWorkflow):
             title=f"{names[self.position]} writes more or less in layer {self.layer}",
             caption="logit diff: as it is minus steered",
             sources=("response",),
-            json={"steering": records},
+            json={"steering": rows},
         )
 
     def _about(self) -> dict[str, Any]:
@@ -341,9 +311,9 @@ class RwkvInference(PlaceWorkflow):
             "target_layer": self.layer,
             "knockout_position": self.position,
             "kl_divergence": told["kl"],
-            "target_logit_diff": number(told["logit_diff"]),
-            "baseline_p_target": number(np.exp(told["baseline_target_logprob"])),
-            "ablated_p_target": number(np.exp(told["target_logprob"])),
+            "target_logit_diff": told["logit_diff"],
+            "baseline_p_target": np.exp(told["baseline_target_logprob"]),
+            "ablated_p_target": np.exp(told["target_logprob"]),
         }
 
 

@@ -39,12 +39,13 @@ from ...stages.corpus.positions import first_difference, position_of
 from ...stages.features.effects.pushes import FeaturePushes, RandomFeaturePushes
 from ...stages.logits.lens import format_probability, format_text, format_token
 from ...store.errors import ConfigError, MizarrError
+from ..claim import Claim
 from ..features.sae_features import dictionary_of
-from ..material.answers import answer_pieces, counterpart, encoded, fact, named, number, target_json
+from ..material.answers import answer_pieces, counterpart, encoded, fact, named, target_json
 from ..material.convergence_batch import FIELDS, read_batch
 from ..material.push_fates import PushFates
 from ..settings import ControlSettings, Count, FactSettings, setting
-from ..views import Choice, Data, Figure, Findings, Heatmap, Line, Lines, Table, View, dash
+from ..views import Choice, Data, Figure, Heatmap, Line, Lines, Table, View, dash
 from ..workflow import ModelWorkflow
 
 if TYPE_CHECKING:
@@ -286,7 +287,7 @@ class PushedStatesCases(ModelWorkflow):
         def pushed(layer: int, strength: float) -> dict[str, Any]:
             here, became = found.sel(layer=layer, strength=strength), fates.of_all[layer, strength]
             return {
-                "p_target": number(np.exp(here["target_logprob"])),
+                "p_target": float(np.exp(here["target_logprob"])),
                 "kl_divergence": float(here["kl"]),
                 "absorption_layer": became.layer,
                 "fate": became.word,
@@ -307,7 +308,7 @@ class PushedStatesCases(ModelWorkflow):
             "contrastive_prompt": case.contrastive or None,
             **self._feature_json(case),
             "inject_position": case.position,
-            "baseline_p_target": number(np.exp(found["baseline_target_logprob"])),
+            "baseline_p_target": float(np.exp(found["baseline_target_logprob"])),
             "baseline_top5": [
                 {"token": token, "token_id": one, "probability": p}
                 for token, one, p in zip(named(self.subject, ids), ids, chances, strict=True)
@@ -329,7 +330,6 @@ class PushedStatesCases(ModelWorkflow):
     def views(self) -> Iterator[View]:
         """The first case in tables and curves; a figure per case, and for a batch a line."""
         told = [self.told(i) for i in range(len(self.cases))]
-        yield self._findings()
         yield from self._tables(told[0])
         yield self._batch_table(told) if self.settings.batch_file else Data(json=told[0])
         matrices = [self._matrix(i, one["label"]) for i, one in enumerate(told)]
@@ -343,13 +343,17 @@ class PushedStatesCases(ModelWorkflow):
                 panels=(matrix, *self._strengths(i, told[i]["best_injection_layer"])),
             )
 
-    def _findings(self) -> Findings:
-        """What is left of the pushes of each case; which cases have no verdict, and why."""
-        found = [each.finding for each in self.fates]
-        without = [
-            f"no verdict on {each.what}: {' or '.join(each.words)}" for each in self.fates if not each.finding
-        ]
-        return Findings.of(*(each for each in found if each is not None), caption="; ".join(without))
+    def claims(self) -> Iterator[Claim]:
+        """How much of their largest distance the pushes of each case keep."""
+        return (claim for fates in self.fates if (claim := fates.claim) is not None)
+
+    def claims_caption(self) -> str:
+        """Which cases have no verdict, and why."""
+        return "; ".join(
+            f"no verdict on {fates.what}: {' or '.join(fates.words)}"
+            for fates in self.fates
+            if fates.claim is None
+        )
 
     def _pushed(self, case: Case, place: str = "") -> str:
         """What was done in a case."""

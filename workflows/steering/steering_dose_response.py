@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -32,11 +32,12 @@ from ...stages.causal.steering import (
 from ...stages.logits.lens import format_text, format_token
 from ...store.arrays import Floats
 from ...store.errors import ConfigError, InterventionError
-from ..claim import Claim
-from ..material.answers import named, number, target_json, top_changed_json
-from ..material.edge_choice import EdgeWorkflow
+from ..claim import CandidateEffects, Claim
+from ..labelled import records
+from ..material.answers import named, target_json, top_changed_json
+from ..material.edge_choice import ROLES, EdgeWorkflow, Indices
 from ..settings import ChosenEdgeSettings, Count, setting
-from ..views import Data, Figure, Line, Lines, Table, View, dash, points
+from ..views import Data, Line, Lines, Table, View, dash, points, together
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -75,7 +76,7 @@ class SteeringDoseResponse(EdgeWorkflow):
     settings: SteeringDoseResponseSettings
 
     rule = "kind of key whose edge, at the strongest dose,"
-    beside: ClassVar[str] = "other (layer, key) edges of each prompt, nearest in attention"
+    beside = "other (layer, key) edges of each prompt, nearest in attention"
 
     def plan(self) -> Mapping[str, ResultNode]:
         """Every edge that may be told at every dose, in one layer or in each; all edges at the strongest."""
@@ -147,16 +148,18 @@ class SteeringDoseResponse(EdgeWorkflow):
         """Scaling by the strongest dose."""
         return f"scaling {query}'s attention to {key} in layer {layer} by {max(self.settings.doses):g}"
 
-    def others_beside(self, cell: int) -> Floats:
-        """Of each fact the edges whose attention is most like that of the edge chosen."""
-        attention = self.laid_out(
-            self.result("facts")["baseline_attention"].transpose("draw", "layer").values
+    def on_facts(self, chosen_on: Indices, scored: Indices) -> CandidateEffects:
+        """See `PlaceWorkflow`; beside the edges of each fact whose attention is most like that of the edge
+        chosen."""
+        lost, weights = map(self.measured_on_facts, ("kl", "baseline_attention"))
+        flat, weights = (each[scored].reshape(len(scored), -1) for each in (lost, weights))
+        near = [np.argsort(unlike(weights, own), axis=1, kind="stable") for own in range(flat.shape[1])]
+        controls = [np.take_along_axis(flat, order[:, :NEAREST], axis=1) for order in near]
+        return CandidateEffects(
+            lost[chosen_on][..., : len(ROLES)],
+            lost[scored],
+            np.stack(controls, axis=-1).reshape(len(scored), -1, *lost.shape[1:]),
         )
-        rows = self.halves[1]
-        apart = unlike(attention[rows].reshape(len(rows), -1), cell)
-        near = np.argsort(apart, axis=1, kind="stable")[:, :NEAREST]
-        found: Floats = np.take_along_axis(self.facts[rows].reshape(len(rows), -1), near, axis=1)
-        return found
 
     @property
     def told(self) -> xr.Dataset:
@@ -185,8 +188,6 @@ class SteeringDoseResponse(EdgeWorkflow):
         told, baseline = self.told, self.calibration.target_baseline
         tokens = named(self.subject, self.encoding.ids)
         reads, is_read = (f"'{format_token(tokens[place])}' ({place})" for place in self.edge)
-        findings = self.findings()
-        yield findings
         yield Data(
             json={
                 **self.choice_json(),
@@ -222,24 +223,20 @@ class SteeringDoseResponse(EdgeWorkflow):
         answer = Lines.of(kl, "How far the answer moves", f"thick: layer {self.layer}", **shared)
         query, key = (repr(format_token(tokens[place])) for place in self.edge)
         title = f"{self.subject.name}: {query} reads {key} more or less in '{format_text(self.prompt)}'"
-        yield moved
-        yield answer
-        panels = (moved, answer, findings)
-        yield Figure(name="steering_dose_response", title=title, panels=panels, columns=2)
+        beside = [self.findings]
+        yield from together("steering_dose_response", title, moved, answer, beside=beside, columns=2)
 
     def _points(self, layer: int) -> list[dict[str, Any]]:
         """A layer in the fields of candle-mi's example, dose by dose."""
         here = self.response.sel(layer=layer)
-        return [
-            {
-                "scale_factor": dose,
-                "attention_level": float(one["attention"]),
-                "kl_divergence": float(one["kl"]),
-                "target_logit_diff": number(one["logit_diff"]),
-                "p_target": number(np.exp(one["target_logprob"])),
-            }
-            for dose, one in zip(here["dose"].values.tolist(), _each(here, "dose"), strict=True)
-        ]
+        columns = {
+            "scale_factor": "dose",
+            "attention_level": "attention",
+            "kl_divergence": "kl",
+            "target_logit_diff": "logit_diff",
+            "p_target": "p_target",
+        }
+        return records(here.assign(p_target=np.exp(here["target_logprob"])), "dose", **columns)
 
     def _doses(self, edge: str) -> Table:
         """The doses at the one layer, and which of them reaches the aim."""

@@ -127,7 +127,7 @@ def test_no_feature_of_random_weights_is_said_to_carry_anything(seed, tmp_path):
     held = save_random_plt(tmp_path / "dictionary", layers=2, hidden=32, features=64, seed=seed)
     asked = {"model": str(model), "dictionary": str(held), "pairs": 2, "verify": 2, "draws": 2}
     done = compute("feature_attribution", store=tmp_path / "store", **asked)
-    assert done.to_json()["findings"] == [] and "nothing is claimed" in done.findings().caption
+    assert done.to_json()["findings"] == [] and "nothing is claimed" in done.findings.caption
 
 
 @pytest.mark.parametrize("name", ["attribution_patching", "feature_attribution", "integrated_gradients"])
@@ -150,7 +150,7 @@ def test_nothing_is_claimed_of_a_model_that_knows_nothing(name, tmp_path):
     done = compute(name, store=tmp_path / "store", model=str(model), pairs=2)
     found = done.to_json()
     assert found["findings"] == []
-    assert "nothing is claimed" in done.findings().caption
+    assert "nothing is claimed" in done.findings.caption
 
 
 @pytest.mark.parametrize(

@@ -175,7 +175,7 @@ def test_an_edge_nobody_named_is_the_one_that_moves_other_facts_most(tiny_model,
         nearest = [i for i in np.argsort(apart) if i != cell][:6]
         causes.append([*one.ravel()[nearest], one[layer, role]])
     means = np.add.outer(*causes).ravel() / 2
-    drawn = done.findings().findings[0].null.values
+    drawn = done.findings.findings[0].null.values
     assert len(drawn) == 200
     nearest_mean = np.abs(np.subtract.outer(drawn, means)).argmin(1)
     np.testing.assert_allclose(drawn, means[nearest_mean], rtol=1e-3)

@@ -10,7 +10,7 @@ Border: token ids and stored ranks; loads no model and never imports torch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from itertools import chain
 from typing import TYPE_CHECKING, Any, ClassVar, Self
@@ -20,7 +20,6 @@ import numpy.typing as npt
 
 from ....stages.causal.answer_ranks import AnswerRanks, AskedPrompt
 from ....store.errors import ConfigError
-from ...claim import Claim
 from ...views import Findings
 from ...workflow import ModelWorkflow
 from ..answers import KNOWN
@@ -97,23 +96,10 @@ class KnownWorkflow(ModelWorkflow):
             "model alone with controls=0."
         )
 
-    def claims(self) -> Iterator[Claim]:
-        """The claims, the most important first; asked only where controls were run and enough is known."""
-        raise NotImplementedError
-
-    def claims_caption(self) -> str:
-        """How the causes of the claims were chosen, in a sentence."""
-        return ""
-
-    claim_sources: tuple[str, ...] = ()
-    """Names of the nodes that the claims are read from; empty for all."""
-
+    @cached_property
     def findings(self) -> Findings:
         """The claims, or the reason why nothing is claimed."""
-        if self.not_claimed:
-            return self.unclaimed()
-        sources = self.claim_sources or tuple(self.nodes)
-        return Findings.of(*self.claims(), caption=self.claims_caption(), sources=sources)
+        return self.unclaimed() if self.not_claimed else super().findings
 
     def unclaimed(self) -> Findings:
         """The reason why nothing is claimed, in place of claims."""
