@@ -71,7 +71,7 @@ class Checkpoints(Workflow):
             for name, node in nodes(workflow).items()
         }
 
-    def first_nodes(self) -> Mapping[str, ResultNode]:
+    def first_nodes(self) -> dict[str, ResultNode]:
         """See `Workflow`: those of every revision."""
         return self._of_each(lambda workflow: workflow.first_nodes())
 

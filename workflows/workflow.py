@@ -9,7 +9,7 @@ on the specimen; building it touches no weights, so that `mizarr explain` can pr
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from functools import cached_property, partial
 from html import escape
 from pathlib import Path
@@ -38,7 +38,10 @@ if TYPE_CHECKING:
     from .settings import ModelSettings
     from .views import Findings, View
 
-__all__ = ["ModelWorkflow", "Workflow", "loaded"]
+__all__ = ["ModelWorkflow", "Nodes", "Workflow", "loaded"]
+
+Nodes = dict[str, "ResultNode"]
+"""What a question computes: nodes by the names of their results."""
 
 
 class Workflow:
@@ -58,7 +61,7 @@ class Workflow:
     """The optional part without which it cannot be computed (stages/extras.py); empty for none."""
 
     settings: Any
-    nodes: Mapping[str, ResultNode]
+    nodes: Nodes
     """What is computed, by name; the graph below hangs on their inputs."""
     store: Store | None = None
     """Where the results lie, once `run`."""
@@ -125,7 +128,7 @@ class Workflow:
             if name not in ("model", "device") and value != default[name]
         }
 
-    def first_nodes(self) -> Mapping[str, ResultNode]:
+    def first_nodes(self) -> Nodes:
         """Nodes whose results decide which of the others are computed at all; `run` computes them first."""
         return {}
 
@@ -353,7 +356,7 @@ class ModelWorkflow(Workflow):
         self.subject.require(self.needs, self.name)
         self.nodes = self.plan()
 
-    def plan(self) -> Mapping[str, ResultNode]:
+    def plan(self) -> Nodes:
         """What is computed, by name. Raises ConfigError for settings that this model cannot meet."""
         raise NotImplementedError
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import shutil
 from io import StringIO
@@ -20,7 +19,7 @@ from mizarr.stages.causal.controls import CHANCE
 from mizarr.stages.forward.architectures.families import from_hf_config
 from mizarr.stages.forward.networks.weights import expected_tensors
 from mizarr.store.errors import ConfigError
-from mizarr.workflows import WORKFLOWS, compute
+from mizarr.workflows import WORKFLOWS, compute, kind_of
 from mizarr.workflows.workflow import Workflow
 from tests.random_dictionaries import save_random_plt
 
@@ -29,7 +28,7 @@ SPECIMEN = Path(mizarr.__file__).parent / "stages" / "forward" / "specimen"
 
 @pytest.mark.parametrize("name", sorted(WORKFLOWS))
 def test_a_workflow_claims_with_findings_or_describes_and_never_neither(name: str):
-    kind = importlib.import_module(f"mizarr.workflows{WORKFLOWS[name]}").WORKFLOW
+    kind = kind_of(name)
     claims = kind.claims is not Workflow.claims
     assert bool(kind.descriptive) + claims == 1
 

@@ -11,7 +11,7 @@ basis of the state: such a basis has as many directions to choose among as there
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -45,13 +45,12 @@ from ..views import (
     View,
     together,
 )
-from ..workflow import loaded
+from ..workflow import Nodes, loaded
 from .workflow import AlgZooSettings, AlgZooWorkflow
 
 if TYPE_CHECKING:
     import xarray as xr
 
-    from ...pipeline.nodes import ResultNode
 
 __all__ = ["StoicheiaAnalysis", "StoicheiaAnalysisSettings"]
 
@@ -96,7 +95,7 @@ class StoicheiaAnalysis(AlgZooWorkflow):
     ablation = loaded("ablation")
     roles, regions, counted = loaded("roles"), loaded("regions"), loaded("accuracy")
 
-    def plan(self) -> Mapping[str, ResultNode]:
+    def plan(self) -> Nodes:
         """The analyses, of the samples of two seeds."""
         network, settings = self.network, self.settings
         if not network.is_rnn:
@@ -111,7 +110,7 @@ class StoicheiaAnalysis(AlgZooWorkflow):
             for seed in (settings.seed, settings.seed + FITTED)
         )
         on = {"weights": weights, "samples": samples}
-        nodes: dict[str, ResultNode] = {
+        nodes: Nodes = {
             "accuracy": sampled_accuracy_node(weights, **about, samples=settings.samples, seed=settings.seed),
             "chosen": neuron_ablation.on(weights=weights, samples=fitted),
             "ablation": neuron_ablation.on(**on),
@@ -572,6 +571,3 @@ def _curve_json(curve: xr.Dataset, of: str) -> list[dict[str, Any]]:
         for budget in curve["samples"].values.tolist()
         for here in [curve.sel(samples=budget)]
     ]
-
-
-WORKFLOW = StoicheiaAnalysis

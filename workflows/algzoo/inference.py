@@ -9,9 +9,9 @@ time step or the attention of every layer: candle-mi's `stoicheia_inference`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -23,11 +23,8 @@ from ...stages.forward.hooks.spec import HookSpec
 from ...store.errors import ConfigError
 from ..settings import Count, Natural, setting
 from ..views import Data, Heatmap, Table, Values, View, together
-from ..workflow import loaded
+from ..workflow import Nodes, loaded
 from .workflow import AlgZooSettings, AlgZooWorkflow
-
-if TYPE_CHECKING:
-    from ...pipeline.nodes import ResultNode
 
 __all__ = ["StoicheiaInference", "StoicheiaInferenceSettings"]
 
@@ -62,7 +59,7 @@ class StoicheiaInference(AlgZooWorkflow):
     settings: StoicheiaInferenceSettings
     held, counted = loaded("states"), loaded("accuracy")
 
-    def plan(self) -> Mapping[str, ResultNode]:
+    def plan(self) -> Nodes:
         """A pass over the inputs shown, with everything captured, and the count."""
         network, settings = self.network, self.settings
         task, sequence = network.task, network.sequence
@@ -223,6 +220,3 @@ class StoicheiaInference(AlgZooWorkflow):
 def _numbers(values: list[Any]) -> str:
     shown = [str(value) if isinstance(value, int) else f"{value:+.3g}" for value in values[:8]]
     return " ".join(shown) + (" …" if len(values) > 8 else "")
-
-
-WORKFLOW = StoicheiaInference

@@ -299,6 +299,3 @@ class StoicheiaSweep(Workflow):
 def _number(value: Any) -> float | None:
     found = float(value)
     return found if np.isfinite(found) else None
-
-
-WORKFLOW = StoicheiaSweep

@@ -5,16 +5,12 @@ Border: names and nodes; reads a file of a few kilobytes, computes nothing.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ...stages.algzoo.model import SHIPPED, AlgZooModel, load_model
 from ..settings import Count, Natural, setting
-from ..workflow import Workflow
-
-if TYPE_CHECKING:
-    from ...pipeline.nodes import ResultNode
+from ..workflow import Nodes, Workflow
 
 __all__ = ["AlgZooSettings", "AlgZooWorkflow"]
 
@@ -47,7 +43,7 @@ class AlgZooWorkflow(Workflow):
         )
         self.nodes = self.plan()
 
-    def plan(self) -> Mapping[str, ResultNode]:
+    def plan(self) -> Nodes:
         """What is computed, by name. Raises ConfigError for settings that this network cannot meet."""
         raise NotImplementedError
 

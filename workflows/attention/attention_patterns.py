@@ -10,7 +10,7 @@ of what they do; `key=first` asks how much.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
@@ -31,12 +31,11 @@ from ..labelled import stacked
 from ..material.answers import encoded, fact, named
 from ..settings import Count, EdgeSettings, ModelSettings, setting
 from ..views import Attention, Data, Figure, Heatmap, Lines, Table, View, bold, dim
-from ..workflow import ModelWorkflow, loaded
+from ..workflow import ModelWorkflow, Nodes, loaded
 
 if TYPE_CHECKING:
     import xarray as xr
 
-    from ...pipeline.nodes import ResultNode
 
 __all__ = ["AttentionPatterns", "AttentionPatternsSettings"]
 
@@ -62,7 +61,7 @@ class AttentionPatterns(ModelWorkflow):
     flow = loaded("flow")
     """The head means, and the chosen query and key by head; in memory."""
 
-    def plan(self) -> Mapping[str, ResultNode]:
+    def plan(self) -> Nodes:
         """The attention weights of the prompt, summed up for one query and one key."""
         given = self.settings
         self.prompt, _ = fact(given.model, given.prompt, "")
@@ -231,6 +230,3 @@ class AttentionPatterns(ModelWorkflow):
             caption=f"the query above gives it {incoming[self.query]:.3f}",
             json={"incoming": readers},
         )
-
-
-WORKFLOW = AttentionPatterns

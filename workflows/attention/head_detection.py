@@ -19,7 +19,7 @@ may be such a preference: nothing is claimed of these.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -36,12 +36,11 @@ from ..claim import Claim
 from ..labelled import column, largest
 from ..settings import ControlSettings, Count, ModelSettings, Natural, setting
 from ..views import Choice, Figure, Heatmap, Table, View
-from ..workflow import ModelWorkflow
+from ..workflow import ModelWorkflow, Nodes
 
 if TYPE_CHECKING:
     import xarray as xr
 
-    from ...pipeline.nodes import ResultNode
     from ...store import PackedTokens
     from ..subject import Subject
 
@@ -146,7 +145,7 @@ class HeadDetection(ModelWorkflow):
     settings_type = HeadDetectionSettings
     settings: HeadDetectionSettings
 
-    def plan(self) -> Mapping[str, ResultNode]:
+    def plan(self) -> Nodes:
         """Scores on what is read, on the same shuffled, and what each head's attention is like."""
         given = self.settings
         tokens, other, first_query = self._tokens()
@@ -327,6 +326,3 @@ class HeadDetection(ModelWorkflow):
         digits = ".1f" if values.name == "distance" else ".2f"
         high = 1.0 if str(values.name).endswith("share") else None
         return Heatmap.of(values, title, told, low=0.0, high=high, numbers=digits)
-
-
-WORKFLOW = HeadDetection

@@ -15,7 +15,7 @@ claimed is: the largest t of any layer stands beside that of samples dealt to th
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -37,10 +37,9 @@ from ..material.samples.marker_samples import (
 from ..settings import ControlSettings, Count, ModelSettings, setting
 from ..subject import shipped_prose
 from ..views import Bars, Data, Line, Lines, Table, View, together
-from ..workflow import ModelWorkflow, loaded
+from ..workflow import ModelWorkflow, Nodes, loaded
 
 if TYPE_CHECKING:
-    from ...pipeline.nodes import ResultNode
     from ...store import PackedTokens
 
 __all__ = ["LayerScan", "LayerScanSettings"]
@@ -87,7 +86,7 @@ class LayerScan(ModelWorkflow):
     found = loaded("scan")
     """`layer_scan` of the layers scanned, in memory."""
 
-    def plan(self) -> Mapping[str, ResultNode]:
+    def plan(self) -> Nodes:
         """Attention of every sample, and the test between its conditions in each layer."""
         given = self.settings
         self.layers = self._layers()
@@ -295,6 +294,3 @@ class LayerScan(ModelWorkflow):
         return [
             {name: value for row in rows for name, value in row.items()} for rows in zip(*parts, strict=True)
         ]
-
-
-WORKFLOW = LayerScan

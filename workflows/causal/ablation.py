@@ -15,7 +15,7 @@ models candle-mi's France; means over shipped facts.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
@@ -39,12 +39,11 @@ from ..material.unrelated import Unrelated
 from ..settings import Count, DataSettings, FactSettings, setting
 from ..subject import shipped_facts
 from ..views import Data, Heatmap, Table, View, points, together
-from ..workflow import loaded
+from ..workflow import Nodes, loaded
 
 if TYPE_CHECKING:
     import xarray as xr
 
-    from ...pipeline.nodes import ResultNode
 
 __all__ = ["AblationOfEach", "AblationOfEachSettings"]
 
@@ -101,7 +100,7 @@ class AblationOfEach(KnownWorkflow):
         """Every one of them, [layer, head]."""
         return self.result(f"{self.unit}s").load()
 
-    def plan(self) -> Mapping[str, ResultNode]:
+    def plan(self) -> Nodes:
         """Two grids of the same prompt, and one of other facts."""
         shared = self._shared()
         parts = Ablation(kinds=in_every_layer(self.subject.config, PARTS), over="layer", **shared)
@@ -144,7 +143,7 @@ class AblationOfEach(KnownWorkflow):
             "layers": None if len(layers) == config.num_layers else tuple(layers),
         }
 
-    def _fact_nodes(self, own: tuple[int, ...]) -> dict[str, ResultNode]:
+    def _fact_nodes(self, own: tuple[int, ...]) -> Nodes:
         """Every unit in other facts, [draw = fact, layer, head], and which of them the model knows; none
         where no control is asked for. None of the facts is a reference of the mean, or the prompt with these
         tokens."""
@@ -320,6 +319,3 @@ class AblationOfEach(KnownWorkflow):
 
 def _told(grid: xr.Dataset) -> dict[str, Any]:
     return {name: grid[name] for name in ("kl", "probability") if name in grid}
-
-
-WORKFLOW = AblationOfEach

@@ -54,11 +54,11 @@ from ..material.places import NAMES, USUAL, check_kinds, in_every_layer
 from ..material.unrelated import Unrelated
 from ..settings import Count, DataSettings, ModelSettings, setting
 from ..views import Choice, Data, Figure, Heatmap, Table, View, dim
+from ..workflow import Nodes
 
 if TYPE_CHECKING:
     import xarray as xr
 
-    from ...pipeline.nodes import ResultNode
     from ...stages.forward.text.tokens import Encoding
 
 __all__ = ["ActivationPatchingTrace", "ActivationPatchingTraceSettings"]
@@ -183,7 +183,7 @@ class ActivationPatchingTrace(KnownWorkflow):
         """What is patched: as asked, or what all layers of the model have of the usual."""
         return self.settings.kinds or in_every_layer(self.subject.config, USUAL)
 
-    def plan(self) -> Mapping[str, ResultNode]:
+    def plan(self) -> Nodes:
         """Per pair of prompts an experiment over positions, and one over heads, as far as kinds are asked."""
         self.traced = [self._chosen(*each) for each in self._asked()]
         kinds = self.kinds
@@ -200,7 +200,7 @@ class ActivationPatchingTrace(KnownWorkflow):
         states = grids["pair", "position"]
         return nodes | (self._control_nodes(states) if states and self.settings.controls else {})
 
-    def _control_nodes(self, kinds: tuple[str, ...]) -> dict[str, ResultNode]:
+    def _control_nodes(self, kinds: tuple[str, ...]) -> Nodes:
         """Both roles of other pairs, [draw, layer, position]: to choose on, to score, and with donors; and
         which of these pairs the model knows."""
         given, unrelated = self.settings, Unrelated(self.subject)
@@ -631,6 +631,3 @@ def _best(kind: str, percent: xr.DataArray) -> dict[str, Any]:
     """The largest cell of a grid [layer, position] or [layer, head], the earliest of equal ones."""
     (place,) = ranked(percent, 1)
     return {"kind": kind, **place, "recovery": float(percent.sel(place))}
-
-
-WORKFLOW = ActivationPatchingTrace

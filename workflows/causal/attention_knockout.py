@@ -13,7 +13,7 @@ its first piece (logits) and by all of them (probability), never by its last.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -30,12 +30,11 @@ from ..material.answers import named, target_json
 from ..material.edge_choice import EdgeWorkflow
 from ..settings import ChosenEdgeSettings, setting
 from ..views import Data, Heatmap, Table, View, together
-from ..workflow import loaded
+from ..workflow import Nodes, loaded
 
 if TYPE_CHECKING:
     import xarray as xr
 
-    from ...pipeline.nodes import ResultNode
 
 __all__ = ["AttentionKnockout", "AttentionKnockoutSettings"]
 
@@ -59,7 +58,7 @@ class AttentionKnockout(EdgeWorkflow):
     edges = loaded("edges")
     """Every edge in every layer, [layer, edge], by key from the first on."""
 
-    def plan(self) -> Mapping[str, ResultNode]:
+    def plan(self) -> Nodes:
         """The edges of one query, the heads of every edge that may be told, and edges of other facts."""
         shared, query = self.read_edge(), self.query
         edges = EdgeKnockout(edges=tuple((query, key) for key in self._cut()), layers=None, **shared)
@@ -189,6 +188,3 @@ def _sweep_json(sweep: xr.Dataset) -> dict[str, Any]:
 def _most(cells: xr.Dataset) -> xr.Dataset:
     """The one of some cells that loses most."""
     return cells.isel({str(cells["kl"].dims[0]): int(cells["kl"].values.argmax())})
-
-
-WORKFLOW = AttentionKnockout

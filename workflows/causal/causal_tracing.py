@@ -19,7 +19,7 @@ are the answer.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -45,11 +45,11 @@ from ..material.facts.known import CHOSEN_ON, SCORED, KnownWorkflow
 from ..material.places import NAMES, USUAL, check_kinds, in_every_layer
 from ..settings import Count, DataSettings, FactSettings, Natural, Positive, setting
 from ..views import Data, Heatmap, Table, View, together
+from ..workflow import Nodes
 
 if TYPE_CHECKING:
     import xarray as xr
 
-    from ...pipeline.nodes import ResultNode
     from ...store.arrays import Floats
 
 __all__ = ["CausalTrace", "CausalTraceSettings"]
@@ -108,22 +108,20 @@ class CausalTrace(KnownWorkflow):
     settings_type = CausalTraceSettings
     settings: CausalTraceSettings
 
-    def plan(self) -> Mapping[str, ResultNode]:
+    def plan(self) -> Nodes:
         """An experiment per kind, as windows differ; and all kinds in other facts."""
         chosen = self.settings
         self.prompt, self.target = self._fact()
         self.pieces = answer_pieces(self.subject, self.prompt, self.target)
         self.window = chosen.window or max(1, round(self.subject.config.num_layers / 5))
         own = Recalled(self.tokens, self.noised, self.pieces[0])
-        grids: dict[str, ResultNode] = {
-            kind: self.on_model(self._tracing(own, kind, chosen.samples)) for kind in self.kinds
-        }
+        grids: Nodes = {kind: self.on_model(self._tracing(own, kind, chosen.samples)) for kind in self.kinds}
         if not chosen.controls:
             return grids
         others = self._other_facts()
         half = len(others) // 2
         halves = {"choice": others[:half], "scored": others[half:]}
-        claims: dict[str, ResultNode] = {
+        claims: Nodes = {
             f"{name}_{kind}": self.on_model(
                 AtOnce(tuple(self._tracing(each, kind, chosen.fact_samples) for each in facts))
             )
@@ -401,6 +399,3 @@ def _best(kind: str, grid: xr.Dataset) -> dict[str, Any]:
 
 def _windowed(layers: int) -> str:
     return "the state" if layers == 1 else f"{layers} layers"
-
-
-WORKFLOW = CausalTrace

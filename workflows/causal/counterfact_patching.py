@@ -13,7 +13,7 @@ before the first blank line.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -29,12 +29,11 @@ from ..material.facts.fact_pairs import SUBJECTS, PairWorkflow, layers_told
 from ..material.facts.known import CHOSEN_ON, SCORED
 from ..settings import PairSettings
 from ..views import Bars, Choice, Figure, Heatmap, Line, Table, View, bold, dim
-from ..workflow import loaded
+from ..workflow import Nodes, loaded
 
 if TYPE_CHECKING:
     import xarray as xr
 
-    from ...pipeline.nodes import ResultNode
 
 __all__ = ["CounterFactPatches", "CounterFactPatchesSettings"]
 
@@ -59,10 +58,10 @@ class CounterFactPatches(PairWorkflow):
 
     found = loaded("patches")
 
-    def plan(self) -> Mapping[str, ResultNode]:
+    def plan(self) -> Nodes:
         """Every position of every pair, and its subject, in every block."""
         shared = self.read_pairs()
-        nodes: dict[str, ResultNode] = {"patches": self.on_model(CounterFactPatching(**shared))}
+        nodes: Nodes = {"patches": self.on_model(CounterFactPatching(**shared))}
         if controls := self.control_nodes():
             nodes |= {"subjects": self.on_model(FactualRouting(**shared)), **controls}
             self.only_claims = (*self.only_claims, "subjects")
@@ -249,6 +248,3 @@ def _share(different: Any) -> dict[str, Any]:
 def _told(share: dict[str, Any]) -> Any:
     total = share["count_total"]
     return (f"{share['pct_different']:.1f} % ", dim(f"of {total}")) if total else "-"
-
-
-WORKFLOW = CounterFactPatches

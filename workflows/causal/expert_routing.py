@@ -12,7 +12,7 @@ and held against other experts, as heads are (ablation.py).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -28,11 +28,10 @@ from ..material.answers import named
 from ..settings import MODEL_HELP, Count, setting
 from ..subject import shipped_facts, shipped_prose
 from ..views import Data, Heatmap, Line, Lines, Table, View, dim, together
-from ..workflow import loaded
+from ..workflow import Nodes, loaded
 from .ablation import AblationOfEach, AblationOfEachSettings
 
 if TYPE_CHECKING:
-    from ...pipeline.nodes import ResultNode
     from ...store import PackedTokens
 
 __all__ = ["ExpertRouting", "ExpertRoutingSettings"]
@@ -73,7 +72,7 @@ class ExpertRouting(AblationOfEach):
     use = loaded("use")
     """What they read, [layer, expert]."""
 
-    def plan(self) -> Mapping[str, ResultNode]:
+    def plan(self) -> Nodes:
         """What experts read of a corpus; every one left out of this prompt, and of other facts."""
         import xarray as xr
 
@@ -227,6 +226,3 @@ class ExpertRouting(AblationOfEach):
             sources=("use",),
             json={"readers": records},
         )
-
-
-WORKFLOW = ExpertRouting

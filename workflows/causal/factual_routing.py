@@ -11,7 +11,7 @@ shipped facts on the specimen; `data` as for counterfact_patching.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -27,11 +27,11 @@ from ..material.facts.fact_pairs import SUBJECTS, PairWorkflow, layers_told
 from ..material.facts.known import CHOSEN_ON, SCORED
 from ..settings import Count, PairSettings, setting
 from ..views import Bars, Choice, Figure, Heatmap, Line, Table, View, bold
+from ..workflow import Nodes
 
 if TYPE_CHECKING:
     import xarray as xr
 
-    from ...pipeline.nodes import ResultNode
 
 __all__ = ["Routing", "RoutingSettings"]
 
@@ -57,7 +57,7 @@ class Routing(PairWorkflow):
     settings_type = RoutingSettings
     settings: RoutingSettings
 
-    def plan(self) -> Mapping[str, ResultNode]:
+    def plan(self) -> Nodes:
         """The subject of every pair, in every block."""
         routing = FactualRouting(**self.read_pairs())
         return {"routing": self.on_model(routing), **self.control_nodes()}
@@ -249,6 +249,3 @@ def _moved(found: xr.Dataset) -> Floats:
     delta = found["attention"] - found["baseline_attention"]
     moved: Floats = delta.transpose("pair", "block", "layer", "head").values
     return moved
-
-
-WORKFLOW = Routing

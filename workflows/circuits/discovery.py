@@ -13,7 +13,7 @@ exact effects are not told, as each position would cost as much as all of them t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -27,10 +27,10 @@ from ..claim import Claim
 from ..labelled import labelled
 from ..settings import CircuitSettings, Count, Natural, setting
 from ..views import CircuitDrawing, Data, Figure, Heatmap, Table, View
+from ..workflow import Nodes
 from .tasks import CircuitWorkflow
 
 if TYPE_CHECKING:
-    from ...pipeline.nodes import ResultNode
     from ...store.arrays import Floats
 
 __all__ = ["CircuitDiscovery", "CircuitDiscoverySettings"]
@@ -70,10 +70,10 @@ class CircuitDiscovery(CircuitWorkflow):
         """Edges of the circuit: as asked, else one in ten and at least one."""
         return self.settings.size or max(1, self.edges(task) // 10)
 
-    def plan(self) -> Mapping[str, ResultNode]:
+    def plan(self) -> Nodes:
         """Of each task the scores, the exact effects, the circuit on other pairs, and random ones on
         these."""
-        nodes: dict[str, ResultNode] = {}
+        nodes: Nodes = {}
         for task in self.tasks:
             chosen_on, scored = self.pairs[task]
             circuit = SelectedCircuits(
@@ -251,6 +251,3 @@ def _of(told: dict[str, Any]) -> str:
     agreement = told["scores_and_exact_effects"]["correlation"]
     said = "not to be told" if agreement is None else f"{agreement:.2f}"
     return f"{kept}; over all edges of the model, scores and exact effects correlate {said}"
-
-
-WORKFLOW = CircuitDiscovery

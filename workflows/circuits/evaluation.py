@@ -12,7 +12,7 @@ what their source adds in the corrupted prompt. Of a task that the model does no
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -27,10 +27,10 @@ from ...store.errors import ConfigError
 from ..claim import Claim
 from ..settings import CircuitSettings, Count, Share, setting
 from ..views import Data, Figure, Line, Lines, Table, View
+from ..workflow import Nodes
 from .tasks import CircuitWorkflow
 
 if TYPE_CHECKING:
-    from ...pipeline.nodes import ResultNode
     from ...store.arrays import Floats
 
 __all__ = ["CircuitEvaluation", "CircuitEvaluationSettings"]
@@ -78,14 +78,14 @@ class CircuitEvaluation(CircuitWorkflow):
     def _edges(self, share: float) -> int:
         return int(share * int(self.layout.edges.sum()))
 
-    def plan(self) -> Mapping[str, ResultNode]:
+    def plan(self) -> Nodes:
         """Of each task circuits of every size, random ones, and one without each of its edges."""
         if len(self.sizes) < 2:
             raise ConfigError(
                 f"expected shares that are two sizes or more of {int(self.layout.edges.sum())} edges, found "
                 f"{self.sizes}"
             )
-        nodes: dict[str, ResultNode] = {}
+        nodes: Nodes = {}
         for task in self.tasks:
             chosen_on, scored = self.pairs[task]
             told: dict[str, Any] = {
@@ -214,6 +214,3 @@ class CircuitEvaluation(CircuitWorkflow):
 def _which(shown: int, all_of: int, listed: int) -> str:
     """The edges that a table shows, in words."""
     return "every edge" if shown == all_of else f"the {listed} edges it needs most and the {listed} least"
-
-
-WORKFLOW = CircuitEvaluation

@@ -31,12 +31,12 @@ from ...store.errors import ConfigError
 from ..claim import Claim, Controls
 from ..settings import Count, Natural, TaskSettings, setting
 from ..views import Bars, Data, Figure, Heatmap, Line, Table, View
+from ..workflow import Nodes
 from .tasks import NAMES, TaskWorkflow
 
 if TYPE_CHECKING:
     import xarray as xr
 
-    from ...pipeline.nodes import ResultNode
 
 __all__ = ["PathPatchingTrace", "PathPatchingTraceSettings"]
 
@@ -80,12 +80,12 @@ class PathPatchingTrace(TaskWorkflow):
     settings_type = PathPatchingTraceSettings
     settings: PathPatchingTraceSettings
 
-    def plan(self) -> Mapping[str, ResultNode]:
+    def plan(self) -> Nodes:
         """Of each task the paths to the receivers, and to those one step back."""
         given = self.settings
         if not given.receivers:
             raise ConfigError(f"expected at least one receiver, such as {LOGITS!r}, found none")
-        nodes: dict[str, ResultNode] = {}
+        nodes: Nodes = {}
         for task in self.tasks:
             chosen_on, scored = self.pairs[task]
             for step, back in (("paths", 0), ("back", given.back)):
@@ -349,6 +349,3 @@ class _Heard:
             "effects": self.effects,
             "told": [{name: one for name, one in each.items() if name != "place"} for each in self.told],
         }
-
-
-WORKFLOW = PathPatchingTrace

@@ -31,12 +31,11 @@ from ..material.answers import answer_pieces, encoded
 from ..material.facts.fact_data import FIELDS
 from ..material.facts.fact_pairs import pair_records
 from ..settings import CircuitSettings, TaskSettings
-from ..workflow import ModelWorkflow
+from ..workflow import ModelWorkflow, Nodes
 
 if TYPE_CHECKING:
     import xarray as xr
 
-    from ...pipeline.nodes import ResultNode
     from ...store import Store
     from ...store.arrays import Floats
 
@@ -145,7 +144,7 @@ class CircuitWorkflow(TaskWorkflow):
         """What experiments that score edges are told."""
         return {"method": self.settings.method, "steps": self.settings.steps}
 
-    def first_nodes(self) -> Mapping[str, ResultNode]:
+    def first_nodes(self) -> Nodes:
         """See `Workflow`: what says whether the model does each task that has random circuits."""
         tasks = (task for task in self.tasks if f"{task}_{RANDOM}" in self.nodes)
         return {name: self.nodes[name] for name in (f"{task}_{self.done_node}" for task in tasks)}

@@ -26,7 +26,7 @@ from which nothing could be told from chance, their costs are listed and nothing
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -47,13 +47,12 @@ from ..readout.character_count_helix import line_corpus
 from ..settings import ControlSettings, Count, ModelSettings, Natural, setting
 from ..subject import read_texts, shipped_facts
 from ..views import Lines, Table, View, together
-from ..workflow import ModelWorkflow
+from ..workflow import ModelWorkflow, Nodes
 from .changed import Change, averaged, reconstructed, zeroed
 
 if TYPE_CHECKING:
     import xarray as xr
 
-    from ...pipeline.nodes import ResultNode
     from ...stages.evaluation.changed import Prompts
     from ...store.arrays import Floats
 
@@ -114,7 +113,7 @@ class Evaluate(ModelWorkflow):
     settings_type = EvaluateSettings
     settings: EvaluateSettings
 
-    def plan(self) -> Mapping[str, ResultNode]:
+    def plan(self) -> Nodes:
         """Losses on all there is, facts, orders of layers; of a changed model a second time."""
         given, config = self.settings, self.subject.config
         if not config.predicts_next:
@@ -470,6 +469,3 @@ def _behind(found: xr.Dataset) -> tuple[Floats, Floats]:
 
 def _as_prompts(rows: Sequence[Sequence[int]]) -> Prompts:
     return tuple(tuple(int(token) for token in row) for row in rows)
-
-
-WORKFLOW = Evaluate

@@ -170,6 +170,3 @@ def _by_layer(rows: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
     """The heads of each layer, in order."""
     ordered = sorted(rows, key=lambda row: (row["layer"], row["head"]))
     return [list(heads) for _, heads in groupby(ordered, key=lambda row: row["layer"])]
-
-
-WORKFLOW = AttentionRouting

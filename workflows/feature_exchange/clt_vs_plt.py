@@ -33,6 +33,7 @@ from ..material.answers import word_id
 from ..material.feature_labels import FeatureLabels, ranked_words
 from ..settings import ControlSettings, InjectionSettings, setting
 from ..views import Data, Heatmap, Line, Lines, Table, View, together
+from ..workflow import Nodes
 from .exchange import changes
 from .presets import PRESETS, FeaturePreset
 from .workflow import ExchangeWorkflow, position_sweep
@@ -40,7 +41,6 @@ from .workflow import ExchangeWorkflow, position_sweep
 if TYPE_CHECKING:
     import xarray as xr
 
-    from ...pipeline.nodes import ResultNode
 
 __all__ = ["CltVsPlt", "CltVsPltSettings"]
 
@@ -110,9 +110,9 @@ class CltVsPlt(ExchangeWorkflow):
         per_layer.require_fit(self.subject.config, self.subject.name)
         return {"clt": self.exchange.dictionary, "plt": per_layer}
 
-    def further_nodes(self) -> dict[str, ResultNode]:
+    def further_nodes(self) -> Nodes:
         """For each kind the ranking, its sweeps, its controls at the site, and what the features write."""
-        nodes: dict[str, ResultNode] = {}
+        nodes: Nodes = {}
         ids, site, strength = self.exchange.ids, self.exchange.site, self.exchange.strength
         for arm, dictionary in self.arms.items():
             ranked = (ids, dictionary.name, dictionary.identity, self.word, self.target)
@@ -357,6 +357,3 @@ def protocols(arm: str) -> list[str]:
     """Names of the sweeps of a kind; per-layer transcoders write to one layer, and need no ranking over
     layers."""
     return [name for name, (over_targets, _) in PROTOCOLS.items() if arm == "clt" or not over_targets]
-
-
-WORKFLOW = CltVsPlt

@@ -29,6 +29,7 @@ from ..material.feature_labels import named_nodes
 from ..material.samples.kin import Kin, kin_of, strangers
 from ..settings import ControlSettings
 from ..subject import Subject
+from ..workflow import Nodes
 from .presets import FeaturePreset
 
 if TYPE_CHECKING:
@@ -211,7 +212,7 @@ class FeatureExchange:
     # -- nodes
 
     @cached_property
-    def nodes(self) -> dict[str, ResultNode]:
+    def nodes(self) -> Nodes:
         """Control runs: `controls` at the site, or at every position; `held_out` and `elsewhere` in other
         prompts, where the site is named; `trace` and `words` for the labels of the features."""
         here = self.every_position if self.site is None else [(self.ids, self.site)]

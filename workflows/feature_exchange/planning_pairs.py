@@ -37,7 +37,7 @@ from ..claim import Claim, Controls
 from ..settings import ControlSettings, Count, ModelSettings, Natural, Positive, preset_of, setting
 from ..subject import Subject
 from ..views import Data, Heatmap, Line, Lines, Table, View, together
-from ..workflow import Workflow
+from ..workflow import Nodes, Workflow
 from .exchange import FeatureExchange, changes, probabilities
 from .presets import PAIR_PRESETS, ExchangePair, PairPreset, read_pairs
 from .workflow import position_sweep
@@ -195,7 +195,7 @@ class PairSet:
             except ConfigError as error:
                 raise ConfigError(f"pair {number}: {error}") from error
 
-    def nodes(self, prefix: str) -> dict[str, ResultNode]:
+    def nodes(self, prefix: str) -> Nodes:
         """A node per pair, "pair_0" and so on."""
         return {f"{prefix}_{i}": pair.every_position_node() for i, pair in enumerate(self.exchanges)}
 
@@ -474,6 +474,3 @@ def shuffled_jaccard(one: Sequence[bool], other: Sequence[bool], count: int, *, 
     random = np.random.default_rng(seed)
     drawn = (random.permutation(np.asarray(other, bool)).tolist() for _ in range(count))
     return np.array([jaccard(one, members) for members in drawn])
-
-
-WORKFLOW = PlanningPairs

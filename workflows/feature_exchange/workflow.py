@@ -23,14 +23,13 @@ from ..claim import Claim
 from ..material.feature_labels import FeatureLabels
 from ..subject import Subject
 from ..views import Table, View, dash
-from ..workflow import Workflow
+from ..workflow import Nodes, Workflow
 from .exchange import FeatureExchange, changes, probabilities
 from .presets import FeaturePreset, chosen_preset
 
 if TYPE_CHECKING:
     import xarray as xr
 
-    from ...pipeline.nodes import ResultNode
     from ...stages.forward.models.model import Model
 
 __all__ = ["ExchangeWorkflow", "position_sweep"]
@@ -78,7 +77,7 @@ class ExchangeWorkflow(Workflow):
         """Strengths of the sweep."""
         return (self.exchange.strength,)
 
-    def further_nodes(self) -> dict[str, ResultNode]:
+    def further_nodes(self) -> Nodes:
         """Nodes beside the sweep and the controls."""
         return {}
 

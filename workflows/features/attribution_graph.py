@@ -38,12 +38,11 @@ from ..subject import Subject
 from ..views import Data, Table, View, together
 from ..views.graph.drawing import drawn_part
 from ..views.graph.features import StrongFeature, strongest_features
-from ..workflow import Workflow
+from ..workflow import Nodes, Workflow
 
 if TYPE_CHECKING:
     import xarray as xr
 
-    from ...pipeline.nodes import ResultNode
     from ...stages.features.dictionary import Dictionary
     from ...stages.forward.models.model import Model
 
@@ -146,7 +145,7 @@ class AttributionGraphs(Workflow):
         )
         self.dictionary: Dictionary = node.dictionary
         thresholds = {"node_threshold": settings.node_threshold, "edge_threshold": settings.edge_threshold}
-        nodes: dict[str, ResultNode] = {
+        nodes: Nodes = {
             "graph": node,
             "pruned": pruned_graph.on(graph=Port(node), **thresholds),
             "effects": logit_effects_node(node, readout_node(self.subject.files, dtype=settings.dtype)),
@@ -272,6 +271,3 @@ def _named(tokens: Sequence[str]) -> str:
     told = [repr(format_token(token)) for token in tokens[:3]]
     more = len(tokens) - len(told)
     return ", ".join(told) + (f" and {more} more" if more else "")
-
-
-WORKFLOW = AttributionGraphs

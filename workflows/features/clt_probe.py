@@ -7,7 +7,7 @@ embedding, whatever the prompt (stages/features/effects/alignment.py).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -28,13 +28,12 @@ from ..material.answers import encoded, fact, is_one_token, named, word_id
 from ..material.feature_labels import FeatureLabels, active_words, ranked_words
 from ..settings import Count, ModelSettings, setting
 from ..views import Data, Heatmap, Table, View, together
-from ..workflow import ModelWorkflow, loaded
+from ..workflow import ModelWorkflow, Nodes, loaded
 from .sae_features import dictionary_of
 
 if TYPE_CHECKING:
     import xarray as xr
 
-    from ...pipeline.nodes import ResultNode
 
 __all__ = ["CltProbe", "CltProbeSettings"]
 
@@ -69,7 +68,7 @@ class CltProbe(ModelWorkflow):
     activity = loaded("activity")
     """What is active anywhere in the prompt, [active]."""
 
-    def plan(self) -> Mapping[str, ResultNode]:
+    def plan(self) -> Nodes:
         """What is active in the prompt, and, if there is a word, what writes it."""
         given = self.settings
         self.prompt, answer = _asked(given)
@@ -78,9 +77,7 @@ class CltProbe(ModelWorkflow):
         self.dictionary.require_fit(self.subject.config, self.subject.name)
         self.position = self._position()
         names = self.dictionary.name, self.dictionary.identity
-        nodes: dict[str, ResultNode] = {
-            "activity": self.on_model(FeatureActivity(tuple(self.encoding.ids), *names))
-        }
+        nodes: Nodes = {"activity": self.on_model(FeatureActivity(tuple(self.encoding.ids), *names))}
         self.word = given.search or (answer if is_one_token(self.subject, answer) else "")
         if self.word:
             self.token = word_id(self.subject, self.word)
@@ -221,6 +218,3 @@ def _asked(settings: CltProbeSettings) -> tuple[str, str]:
 
 def _feature(row: dict[str, Any]) -> FeatureId:
     return FeatureId(row["layer"], row["index"])
-
-
-WORKFLOW = CltProbe

@@ -8,8 +8,8 @@ files a browser opens.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,7 +31,7 @@ from ..material.feature_labels import writes_to_stream
 from ..settings import Count, ModelSettings, Natural, setting
 from ..subject import Subject
 from ..views import Data, Lines, Table, View, together
-from ..workflow import ModelWorkflow
+from ..workflow import ModelWorkflow, Nodes
 from .neuronpedia import NeuronpediaSource, write_neuronpedia
 from .page_files import PageFiles, PageMaterial
 from .place_views import place_views
@@ -40,7 +40,6 @@ from .sae_features import dictionary_of
 if TYPE_CHECKING:
     import xarray as xr
 
-    from ...pipeline.nodes import ResultNode
     from ...store.upkeep.annotations import Annotation
 
 __all__ = ["FeaturePages", "FeaturePagesSettings"]
@@ -96,7 +95,7 @@ class FeaturePages(ModelWorkflow):
     settings_type = FeaturePagesSettings
     settings: FeaturePagesSettings
 
-    def plan(self) -> Mapping[str, ResultNode]:
+    def plan(self) -> Nodes:
         """The corpus encoded, and what pages show."""
         given = self.settings
         self.dictionary = dictionary_of(given.dictionary, given.model, "sae")
@@ -136,25 +135,17 @@ class FeaturePages(ModelWorkflow):
         )
         self.encoded = nodes[self.layer]
         writes = writes_to_stream(self.subject, self.dictionary)
-        names = (
-            "strongest",
-            "intervals",
-            "per_interval",
-            "before",
-            "after",
-            "related",
-            "sample",
-            "seed",
-            "block",
-        )
-        return page_nodes(
+        named_alike = (field.name for field in fields(PageLayout) if hasattr(given, field.name))
+        shape = {name: getattr(given, name) for name in named_alike}
+        pages = page_nodes(
             self.dictionary,
             encoded=self.encoded,
             layer=self.layer,
             readout=readout_node(self.subject.files, dtype=self.subject.dtype) if writes else None,
             features=given.features,
-            layout=PageLayout(**{name: getattr(given, name) for name in names}),
+            layout=PageLayout(**shape),
         )
+        return {**pages}
 
     @cached_property
     def labels(self) -> dict[FeatureId, Annotation]:
@@ -298,6 +289,3 @@ class FeaturePages(ModelWorkflow):
         return labelled(
             counts[None].astype(np.float64), "features", which=["features"], share_of_tokens=centres
         )
-
-
-WORKFLOW = FeaturePages

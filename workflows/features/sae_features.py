@@ -7,7 +7,7 @@ transcoders too; of dictionaries with several layers one is told.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Any
@@ -27,12 +27,11 @@ from ..material.answers import encoded, fact, named
 from ..material.feature_labels import FeatureLabels, active_words
 from ..settings import Count, ModelSettings, setting
 from ..views import Data, Heatmap, Table, View, together
-from ..workflow import ModelWorkflow
+from ..workflow import ModelWorkflow, Nodes
 
 if TYPE_CHECKING:
     import xarray as xr
 
-    from ...pipeline.nodes import ResultNode
 
 __all__ = ["SaeFeatures", "SaeFeaturesSettings"]
 
@@ -62,7 +61,7 @@ class SaeFeatures(ModelWorkflow):
     settings_type = SaeFeaturesSettings
     settings: SaeFeaturesSettings
 
-    def plan(self) -> Mapping[str, ResultNode]:
+    def plan(self) -> Nodes:
         """What the dictionary finds active in the prompt."""
         given = self.settings
         self.prompt, _ = fact(given.model, given.prompt, "")
@@ -191,6 +190,3 @@ def dictionary_of(name: str, model: str, shipped: str) -> Dictionary:
             f"expected a dictionary for {model}, found none; set dictionary= a directory or org/repo"
         )
     return Dictionary.from_pretrained(name or f"specimen/{shipped}")
-
-
-WORKFLOW = SaeFeatures

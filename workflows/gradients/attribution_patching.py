@@ -13,7 +13,7 @@ first order is wrong, and the worst miss says how much.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
@@ -32,13 +32,12 @@ from ..labelled import records
 from ..material.answers import named
 from ..settings import Count, setting
 from ..views import Heatmap, Table, View, together
-from ..workflow import loaded
+from ..workflow import Nodes, loaded
 from .pairs import AttributedPairs, AttributionSettings, pair_json
 
 if TYPE_CHECKING:
     import xarray as xr
 
-    from ...pipeline.nodes import ResultNode
 
 __all__ = ["AttributionPatchingTrace", "AttributionPatchingTraceSettings"]
 
@@ -81,7 +80,7 @@ class AttributionPatchingTrace(AttributedPairs):
     checked = loaded("checked")
     """Cells of every pair, [draw = pair, cell]."""
 
-    def plan(self) -> Mapping[str, ResultNode]:
+    def plan(self) -> Nodes:
         """The grid of the first pair, cells of all of them, and which answers the model knows."""
         self.read = self.read_pairs(self.settings.wrong)
         by_head = self.settings.what == HEADS
@@ -207,6 +206,3 @@ class AttributionPatchingTrace(AttributedPairs):
                 "agreement": agree,
             },
         )
-
-
-WORKFLOW = AttributionPatchingTrace

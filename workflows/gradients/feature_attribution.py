@@ -18,7 +18,7 @@ says little about it, whatever its features do. The pair shown is the first that
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -44,13 +44,13 @@ from ..material.answers import named
 from ..material.feature_labels import FeatureLabels, writes_to_stream
 from ..settings import Count, setting
 from ..views import Heatmap, Table, View, together
+from ..workflow import Nodes
 from .attribution_patching import AGREEMENT
 from .pairs import AttributedPair, AttributedPairs, AttributionSettings, pair_json
 
 if TYPE_CHECKING:
     import xarray as xr
 
-    from ...pipeline.nodes import ResultNode
 
 __all__ = ["FeatureAttributionTrace", "FeatureAttributionTraceSettings"]
 
@@ -81,13 +81,13 @@ class FeatureAttributionTrace(AttributedPairs):
     settings_type = FeatureAttributionTraceSettings
     settings: FeatureAttributionTraceSettings
 
-    def plan(self) -> Mapping[str, ResultNode]:
+    def plan(self) -> Nodes:
         """The cells of each pair, what their features write, and what random ones do."""
         given = self.settings
         self.read = self.read_pairs(given.wrong)
         self.dictionary = held = dictionary_of(given.dictionary, given.model, "clt")
         held.require_fit(self.subject.config, self.subject.name)
-        nodes: dict[str, ResultNode] = {}
+        nodes: Nodes = {}
         random = []
         for number, pair in enumerate(self.read):
             asked: dict[str, Any] = {
@@ -308,6 +308,3 @@ class FeatureAttributionTrace(AttributedPairs):
 def _tokens(tokens: list[str]) -> str:
     clean, corrupted = map(format_token, tokens)
     return clean if clean == corrupted else f"{clean} / {corrupted}"
-
-
-WORKFLOW = FeatureAttributionTrace

@@ -13,7 +13,7 @@ another one of the same prompt; and shares rank positions as runs do, beside sha
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -29,12 +29,12 @@ from ..labelled import labelled, records
 from ..material.unrelated import Unrelated
 from ..settings import Count, setting
 from ..views import Bars, Lines, Table, View, together
+from ..workflow import Nodes
 from .pairs import AttributedPairs, AttributionSettings, pair_json
 
 if TYPE_CHECKING:
     import xarray as xr
 
-    from ...pipeline.nodes import ResultNode
 
 __all__ = ["IntegratedGradientsTrace", "IntegratedGradientsTraceSettings"]
 
@@ -56,12 +56,12 @@ class IntegratedGradientsTrace(AttributedPairs):
     settings_type = IntegratedGradientsTraceSettings
     settings: IntegratedGradientsTraceSettings
 
-    def plan(self) -> Mapping[str, ResultNode]:
+    def plan(self) -> Nodes:
         """A result per fact, and which answers the model knows."""
         given = self.settings
         self.read = self.read_pairs()
         unrelated = Unrelated(self.subject)
-        nodes: dict[str, ResultNode] = {}
+        nodes: Nodes = {}
         for number, pair in enumerate(self.read):
             baseline = pair.corrupted
             if not given.prompt:
@@ -189,6 +189,3 @@ class IntegratedGradientsTrace(AttributedPairs):
 def _most(told: dict[str, Any]) -> str:
     token = max(told["tokens"], key=lambda each: abs(each["share"]), default=None)
     return "none" if token is None else f"{format_token(token['token'])} ({token['share']:+.2f})"
-
-
-WORKFLOW = IntegratedGradientsTrace

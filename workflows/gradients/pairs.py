@@ -10,7 +10,7 @@ Border: texts and token ids; loads no model and never imports torch.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -22,9 +22,7 @@ from ..material.facts.fact_pairs import pair_records
 from ..material.facts.known import SCORED, KnownWorkflow
 from ..settings import Count, DataSettings, ModelSettings, setting
 from ..subject import Subject
-
-if TYPE_CHECKING:
-    from ...pipeline.nodes import ResultNode
+from ..workflow import Nodes
 
 __all__ = ["AttributedPair", "AttributedPairs", "AttributionSettings"]
 
@@ -94,7 +92,7 @@ class AttributedPairs(KnownWorkflow):
             )
         return tuple(found)
 
-    def known_pairs_node(self, pairs: tuple[AttributedPair, ...]) -> dict[str, ResultNode]:
+    def known_pairs_node(self, pairs: tuple[AttributedPair, ...]) -> Nodes:
         """The node that says which pairs the model knows; none for a pair of one's own: it always counts."""
         if self.settings.prompt:
             return {}

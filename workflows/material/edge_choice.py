@@ -41,6 +41,7 @@ from ..claim import CandidateEffects, Claim
 from ..labelled import values_of
 from ..settings import ChosenEdgeSettings, ChosenPlaceSettings
 from ..views import Findings, Table, points
+from ..workflow import Nodes
 from .answers import answer_pieces, encoded, named, top_changed_json
 from .facts.fact_data import enough, facts_of, shown_fact
 from .facts.known import CHOSEN_ON, SCORED, KnownWorkflow
@@ -49,7 +50,6 @@ from .relations import relation_of
 if TYPE_CHECKING:
     import xarray as xr
 
-    from ...pipeline.nodes import ResultNode
     from ...stages.forward.runs.experiment import Experiment
     from ...stages.forward.text.tokens import Encoding
 
@@ -143,7 +143,7 @@ class PlaceWorkflow(KnownWorkflow):
         """Whether other facts say which place is told."""
         return bool(self.open) and (self.named is None or self.settings.layer is None)
 
-    def facts_node(self) -> dict[str, ResultNode]:
+    def facts_node(self) -> Nodes:
         """The node that intervenes in other facts, and the node that ranks their answers.
 
         Empty where layer and position are named, or with controls=0."""

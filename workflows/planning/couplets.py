@@ -28,7 +28,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -40,11 +40,8 @@ from ..material.answers import KNOWN, named, require_next
 from ..material.facts.known import NO_CONTROLS
 from ..settings import ControlSettings, Count, ModelSettings, Share, setting
 from ..views import Data, Heatmap, Note, Table, Text, Tokens, View, together
-from ..workflow import ModelWorkflow
+from ..workflow import ModelWorkflow, Nodes
 from .couplet_patches import KINDS, PLAN, ROLES, WAYS, CoupletPatches, PairsRead
-
-if TYPE_CHECKING:
-    from ...pipeline.nodes import ResultNode
 
 __all__ = ["CoupletPlanning", "CoupletPlanningSettings"]
 
@@ -99,7 +96,7 @@ class CoupletPlanning(ModelWorkflow):
     settings_type = CoupletPlanningSettings
     settings: CoupletPlanningSettings
 
-    def plan(self) -> Mapping[str, ResultNode]:
+    def plan(self) -> Nodes:
         """The pairs to choose on, those to score, and those with donors of every kind."""
         require_next(self.subject)
         given = self.settings
@@ -449,6 +446,3 @@ def _way(way: int) -> Pick:
 
 def _own_way(way: int) -> Pick:
     return lambda read: read.own_ways[:, way]
-
-
-WORKFLOW = CoupletPlanning

@@ -31,12 +31,11 @@ from ...store.errors import ConfigError
 from ..settings import Count, ModelSettings, Natural, preset_of, setting
 from ..subject import Subject, read_texts
 from ..views import Bars, Choice, Curve, Data, Figure, Heatmap, Lines, Table, View
-from ..workflow import ModelWorkflow, loaded
+from ..workflow import ModelWorkflow, Nodes, loaded
 
 if TYPE_CHECKING:
     import xarray as xr
 
-    from ...pipeline.nodes import ResultNode
     from ...stages.forward.models.model import Model
     from ...store import PackedTokens, Store
 
@@ -132,7 +131,7 @@ class CharacterCountHelix(ModelWorkflow):
     def __init__(self, settings: CharacterCountHelixSettings, model: Model | None = None) -> None:
         super().__init__(with_preset(settings), model)
 
-    def plan(self) -> Mapping[str, ResultNode]:
+    def plan(self) -> Nodes:
         """Every layer, of the text wrapped."""
         given = self.settings
         if given.jsonl and Path(given.jsonl).expanduser().is_file():
@@ -146,7 +145,7 @@ class CharacterCountHelix(ModelWorkflow):
         self.layers = given.layers or tuple(range(self.subject.config.num_layers))
         return self._of(self.layers)
 
-    def _of(self, layers: Sequence[int]) -> Mapping[str, ResultNode]:
+    def _of(self, layers: Sequence[int]) -> Nodes:
         """Sums by count, their geometry with true and shuffled counts, and a linear read-out."""
         import xarray as xr
 
@@ -188,7 +187,7 @@ class CharacterCountHelix(ModelWorkflow):
             self.nodes = self._of(done)
         return super().run(store, **options)
 
-    def _write(self, layer: int, nodes: Mapping[str, ResultNode], store: Store) -> None:
+    def _write(self, layer: int, nodes: Nodes, store: Store) -> None:
         """The line of a layer, in a file of its own that is there as a whole or not at all."""
         if not self.settings.jsonl:
             return
@@ -395,6 +394,3 @@ def _at(apart: int, ringing: xr.DataArray) -> float | None:
     """Mean cosine so many characters apart; None where no means are."""
     found = float(ringing.sel(offset=apart))
     return None if np.isnan(found) else found
-
-
-WORKFLOW = CharacterCountHelix

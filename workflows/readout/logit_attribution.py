@@ -16,7 +16,7 @@ to cancel; direct shares say what reaches the readout, not what would change wit
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
@@ -33,7 +33,7 @@ from ...store.errors import ConfigError
 from ..settings import AnswerSettings, Natural, setting
 from ..subject import answered
 from ..views import Bars, Choice, Data, Figure, Heatmap, Line, Lines, Table, View
-from ..workflow import ModelWorkflow
+from ..workflow import ModelWorkflow, Nodes
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -74,7 +74,7 @@ class LogitAttribution(ModelWorkflow):
     settings_type = LogitAttributionSettings
     settings: LogitAttributionSettings
 
-    def plan(self) -> Mapping[str, ResultNode]:
+    def plan(self) -> Nodes:
         """The tokens told apart, and what layers, heads and neurons have in their logits."""
         self._require_sum()
         self._require_parts()
@@ -104,7 +104,7 @@ class LogitAttribution(ModelWorkflow):
         layers = component_attribution.form(f"component_attribution{form}").on(
             embed=states[start], **written, **told
         )
-        nodes: dict[str, ResultNode] = {"tokens": pair, "layers": layers}
+        nodes: Nodes = {"tokens": pair, "layers": layers}
 
         def units(stage: Any, which: Any, norm: str, **states_of: Any) -> ResultNode:
             """The units of one kind of part; where what they write is normed once more, by its scale."""
@@ -416,6 +416,3 @@ def _neurons(neurons: list[tuple[int, int, float]]) -> Bars:
         unit="logits",
         across=True,
     )
-
-
-WORKFLOW = LogitAttribution

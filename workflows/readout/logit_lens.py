@@ -9,7 +9,7 @@ encoding prompt and answer together, so that a word of several tokens is not loo
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
@@ -28,12 +28,11 @@ from ...stages.logits.readout import readout_node
 from ..settings import AnswerSettings, Count, Natural, setting
 from ..subject import answered
 from ..views import Choice, Data, Figure, Lens, Line, Lines, Table, View, dim, together
-from ..workflow import ModelWorkflow, loaded
+from ..workflow import ModelWorkflow, Nodes, loaded
 
 if TYPE_CHECKING:
     import xarray as xr
 
-    from ...pipeline.nodes import ResultNode
     from ...store import PackedTokens
 
 __all__ = ["LogitLens", "LogitLensSettings"]
@@ -67,7 +66,7 @@ class LogitLens(ModelWorkflow):
     lens = loaded("lens")
     """The lens on all tokens of all prompts, in memory: [layer, token, rank] and [layer, token]."""
 
-    def plan(self) -> Mapping[str, ResultNode]:
+    def plan(self) -> Nodes:
         """The residual stream after every layer, and what the model's readout makes of it."""
         given = self.settings
         self.texts, self.words = answered(given.prompts, given.answers)
@@ -258,6 +257,3 @@ class LogitLens(ModelWorkflow):
             title=f"Answers: the most likely token at the end of {best} of {n} prompts",
             caption=f"{more}a multi-token answer is tracked by its first token",
         )
-
-
-WORKFLOW = LogitLens

@@ -12,7 +12,7 @@ That a probe reads something off a state does not say that the model does.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
@@ -26,12 +26,11 @@ from ..material.probe_targets import TARGETS, Target, read_labels, thinned, wrap
 from ..settings import ModelSettings, Natural, setting
 from ..subject import read_texts
 from ..views import Data, Line, Lines, Table, View, together
-from ..workflow import ModelWorkflow
+from ..workflow import ModelWorkflow, Nodes
 
 if TYPE_CHECKING:
     import xarray as xr
 
-    from ...pipeline.nodes import ResultNode
     from ...store import PackedTokens
 
 __all__ = ["Probe", "ProbeSettings"]
@@ -95,7 +94,7 @@ class Probe(ModelWorkflow):
     extra = "probing"
     settings: ProbeSettings
 
-    def plan(self) -> Mapping[str, ResultNode]:
+    def plan(self) -> Nodes:
         """A probe per target, on the states of all layers."""
         import xarray as xr
 
@@ -238,6 +237,3 @@ def _table(told: dict[str, Any], title: str) -> Table:
         f"{_guess(told)}: {told['baseline']:.3f}; interval: bootstrap over test prompts",
         sources=(told["target"],),
     )
-
-
-WORKFLOW = Probe

@@ -36,13 +36,12 @@ from ..material.answers import encoded
 from ..material.samples.rhymes import PRESETS, Condition, FirstLine, block_of, conditions_of, last_word
 from ..settings import ControlSettings, Count, ModelSettings, Natural, setting
 from ..views import Data, Figure, Heatmap, Line, Lines, Table, View, bold, dash
-from ..workflow import ModelWorkflow, loaded
+from ..workflow import ModelWorkflow, Nodes, loaded
 
 if TYPE_CHECKING:
     import numpy.typing as npt
     import xarray as xr
 
-    from ...pipeline.nodes import ResultNode
     from ...stages.forward.models.model import Model
 
 __all__ = ["RecurrentFeedback", "RecurrentFeedbackSettings"]
@@ -94,7 +93,7 @@ class RecurrentFeedback(ModelWorkflow):
         self.preset = PRESETS[settings.preset]
         super().__init__(replace(settings, model=settings.model or self.preset.model), model)
 
-    def plan(self) -> Mapping[str, ResultNode]:
+    def plan(self) -> Nodes:
         """Every line under every condition; and, as the one that is told, with other directions."""
         given, preset = self.settings, self.preset
         self.lines = preset.lines[: given.limit or None]
@@ -450,6 +449,3 @@ def _numbers(ids: Sequence[int]) -> str:
 
 def _pair(planning: Mapping[str, Any]) -> str:
     return f"{planning['baseline']['in_top_100']} -> {planning['recurrent']['in_top_100']}"
-
-
-WORKFLOW = RecurrentFeedback

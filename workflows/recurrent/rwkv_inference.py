@@ -17,7 +17,7 @@ about them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -45,12 +45,11 @@ from ..views import (
     dash,
     dim,
 )
-from ..workflow import loaded
+from ..workflow import Nodes, loaded
 
 if TYPE_CHECKING:
     import xarray as xr
 
-    from ...pipeline.nodes import ResultNode
 
 __all__ = ["RwkvInference", "RwkvInferenceSettings"]
 
@@ -91,7 +90,7 @@ class RwkvInference(PlaceWorkflow):
     together = loaded("together")
     """Every write left out in all layers at once, [layer = 0, position]."""
 
-    def plan(self) -> Mapping[str, ResultNode]:
+    def plan(self) -> Nodes:
         """Every write left out; those that may be told scaled, and random ones there; other facts."""
         given, layers = self.settings, self.subject.config.num_layers
         shared = self.read_place("last", given.position)
@@ -122,7 +121,7 @@ class RwkvInference(PlaceWorkflow):
         """See `PlaceWorkflow`: with one write left out, [layer]."""
         return values_of(self.writes["kl"].sel(position=key), "layer")
 
-    def _scored_node(self) -> dict[str, ResultNode]:
+    def _scored_node(self) -> Nodes:
         """The write of every role left out, in the facts on which the choice is scored."""
         if not self.is_chosen:
             return {}
@@ -315,6 +314,3 @@ class RwkvInference(PlaceWorkflow):
             "baseline_p_target": np.exp(told["baseline_target_logprob"]),
             "ablated_p_target": np.exp(told["target_logprob"]),
         }
-
-
-WORKFLOW = RwkvInference

@@ -49,6 +49,3 @@ class StatePatching(ActivationPatchingTrace):
     def kinds(self) -> tuple[str, ...]:
         """What is patched: as asked, or the states that all layers have."""
         return self.settings.kinds or in_every_layer(self.subject.config, MEMORIES)
-
-
-WORKFLOW = StatePatching

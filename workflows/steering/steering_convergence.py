@@ -21,7 +21,7 @@ reason in the answer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
@@ -46,12 +46,11 @@ from ..material.convergence_batch import FIELDS, read_batch
 from ..material.push_fates import PushFates
 from ..settings import ControlSettings, Count, FactSettings, setting
 from ..views import Choice, Data, Figure, Heatmap, Line, Lines, Table, View, dash
-from ..workflow import ModelWorkflow
+from ..workflow import ModelWorkflow, Nodes
 
 if TYPE_CHECKING:
     import xarray as xr
 
-    from ...pipeline.nodes import ResultNode
     from ...stages.features.dictionary import Dictionary
     from ...stages.features.layers.layout import FeatureId
     from ...stages.forward.architectures.architecture import Architecture
@@ -131,7 +130,7 @@ class PushedStatesCases(ModelWorkflow):
     settings_type = PushedStatesSettings
     settings: PushedStatesSettings
 
-    def plan(self) -> Mapping[str, ResultNode]:
+    def plan(self) -> Nodes:
         """Of each case its pushes, the vectors they are along, and the random pushes beside them."""
         given = self.settings
         steps = given.strength_steps
@@ -139,7 +138,7 @@ class PushedStatesCases(ModelWorkflow):
         self.skipped: list[dict[str, str]] = []
         """Experiments of the batch that cannot be run: {"group", "prompt", "error"}."""
         self.cases = self._batch() if given.batch_file else [self._default()]
-        nodes: dict[str, ResultNode] = {}
+        nodes: Nodes = {}
         for i, case in enumerate(self.cases):
             nodes |= {
                 self._named("convergence", i): self.on_model(case.experiment),
@@ -456,6 +455,3 @@ class PushedStatesCases(ModelWorkflow):
             caption="left out: " + "; ".join(left_out) if left_out else "none left out",
             json={"results": results, "skipped": self.skipped},
         )
-
-
-WORKFLOW = PushedStatesCases

@@ -14,7 +14,7 @@ first piece (logits) and by all of them (probability), never by its last.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -38,11 +38,11 @@ from ..material.answers import named, target_json, top_changed_json
 from ..material.edge_choice import ROLES, EdgeWorkflow, Indices
 from ..settings import ChosenEdgeSettings, Count, setting
 from ..views import Data, Line, Lines, Table, View, dash, points, together
+from ..workflow import Nodes
 
 if TYPE_CHECKING:
     import xarray as xr
 
-    from ...pipeline.nodes import ResultNode
     from ...stages.forward.hooks.edge_interventions import Edge
     from ...stages.forward.runs.experiment import Experiment
 
@@ -78,7 +78,7 @@ class SteeringDoseResponse(EdgeWorkflow):
     rule = "kind of key whose edge, at the strongest dose,"
     beside = "other (layer, key) edges of each prompt, nearest in attention"
 
-    def plan(self) -> Mapping[str, ResultNode]:
+    def plan(self) -> Nodes:
         """Every edge that may be told at every dose, in one layer or in each; all edges at the strongest."""
         given = self.settings
         shared = self.read_edge(given.window) | {"window": given.window}
@@ -300,6 +300,3 @@ def unlike(weights: Floats, own: int) -> Floats:
     apart: Floats = np.abs(known - known[..., [own]])
     apart[..., own] = np.inf
     return apart
-
-
-WORKFLOW = SteeringDoseResponse

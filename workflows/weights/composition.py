@@ -12,7 +12,7 @@ heads work together: nothing says that what is written is ever large, or that th
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -25,12 +25,11 @@ from ..claim import Claim
 from ..labelled import largest
 from ..settings import ControlSettings, Count, ModelSettings, setting
 from ..views import Heatmap, Table, View, together
-from ..workflow import ModelWorkflow, loaded
+from ..workflow import ModelWorkflow, Nodes, loaded
 
 if TYPE_CHECKING:
     import xarray as xr
 
-    from ...pipeline.nodes import ResultNode
 
 __all__ = ["Composition", "CompositionSettings"]
 
@@ -61,7 +60,7 @@ class Composition(ModelWorkflow):
     scores = loaded("scores")
     """`composition_scores`, in memory."""
 
-    def plan(self) -> Mapping[str, ResultNode]:
+    def plan(self) -> Nodes:
         """The scores. ConfigError for a model with fewer than two layers whose heads are matrices."""
         given, config = self.settings, self.subject.config
         require_outputs(config)
@@ -180,6 +179,3 @@ class Composition(ModelWorkflow):
 
 def _head(row: dict[str, Any], which: str = "") -> str:
     return f"L{row[f'{which}layer']}H{row[f'{which}head']}"
-
-
-WORKFLOW = Composition

@@ -279,6 +279,3 @@ def _cell(name: Any, row: dict[Any, Any]) -> str:
 def _fact_json(fact: TensorFacts) -> dict[str, Any]:
     names = ("name", "shape", "dtype", "norm", "mean", "std")
     return {name: getattr(fact, name) for name in names}
-
-
-WORKFLOW = InspectWeights

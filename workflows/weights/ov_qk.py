@@ -12,9 +12,9 @@ of all heads stands beside the best and the worst of all in each such draw.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -32,10 +32,7 @@ from ..labelled import largest, records
 from ..material.answers import named
 from ..settings import ControlSettings, Count, ModelSettings, Natural, setting
 from ..views import Heatmap, Table, View, together
-from ..workflow import ModelWorkflow, loaded
-
-if TYPE_CHECKING:
-    from ...pipeline.nodes import ResultNode
+from ..workflow import ModelWorkflow, Nodes, loaded
 
 __all__ = ["OvQk", "OvQkSettings"]
 
@@ -66,7 +63,7 @@ class OvQk(ModelWorkflow):
     copying = loaded("copying")
     """`copying_scores`, in memory."""
 
-    def plan(self) -> Mapping[str, ResultNode]:
+    def plan(self) -> Nodes:
         """Scores of all heads, and the directions of one."""
         given, config = self.settings, self.subject.config
         require_outputs(config)
@@ -87,7 +84,7 @@ class OvQk(ModelWorkflow):
                     f"expected a head in 0..{count - 1} of layer {given.layer}, found {given.head}"
                 )
             asked |= {"layer": given.layer, "head": given.head}
-        nodes: dict[str, ResultNode] = {
+        nodes: Nodes = {
             "copying": copying,
             "ov": singular_directions.on(weights=folded, circuit="OV", **asked),
         }
@@ -211,6 +208,3 @@ class OvQk(ModelWorkflow):
             sources=("positions",),
             json={"positions": heads},
         )
-
-
-WORKFLOW = OvQk

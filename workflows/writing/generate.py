@@ -12,7 +12,7 @@ ship with mizarr, other models the capital of France.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Self
@@ -34,13 +34,12 @@ from ..material.answers import FRANCE, encoded, named
 from ..settings import ModelSettings, Natural, setting
 from ..subject import shipped_facts, shipped_prose
 from ..views import Figure, Heatmap, Table, Text, Tokens, View, bold
-from ..workflow import ModelWorkflow, loaded
+from ..workflow import ModelWorkflow, Nodes, loaded
 from .denoising import denoising_views
 
 if TYPE_CHECKING:
     import xarray as xr
 
-    from ...pipeline.nodes import ResultNode
     from ...stages.forward.generation.generate import NewToken
     from ...stages.forward.text.tokens import Encoding
     from ...store import Store
@@ -88,7 +87,7 @@ class Generate(ModelWorkflow):
     """token_id, logprob [prompt, step], generated_text, finish_reason [prompt]; in memory. Of a model that
     fills in masks what `Denoising` gives."""
 
-    def plan(self) -> Mapping[str, ResultNode]:
+    def plan(self) -> Nodes:
         """The prompts continued, or filled in; where something is silenced, by the whole model too."""
         settings = self.settings
         self.texts = settings.prompts or default_prompts(settings.model)
@@ -117,7 +116,7 @@ class Generate(ModelWorkflow):
     def _encoded(self, text: str) -> Encoding:
         return encoded(self.subject, text, chat=self.settings.chat)
 
-    def _asked(self, whole: Continuation | Denoising) -> Mapping[str, ResultNode]:
+    def _asked(self, whole: Continuation | Denoising) -> Nodes:
         """What is asked of the whole model, and where something is silenced, of what is left."""
         if not self.settings.zero:
             return {"generation": self.on_model(whole)}
@@ -135,7 +134,7 @@ class Generate(ModelWorkflow):
                 f"{found[0]}={getattr(given, found[0])!r}; leave it out"
             )
 
-    def _filled_in(self) -> Mapping[str, ResultNode]:
+    def _filled_in(self) -> Nodes:
         """Masks of the prompts, or behind them, filled in."""
         given, subject = self.settings, self.subject
         prompts = tuple(tuple(subject.masked(self._encoded(text), given.max_tokens)) for text in self.texts)
@@ -306,6 +305,3 @@ def _tail(text: str, room: int = 60) -> str:
     """The end of a prompt, on one line."""
     shown = format_text(text)
     return shown if len(shown) <= room else "…" + shown[-room:]
-
-
-WORKFLOW = Generate

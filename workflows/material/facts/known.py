@@ -21,11 +21,10 @@ import numpy.typing as npt
 from ....stages.causal.answer_ranks import AnswerRanks, AskedPrompt
 from ....store.errors import ConfigError
 from ...views import Findings
-from ...workflow import ModelWorkflow
+from ...workflow import ModelWorkflow, Nodes
 from ..answers import KNOWN
 
 if TYPE_CHECKING:
-    from ....pipeline.nodes import ResultNode
     from ....store import Store
 
 __all__ = ["CHOSEN_ON", "NO_CONTROLS", "SCORED", "KnownWorkflow"]
@@ -51,7 +50,7 @@ class KnownWorkflow(ModelWorkflow):
     groups: Mapping[str, int]
     """Number of prompts in each group, by what it is for: {"to choose on": 8}; set by `known_node`."""
 
-    def known_node(self, groups: Mapping[str, Sequence[AskedPrompt]]) -> dict[str, ResultNode]:
+    def known_node(self, groups: Mapping[str, Sequence[AskedPrompt]]) -> Nodes:
         """The node that measures which prompts the model knows.
 
         groups: prompts by what they are for, in words that follow "8 facts": {"to choose on": ...}. A claim
@@ -105,7 +104,7 @@ class KnownWorkflow(ModelWorkflow):
         """The reason why nothing is claimed, in place of claims."""
         return Findings.none(self.not_claimed, (NODE,) if NODE in self.nodes else ())
 
-    def first_nodes(self) -> Mapping[str, ResultNode]:
+    def first_nodes(self) -> Nodes:
         """See `Workflow`: ranks, where a claim hangs on them."""
         return {NODE: self.nodes[NODE]} if NODE in self.nodes and self.only_claims else {}
 
