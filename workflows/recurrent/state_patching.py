@@ -17,7 +17,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ...stages.forward.architectures.points import STATE_ROOMS
-from ..causal.activation_patching import ActivationPatchingTrace, ActivationPatchingTraceSettings
+from ..causal.activation_patching import ActivationPatchingTrace
+from ..causal.patched_pairs import ActivationPatchingTraceSettings
 from ..material.places import in_every_layer
 from ..settings import MODEL_HELP, RECURRENT, setting
 
