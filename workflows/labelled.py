@@ -34,9 +34,16 @@ def record(found: xr.Dataset, *names: str, **renamed: str) -> dict[str, Any]:
 
 
 def records(found: xr.Dataset, dim: str, *names: str, **renamed: str) -> list[dict[str, Any]]:
-    """A `record` for each place along a dim."""
+    """A `record` for each place along a dim; variables without that dim are the same in all of them."""
     columns = _columns(names, renamed)
-    rows = zip(*(found[of].transpose(dim, ...).values.tolist() for of in columns.values()), strict=True)
+    arrays = [found[of] for of in columns.values()]
+    values = [
+        array.transpose(dim, ...).values.tolist()
+        if dim in array.dims
+        else [array.values.tolist()] * found.sizes[dim]
+        for array in arrays
+    ]
+    rows = zip(*values, strict=True)
     return [dict(zip(columns, row, strict=True)) for row in rows]
 
 

@@ -28,6 +28,8 @@ def test_the_largest_cells_carry_their_labels_and_variables_as_python_values():
 def test_records_go_along_one_dim_and_keep_the_others_as_lists():
     rows = records(FOUND.isel(head=slice(2)), "layer", "layer", halves="share")
     assert rows == [{"layer": 4, "halves": [0.25, 1.0]}, {"layer": 7, "halves": [1.0, -0.5]}]
+    of_the_model = FOUND.assign(layers=2)
+    assert [row["layers"] for row in records(of_the_model, "layer", "layers")] == [2, 2]
     assert record(FOUND.sel(layer=7, head=1), "kl") == {"kl": -1.0}
 
 

@@ -12,13 +12,14 @@ basis of the state: such a basis has as many directions to choose among as there
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import combinations
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ...stages.algzoo.accuracy import CHUNK, accuracy_of, rmse_of, sampled_accuracy_node
+from ...stages.algzoo.accuracy import CHUNK, sampled_accuracy_node
 from ...stages.algzoo.analysis.ablation import neuron_ablation, random_ablation
 from ...stages.algzoo.analysis.compute_curve import compute_curve
 from ...stages.algzoo.analysis.cones import DIMENSIONS, gaussian_accuracy
@@ -30,21 +31,9 @@ from ...stages.algzoo.samples import algzoo_samples
 from ...store.arrays import Floats
 from ...store.errors import ConfigError
 from ..claim import Claim
+from ..labelled import record, records, values_of
 from ..settings import Count, Natural, setting
-from ..views import (
-    Bars,
-    Choice,
-    Cones,
-    Data,
-    Figure,
-    Heatmap,
-    Line,
-    Lines,
-    Table,
-    Values,
-    View,
-    together,
-)
+from ..views import Bars, Choice, Cones, Data, Figure, Heatmap, Line, Lines, Table, View, together
 from ..workflow import Nodes, loaded
 from .workflow import AlgZooSettings, AlgZooWorkflow
 
@@ -54,6 +43,8 @@ if TYPE_CHECKING:
 
 __all__ = ["StoicheiaAnalysis", "StoicheiaAnalysisSettings"]
 
+BY_SIGMA = ("explanation_bits", "residual_surprise", "bound_satisfied", "tightness", "covered")
+"""What is said of an explanation under each size of noise."""
 FITTED = 1
 """Added to the seed: of samples that something is chosen or fitted on, and nothing is scored on."""
 
@@ -175,7 +166,7 @@ class StoicheiaAnalysis(AlgZooWorkflow):
 
     def views(self) -> Iterator[View]:
         """Accuracy, weights, neurons, regions, explanations."""
-        yield from self._accuracy()
+        yield self._accuracy()
         yield from self._weights()
         yield from self._neurons()
         yield from self._regions()
@@ -187,8 +178,7 @@ class StoicheiaAnalysis(AlgZooWorkflow):
         """Change by the direction that each random basis needs most, [draw]; empty without controls."""
         if "controls" not in self.nodes:
             return np.empty(0)
-        found: Floats = self.result("controls").load()["delta"].min("direction").values
-        return found
+        return values_of(self.result("controls").load()["delta"].min("direction"))
 
     def claims(self) -> Iterator[Claim]:
         """What the network loses without the neuron it needs most on other samples."""
@@ -201,29 +191,15 @@ class StoicheiaAnalysis(AlgZooWorkflow):
         of = f"random bases of the state, of each the direction of {hidden} that is needed most"
         yield Claim.against(claim, effect, -self.null, of, unit=unit)
 
-    def _accuracy(self) -> Iterator[View]:
-        counted, network = self.counted, self.network
-        many = int(counted["samples"].sum())
-        if network.task.is_scalar:
-            found = rmse_of(counted)
-            pairs = [("root mean squared error", f"{found:.5g} on {many:,} samples")]
-            told: dict[str, Any] = {"rmse": found}
-        else:
-            found = accuracy_of(counted)
-            spread = float(np.sqrt(found * (1 - found) / many))
-            pairs = [("accuracy", f"{100 * found:.4f} % ± {100 * spread:.2g} on {many:,} samples")]
-            pairs.append(("a guess", f"{100 * network.task.chance(network.sequence):.1f} %"))
-            told = {"accuracy": found, "accuracy_error": spread}
-        told["samples"] = many
-        if "exact" in self.nodes:
-            exact = self.result("exact")
-            name = "rmse" if network.task.is_scalar else "accuracy"
-            value = float(exact[name])
-            shown = f"{value:.6g}" if network.task.is_scalar else f"{100 * value:.5f} %"
-            pairs.append((f"exact, from {exact.sizes['cone']} cones", shown))
-            told[f"exact_{name}"] = value
-        yield Values(pairs=tuple(pairs), title=f"{network.title}: {network.task.name}", caption=self.told)
-        yield Data(json={**self.about, **told})
+    def _accuracy(self) -> View:
+        found, is_scalar = self.accuracy(self.counted), self.network.task.is_scalar
+        if "exact" not in self.nodes:
+            return found
+        exact, name = self.result("exact"), "rmse" if is_scalar else "accuracy"
+        value = float(exact[name])
+        shown = f"{value:.6g}" if is_scalar else f"{100 * value:.5f} %"
+        pair = (f"exact, from {exact.sizes['cone']} cones", shown)
+        return replace(found, pairs=(*found.pairs, pair), json={**found.json, f"exact_{name}": value})
 
     def _weights(self) -> Iterator[View]:
         if "standardized" not in self.nodes:
@@ -438,30 +414,18 @@ class StoicheiaAnalysis(AlgZooWorkflow):
 
     def _surprise(self) -> Iterator[View]:
         found, curve = self.result("surprise").load(), self.result("curve").load()
+        columns = ["estimator", "description", "agreement_rate", "sigma", "selection_bits", *BY_SIGMA]
         rows = [
-            {
-                "estimator": str(name) if not place else "",
-                "description": str(each["description"].values) if not place else "",
-                "agreement": float(each["agreement_rate"]) if not place else None,
-                "sigma": float(sigma),
-                "explanation_bits": float(here["explanation_bits"]),
-                "residual_surprise": float(here["residual_surprise"]),
-                "selection_bits": float(here["selection_bits"]),
-                "bound_satisfied": bool(here["bound_satisfied"]),
-                "tightness": float(here["tightness"]),
-                "covered": float(here["covered"]),
-            }
+            row | (dict.fromkeys(("estimator", "description", "agreement_rate")) if place else {})
             for name in found["estimator"].values
-            for each in [found.sel(estimator=name)]
-            for place, sigma in enumerate(found["sigma"].values)
-            for here in [each.sel(sigma=sigma)]
+            for place, row in enumerate(records(found.sel(estimator=name), "sigma", *columns))
         ]
         many = int(found.attrs["samples"])
         yield Table.of(
             rows,
             ("explanation", "estimator"),
             ("what is written down", "description"),
-            ("agrees", "agreement", lambda share: f"{100 * share:.1f} %"),
+            ("agrees", "agreement_rate", lambda share: f"{100 * share:.1f} %"),
             ("noise", "sigma", "g"),
             ("bits told", "explanation_bits", ".0f"),
             ("bits left", "residual_surprise", ".0f"),
@@ -529,45 +493,33 @@ def _matrix(rows: list[list[float]]) -> str:
 
 
 def _pairs(found: xr.Dataset) -> list[dict[str, Any]]:
-    many = found.sizes["neuron"]
+    """What two neurons are worth, each pair once."""
+    columns = {"ablated": "pair_ablated", "delta": "pair_delta", "interaction": "interaction"}
     return [
-        {
-            "a": a,
-            "b": b,
-            "ablated": float(found["pair_ablated"][a, b]),
-            "delta": float(found["pair_delta"][a, b]),
-            "interaction": float(found["interaction"][a, b]),
-        }
-        for a in range(many)
-        for b in range(a + 1, many)
+        {"a": a, "b": b, **record(found.isel(neuron=a, neuron_=b), **columns)}
+        for a, b in combinations(range(found.sizes["neuron"]), 2)
     ]
 
 
 def _account(found: xr.Dataset) -> dict[str, Any]:
-    each = ("estimate_accuracy", "agreement_rate", "disagreement_rate", "operations", "description")
-    by_sigma = ("explanation_bits", "residual_surprise", "bound_satisfied", "tightness", "covered")
+    """The account of every explanation, for documents."""
+    names = ("estimate_accuracy", "agreement_rate", "disagreement_rate", "operations", "description")
+    by_estimator = (*names, "noisy_agreement", *BY_SIGMA)
     return {
         "n_samples": int(found.attrs["samples"]),
         "param_count": int(found.attrs["param_count"]),
-        "model_accuracy": float(found["model_accuracy"]),
-        "chance_accuracy": float(found["chance_accuracy"]),
         "sigmas": found["sigma"],
-        "selection_bits": found["selection_bits"],
-        "noisy_accuracy": found["noisy_accuracy"],
+        **{
+            name: found[name]
+            for name in ("model_accuracy", "chance_accuracy", "selection_bits", "noisy_accuracy")
+        },
         "estimators": {
-            str(name): {key: here[key].values.tolist() for key in (*each, "noisy_agreement", *by_sigma)}
-            for name in found["estimator"].values
-            for here in [found.sel(estimator=name)]
+            str(name): record(found.sel(estimator=name), *by_estimator) for name in found["estimator"].values
         },
     }
 
 
 def _curve_json(curve: xr.Dataset, of: str) -> list[dict[str, Any]]:
-    columns = [f"{of}_mse", f"{of}_operations"] + (
-        ["baseline_expected", "groups"] if of == "baseline" else []
-    )
-    return [
-        {"samples": int(budget)} | {name: float(here[name]) for name in columns}
-        for budget in curve["samples"].values.tolist()
-        for here in [curve.sel(samples=budget)]
-    ]
+    """Errors by number of samples, with the operations they take."""
+    more = ("baseline_expected", "groups") if of == "baseline" else ()
+    return records(curve, "samples", "samples", f"{of}_mse", f"{of}_operations", *more)

@@ -10,19 +10,19 @@ time step or the attention of every layer: candle-mi's `stoicheia_inference`.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
 
-from ...stages.algzoo.accuracy import accuracy_of, rmse_of, sampled_accuracy_node
+from ...stages.algzoo.accuracy import sampled_accuracy_node
 from ...stages.algzoo.analysis.ablation import classes_or_numbers
 from ...stages.algzoo.capture import capture_node
 from ...stages.algzoo.samples import SURPRISE_STATE, drawn, lcg
 from ...stages.forward.hooks.spec import HookSpec
 from ...store.errors import ConfigError
 from ..settings import Count, Natural, setting
-from ..views import Data, Heatmap, Table, Values, View, together
+from ..views import Data, Heatmap, Table, View, together
 from ..workflow import Nodes, loaded
 from .workflow import AlgZooSettings, AlgZooWorkflow
 
@@ -102,27 +102,15 @@ class StoicheiaInference(AlgZooWorkflow):
         yield from self._drawn()
 
     def _accuracy(self) -> View:
-        counted, network = self.counted, self.network
-        many = int(counted["samples"].sum())
-        found: dict[str, Any]
+        counted, said = self.counted, self.network.said
         of = "all {:,} inputs" if self.is_exhaustive else "{:,} samples"
-        if network.task.is_scalar:
-            found = {"rmse": rmse_of(counted)}
-            pairs = [("root mean squared error", f"{found['rmse']:.5g} on {of.format(many)}")]
-        else:
-            found = {"accuracy": accuracy_of(counted), "confusion": counted["confusion"]}
-            pairs = [("accuracy", f"{100 * found['accuracy']:.4f} % on {of.format(many)}")]
-            pairs.append(("a guess", f"{100 * network.task.chance(network.sequence):.1f} %"))
-        if network.said.trained is not None:
-            pairs.append(("trained on", f"{network.said.trained:,} sequences, seed {network.said.seed}"))
-        about = {**self.about, "samples": many, "exhaustive": self.is_exhaustive, **found}
-        return Values(
-            pairs=tuple(pairs),
-            title=f"{network.title}: {network.task.name}",
-            caption=self.told,
-            sources=("accuracy",),
-            json=about,
+        found = self.accuracy(counted, of, error=False)
+        trained = (
+            () if said.trained is None else (("trained on", f"{said.trained:,} sequences, seed {said.seed}"),)
         )
+        confusion = {} if self.network.task.is_scalar else {"confusion": counted["confusion"]}
+        about = {**found.json, "exhaustive": self.is_exhaustive, **confusion}
+        return replace(found, pairs=(*found.pairs, *trained), json=about)
 
     def _answers(self) -> View:
         x, said = self.held["x"].values, self.held["logits"].values

@@ -6,11 +6,18 @@ Border: names and nodes; reads a file of a few kilobytes, computes nothing.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
+from ...stages.algzoo.accuracy import accuracy_of, rmse_of
 from ...stages.algzoo.model import SHIPPED, AlgZooModel, load_model
 from ..settings import Count, Natural, setting
+from ..views import Values
 from ..workflow import Nodes, Workflow
+
+if TYPE_CHECKING:
+    import xarray as xr
 
 __all__ = ["AlgZooSettings", "AlgZooWorkflow"]
 
@@ -46,6 +53,36 @@ class AlgZooWorkflow(Workflow):
     def plan(self) -> Nodes:
         """What is computed, by name. Raises ConfigError for settings that this network cannot meet."""
         raise NotImplementedError
+
+    def accuracy(self, counted: xr.Dataset, samples: str = "{:,} samples", *, error: bool = True) -> Values:
+        """How often the network is right, or how far it is off, with what it is.
+
+        Arguments:
+            counted: of `sampled_accuracy_node`.
+            samples: what was counted, with the number left open.
+            error: whether to say the standard error of an accuracy.
+        """
+        network, count = self.network, int(counted["samples"].sum())
+        on = samples.format(count)
+        if network.task.is_scalar:
+            error = rmse_of(counted)
+            pairs, numbers = [("root mean squared error", f"{error:.5g} on {on}")], {"rmse": error}
+        else:
+            share, guess = accuracy_of(counted), network.task.chance(network.sequence)
+            spread = float(np.sqrt(share * (1 - share) / count))
+            numbers = {"accuracy": share} | ({"accuracy_error": spread} if error else {})
+            between = f" ± {100 * spread:.2g}" if error else ""
+            pairs = [
+                ("accuracy", f"{100 * share:.4f} %{between} on {on}"),
+                ("a guess", f"{100 * guess:.1f} %"),
+            ]
+        return Values(
+            pairs=tuple(pairs),
+            title=f"{network.title}: {network.task.name}",
+            caption=self.told,
+            sources=("accuracy",),
+            json={**self.about, **numbers, "samples": count},
+        )
 
     @property
     def about(self) -> dict[str, Any]:

@@ -232,149 +232,134 @@ class ActivationPatchingTrace(KnownWorkflow):
                 found[kind] = grid.dropna("head", subset=["kl"]) if "head" in grid.dims else grid
         return {kind: found[kind] for kind in self.kinds}
 
-    def told(self, i: int) -> dict[str, Any]:
+    def recovered(self, i: int) -> dict[str, xr.DataArray]:
+        """Percent recovered in pair `i` by kind, [layer, position] or [layer, head]."""
+        return {kind: 100 * grid["recovery"] for kind, grid in self.grids(i).items()}
+
+    def by_run(self, i: int, metric: str) -> dict[str, float]:
+        """A metric of the runs of pair `i` in which nothing is patched: "clean" and "corrupted"."""
+        unpatched = next(iter(self.grids(i).values()))["unpatched"].sel(metric=metric)
+        return dict(zip(unpatched["run"].values.tolist(), unpatched.values.tolist(), strict=True))
+
+    def document(self, i: int) -> dict[str, Any]:
         """Pair `i` in the fields of candle-mi's example, and the grids of every kind."""
-        traced, grids = self.traced[i], self.grids(i)
-        percent = {kind: 100 * grid["recovery"] for kind, grid in grids.items()}
+        pair, grids, percent = self.traced[i], self.grids(i), self.recovered(i)
         kind, first = next(iter(percent.items()))
-        start, last = traced.subject
-        unpatched = grids[kind]["unpatched"]
-        told: dict[str, Any] = {
+        start, last = pair.subject
+        found: dict[str, Any] = {
             "model_id": self.subject.name,
-            "clean_prompt": traced.clean,
-            "corrupted_prompt": traced.corrupted,
+            "clean_prompt": pair.clean,
+            "corrupted_prompt": pair.corrupted,
             "subject_pos": start,
             "subject_last_pos": last,
-            "tokens": named(self.subject, traced.corrupted_ids),
-            "clean_tokens": named(self.subject, traced.clean_ids),
+            "tokens": named(self.subject, pair.corrupted_ids),
+            "clean_tokens": named(self.subject, pair.clean_ids),
             "n_layers": self.subject.config.num_layers,
-            "seq_len": len(traced.clean_ids),
-            "corrupted_kl": float(unpatched.sel(run="corrupted", metric="kl")),
+            "seq_len": len(pair.clean_ids),
+            "corrupted_kl": self.by_run(i, "kl")["corrupted"],
             "unit": "percent recovered, 0 = corrupted, 100 = clean",
             "metric": self.settings.metric,
             "kind": kind,
             "window": self.settings.window,
-            "grid": first.values.tolist(),
-            "grids": {kind: grid.values.tolist() for kind, grid in percent.items()},
+            "grid": first,
+            "grids": percent,
             "best": [_best(kind, grid) for kind, grid in percent.items()],
         }
         if "position" in first.dims:
-            told["subject_recovery"] = first.sel(position=start).values.tolist()
-        if traced.pieces:
-            probabilities = unpatched.sel(metric="probability")
-            told |= {
-                "answer": traced.answer,
-                "answer_token_ids": list(traced.pieces),
-                "answer_token": named(self.subject, traced.pieces[:1])[0],
-                "answer_probability": {str(run["run"].values): float(run) for run in probabilities},
-                "answer_probability_grids": {
-                    kind: grid["probability"].values.tolist() for kind, grid in grids.items()
-                },
+            found["subject_recovery"] = first.sel(position=start)
+        if pair.pieces:
+            found |= {
+                "answer": pair.answer,
+                "answer_token_ids": pair.pieces,
+                "answer_token": named(self.subject, pair.pieces[:1])[0],
+                "answer_probability": self.by_run(i, "probability"),
+                "answer_probability_grids": {kind: grid["probability"] for kind, grid in grids.items()},
             }
-        if self.settings.metric == "logit_difference":
-            runs = unpatched.sel(metric="logit_difference")
-            told |= {
-                "wrong": traced.wrong,
-                "logit_difference": {str(run["run"].values): float(run) for run in runs},
-                "logit_difference_grids": {
-                    kind: grid["logit_difference"].values.tolist() for kind, grid in grids.items()
-                },
-            }
-        return told
+        if (metric := self.settings.metric) == "logit_difference":
+            by_kind = {kind: grid[metric] for kind, grid in grids.items()}
+            found |= {"wrong": pair.wrong, metric: self.by_run(i, metric), f"{metric}_grids": by_kind}
+        return found
 
     def views(self) -> Iterator[View]:
         """Per pair the grids of every kind, and the best places."""
-        pairs = [self.told(i) for i in range(len(self.traced))]
-        yield Data(json={"results": pairs})
-        for i, told in enumerate(pairs):
-            traced, sources = self.traced[i], self.sources(i)
-            grids = [self._grid(told, traced, best) for best in told["best"]]
+        yield Data(json={"results": [self.document(i) for i in range(len(self.traced))]})
+        for i, pair in enumerate(self.traced):
+            put = f"'{format_text(pair.clean)}' put into '{format_text(pair.corrupted)}'"
+            grids = {kind: self._grid(pair, kind, percent) for kind, percent in self.recovered(i).items()}
             yield Choice(
-                title=f"'{format_text(traced.clean)}' put into '{format_text(traced.corrupted)}'",
+                title=put,
                 caption=f"Share of {MEASURES[self.settings.metric]} that comes back when one state of the "
                 "clean run replaces that of the corrupted one; 0 % as corrupted, 100 % as clean, below 0 % "
                 "farther off than corrupted.",
-                sources=sources,
+                sources=self.sources(i),
                 name="patched",
-                options=tuple(zip(told["grids"], grids, strict=True)),
+                options=tuple(grids.items()),
             )
             yield Figure(
                 name=f"activation_patching_{i}",
                 title=f"Where {self.subject.name} keeps what makes prompts differ",
-                caption=f"States of '{format_text(traced.clean)}' put into '{format_text(traced.corrupted)}'",
-                panels=(*grids, *([self.findings] if self.makes_claims else [])),
+                caption=f"States of {put}",
+                panels=(*grids.values(), *([self.findings] if self.makes_claims else [])),
             )
-            yield self._places(told, sources)
+            yield self._places(i, f"{self.subject.name}: {put}")
 
-    def _grid(self, told: dict[str, Any], traced: PatchedPair, best: dict[str, Any]) -> Heatmap:
+    def _grid(self, pair: PatchedPair, kind: str, percent: xr.DataArray) -> Heatmap:
         """Percent recovered by layer and place for one kind; framed is where the prompts differ."""
-        kind, layers = best["kind"], told["n_layers"]
-        values = np.array(told["grids"][kind])
+        best, (start, last) = _best(kind, percent), pair.subject
+        own: dict[str, Any] = {"column_name": "key/value head" if kind in ("k", "v") else "head"}
+        where = f"head {best.get('head')}"
         if "position" in best:
-            start, last = traced.subject
-            clean, corrupted = (map(format_token, told[which]) for which in ("clean_tokens", "tokens"))
+            ids = (pair.clean_ids, pair.corrupted_ids)
+            clean, corrupted = (list(map(format_token, named(self.subject, row))) for row in ids)
             texts = zip(clean, corrupted, strict=True)
-            own: dict[str, Any] = {
+            own = {
                 "columns": tuple(to if at == to else f"{at} → {to}" for at, to in texts),
                 "column_name": "token",
-                "framed": ((0, start, layers - 1, last),),
+                "framed": ((0, start, percent.sizes["layer"] - 1, last),),
                 "frame_name": "where the prompts differ",
             }
-        else:
-            heads = tuple(map(str, range(values.shape[1])))
-            own = {"columns": heads, "column_name": "key/value head" if kind in ("k", "v") else "head"}
-        return Heatmap(
-            title=NAMES[kind],
-            caption=f"most: {best['recovery']:.0f} % in layer {best['layer']} {_at(told, best)}",
-            values=values,
-            rows=tuple(map(str, range(layers))),
+            where = f"at '{corrupted[best['position']]}'"
+        return Heatmap.of(
+            percent,
+            NAMES[kind],
+            f"most: {best['recovery']:.0f} % in layer {best['layer']} {where}",
             value_name=f"recovered by patching {kind}",
             unit="%",
             low=-100.0,
             high=100.0,
             diverging=True,
-            upward=True,
             **own,
         )
 
-    def _places(self, told: dict[str, Any], sources: tuple[str, ...]) -> Table:
+    def _places(self, i: int, title: str) -> Table:
         """The best position, or head, of each layer, by kind."""
-        tokens = [format_token(text) for text in told["tokens"]]
+        pair, percent = self.traced[i], self.recovered(i)
+        tokens = [format_token(text) for text in named(self.subject, pair.corrupted_ids)]
 
-        def place(kind: str, grid: Any, layer: int) -> Any:
-            index = int(np.argmax(grid[layer]))
+        def place(kind: str, layer: int) -> Any:
+            index = int(percent[kind].values[layer].argmax())
             return dim(f"head {index}" if _by_head(kind) else f"{tokens[index]} ({index})")
 
         columns: list[tuple[Any, ...]] = [("layer", int, "d")]
-        for kind, grid in told["grids"].items():
-            columns += [(kind, partial(_most, grid), "{:.1f} %".format), ("at", partial(place, kind, grid))]
-        where = " and ".join(
-            word
-            for word, is_named in (("position", False), ("head", True))
-            if any(_by_head(kind) == is_named for kind in told["grids"])
-        )
+        for kind, grid in percent.items():
+            most = grid.values.max(1).__getitem__
+            columns += [(kind, most, "{:.1f} %".format), ("at", partial(place, kind))]
+        words = dict.fromkeys("head" if _by_head(kind) else "position" for kind in percent)
         caption = (
-            f"share of {MEASURES[self.settings.metric]} recovered at the best {where}; "
-            f"KL(clean || corrupted) {told['corrupted_kl']:.3f} nats"
+            f"share of {MEASURES[self.settings.metric]} recovered at the best "
+            f"{' and '.join(sorted(words, reverse=True))}; "
+            f"KL(clean || corrupted) {self.by_run(i, 'kl')['corrupted']:.3f} nats"
         )
-        if "logit_difference" in told:
-            runs = told["logit_difference"]
-            caption += (
-                f"; logit of {told['answer']!r} minus that of {told['wrong']!r}: {runs['clean']:+.2f} clean, "
-                f"{runs['corrupted']:+.2f} corrupted"
-            )
-        if "answer_probability" in told:
-            shares = {name: format_probability(p) for name, p in told["answer_probability"].items()}
-            word = format_token(told["answer_token"])
+        if self.settings.metric == "logit_difference":
+            difference = "{clean:+.2f} clean, {corrupted:+.2f} corrupted"
+            caption += f"; logit of {pair.answer!r} minus that of {pair.wrong!r}: "
+            caption += difference.format(**self.by_run(i, "logit_difference"))
+        if pair.pieces:
+            shares = {run: format_probability(p) for run, p in self.by_run(i, "probability").items()}
+            word = format_token(named(self.subject, pair.pieces[:1])[0])
             caption += f"; {word!r} {shares['clean']} clean, {shares['corrupted']} corrupted"
-        return Table.of(
-            range(told["n_layers"]),
-            *columns,
-            title=f"{self.subject.name}: '{format_text(told['clean_prompt'])}' put into "
-            f"'{format_text(told['corrupted_prompt'])}'",
-            caption=caption,
-            sources=sources,
-        )
+        layers = range(self.subject.config.num_layers)
+        return Table.of(layers, *columns, title=title, caption=caption, sources=self.sources(i))
 
 
 def _is_memory(kind: str) -> bool:
@@ -385,19 +370,6 @@ def _is_memory(kind: str) -> bool:
 def _by_head(kind: str) -> bool:
     """Whether a kind is patched head by head, at all positions, and not position by position."""
     return kind in HEAD_KINDS or (kind in STATE_KINDS and not _is_memory(kind))
-
-
-def _most(grid: list[list[float]], layer: int) -> float:
-    return max(grid[layer])
-
-
-def _at(told: dict[str, Any], best: dict[str, Any]) -> str:
-    """The place of the largest cell, in words."""
-    return (
-        f"at '{format_token(told['tokens'][best['position']])}'"
-        if "position" in best
-        else f"head {best['head']}"
-    )
 
 
 def _best(kind: str, percent: xr.DataArray) -> dict[str, Any]:
