@@ -104,7 +104,7 @@ class StoicheiaInference(AlgZooWorkflow):
     def _accuracy(self) -> View:
         counted, said = self.counted, self.network.said
         of = "all {:,} inputs" if self.is_exhaustive else "{:,} samples"
-        found = self.accuracy(counted, of, error=False)
+        found = self.accuracy(counted, of, with_error=False)
         trained = (
             () if said.trained is None else (("trained on", f"{said.trained:,} sequences, seed {said.seed}"),)
         )

@@ -54,13 +54,15 @@ class AlgZooWorkflow(Workflow):
         """What is computed, by name. Raises ConfigError for settings that this network cannot meet."""
         raise NotImplementedError
 
-    def accuracy(self, counted: xr.Dataset, samples: str = "{:,} samples", *, error: bool = True) -> Values:
+    def accuracy(
+        self, counted: xr.Dataset, samples: str = "{:,} samples", *, with_error: bool = True
+    ) -> Values:
         """How often the network is right, or how far it is off, with what it is.
 
         Arguments:
             counted: of `sampled_accuracy_node`.
             samples: what was counted, with the number left open.
-            error: whether to say the standard error of an accuracy.
+            with_error: whether to say the standard error of an accuracy.
         """
         network, count = self.network, int(counted["samples"].sum())
         on = samples.format(count)
@@ -70,8 +72,8 @@ class AlgZooWorkflow(Workflow):
         else:
             share, guess = accuracy_of(counted), network.task.chance(network.sequence)
             spread = float(np.sqrt(share * (1 - share) / count))
-            numbers = {"accuracy": share} | ({"accuracy_error": spread} if error else {})
-            between = f" ± {100 * spread:.2g}" if error else ""
+            numbers = {"accuracy": share} | ({"accuracy_error": spread} if with_error else {})
+            between = f" ± {100 * spread:.2g}" if with_error else ""
             pairs = [
                 ("accuracy", f"{100 * share:.4f} %{between} on {on}"),
                 ("a guess", f"{100 * guess:.1f} %"),

@@ -26,11 +26,12 @@ from ...stages.causal.knockout import EdgeKnockout, HeadKnockout
 from ...stages.logits.lens import format_text, format_token
 from ...store.arrays import Floats
 from ..claim import Claim
+from ..labelled import largest, values_of
 from ..material.answers import named, target_json
 from ..material.edge_choice import EdgeWorkflow
 from ..settings import ChosenEdgeSettings, setting
 from ..views import Data, Heatmap, Table, View, together
-from ..workflow import Nodes, loaded
+from ..workflow import Nodes
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -55,8 +56,10 @@ class AttentionKnockout(EdgeWorkflow):
     settings_type = AttentionKnockoutSettings
     settings: AttentionKnockoutSettings
 
-    edges = loaded("edges")
-    """Every edge in every layer, [layer, edge], by key from the first on."""
+    @cached_property
+    def edges(self) -> xr.Dataset:
+        """Every edge in every layer, [layer, key], in memory."""
+        return self.result("edges").load().swap_dims(edge="key")
 
     def plan(self) -> Nodes:
         """The edges of one query, the heads of every edge that may be told, and edges of other facts."""
@@ -81,9 +84,7 @@ class AttentionKnockout(EdgeWorkflow):
 
     def lost_here(self, key: int) -> Floats:
         """See `PlaceWorkflow`: with the edge to one key cut, [layer]."""
-        by_edge = self.edges["kl"].transpose("layer", "edge").values
-        found: Floats = by_edge[:, int(np.flatnonzero(self.edges["key"].values == key)[0])]
-        return found
+        return values_of(self.edges["kl"].sel(key=key), "layer")
 
     @cached_property
     def heads(self) -> xr.Dataset:
@@ -94,22 +95,15 @@ class AttentionKnockout(EdgeWorkflow):
     @property
     def told(self) -> xr.Dataset:
         """The one edge in the one layer."""
-        return self._cell(self.layer, self.edge[1])
-
-    def _cell(self, layer: int, key: int) -> xr.Dataset:
-        here = self.edges.sel(layer=layer)
-        return here.isel(edge=int(np.flatnonzero(here["key"].values == key)[0]))
+        return self.edges.sel(layer=self.layer, key=self.edge[1])
 
     def claim_here(self, layer: int, key: int, measure: str, text: str, **fields: Any) -> Claim:
         """What one cut does in this prompt, beside random cuts of other edges of the query."""
-        effects = self.edges[measure].transpose("layer", "edge").values
-        row, column = (
-            int(np.flatnonzero(self.edges[axis].values == at)[0])
-            for axis, at in (("layer", layer), ("key", key))
-        )
+        effects = self.edges[measure].transpose("layer", "key")
+        row, column = (effects.get_index(dim).get_loc(at) for dim, at in (("layer", layer), ("key", key)))
         of = "other (layer, key) edges of this query"
-        own = row * effects.shape[1] + column
-        return Claim.among(text, effects, own, of, self.settings, **fields)
+        own = row * effects.sizes["key"] + column
+        return Claim.among(text, effects.values, own, of, self.settings, **fields)
 
     def views(self) -> Iterator[View]:
         """The one edge; every key and every head in its place."""
@@ -125,7 +119,7 @@ class AttentionKnockout(EdgeWorkflow):
         if not self.settings.sweep:
             return
         by_key = Heatmap.of(
-            self.edges["kl"].transpose("layer", "edge"),
+            self.edges["kl"].transpose("layer", "key"),
             "What is lost by key, in all heads",
             f"{names[query]} may not read a key in one layer; framed: as in the table",
             sources=("edges",),
@@ -149,15 +143,15 @@ class AttentionKnockout(EdgeWorkflow):
         yield from together("attention_knockout", title, by_key, by_head, beside=beside, columns=2)
         yield Table.of(
             [
-                (layer, _most(self.edges.sel(layer=layer)), _most(self.heads.sel(layer=layer)))
+                {"layer": layer, **_most(self.edges, layer), "in_head": _most(self.heads, layer)}
                 for layer in self.edges["layer"].values.tolist()
             ],
-            ("layer", lambda row: row[0], "d"),
-            ("key", lambda row: names[int(row[1]["key"])]),
-            ("KL", lambda row: float(row[1]["kl"]), ".5f"),
-            ("weight", lambda row: float(row[1]["attention"]), ".3f"),
-            ("head", lambda row: int(row[2]["head"]), "d"),
-            ("KL of the edge in it", lambda row: float(row[2]["kl"]), ".5f"),
+            ("layer", "layer", "d"),
+            ("key", lambda row: names[row["key"]]),
+            ("KL", "kl", ".5f"),
+            ("weight", "attention", ".3f"),
+            ("head", lambda row: row["in_head"]["head"], "d"),
+            ("KL of the edge in it", lambda row: row["in_head"]["kl"], ".5f"),
             title=f"Where {names[query]} needs to read",
             caption="per layer the key whose edge matters most, and the head in which the edge above does",
         )
@@ -185,6 +179,7 @@ def _sweep_json(sweep: xr.Dataset) -> dict[str, Any]:
     return {"kl_divergence": sweep["kl"], "attention_before": sweep["attention"]}
 
 
-def _most(cells: xr.Dataset) -> xr.Dataset:
-    """The one of some cells that loses most."""
-    return cells.isel({str(cells["kl"].dims[0]): int(cells["kl"].values.argmax())})
+def _most(sweep: xr.Dataset, layer: int) -> dict[str, Any]:
+    """The key, or the head, of a layer without which most is lost."""
+    cells = sweep.sel(layer=layer)
+    return largest(cells, cells["kl"], 1, "kl", "attention")[0]

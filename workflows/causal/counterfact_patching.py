@@ -24,6 +24,7 @@ from ...stages.causal.counterfact import CounterFactPatching
 from ...stages.causal.factual_routing import FactualRouting
 from ...stages.logits.lens import format_text, format_token
 from ..claim import CandidateEffects, Claim
+from ..labelled import values_of
 from ..material.answers import named
 from ..material.facts.fact_pairs import SUBJECTS, PairWorkflow, layers_told
 from ..material.facts.known import CHOSEN_ON, SCORED
@@ -72,14 +73,19 @@ class CounterFactPatches(PairWorkflow):
         """Whether the state of the counterfactual subject in each block makes the model predict what the
         counterfactual prompt does, of pairs that the model knows."""
         choice = self.result("choice").load().isel(draw=0)
-        predicts = (choice["token_id"] == choice["counterfactual_token_id"]).transpose("pair", "block").values
+        predicts, patched, controls = (
+            values_of(each, "pair", "block")
+            for each in (
+                choice["token_id"] == choice["counterfactual_token_id"],
+                self.result("subjects")["token_id"],
+                self.result("controls").isel(draw=0)["token_id"],
+            )
+        )
         known = self.is_known(SCORED)
         expected = self.found["counterfactual_token_id"].values[known]
-        patched = self.result("subjects").load()["token_id"].transpose("pair", "block").values[known]
-        controls = self.result("controls").load().isel(draw=0)["token_id"].transpose("pair", "block").values
         return CandidateEffects(
             predicts[self.is_known(CHOSEN_ON)],
-            patched == expected[:, None],
+            patched[known] == expected[:, None],
             self.by_donor(controls) == expected[:, None, None],
         )
 

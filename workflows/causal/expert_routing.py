@@ -24,7 +24,7 @@ from ...stages.corpus.expert_use import NO_TOKEN, expert_use
 from ...stages.forward.text.prompts import pack_encodings
 from ...stages.logits.lens import format_token
 from ...store.errors import ConfigError
-from ..material.answers import named
+from ..labelled import column, records
 from ..settings import MODEL_HELP, Count, setting
 from ..subject import shipped_facts, shipped_prose
 from ..views import Data, Heatmap, Line, Lines, Table, View, dim, together
@@ -32,6 +32,8 @@ from ..workflow import Nodes, loaded
 from .ablation import AblationOfEach, AblationOfEachSettings
 
 if TYPE_CHECKING:
+    import xarray as xr
+
     from ...store import PackedTokens
 
 __all__ = ["ExpertRouting", "ExpertRoutingSettings"]
@@ -74,8 +76,6 @@ class ExpertRouting(AblationOfEach):
 
     def plan(self) -> Nodes:
         """What experts read of a corpus; every one left out of this prompt, and of other facts."""
-        import xarray as xr
-
         given = self.settings
         shared = self._shared()
         units = self.on_model(Ablation(**self._grid, **shared))
@@ -83,7 +83,7 @@ class ExpertRouting(AblationOfEach):
         captured = self.subject.capture(tokens, f"blocks.*.mlp.hook_{WEIGHTS}")
         use = expert_use.on(
             weights=captured[WEIGHTS],
-            token_id=xr.DataArray(ids, dims="token", name="token_id"),
+            token_id=column(ids, "token", "token_id"),
             top_k=given.top,
             least=given.least,
             draws=given.controls,
@@ -182,29 +182,22 @@ class ExpertRouting(AblationOfEach):
     def _readers(self) -> Table:
         """A row per expert: how much it reads, and the tokens it reads most."""
         use = self.use
-        records = []
-        for layer in use["layer"].values.tolist():
-            for expert in range(self._count):
-                here = use.sel(layer=layer).isel(expert=expert)
-                ids = here["top_id"].values
-                held = [i for i, token in enumerate(ids.tolist()) if token != NO_TOKEN]
-                texts = named(self.subject, ids[held].tolist())
-                records.append(
-                    {
-                        "layer": layer,
-                        "expert": expert,
-                        "share": float(here["share"]),
-                        "weight": float(here["weight"]),
-                        "tokens": [
-                            {
-                                "token": text,
-                                "share": float(here["top_share"][i]),
-                                "count": int(here["top_count"][i]),
-                            }
-                            for i, text in zip(held, texts, strict=True)
-                        ],
-                    }
-                )
+        (rank,) = set(use["top_id"].dims) - {"layer", "expert"}
+
+        def tokens_of(here: xr.Dataset) -> list[dict[str, Any]]:
+            rows = records(here, str(rank), token="top_id", share="top_share", count="top_count")
+            return [
+                row | {"token": self.subject.tokenizer.decode_token(row["token"])}
+                for row in rows
+                if row["token"] != NO_TOKEN
+            ]
+
+        readers = [
+            row | {"layer": layer, "expert": expert, "tokens": tokens_of(here.isel(expert=expert))}
+            for layer in use["layer"].values.tolist()
+            for here in [use.sel(layer=layer)]
+            for expert, row in enumerate(records(here, "expert", "share", "weight"))
+        ]
 
         def tokens(record: dict[str, Any]) -> Any:
             return tuple(
@@ -214,7 +207,7 @@ class ExpertRouting(AblationOfEach):
             )
 
         return Table.of(
-            records,
+            readers,
             ("layer", "layer", "d"),
             ("expert", "expert", "d"),
             ("tokens", "share", "{:.1%}".format),
@@ -224,5 +217,5 @@ class ExpertRouting(AblationOfEach):
             caption="tokens: share of all that are sent there; weight: the share it reads of one; then those "
             f"that occur {self.settings.least} times or more, with the share it reads of all of each",
             sources=("use",),
-            json={"readers": records},
+            json={"readers": readers},
         )

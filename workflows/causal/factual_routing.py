@@ -22,6 +22,7 @@ from ...stages.causal.factual_routing import FactualRouting
 from ...stages.logits.lens import format_text
 from ...store.arrays import Floats
 from ..claim import CandidateEffects, Claim
+from ..labelled import largest, ranked, values_of
 from ..material.answers import named
 from ..material.facts.fact_pairs import SUBJECTS, PairWorkflow, layers_told
 from ..material.facts.known import CHOSEN_ON, SCORED
@@ -83,17 +84,19 @@ class Routing(PairWorkflow):
             *(part.sum((-2, -1)) for part in (heads.chosen_on, heads.scored_on, heads.controls))
         )
         (block,) = blocks.best
-        moved = heads.mean[block]
-        layer, head = map(int, np.unravel_index(int(moved.argmax()), moved.shape))
+        in_block = np.zeros(heads.mean.shape, bool)
+        in_block[block] = True
+        best = replace(heads, among=in_block).best
         # Below the block nothing can move; that is no comparison.
-        above = min(self.blocks[block][0] + 1, len(moved) - 1)
-        weakest, other = map(int, np.unravel_index(int(moved[above:].argmin()), moved[above:].shape))
+        in_block[block, : min(self.blocks[block][0] + 1, len(in_block[block]) - 1)] = False
+        weakest = replace(heads, among=in_block).weakest
         cause = f"another {SUBJECTS[self.settings.subject]} in layers {layers_told(self.blocks[block])} moves"
         text = f"{cause} the last token's attention to the fact, sum over heads"
         yield blocks.claim(text, (block,), of, self.settings)
-        for before, place in (("", (layer, head)), ("for comparison, ", (above + weakest, other))):
-            text = f"{before}{cause} that of head {place[1]} of layer {place[0]}"
-            yield heads.claim(text, (block, *place), of, self.settings)
+        for before, place in (("", best), ("for comparison, ", weakest)):
+            _, layer, head = place
+            text = f"{before}{cause} that of head {head} of layer {layer}"
+            yield heads.claim(text, place, of, self.settings)
 
     def claims_caption(self) -> str:
         """How block and heads were chosen."""
@@ -120,7 +123,7 @@ class Routing(PairWorkflow):
         top = np.argsort(-flat, axis=1, kind="stable")[:, :OFTEN]
         count = np.bincount(top.ravel(), minlength=flat.shape[1])
         total = np.bincount(top.ravel(), np.take_along_axis(flat, top, 1).ravel(), flat.shape[1])
-        found = [
+        return [
             {
                 "layer": i // size.shape[3],
                 "head": i % size.shape[3],
@@ -128,9 +131,9 @@ class Routing(PairWorkflow):
                 "pct_of_blocks": 100 * int(count[i]) / len(flat),
                 "avg_abs_delta": float(total[i] / count[i]),
             }
-            for i in np.flatnonzero(count).tolist()
+            for i in np.lexsort((-total / np.maximum(count, 1), -count)).tolist()
+            if count[i]
         ]
-        return sorted(found, key=lambda each: (-each["appearances_in_top10"], -each["avg_abs_delta"]))
 
     def told(self, i: int) -> dict[str, Any]:
         """Pair `i` in the fields of candle-mi's example."""
@@ -154,21 +157,15 @@ class Routing(PairWorkflow):
         }
 
     def _block(self, found: xr.Dataset, block: int) -> dict[str, Any]:
-        delta = found["delta"].values
-        order = np.argsort(-np.abs(delta), axis=None, kind="stable")[: self.settings.top_k]
-        heads = [tuple(map(int, np.unravel_index(index, delta.shape))) for index in order]
-        names = {"baseline_attn": "baseline_attention", "patched_attn": "attention", "delta": "delta"}
+        moved = abs(found["delta"])
+        columns = {"baseline_attn": "baseline_attention", "patched_attn": "attention"}
         return {
             "layers": self.blocks[block],
             "is_different": bool(found["is_different"]),
             "continuation": named(self.subject, [found["token_id"]])[0],
             "kl_from_original": float(found["kl"]),
-            "top_heads": [
-                {"layer": layer, "head": head}
-                | {name: float(found[of].values[layer, head]) for name, of in names.items()}
-                for layer, head in heads
-            ],
-            "total_routing_shift": float(np.abs(delta).sum()),
+            "top_heads": largest(found, moved, self.settings.top_k, "delta", **columns),
+            "total_routing_shift": float(moved.sum()),
         }
 
     def views(self) -> Iterator[View]:
@@ -240,12 +237,10 @@ class Routing(PairWorkflow):
     def _map(self, part: xr.DataArray, whole: xr.DataArray) -> Heatmap:
         """How much each head moves when one block is patched, on the scale of all blocks."""
         part = part.transpose("layer", "head")
-        layer, head = map(int, np.unravel_index(int(part.values.argmax()), part.shape))
-        return Heatmap.of(part, "", f"most: layer {layer}, head {head}", low=0.0, high=float(whole.max()))
+        most = "most: layer {layer}, head {head}".format(**ranked(part, 1)[0])
+        return Heatmap.of(part, "", most, low=0.0, high=float(whole.max()))
 
 
 def _moved(found: xr.Dataset) -> Floats:
     """Change of the last token's attention to the fact, [pair, block, layer, head]."""
-    delta = found["attention"] - found["baseline_attention"]
-    moved: Floats = delta.transpose("pair", "block", "layer", "head").values
-    return moved
+    return values_of(found["attention"] - found["baseline_attention"], "pair", "block", "layer", "head")

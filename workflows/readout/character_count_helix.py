@@ -28,6 +28,7 @@ from ...pipeline.nodes import one_look
 from ...stages.corpus.text import pack_lines, token_counts, wrap
 from ...stages.geometry.character_count import count_geometry, count_sums, decodability
 from ...store.errors import ConfigError
+from ..labelled import column, records, stacked
 from ..settings import Count, ModelSettings, Natural, preset_of, setting
 from ..subject import Subject, read_texts
 from ..views import Bars, Choice, Curve, Data, Figure, Heatmap, Lines, Table, View
@@ -147,13 +148,11 @@ class CharacterCountHelix(ModelWorkflow):
 
     def _of(self, layers: Sequence[int]) -> Nodes:
         """Sums by count, their geometry with true and shuffled counts, and a linear read-out."""
-        import xarray as xr
-
         given, tokens = self.settings, self.tokens
         captured = self.subject.capture(tokens, *(f"blocks.{layer}.hook_resid_post" for layer in layers))
         states = captured["resid_post"]
-        count = xr.DataArray(token_counts(tokens, line_breaks=given.line_breaks), dims="token", name="count")
-        prompt = xr.DataArray(tokens.prompt_of(slice(None)), dims="token", name="prompt")
+        count = column(token_counts(tokens, line_breaks=given.line_breaks), "token", "count")
+        prompt = column(tokens.prompt_of(slice(None)), "token", "prompt")
         chosen = {"max_count": self.max_count, "shuffle_seed": given.seed}
         sums = count_sums.on(states=states, count=count, **chosen)
         shape: dict[str, Any] = {
@@ -244,10 +243,7 @@ class CharacterCountHelix(ModelWorkflow):
             "explained_variance": ratio,
             "total_variance_top6": ratio.sum(),
             "total_variance_top6_shuffled": control["explained_variance_ratio"].values.sum(),
-            "projections": [
-                {"char_count": int(count), "pc": row}
-                for count, row in zip(part["count"].values, part["projection"].values, strict=True)
-            ],
+            "projections": records(part, "count", char_count="count", pc="projection"),
             "mean_projection": offset,
             "cosine_similarity": part["cosine"],
             "centred": bool(part.attrs["centred"]),
@@ -262,8 +258,6 @@ class CharacterCountHelix(ModelWorkflow):
 
     def views(self) -> Iterator[View]:
         """Layer by layer the ringing, the cosines and the curve; of all layers the read-out and variance."""
-        import xarray as xr
-
         shown, layers, found = self.layer, self.geometry["layer"].values.tolist(), self.geometry
         told = [self.told(layer) for layer in layers]
         tokens, counts = int(found["n"].sum()), found["count"].values
@@ -284,10 +278,8 @@ class CharacterCountHelix(ModelWorkflow):
             caption="share of the variance of the means; lowest mean cosine at any distance; linear read-out "
             "of the count on held-out prompts; each also with counts shuffled among tokens",
         )
-        parts: list[xr.DataArray] = [
-            of["ringing"].reindex(offset=found["offset"]) for of in (found, self.control)
-        ]
-        both = xr.concat(parts, "counts").assign_coords(counts=["true", "shuffled"])
+        shuffled = self.control["ringing"].reindex(offset=found["offset"])
+        both = stacked("counts", {"true": found["ringing"], "shuffled": shuffled})
         ringing_curves = both.assign_coords(counts=["true counts", "shuffled counts"])
         numbered = found.assign_coords(component=[f"PC{k + 1}" for k in range(found.sizes["component"])])
         curves = numbered["projection"][..., :4].transpose("layer", "component", "count")

@@ -30,6 +30,7 @@ from ...stages.logits.lens import format_text, format_token
 from ...stages.logits.logit_directions import MOST_LIKELY, NONE
 from ...stages.logits.readout import readout_node
 from ...store.errors import ConfigError
+from ..labelled import column, largest, ranked
 from ..settings import AnswerSettings, Natural, setting
 from ..subject import answered
 from ..views import Bars, Choice, Data, Figure, Heatmap, Line, Lines, Table, View
@@ -187,12 +188,10 @@ class LogitAttribution(ModelWorkflow):
 
     def _ids(self, tokens: PackedTokens, words: tuple[str, ...], default: int) -> xr.DataArray:
         """Token ids at the last token of every prompt, NONE elsewhere."""
-        import xarray as xr
-
         ids = np.full(tokens.n_tokens, NONE, np.int32)
         told = self.subject.answer_ids(list(zip(self.texts, words, strict=True))) if words else default
         ids[[tokens.row(i).stop - 1 for i in range(len(self.texts))]] = told
-        return xr.DataArray(ids, dims="token", name="ids")
+        return column(ids, "token", "ids")
 
     @cached_property
     def shares(self) -> xr.Dataset:
@@ -226,10 +225,10 @@ class LogitAttribution(ModelWorkflow):
         """(layer, neuron, share) of the neurons kept of prompt `i`, largest magnitude first."""
         if "neurons" not in self.nodes:
             return []
-        row = self.shares.isel(prompt=i).transpose("layer", "rank", ...)
-        ids, shares = row["neuron_id"].values, row["neuron_share"].values
-        order = np.argsort(-np.abs(shares), axis=None, kind="stable")
-        return [(int(k) // shares.shape[1], int(ids.flat[k]), float(shares.flat[k])) for k in order]
+        row = self.shares.isel(prompt=i)
+        size = abs(row["neuron_share"]).transpose("layer", "rank")
+        top = largest(row, size, None, neuron="neuron_id", share="neuron_share")
+        return [(one["layer"], one["neuron"], one["share"]) for one in top]
 
     def told(self, i: int) -> dict[str, Any]:
         """Prompt `i`: tokens, their logits and every share; "attributed" is what the shares sum to.
@@ -364,11 +363,11 @@ def _curves(part: xr.Dataset) -> Lines:
 def _heads(part: xr.Dataset, title: str = "") -> Heatmap:
     """Shares of heads, mean of some prompts; the largest is framed."""
     mean = part["head_share"].mean("prompt").transpose("layer", "head")
-    layer, head = map(int, np.unravel_index(int(np.abs(mean.values).argmax()), mean.shape))
+    layer, head = ranked(abs(mean), 1)[0].values()
     return Heatmap.of(
         mean,
         title,
-        f"framed, most: layer {layer}, head {head}, {float(mean[layer, head]):+.2f}",
+        f"framed, most: layer {layer}, head {head}, {float(mean.sel(layer=layer, head=head)):+.2f}",
         value_name="share of the head",
         unit="logits",
         diverging=True,

@@ -25,6 +25,7 @@ from ...stages.logits.lens import (
     next_tokens,
 )
 from ...stages.logits.readout import readout_node
+from ..labelled import column
 from ..settings import AnswerSettings, Count, Natural, setting
 from ..subject import answered
 from ..views import Choice, Data, Figure, Lens, Line, Lines, Table, View, dim, together
@@ -82,8 +83,6 @@ class LogitLens(ModelWorkflow):
     def _targets(self, tokens: PackedTokens) -> xr.DataArray:
         """What each token should say: the next one, or of most models that look ahead the token itself; at
         the end of a prompt, or where its mask is read, the answer."""
-        import xarray as xr
-
         if self.subject.config.predicts_next or self.subject.config.mask_shift:
             targets = next_tokens(tokens.ids, tokens.prompt_of(slice(None)))
         else:
@@ -91,7 +90,7 @@ class LogitLens(ModelWorkflow):
         asked_at = [tokens.row(i).start + end for i, end in enumerate(self.ends)]
         told = self.subject.answer_ids(list(zip(self.texts, self.words, strict=True))) if self.words else -1
         targets[asked_at] = told
-        return xr.DataArray(targets, dims="token", name="targets")
+        return column(targets, "token", "targets")
 
     @cached_property
     def vocabulary(self) -> list[str]:

@@ -22,6 +22,7 @@ import numpy as np
 from ...stages.forward.text.prompts import check_prompts
 from ...stages.geometry.probe import FEWEST, PENALTIES, probe
 from ...store.errors import ConfigError, PromptError, nearest
+from ..labelled import column, records
 from ..material.probe_targets import TARGETS, Target, read_labels, thinned, wrapped_prose, wrapped_targets
 from ..settings import ModelSettings, Natural, setting
 from ..subject import read_texts
@@ -96,13 +97,11 @@ class Probe(ModelWorkflow):
 
     def plan(self) -> Nodes:
         """A probe per target, on the states of all layers."""
-        import xarray as xr
-
         settings = self.settings
         tokens, targets = self._targets()
         kept, seed = settings.examples, settings.seed
         self.targets = [thinned(one, examples=kept, balance=settings.balance, seed=seed) for one in targets]
-        prompt = xr.DataArray(tokens.prompt_of(slice(None)), dims="token", name="prompt")
+        prompt = column(tokens.prompt_of(slice(None)), "token", "prompt")
         for target in self.targets:
             held = len(np.unique(prompt.values[~np.isnan(target.values)]))
             if held < FEWEST:
@@ -117,7 +116,7 @@ class Probe(ModelWorkflow):
         return {
             target.name: probe.on(
                 states=captured[settings.point],
-                target=xr.DataArray(target.values, dims="token", name="target"),
+                target=column(target.values, "token", "target"),
                 prompt=prompt,
                 kind=target.kind,
                 test_share=settings.test_share,
@@ -163,6 +162,7 @@ class Probe(ModelWorkflow):
     def _told(self, target: Target) -> dict[str, Any]:
         found = self.found[target.name]
         names = ("score", "low", "high", "penalty")
+        scores = [records(found.sel(targets=which), "layer", *names) for which in ("true", "shuffled")]
         return {
             "target": target.name,
             "kind": target.kind,
@@ -173,12 +173,8 @@ class Probe(ModelWorkflow):
             "baseline": float(found["baseline"]),
             "best_layer": self.best(target.name),
             "layers": [
-                {"layer": layer}
-                | {
-                    which: {name: float(found[name].sel(layer=layer, targets=which)) for name in names}
-                    for which in ("true", "shuffled")
-                }
-                for layer in found["layer"].values.tolist()
+                {"layer": layer, "true": true, "shuffled": shuffled}
+                for layer, true, shuffled in zip(found["layer"].values.tolist(), *scores, strict=True)
             ],
         }
 
