@@ -34,6 +34,7 @@ from ...stages.logits.lens import format_probability, format_text, format_token
 from ...store.arrays import Floats
 from ...store.errors import ConfigError
 from ..claim import Claim, Controls
+from ..labelled import records
 from ..settings import ControlSettings, Count, ModelSettings, Natural, Positive, preset_of, setting
 from ..subject import Subject
 from ..views import Data, Heatmap, Line, Lines, Table, View, together
@@ -411,9 +412,8 @@ class PlanningPairs(Workflow):
         )
         is_there = np.isfinite(own)
 
-        def mean(values: Floats) -> Floats:
-            total: Floats = np.where(is_there, values, 0.0).sum(axis=0) / is_there.sum(axis=0)
-            return total
+        def mean(values: Floats) -> Any:
+            return np.where(is_there, values, 0.0).sum(axis=0) / is_there.sum(axis=0)
 
         lines = Lines(
             title="Mean over the pairs",
@@ -431,29 +431,25 @@ class PlanningPairs(Workflow):
 
     def _layers_table(self) -> Table:
         layers = self.result("layers").load()
-        rank, probability = (
-            layers[name].transpose("draw", "layer").values for name in ("rank", "probability")
+        untouched = int((layers["unpatched"].sel(run="clean", metric="rank") == 0).sum())
+        summed = layers.assign(
+            first=(layers["rank"] == 0).sum("draw"), mean=layers["probability"].mean("draw")
         )
-        untouched = int((layers["unpatched"].sel(run="clean", metric="rank").values == 0).sum())
-        rows = [
-            {
-                "layer": layer,
-                "still_first": int((rank[:, i] == 0).sum()),
-                "mean_prob": float(probability[:, i].mean()),
-            }
-            for i, layer in enumerate(layers["layer"].values.tolist())
-        ]
+        rows, count = (
+            records(summed, "layer", "layer", still_first="first", mean_prob="mean"),
+            layers.sizes["draw"],
+        )
         width = f"{self.settings.window} layers around it" if self.settings.window > 1 else "one layer"
         return Table.of(
             rows,
             ("layer", "layer", "d"),
             ("still said", "still_first", "d"),
             ("mean probability", "mean_prob", format_probability),
-            title=f"Without the MLPs of {width}: prompts of {len(rank)} in which the word is still likeliest",
+            title=f"Without the MLPs of {width}: prompts of {count} in which the word is still likeliest",
             caption=f"untouched it is in {untouched}; the MLP says its mean over these prompts; layers are "
             "described, not claimed: there are too few of them",
             sources=("layers",),
-            json={"layer_suppression": rows, "prompts": len(rank), "said_untouched": untouched},
+            json={"layer_suppression": rows, "prompts": count, "said_untouched": untouched},
         )
 
 

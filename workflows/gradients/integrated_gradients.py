@@ -25,7 +25,7 @@ from ...stages.causal.grids.patching_metrics import LogProbability
 from ...stages.logits.lens import format_text, format_token
 from ...store.arrays import Floats
 from ..claim import Claim
-from ..labelled import labelled, records
+from ..labelled import labelled, records, values_of
 from ..material.unrelated import Unrelated
 from ..settings import Count, setting
 from ..views import Bars, Lines, Table, View, together
@@ -119,8 +119,7 @@ class IntegratedGradientsTrace(AttributedPairs):
 
     def _removed(self, fact: xr.Dataset) -> tuple[float, Floats]:
         """What is lost without the token of the largest share, and without each other one, in nats."""
-        most = int(fact["attribution"].values.argmax())
-        lost: Floats = fact["removed"].values
+        most, lost = int(fact["attribution"].values.argmax()), values_of(fact["removed"])
         return float(lost[most]), np.delete(lost, most)
 
     def told(self, number: int) -> dict[str, Any]:

@@ -39,7 +39,6 @@ from ..views import Data, Figure, Heatmap, Line, Lines, Table, View, bold, dash
 from ..workflow import ModelWorkflow, Nodes, loaded
 
 if TYPE_CHECKING:
-    import numpy.typing as npt
     import xarray as xr
 
     from ...stages.forward.models.model import Model
@@ -159,24 +158,34 @@ class RecurrentFeedback(ModelWorkflow):
     @cached_property
     def ends(self) -> list[list[str]]:
         """Last words of second lines, [condition][line]."""
-        words = [last_word(str(text)) for text in self.trials["generated_text"].values]
-        many = len(self.lines)
-        return [words[start : start + many] for start in range(0, len(words), many)]
+        return self._last_words(self.trials)
+
+    def _last_words(self, trials: xr.Dataset) -> list[list[str]]:
+        words = np.array([last_word(str(text)) for text in trials["generated_text"].values], object)
+        rows: list[list[str]] = words.reshape(-1, len(self.lines)).tolist()
+        return rows
 
     @cached_property
     def scores(self) -> Floats:
         """0: no rhyme, 1: the word of the first line, 2: another word that rhymes; [condition, line]."""
-        found: Floats = np.array(
-            [list(map(_score, self.lines, words)) for words in self.ends], dtype=np.float64
-        )
-        return found
+        return np.array([list(map(_score, self.lines, words)) for words in self.ends], np.float64)
 
     @cached_property
-    def ended(self) -> npt.NDArray[np.bool_]:
-        """Which second lines ended before they had to, [condition, line]."""
-        tokens = (self.trials["token_id"].values >= 0).sum(axis=1)
-        found: npt.NDArray[np.bool_] = tokens.reshape(-1, len(self.lines)) < self.settings.max_tokens
-        return found
+    def records(self) -> list[dict[str, Any]]:
+        """Scores of every condition, and which lines rhymed under it."""
+        numbers = np.array([line.number for line in self.lines])
+        tokens = (self.trials["token_id"].values >= 0).sum(axis=1).reshape(-1, len(self.lines))
+        return [
+            {
+                "name": condition.name,
+                "count": int((scores > 0).sum()),
+                "count_without_target": int((scores == 2).sum()),
+                "ended": int((count < self.settings.max_tokens).sum()),
+                "ids": numbers[scores > 0].tolist(),
+                "ids_without_target": numbers[scores == 2].tolist(),
+            }
+            for condition, scores, count in zip(self.conditions, self.scores, tokens, strict=True)
+        ]
 
     @property
     def baseline(self) -> int:
@@ -191,14 +200,13 @@ class RecurrentFeedback(ModelWorkflow):
     @cached_property
     def control_ends(self) -> tuple[list[str], list[list[str]]]:
         """Last words under the words of another line, [line], and under random directions, [line][draw]."""
-        words = [last_word(str(text)) for text in self.controls["generated_text"].values]
-        many = len(self.lines)
-        return words[:many], [words[many + row :: many] for row in range(many)]
+        foreign, *drawn = self._last_words(self.controls)
+        return foreign, [[words[row] for words in drawn] for row in range(len(self.lines))]
 
     @property
     def not_claimed(self) -> str:
         """Why nothing is claimed of a model that rhymes with too few of these lines by itself."""
-        rhymed = int((self.scores[self.baseline] > 0).sum())
+        rhymed = self.records[self.baseline]["count"]
         by_itself = f"{self.subject.name} rhymes with {rhymed} of these {len(self.lines)} lines by itself"
         return "" if rhymed >= FEWEST else f"{by_itself}: nothing is claimed of it"
 
@@ -227,7 +235,8 @@ class RecurrentFeedback(ModelWorkflow):
 
     def claims_caption(self) -> str:
         """How the condition was chosen, and how many second lines end by themselves."""
-        on, many = int((~self.ended[self.row]).sum()), len(self.lines)
+        many = len(self.lines)
+        on = many - self.records[self.row]["ended"]
         return (
             f"The condition told: {self.preset.found if self._is_presets else 'as set'}. {on} of its {many} "
             f"second lines run on for {self.settings.max_tokens} tokens: what they break off at is no end of "
@@ -269,6 +278,7 @@ class RecurrentFeedback(ModelWorkflow):
     def _about(self) -> dict[str, Any]:
         """The other fields of candle-mi's example."""
         about, told = self.subject.about, self.told
+        plain, fed = self.records[self.baseline], self.records[self.row]
         return {
             **{name: about[name] for name in ("model_id", "n_layers", "hidden_size")},
             "loop_start": told.block[0],
@@ -276,31 +286,18 @@ class RecurrentFeedback(ModelWorkflow):
             "depth": told.depth,
             "strength": told.strength,
             "mode": "sustained" if told.sustained else "prefill-only",
-            "baseline_rhymes": int((self.scores[self.baseline] > 0).sum()),
-            "recurrent_rhymes": int((self.scores[self.row] > 0).sum()),
-            "baseline_rhymes_without_target": int((self.scores[self.baseline] == 2).sum()),
-            "recurrent_rhymes_without_target": int((self.scores[self.row] == 2).sum()),
+            "baseline_rhymes": plain["count"],
+            "recurrent_rhymes": fed["count"],
+            "baseline_rhymes_without_target": plain["count_without_target"],
+            "recurrent_rhymes_without_target": fed["count_without_target"],
             "total_couplets": len(self.lines),
         }
 
     def _conditions_table(self) -> Table:
         """Both scores of every condition, and which lines rhymed."""
         many = len(self.lines)
-        records = [
-            {
-                "name": condition.name,
-                "count": int((scores > 0).sum()),
-                "count_without_target": int((scores == 2).sum()),
-                "ended": int(ended.sum()),
-                "ids": [line.number for line, score in zip(self.lines, scores, strict=True) if score],
-                "ids_without_target": [
-                    line.number for line, score in zip(self.lines, scores, strict=True) if score == 2
-                ],
-            }
-            for condition, scores, ended in zip(self.conditions, self.scores, self.ended, strict=True)
-        ]
         return Table.of(
-            records,
+            self.records,
             ("condition", "name"),
             ("rhymes", lambda one: f"{one['count']}/{many}"),
             ("with another word", lambda one: f"{one['count_without_target']}/{many}"),
@@ -312,7 +309,7 @@ class RecurrentFeedback(ModelWorkflow):
             "end; sustained: at every step",
             strong=lambda one: one["name"] in ("baseline", self.told.name),
             sources=("trials",),
-            json={"conditions": records},
+            json={"conditions": self.records},
         )
 
     def _ends_heatmap(self) -> Heatmap:
@@ -338,13 +335,13 @@ class RecurrentFeedback(ModelWorkflow):
     def _curves(self) -> Lines | None:
         """Rhymes with another word by strength, a curve per block; None where there is no sweep."""
         by_block: dict[tuple[int, int], dict[float, int]] = {}
-        for condition, scores in zip(self.conditions, self.scores, strict=True):
+        for condition, row in zip(self.conditions, self.records, strict=True):
             if condition.strength is not None and not condition.sustained:
-                by_block.setdefault(condition.block, {})[condition.strength] = int((scores == 2).sum())
+                by_block.setdefault(condition.block, {})[condition.strength] = row["count_without_target"]
         strengths = sorted({strength for held in by_block.values() for strength in held})
         if len(strengths) < 2:
             return None
-        plain = float((self.scores[self.baseline] == 2).sum())
+        plain = float(self.records[self.baseline]["count_without_target"])
         lines = [
             Line(f"layers {start} to {end}", np.array([held.get(s, np.nan) for s in strengths], float))
             for (start, end), held in by_block.items()
