@@ -32,7 +32,7 @@ from ...store.arrays import Floats
 from ...store.errors import ConfigError
 from ..claim import Claim
 from ..labelled import record, records, values_of
-from ..settings import Count, Natural, setting
+from ..settings import Count, Natural, Positive, setting
 from ..views import Bars, Choice, Cones, Data, Figure, Heatmap, Line, Lines, Table, View, together
 from ..workflow import Nodes, loaded
 from .workflow import AlgZooSettings, AlgZooWorkflow
@@ -53,15 +53,14 @@ FITTED = 1
 class StoicheiaAnalysisSettings(AlgZooSettings):
     """What `--set` can change.
 
-    Raises ConfigError for no budgets or sigmas, a budget that is no multiple of CHUNK, and a sigma that is
-    not above 0.
+    Raises ConfigError for a budget that is no multiple of CHUNK.
     """
 
     analysed: Count = setting(2000, "samples that ablations, roles, regions and explanations are scored on")
     controls: Natural = setting(
         50, "random bases of the state that the neurons are held against; 0: none, nothing is claimed"
     )
-    sigmas: tuple[float, ...] = setting(SIGMAS, "noise on the weights, in standard deviations of a matrix")
+    sigmas: tuple[Positive, ...] = setting(SIGMAS, "noise on the weights, in standard deviations of a matrix")
     realisations: Count = setting(10, "noisy networks of each")
     regions: Count = setting(16, "regions that the explanation by regions tells")
     budgets: tuple[Count, ...] = setting(
@@ -70,10 +69,8 @@ class StoicheiaAnalysisSettings(AlgZooSettings):
     top: Count = setting(10, "rows of the table of regions")
 
     def __post_init__(self) -> None:
-        if any(budget % CHUNK for budget in self.budgets) or not self.budgets:
+        if any(budget % CHUNK for budget in self.budgets):
             raise ConfigError(f"expected budgets that are multiples of {CHUNK}, found {list(self.budgets)}")
-        if not self.sigmas or min(self.sigmas) <= 0:
-            raise ConfigError(f"expected sigmas above 0, found {list(self.sigmas)}")
 
 
 class StoicheiaAnalysis(AlgZooWorkflow):

@@ -22,9 +22,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -34,7 +33,7 @@ from ...stages.causal.controls import chosen_at_random
 from ...store.errors import PromptError
 from ..claim import Claim
 from ..labelled import column, largest
-from ..settings import ControlSettings, Count, ModelSettings, Natural, setting
+from ..settings import AtLeastTwo, ControlSettings, Count, ModelSettings, Natural, setting
 from ..views import Choice, Figure, Heatmap, Table, View
 from ..workflow import ModelWorkflow, Nodes
 
@@ -70,7 +69,6 @@ STATISTICS = {
 SCORES = ("score", "spread", "control")
 COLUMNS = dict(zip(("score", "±", "shuffled", "entropy", "BOS", "own"), (*SCORES, *STATISTICS), strict=False))
 """What is told of the best heads, by the name it has in the table."""
-AtLeastTwo = Annotated[int, msgspec.Meta(ge=2)]
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -44,7 +44,6 @@ if TYPE_CHECKING:
 
 __all__ = ["LayerScan", "LayerScanSettings"]
 
-UNITS = ("characters", "bytes")
 BUILT_IN = ("repeated", "unrepeated")
 PLIP = ("python_doctest", "rust_test")
 
@@ -53,20 +52,18 @@ PLIP = ("python_doctest", "rust_test")
 class LayerScanSettings(ControlSettings, ModelSettings):
     """What `--set` can change.
 
-    Raises ConfigError for another unit, no samples, and conditions without a corpus.
+    Raises ConfigError for conditions without a corpus.
     """
 
     corpus: str = setting("", "JSON file of samples; none: sentences of the prose shipped with mizarr")
     condition_a: str = setting("", 'samples expected to look more; of a corpus by default "python_doctest"')
     condition_b: str = setting("", 'samples to compare them with; of a corpus by default "rust_test"')
-    unit: str = setting("characters", 'what positions of a corpus count: "characters" or "bytes"')
+    unit: Literal["characters", "bytes"] = setting("characters", "what positions of a corpus count")
     samples: Count = setting(24, "samples per condition made of prose, without a corpus")
     start_layer: int = setting(-1, "first layer scanned; -1: a third of the way up")
     end_layer: int = setting(-1, "last layer scanned; -1: the last")
 
     def __post_init__(self) -> None:
-        if self.unit not in UNITS:
-            raise ConfigError(f"expected unit 'characters' or 'bytes', found {self.unit!r}")
         if not self.corpus and (self.condition_a or self.condition_b):
             raise ConfigError(
                 "expected a corpus with condition_a and condition_b, found none; set corpus=FILE"

@@ -35,7 +35,6 @@ from ...stages.causal.grids.tracing import CausalTracing
 from ...stages.corpus.positions import phrase_tokens
 from ...stages.forward.models.files import SHIPPED
 from ...stages.logits.lens import format_probability, format_text, format_token
-from ...store.errors import ConfigError
 from ..claim import CandidateEffects, Claim
 from ..labelled import largest, values_of
 from ..material.answers import FRANCE, answer_pieces, encoded, named, target_json
@@ -43,7 +42,7 @@ from ..material.facts.fact_data import enough
 from ..material.facts.fact_pairs import pair_records
 from ..material.facts.known import CHOSEN_ON, SCORED, KnownWorkflow
 from ..material.places import NAMES, USUAL, check_kinds, in_every_layer
-from ..settings import Count, DataSettings, FactSettings, Natural, Positive, setting
+from ..settings import Count, DataSettings, FactSettings, Natural, Positive, require_together, setting
 from ..views import Data, Heatmap, Table, View, together
 from ..workflow import Nodes
 
@@ -81,12 +80,7 @@ class CausalTraceSettings(DataSettings, FactSettings):
 
     def __post_init__(self) -> None:
         check_kinds(self.kinds, HIDDEN_KINDS)
-        given = {name: bool(getattr(self, name)) for name in ("prompt", "target", "subject")}
-        if len(set(given.values())) > 1:
-            found = " and ".join(name for name, is_given in given.items() if is_given)
-            raise ConfigError(
-                f"expected a prompt with its target and subject, or none of them, found {found}"
-            )
+        require_together(self, "prompt", "target", "subject")
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from ..material.answers import answer_pieces, encoded, named
 from ..material.facts.fact_data import FIELDS
 from ..material.facts.fact_pairs import pair_records, shipped_pairs
 from ..material.places import check_kinds
-from ..settings import Count, DataSettings, ModelSettings, setting
+from ..settings import Count, DataSettings, ModelSettings, require_together, setting
 from ..subject import Subject
 
 if TYPE_CHECKING:
@@ -85,8 +85,7 @@ class ActivationPatchingTraceSettings(DataSettings, ModelSettings):
     )
 
     def __post_init__(self) -> None:
-        if bool(self.prompt) != bool(self.corrupted):
-            raise ConfigError("expected a clean prompt and corrupted ones, found one without the other")
+        require_together(self, "prompt", "corrupted")
         if self.answer and not self.prompt:
             raise ConfigError(f"expected a prompt for the answer {self.answer!r}, found none")
         if self.wrong and not self.answer:

@@ -44,7 +44,7 @@ from ..claim import Claim
 from ..labelled import stacked, values_of
 from ..material.facts.fact_data import FIELDS, read_records
 from ..readout.character_count_helix import line_corpus
-from ..settings import ControlSettings, Count, ModelSettings, Natural, setting
+from ..settings import AtLeastTwo, ControlSettings, Count, ModelSettings, Natural, setting
 from ..subject import read_texts, shipped_facts
 from ..views import Lines, Table, View, together
 from ..workflow import ModelWorkflow, Nodes
@@ -74,15 +74,15 @@ COSTS = {
 class EvaluateSettings(ControlSettings, ModelSettings):
     """What `--set` can change.
 
-    Raises ConfigError for several of zero, mean and dictionary, and prompts of fewer than 2 tokens.
+    Raises ConfigError for several of zero, mean and dictionary.
     """
 
     text: str = setting("", "file, folder or glob of texts; none: the prose shipped with mizarr")
     width: Count = setting(60, "characters of the lines it is wrapped at")
     limit: Count = setting(32, "prompts of text")
-    context: Count = setting(CONTEXT, "tokens of such a prompt at most")
+    context: AtLeastTwo = setting(CONTEXT, "tokens of such a prompt at most")
     sequences: Count = setting(16, "random sequences that are repeated")
-    length: Count = setting(50, "tokens of each before it is repeated")
+    length: AtLeastTwo = setting(50, "tokens of each before it is repeated")
     swapped: Natural = setting(50, "exchanges of two layers tried at most, on a quarter of the text; 0: none")
     data: str = setting("", "a JSON file of CounterFact records; none: the shipped facts")
     facts: Count = setting(100, "facts asked at most")
@@ -101,8 +101,6 @@ class EvaluateSettings(ControlSettings, ModelSettings):
                 f"expected one of zero, mean and dictionary, found {' and '.join(changes)}; evaluate one "
                 "after the other"
             )
-        if self.context < 2 or self.length < 2:
-            raise ConfigError("expected a context and a length of at least 2 tokens")
 
 
 class Evaluate(ModelWorkflow):

@@ -33,7 +33,7 @@ from ...stages.logits.readout import readout_node
 from ...store.errors import ConfigError
 from ..material.feature_examples import ExampleNodes, corpus_texts, example_nodes, passages
 from ..material.graph_views import examples_of, graph_views, kept_of
-from ..settings import Count, ModelSettings, Natural, preset_of, setting
+from ..settings import Count, ModelSettings, Natural, Share, preset_of, setting
 from ..subject import Subject
 from ..views import Data, Table, View, together
 from ..views.graph.drawing import drawn_part
@@ -92,8 +92,8 @@ class AttributionGraphsSettings(ModelSettings):
     batch_size: int = setting(256, "with update_interval: features chosen between two rankings")
     update_interval: int = setting(4, "batches between two rankings")
     zero_positions: Natural = setting(1, "first positions that have neither features nor errors")
-    node_threshold: float = setting(0.8, "share of the influence that the nodes told have together")
-    edge_threshold: float = setting(0.98, "share of what edges carry that the edges told carry together")
+    node_threshold: Share = setting(0.8, "share of the influence that the nodes told have together")
+    edge_threshold: Share = setting(0.98, "share of what edges carry that the edges told carry together")
     top_k: Count = setting(15, "features listed")
     corpus: str = setting(
         "",
@@ -105,11 +105,6 @@ class AttributionGraphsSettings(ModelSettings):
     )
     graph_memory: str = setting("1GiB", "bytes the graph may take beside the model while it is computed")
     arithmetic: str = setting("float32", "of the linear maps: float32 or float64")
-
-    def __post_init__(self) -> None:
-        for name in ("node_threshold", "edge_threshold"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ConfigError(f"expected {name} from 0 to 1, found {getattr(self, name)!r}")
 
 
 class AttributionGraphs(Workflow):

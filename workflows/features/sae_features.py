@@ -10,9 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import msgspec
 import numpy as np
 
 from ...stages.corpus.positions import position_of
@@ -25,7 +24,7 @@ from ...store.errors import ConfigError, PromptError
 from ..labelled import labelled
 from ..material.answers import encoded, fact, named
 from ..material.feature_labels import FeatureLabels, active_words
-from ..settings import Count, ModelSettings, setting
+from ..settings import Count, ModelSettings, Natural, setting
 from ..views import Data, Heatmap, Table, View, together
 from ..workflow import ModelWorkflow, Nodes
 
@@ -47,9 +46,7 @@ class SaeFeaturesSettings(ModelSettings):
         "last", 'position told: an index, "first", "last", or a phrase of the prompt'
     )
     top_k: Count = setting(10, "features listed")
-    zero_positions: Annotated[int, msgspec.Meta(ge=0)] = setting(
-        0, "first positions without features, left out of the error too"
-    )
+    zero_positions: Natural = setting(0, "first positions without features, left out of the error too")
 
 
 class SaeFeatures(ModelWorkflow):

@@ -26,11 +26,10 @@ from ...stages.causal.draws import AtOnce
 from ...stages.causal.grids.patching_metrics import LogitDifference, Recovery
 from ...stages.logits.lens import format_token
 from ...store.arrays import Floats
-from ...store.errors import ConfigError
 from ..claim import Claim
 from ..labelled import records
 from ..material.answers import named
-from ..settings import Count, setting
+from ..settings import Count, require_together, setting
 from ..views import Heatmap, Table, View, together
 from ..workflow import Nodes, loaded
 from .pairs import AttributedPairs, AttributionSettings, pair_json
@@ -49,10 +48,7 @@ AGREEMENT = ("correlation", "rank_correlation", "worst_miss")
 
 @dataclass(frozen=True)
 class AttributionPatchingTraceSettings(AttributionSettings):
-    """What `--set` can change.
-
-    Raises ConfigError for a prompt without its wrong answer, or the other way about.
-    """
+    """What `--set` can change."""
 
     what: Literal["heads", "states"] = setting(
         HEADS, '"heads" by position (what they have read), or "states" of the stream by position'
@@ -62,9 +58,7 @@ class AttributionPatchingTraceSettings(AttributionSettings):
     verify: Count = setting(12, "largest estimates that are run exactly, and as many others at random")
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        if bool(self.prompt) != bool(self.wrong):
-            raise ConfigError("expected a prompt and the wrong answer together, found one without the other")
+        require_together(self, "prompt", "corrupted", "answer", "wrong")
 
 
 class AttributionPatchingTrace(AttributedPairs):

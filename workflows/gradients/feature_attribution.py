@@ -36,13 +36,12 @@ from ...stages.features.labels import labels_of
 from ...stages.features.layers.layout import FeatureId
 from ...stages.logits.lens import format_token
 from ...stages.logits.readout import readout_node
-from ...store.errors import ConfigError
 from ..claim import Claim
 from ..features.sae_features import dictionary_of
 from ..labelled import labelled, record
 from ..material.answers import named
 from ..material.feature_labels import FeatureLabels, writes_to_stream
-from ..settings import Count, setting
+from ..settings import Count, require_together, setting
 from ..views import Heatmap, Table, View, together
 from ..workflow import Nodes
 from .attribution_patching import AGREEMENT
@@ -57,10 +56,7 @@ __all__ = ["FeatureAttributionTrace", "FeatureAttributionTraceSettings"]
 
 @dataclass(frozen=True)
 class FeatureAttributionTraceSettings(AttributionSettings):
-    """What `--set` can change.
-
-    Raises ConfigError for a prompt without its wrong answer, or the other way about.
-    """
+    """What `--set` can change."""
 
     wrong: str = setting("", "what comes next in a corrupted prompt of one's own")
     dictionary: str = setting("", "features: directory or org/repo; none: specimen/clt")
@@ -68,9 +64,7 @@ class FeatureAttributionTraceSettings(AttributionSettings):
     draws: Count = setting(50, "times random features are drawn, of which the largest is put in")
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        if bool(self.prompt) != bool(self.wrong):
-            raise ConfigError("expected a prompt and the wrong answer together, found one without the other")
+        require_together(self, "prompt", "corrupted", "answer", "wrong")
 
 
 class FeatureAttributionTrace(AttributedPairs):

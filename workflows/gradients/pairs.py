@@ -20,7 +20,7 @@ from ..material.answers import encoded, require_next
 from ..material.facts.fact_data import FIELDS
 from ..material.facts.fact_pairs import pair_records
 from ..material.facts.known import SCORED, KnownWorkflow
-from ..settings import Count, DataSettings, ModelSettings, setting
+from ..settings import Count, DataSettings, ModelSettings, require_together, setting
 from ..subject import Subject
 from ..workflow import Nodes
 
@@ -37,12 +37,7 @@ class AttributionSettings(DataSettings, ModelSettings):
     pairs: Count = setting(8, "how many pairs of facts, where no prompt is named")
 
     def __post_init__(self) -> None:
-        given = (self.prompt, self.corrupted, self.answer)
-        if any(given) and not all(given):
-            raise ConfigError(
-                "expected prompt, corrupted and answer together, found some of them; set all three, or none "
-                "for shipped facts"
-            )
+        require_together(self, "prompt", "corrupted", "answer")
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from ...stages.corpus.text import pack_lines, token_counts, wrap
 from ...stages.geometry.character_count import count_geometry, count_sums, decodability
 from ...store.errors import ConfigError
 from ..labelled import column, records, stacked
-from ..settings import Count, ModelSettings, Natural, preset_of, setting
+from ..settings import AtLeastTwo, Count, ModelSettings, Natural, preset_of, setting
 from ..subject import Subject, read_texts
 from ..views import Bars, Choice, Curve, Data, Figure, Heatmap, Lines, Table, View
 from ..workflow import ModelWorkflow, Nodes, loaded
@@ -49,14 +49,14 @@ CHARACTERS = 24_000
 
 @dataclass(frozen=True)
 class CharacterCountHelixSettings(ModelSettings):
-    """What `--set` can change. Raises ConfigError for no widths, or one below 2 characters."""
+    """What `--set` can change."""
 
     text: str = setting("", "file, folder or glob of texts; none: the prose shipped with mizarr")
     characters: int | None = setting(
         None,
         f"of each text, how many to read; 0: all; none: {CHARACTERS:,} of the shipped prose, all of others",
     )
-    widths: tuple[int, ...] = setting((30, 40, 50, 60, 70, 80), "line widths to wrap at")
+    widths: tuple[AtLeastTwo, ...] = setting((30, 40, 50, 60, 70, 80), "line widths to wrap at")
     max_count: Natural = setting(0, "largest character count; 0 means the largest width")
     min_count: Natural = setting(1, "leave out the first positions of a line")
     min_tokens: Natural = setting(30, "leave out counts seen in fewer tokens")
@@ -70,10 +70,6 @@ class CharacterCountHelixSettings(ModelSettings):
     preset: str = setting("", "what is left at its default is the preset's: gemma2-2b, as published")
     stop: Natural = setting(0, "layers more to compute, after those that are stored; 0: all")
     jsonl: str = setting("", "folder for a line of JSON per layer, written as soon as the layer is done")
-
-    def __post_init__(self) -> None:
-        if not self.widths or min(self.widths) < 2:
-            raise ConfigError(f"expected line widths of at least 2 characters, found {list(self.widths)}")
 
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {

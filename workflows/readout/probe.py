@@ -24,7 +24,7 @@ from ...stages.geometry.probe import FEWEST, PENALTIES, probe
 from ...store.errors import ConfigError, PromptError, nearest
 from ..labelled import column, records
 from ..material.probe_targets import TARGETS, Target, read_labels, thinned, wrapped_prose, wrapped_targets
-from ..settings import ModelSettings, Natural, setting
+from ..settings import AtLeastTwo, ModelSettings, Natural, setting
 from ..subject import read_texts
 from ..views import Data, Line, Lines, Table, View, together
 from ..workflow import ModelWorkflow, Nodes
@@ -49,15 +49,14 @@ LOWEST = -0.5
 class ProbeSettings(ModelSettings):
     """What `--set` can change.
 
-    Raises ConfigError for targets there are not, neither targets nor labels, and no widths or one below 2
-    characters.
+    Raises ConfigError for targets there are not, and neither targets nor labels.
     """
 
     targets: tuple[str, ...] = setting(TARGETS, "what to read off states of wrapped prose")
     labels: str = setting("", "file of labelled texts, in place of targets of wrapped prose")
     kind: Literal["auto", "label", "number"] = setting("auto", "what the labels of the file are")
     text: str = setting("", "file, folder or glob of texts to wrap; none: the prose shipped with mizarr")
-    widths: tuple[int, ...] = setting((30, 40, 50, 60, 70, 80), "line widths to wrap at")
+    widths: tuple[AtLeastTwo, ...] = setting((30, 40, 50, 60, 70, 80), "line widths to wrap at")
     context: Natural = setting(0, "tokens per prompt of wrapped prose; 0: the model's context, at most 256")
     point: Literal["resid_pre", "resid_mid", "resid_post", "attn_out", "mlp_out"] = setting(
         "resid_post", "state that is probed"
@@ -81,8 +80,6 @@ class ProbeSettings(ModelSettings):
                 raise ConfigError(f"expected targets among {', '.join(TARGETS)}, found {name!r}{hint}")
         if not self.targets and not self.labels:
             raise ConfigError(f"expected targets ({', '.join(TARGETS)}) or labels=FILE, found neither")
-        if not self.widths or min(self.widths) < 2:
-            raise ConfigError(f"expected line widths of at least 2 characters, found {list(self.widths)}")
 
 
 class Probe(ModelWorkflow):

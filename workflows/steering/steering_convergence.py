@@ -44,7 +44,7 @@ from ..features.sae_features import dictionary_of
 from ..material.answers import answer_pieces, counterpart, encoded, fact, named, target_json
 from ..material.convergence_batch import FIELDS, read_batch
 from ..material.push_fates import PushFates
-from ..settings import ControlSettings, Count, FactSettings, setting
+from ..settings import ControlSettings, Count, FactSettings, Positive, setting
 from ..views import Choice, Data, Figure, Heatmap, Line, Lines, Table, View, dash
 from ..workflow import ModelWorkflow, Nodes
 
@@ -64,8 +64,7 @@ ABSORBED = f"at most {RETURNED:.0%} of its largest distance left, from there to 
 class PushedStatesSettings(ControlSettings, FactSettings):
     """What `--set` can change.
 
-    Raises ConfigError for no strengths, a dictionary without a feature, and two of feature, counterparts and
-    batch_file.
+    Raises ConfigError for a dictionary without a feature, and two of feature, counterparts and batch_file.
     """
 
     contrastive: str = setting("", "counterpart of the prompt; none: one of as many tokens")
@@ -78,15 +77,13 @@ class PushedStatesSettings(ControlSettings, FactSettings):
         NEAR,
         "cosine from which on a state is near the undisturbed one; picks the layer told by strength",
     )
-    max_strength: float = setting(6.0, "largest factor of the vector")
+    max_strength: Positive = setting(6.0, "largest factor of the vector")
     strength_steps: Count = setting(12, "strengths tried, evenly spaced up to the largest")
     feature: str = setting("", "feature to push along, layer:index, in place of a counterpart")
     dictionary: str = setting("", "of the feature: directory or org/repo; none: the specimen's own")
     batch_file: str = setting("", "JSON file with several experiments, in place of prompt and contrastive")
 
     def __post_init__(self) -> None:
-        if not self.max_strength > 0:
-            raise ConfigError(f"expected max_strength above 0, found {self.max_strength}")
         if self.feature and (self.contrastive or self.batch_file):
             raise ConfigError("expected either a feature or counterparts to push along, found both")
         if self.dictionary and not self.feature:

@@ -31,12 +31,12 @@ from ...stages.causal.steering import (
 )
 from ...stages.logits.lens import format_text, format_token
 from ...store.arrays import Floats
-from ...store.errors import ConfigError, InterventionError
+from ...store.errors import InterventionError
 from ..claim import CandidateEffects, Claim
 from ..labelled import records
 from ..material.answers import named, target_json, top_changed_json
 from ..material.edge_choice import ROLES, EdgeWorkflow, Indices
-from ..settings import ChosenEdgeSettings, Count, setting
+from ..settings import ChosenEdgeSettings, Count, Positive, setting
 from ..views import Data, Line, Lines, Table, View, dash, points, together
 from ..workflow import Nodes
 
@@ -54,16 +54,12 @@ NEAREST = 6
 
 @dataclass(frozen=True)
 class SteeringDoseResponseSettings(ChosenEdgeSettings):
-    """What `--set` can change. Raises ConfigError for a ratio that is not above 0."""
+    """What `--set` can change."""
 
     doses: tuple[float, ...] = setting(DOSE_LEVELS, "factors of the edge's weight")
-    ratio: float = setting(2.0, "attention to aim at, as a multiple of what the edge has")
+    ratio: Positive = setting(2.0, "attention to aim at, as a multiple of what the edge has")
     window: Count = setting(1, "layers steered together, from each layer on")
     sweep: bool = setting(True, "show every layer that is steered, and not only the one told")
-
-    def __post_init__(self) -> None:
-        if self.ratio <= 0:
-            raise ConfigError(f"expected ratio to be above 0, found {self.ratio}")
 
 
 class SteeringDoseResponse(EdgeWorkflow):

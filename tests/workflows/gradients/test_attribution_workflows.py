@@ -156,8 +156,12 @@ def test_nothing_is_claimed_of_a_model_that_knows_nothing(name, tmp_path):
 @pytest.mark.parametrize(
     ("name", "given", "told"),
     [
-        ("attribution_patching", {"prompt": "The law in"}, "expected prompt, corrupted and answer together"),
-        ("attribution_patching", SPEAKERS, "expected a prompt and the wrong answer together"),
+        (
+            "attribution_patching",
+            {"prompt": "The law in"},
+            "expected prompt, corrupted, answer and wrong together",
+        ),
+        ("attribution_patching", SPEAKERS, "expected prompt, corrupted, answer and wrong together"),
         ("attribution_patching", SPEAKERS | {"wrong": "English"}, "begin with different tokens"),
         (
             "attribution_patching",
@@ -172,7 +176,7 @@ def test_nothing_is_claimed_of_a_model_that_knows_nothing(name, tmp_path):
                 ("feature_attribution", {"wrong": "French"}),
             )
         ),
-        ("feature_attribution", SPEAKERS, "expected a prompt and the wrong answer together"),
+        ("feature_attribution", SPEAKERS, "expected prompt, corrupted, answer and wrong together"),
         ("integrated_gradients", {"answer": "x"}, "expected prompt, corrupted and answer together"),
         ("integrated_gradients", {"steps": 0}, "expected steps to be int of at least 1"),
     ],
