@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 __all__ = ["StoicheiaAnalysis", "StoicheiaAnalysisSettings"]
 
 BY_SIGMA = ("explanation_bits", "residual_surprise", "bound_satisfied", "tightness", "covered")
-"""What is said of an explanation under each size of noise."""
+"""Numbers of an explanation for each size of noise."""
 FITTED = 1
 """Added to the seed: of samples that something is chosen or fitted on, and nothing is scored on."""
 
@@ -380,7 +380,7 @@ class StoicheiaAnalysis(AlgZooWorkflow):
             yield self._map()
 
     def _map(self) -> View:
-        """The cones, by what the network says there; of a number, by how many ReLUs are open."""
+        """Cones of linear regions, coloured by the network's answer, or by the number of open ReLUs."""
         exact, network = self.result("exact").load(), self.network
         if network.task.is_scalar:
             open_ones = np.unpackbits(exact["pattern"].values, axis=1).sum(axis=1)

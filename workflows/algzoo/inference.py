@@ -29,7 +29,7 @@ from .workflow import AlgZooSettings, AlgZooWorkflow
 __all__ = ["StoicheiaInference", "StoicheiaInferenceSettings"]
 
 ENUMERATED = 50_000
-"""Inputs of integers up to which all of them are counted, not samples."""
+"""Largest number of integer inputs that are all counted instead of sampled."""
 
 
 @dataclass(frozen=True)

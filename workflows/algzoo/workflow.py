@@ -88,7 +88,7 @@ class AlgZooWorkflow(Workflow):
 
     @property
     def about(self) -> dict[str, Any]:
-        """What every document says of the network."""
+        """Fields about the network that every document has."""
         network = self.network
         return {
             "model_id": network.title,

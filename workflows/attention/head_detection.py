@@ -68,7 +68,7 @@ STATISTICS = {
 }
 SCORES = ("score", "spread", "control")
 COLUMNS = dict(zip(("score", "±", "shuffled", "entropy", "BOS", "own"), (*SCORES, *STATISTICS), strict=False))
-"""What is told of the best heads, by the name it has in the table."""
+"""Columns of the table of the best heads: variable by column name."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ def repeated_tokens(
 
 
 def ordinary_tokens(subject: Subject, least: int) -> npt.NDArray[Any]:
-    """Ids of common tokens that are no special ones; of all such where there are fewer than `least`."""
+    """Ids of common tokens without special ones; all ordinary tokens where fewer than `least` are common."""
     tokenizer = subject.tokenizer
     known = min(subject.config.vocab_size, tokenizer.vocab_size)
     roles = ("bos_token", "eos_token", "unk_token", "pad_token")

@@ -156,7 +156,7 @@ class LayerScan(ModelWorkflow):
 
     @property
     def best(self) -> tuple[int, float]:
-        """(layer, p) in which A looks more than B most surely; (0, 1.0) where it does in none."""
+        """(layer, p) of the smallest p with more attention in A than in B; (0, 1.0) without such a layer."""
         return best_layer(self.found)
 
     @property

@@ -54,7 +54,7 @@ MANY = 50
 FEW = 8
 """The same in other facts, each of which takes the mean anew."""
 SAMPLES = 10
-"""Prompts drawn, at most, for how=resample: what is told is the mean over them."""
+"""Largest number of random prompts for how=resample; KL is the mean over them."""
 INSTEAD = {
     "mean": "its mean",
     "zero": "zero",
@@ -82,7 +82,7 @@ class AblationOfEachSettings(DataSettings, FactSettings):
 
 
 class AblationOfEach(KnownWorkflow):
-    """Every head, and the attention and the MLP of every layer."""
+    """Ablation of every head, and of the attention and the MLP of every layer."""
 
     name = "ablation"
     question = "Which heads and layers does the answer need?"
@@ -90,7 +90,7 @@ class AblationOfEach(KnownWorkflow):
     settings: AblationOfEachSettings
     described: ClassVar[str] = " Layers are described, not claimed: there are too few of them."
     unit: ClassVar[str] = "head"
-    """What is taken away one at a time, and the axis that counts it."""
+    """Unit that is ablated, one at a time, and the name of its axis."""
 
     layers = loaded("layers")
     """Attention and MLP of every layer, [kind, layer]."""
@@ -124,12 +124,12 @@ class AblationOfEach(KnownWorkflow):
 
     @property
     def _kind(self) -> str:
-        """What stands for a head: what it has read of other positions."""
+        """Kind of hook point that a head is ablated at: its output before the output projection."""
         return self.subject.config.read_kind
 
     @property
     def _grid(self) -> dict[str, Any]:
-        """Every unit, in the layers that have any."""
+        """Arguments of an ablation of every unit, in the layers that have any."""
         config = self.subject.config
         layers = config.layers_with(self._kind)
         if not layers:
@@ -168,7 +168,7 @@ class AblationOfEach(KnownWorkflow):
 
     @property
     def compared(self) -> list[int]:
-        """Which units are chosen among and held against each other, counted through layers."""
+        """Indices of the units that are compared, counted through layers."""
         return list(range(self.units["kl"].size))
 
     @cached_property
@@ -245,7 +245,7 @@ class AblationOfEach(KnownWorkflow):
         return Unrelated(self.subject)
 
     def views(self) -> Iterator[View]:
-        """What is lost by head and by layer, how the target's probability moves, and the heads that count."""
+        """KL by head and by layer, change of the target's probability, and the heads with the largest KL."""
         layers = self.layers if "kind" in self.layers.dims else self.layers.expand_dims("kind")
         names = ["attention", "MLP"][: layers.sizes["kind"]]
         layers = layers.assign_coords(kind=names).transpose("layer", "kind", ...)
@@ -290,7 +290,7 @@ class AblationOfEach(KnownWorkflow):
         return float(self.units["unpatched"].sel(run="clean", metric="probability"))
 
     def _most(self) -> Table:
-        """The units whose loss changes most."""
+        """Table of the units with the largest KL."""
         units, names = self.units, ["kl"]
         columns: list[tuple[Any, ...]] = [
             ("layer", "layer", "d"),

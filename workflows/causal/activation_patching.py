@@ -68,7 +68,7 @@ ROLES = ("the subject's last token", "the last token")
 
 
 class ActivationPatchingTrace(KnownWorkflow):
-    """One grid of patches per pair and kind."""
+    """Grids of patches, one per pair and kind."""
 
     name = "activation_patching"
     question = "Where does the model keep what makes two prompts differ?"
@@ -80,7 +80,7 @@ class ActivationPatchingTrace(KnownWorkflow):
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """What is patched: as asked, or what all layers of the model have of the usual."""
+        """Kinds of states that are patched: the setting, or the usual kinds that every layer has."""
         return self.settings.kinds or in_every_layer(self.subject.config, USUAL)
 
     def plan(self) -> Nodes:
@@ -155,11 +155,11 @@ class ActivationPatchingTrace(KnownWorkflow):
 
     @property
     def makes_claims(self) -> bool:
-        """Whether any kind is one that a claim is made about."""
+        """Whether any kind is patched by position, as claims are about these."""
         return bool(self.claimed_kinds)
 
     def claims(self) -> Iterator[Claim]:
-        """For each kind of state, the place with the largest recovery on other pairs; then the weakest."""
+        """Per kind, the layer and role with the largest recovery on other pairs; then the quietest."""
         kinds = self.claimed_kinds
         for kind in kinds:
             candidates = self.candidates(kind)

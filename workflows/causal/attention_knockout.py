@@ -48,7 +48,7 @@ class AttentionKnockoutSettings(ChosenEdgeSettings):
 
 
 class AttentionKnockout(EdgeWorkflow):
-    """One edge in full, and all others for comparison."""
+    """Knockout of one attention edge in full, and of all others for comparison."""
 
     name = "attention_knockout"
     question = "What does the model no longer say when one position may not read another?"
@@ -62,7 +62,7 @@ class AttentionKnockout(EdgeWorkflow):
         return self.result("edges").load().swap_dims(edge="key")
 
     def plan(self) -> Nodes:
-        """The edges of one query, the heads of every edge that may be told, and edges of other facts."""
+        """Edges of one query, heads of the candidate edges, and edges of other facts."""
         shared, query = self.read_edge(), self.query
         edges = EdgeKnockout(edges=tuple((query, key) for key in self._cut()), layers=None, **shared)
         nodes = {"edges": self.on_model(edges), **self.facts_node()}
@@ -72,7 +72,7 @@ class AttentionKnockout(EdgeWorkflow):
         return nodes
 
     def _cut(self) -> list[int]:
-        """Keys that are cut: all, or those that may be told and as many as there must be controls."""
+        """Keys that are cut: all, or the candidates and as many more as the controls need."""
         every = range(self.query + 1)
         if self.settings.sweep:
             return list(every)
@@ -88,17 +88,17 @@ class AttentionKnockout(EdgeWorkflow):
 
     @cached_property
     def heads(self) -> xr.Dataset:
-        """The one edge in every layer and head, [layer, head]."""
+        """Knockout of the selected edge in every layer and head, [layer, head]."""
         found = self.result("heads").load()
         return found.isel(draw=self.keys.index(self.edge[1])) if "draw" in found.dims else found
 
     @property
     def told(self) -> xr.Dataset:
-        """The one edge in the one layer."""
+        """Knockout of the selected edge in the selected layer."""
         return self.edges.sel(layer=self.layer, key=self.edge[1])
 
     def claim_here(self, layer: int, key: int, measure: str, text: str, **fields: Any) -> Claim:
-        """What one cut does in this prompt, beside random cuts of other edges of the query."""
+        """The claim about one edge of this prompt, beside other edges of the query."""
         effects = self.edges[measure].transpose("layer", "key")
         row, column = (effects.get_index(dim).get_loc(at) for dim, at in (("layer", layer), ("key", key)))
         of = "other (layer, key) edges of this query"
@@ -106,7 +106,7 @@ class AttentionKnockout(EdgeWorkflow):
         return Claim.among(text, effects.values, own, of, self.settings, **fields)
 
     def views(self) -> Iterator[View]:
-        """The one edge; every key and every head in its place."""
+        """The selected edge, then every key and every head in its place."""
         told, (query, key) = self.told, self.edge
         tokens = [format_token(token) for token in named(self.subject, self.encoding.ids)]
         names = [f"{token!r} ({place})" for place, token in enumerate(tokens)]
@@ -180,6 +180,6 @@ def _sweep_json(sweep: xr.Dataset) -> dict[str, Any]:
 
 
 def _most(sweep: xr.Dataset, layer: int) -> dict[str, Any]:
-    """The key, or the head, of a layer without which most is lost."""
+    """Key or head of a layer whose knockout has the largest KL."""
     cells = sweep.sel(layer=layer)
     return largest(cells, cells["kl"], 1, "kl", "attention")[0]

@@ -95,7 +95,7 @@ class Recalled:
 
 
 class CausalTrace(KnownWorkflow):
-    """One grid of restored states per kind."""
+    """Grids of restored states, one per kind."""
 
     name = "causal_tracing"
     question = "Where is a fact recalled when its subject is drowned in noise?"
@@ -103,7 +103,7 @@ class CausalTrace(KnownWorkflow):
     settings: CausalTraceSettings
 
     def plan(self) -> Nodes:
-        """An experiment per kind, as windows differ; and all kinds in other facts."""
+        """An experiment per kind, as windows differ, on the prompt shown and on other facts."""
         chosen = self.settings
         self.prompt, self.target = self._fact()
         self.pieces = answer_pieces(self.subject, self.prompt, self.target)
@@ -131,7 +131,7 @@ class CausalTrace(KnownWorkflow):
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """What is put back: as asked, or what all layers of the model have of the usual."""
+        """Kinds of states that are restored: the setting, or the usual kinds that every layer has."""
         return self.settings.kinds or in_every_layer(self.subject.config, USUAL)
 
     def _tracing(self, fact: Recalled, kind: str, samples: int) -> CausalTracing:
@@ -196,7 +196,7 @@ class CausalTrace(KnownWorkflow):
 
     @cached_property
     def found(self) -> dict[str, xr.Dataset]:
-        """The grid of each kind, in memory."""
+        """Grid of restored states by kind, in memory."""
         return {kind: self.result(kind).load() for kind in self.kinds}
 
     @cached_property
@@ -213,7 +213,7 @@ class CausalTrace(KnownWorkflow):
         return found
 
     def _rise(self, name: str, group: str) -> Floats:
-        """Of one result, [fact, layer, position]."""
+        """Rise of the answer's probability in one result, [fact, layer, position]."""
         found = self.result(name).load()
         noised = found["unpatched"].sel(run="corrupted", metric="probability")
         rise = values_of(found["probability"] - noised, "draw", "layer", "position")
@@ -226,8 +226,8 @@ class CausalTrace(KnownWorkflow):
         return float(first["unpatched"].sel(run="clean", metric="rank")) == 0
 
     def claims(self) -> Iterator[Claim]:
-        """For each kind of state, the chosen place on held-out facts and in this prompt; then the least
-        effective place."""
+        """For each kind of state, the chosen layer and role on held-out facts; the least effective one; then
+        the chosen ones in this prompt."""
         best = {kind: candidates.best for kind, candidates in self.candidates.items()}
         for kind, place in best.items():
             yield self._on_others(kind, place)
@@ -258,7 +258,7 @@ class CausalTrace(KnownWorkflow):
         )
 
     def _here(self, kind: str, place: tuple[int, ...]) -> Claim | None:
-        """The place in the prompt shown, beside its others; None where there are no two of them."""
+        """The claim about the prompt shown, beside its other cells; None with fewer than two cells."""
         given, grid, length = self.settings, self.found[kind], len(self.tokens)
         noised = float(grid["unpatched"].sel(run="corrupted", metric="probability"))
         own = place[0], roles_of(self.noised[-1], length)[place[1]]
@@ -293,7 +293,7 @@ class CausalTrace(KnownWorkflow):
         return f"clean {kind} of {around}layer {place[0]} at {ROLES[place[1]]} put back"
 
     def views(self) -> Iterator[View]:
-        """What is claimed; the answer's probability by place for each kind, and the best places."""
+        """The answer's probability by layer and position for each kind, and the best cells."""
         texts = [format_token(text) for text in named(self.subject, self.tokens)]
         found = self.found
         runs = next(iter(found.values()))["unpatched"].sel(metric="probability")
@@ -341,7 +341,7 @@ class CausalTrace(KnownWorkflow):
         return format_text("".join(texts[place] for place in self.noised).strip())
 
     def _about(self, clean: float, noised: float, grid: xr.Dataset) -> dict[str, Any]:
-        """What is asked, and the two runs nothing was put back in."""
+        """Prompt, noise, and the probabilities of the clean and the noised run, for documents."""
         return {
             **self.subject.about,
             "prompt": self.prompt,
@@ -355,7 +355,7 @@ class CausalTrace(KnownWorkflow):
         }
 
     def _choice(self) -> dict[str, Any]:
-        """The places chosen on other facts, by kind."""
+        """Layer and role chosen on other facts, by kind, for documents."""
         if self.not_claimed:
             return {}
         best = {kind: (candidates.best, candidates.mean) for kind, candidates in self.candidates.items()}

@@ -49,7 +49,7 @@ class CounterFactPatchesSettings(PairSettings):
 
 
 class CounterFactPatches(PairWorkflow):
-    """All patches of all pairs."""
+    """Patches of every position in every block, for all pairs."""
 
     name = "counterfact_patching"
     question = "At which place does one fact turn into another?"
@@ -90,7 +90,7 @@ class CounterFactPatches(PairWorkflow):
         )
 
     def claims(self) -> Iterator[Claim]:
-        """The block that works most often on other pairs, and the one that does least."""
+        """The block that most often turns the answer on other pairs, and the one that does so least."""
         often = self.candidates.mean
         # Of several blocks in which nothing happens the last one: it is farthest from the first.
         weakest = len(often) - 1 - int(often[::-1].argmin())

@@ -72,7 +72,7 @@ class ExpertRouting(AblationOfEach):
     )
 
     use = loaded("use")
-    """What they read, [layer, expert]."""
+    """Tokens that experts read, [layer, expert]."""
 
     def plan(self) -> Nodes:
         """What experts read of a corpus; every one left out of this prompt, and of other facts."""
@@ -93,7 +93,7 @@ class ExpertRouting(AblationOfEach):
 
     @property
     def _kind(self) -> str:
-        """What stands for an expert: its weight."""
+        """Kind of hook point that an expert is ablated at: its weight."""
         return WEIGHTS
 
     def _corpus(self) -> tuple[PackedTokens, Any]:
@@ -123,7 +123,7 @@ class ExpertRouting(AblationOfEach):
         return [int(cell) for cell in np.flatnonzero(share >= IN_USE)]
 
     def views(self) -> Iterator[View]:
-        """What is lost without each; which tokens each reads, and how far tokens alone decide."""
+        """KL without each expert, the tokens it reads, and how far tokens alone decide the routing."""
         use = self.use
         yield Data(json=self._about())
         share = Heatmap.of(
@@ -180,7 +180,7 @@ class ExpertRouting(AblationOfEach):
         )
 
     def _readers(self) -> Table:
-        """A row per expert: how much it reads, and the tokens it reads most."""
+        """Table of the share of tokens that each expert reads, and the tokens it reads most."""
         use = self.use
         (rank,) = set(use["top_id"].dims) - {"layer", "expert"}
 

@@ -173,7 +173,7 @@ class PatchedPairs:
         return found
 
     def metric(self, pair: PatchedPair) -> Metric:
-        """What recovery is a share of, in one pair."""
+        """Metric that recovery is a share of, for one pair."""
         if self.settings.metric == "logit_difference":
             assert pair.wrong_piece is not None
             return LogitDifference(pair.pieces[0], pair.wrong_piece)
@@ -193,7 +193,7 @@ class PatchedPairs:
         return one
 
     def patch(self, pair: PatchedPair, kinds: Sequence[str]) -> dict[str, Any]:
-        """What every experiment on a pair is given."""
+        """Arguments that all experiments on a pair have in common."""
         at = self.read_at(pair)
         return {
             "clean": pair.clean_ids,
@@ -204,11 +204,11 @@ class PatchedPairs:
         }
 
     def _encoded(self, text: str) -> Encoding:
-        """Tokens of a prompt as the model is asked."""
+        """Tokens of a prompt, with a mask behind it for models that fill in masks."""
         return encoded(self.subject, self.subject.asked(text))
 
     def _fits(self, clean: str, candidates: Iterable[str]) -> bool:
-        """Whether any of the candidates has as many tokens."""
+        """Whether any corrupted prompt has as many tokens as the clean one."""
         first, *others = (len(self._encoded(text).ids) for text in (clean, *candidates))
         return first in others
 

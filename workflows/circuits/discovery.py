@@ -49,7 +49,7 @@ class CircuitDiscoverySettings(CircuitSettings):
 
 
 class CircuitDiscovery(CircuitWorkflow):
-    """The edges of each task, and how much of it they do."""
+    """Circuits of tasks and their faithfulness."""
 
     name = "circuit_discovery"
     question = "Which edges between heads and MLPs does a task need?"
@@ -59,15 +59,15 @@ class CircuitDiscovery(CircuitWorkflow):
     settings: CircuitDiscoverySettings
 
     def positions(self, task: str) -> int | None:
-        """How many positions its edges tell apart; None for none."""
+        """Number of positions that edges of a task distinguish; None without by_position."""
         return one_length(sum(self.pairs[task], ())) if self.settings.by_position else None
 
     def edges(self, task: str) -> int:
-        """How many there are in the graph of a task, counted at every position where those are told apart."""
+        """Number of edges in the graph of a task, counted at every position with by_position."""
         return len(Circuit.whole(self.layout, self.positions(task)))
 
     def size(self, task: str) -> int:
-        """Edges of the circuit: as asked, else one in ten and at least one."""
+        """Number of edges of the circuit: the setting, else a tenth of all edges and at least one."""
         return self.settings.size or max(1, self.edges(task) // 10)
 
     def plan(self) -> Nodes:
@@ -97,7 +97,7 @@ class CircuitDiscovery(CircuitWorkflow):
         return nodes
 
     def circuit(self, task: str) -> Circuit:
-        """The edges found for a task."""
+        """Circuit of a task."""
         return Circuit(self.layout, self.result(f"{task}_circuit")["chosen"].values[0] > 0)
 
     def faithful(self, task: str) -> Floats:
@@ -244,7 +244,7 @@ def _correlation(one: Any, other: Any) -> float | None:
 
 
 def _of(told: dict[str, Any]) -> str:
-    """A circuit in a sentence."""
+    """Faithfulness of a circuit, and the agreement of scores with exact effects, in a sentence."""
     kept = f"{told['faithfulness_percent']:.0f} % of the task is kept"
     if "scores_and_exact_effects" not in told:
         return kept

@@ -61,7 +61,7 @@ class CircuitEvaluationSettings(CircuitSettings):
 
 
 class CircuitEvaluation(CircuitWorkflow):
-    """Circuits of every size, and one in full."""
+    """Circuits of every size, and the edges of one circuit."""
 
     name = "circuit_evaluation"
     question = "How much of a task does a circuit do, and which of its edges does it need?"
@@ -72,14 +72,14 @@ class CircuitEvaluation(CircuitWorkflow):
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """In edges; shares of fewer than one edge, and of as many as the one before, are left out."""
+        """Distinct sizes in edges, ascending; shares of fewer than one edge are left out."""
         return tuple(sorted({size for share in self.settings.shares if (size := self._edges(share))}))
 
     def _edges(self, share: float) -> int:
         return int(share * int(self.layout.edges.sum()))
 
     def plan(self) -> Nodes:
-        """Of each task circuits of every size, random ones, and one without each of its edges."""
+        """Per task: circuits of every size, random circuits, and one circuit without each of its edges."""
         if len(self.sizes) < 2:
             raise ConfigError(
                 f"expected shares that are two sizes or more of {int(self.layout.edges.sum())} edges, found "
@@ -119,7 +119,7 @@ class CircuitEvaluation(CircuitWorkflow):
 
     @property
     def shares(self) -> Floats:
-        """Of all edges, as the sizes have them."""
+        """Sizes as shares of all edges."""
         found: Floats = np.array(self.sizes) / int(self.layout.edges.sum())
         return found
 

@@ -283,14 +283,14 @@ class _Heard:
         return {name: float(each.mean()) for name, each in self._effects.items()}
 
     def beyond(self, record: Mapping[str, Any]) -> Floats:
-        """How much further a sender moves the metric, the way it did in the pairs it was chosen on, than
-        random changes of it do either way, [pair]."""
+        """Margin [pair] of a sender's effect, signed as in the pairs it was chosen on, over the mean absolute
+        effect of random changes."""
         random = self._found["random"].isel(told=record["place"]).transpose("pair", "draw").values
         found: Floats = self._forward(record) - (np.abs(random).mean(1) if self.has_controls else 0.0)
         return found
 
     def beyond_heads(self, record: Mapping[str, Any]) -> Floats | None:
-        """The same beside what other heads do either way; None where there are none."""
+        """Margin [pair] over the mean absolute effect of the other heads; None without other heads."""
         others = [each for name, each in self._effects.items() if is_head(name) and name != record["sender"]]
         return self._forward(record) - np.abs(others).mean(0) if others else None
 
@@ -299,7 +299,7 @@ class _Heard:
         return found
 
     def null(self, place: int) -> Null:
-        """Of the sender at a place among those told: means over pairs under each draw."""
+        """Null distribution of a listed sender: means over pairs under each random change."""
         return Null(self._found["random"].isel(told=place).mean("pair").values, CHANGES, "either")
 
     def claim(self, text: str, further: Floats) -> Claim:
@@ -336,7 +336,7 @@ class _Heard:
         return found
 
     def to_json(self) -> dict[str, Any]:
-        """As the document lists it, without places among those told."""
+        """Record of a document."""
         return {
             "task": self.task,
             "receiver": self.receiver,

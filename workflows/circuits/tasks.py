@@ -124,7 +124,7 @@ class TaskWorkflow(ModelWorkflow):
 
     @property
     def not_done(self) -> str:
-        """A sentence on tasks that the model does not do; empty where it does them all."""
+        """Sentence about the tasks that the model does not do; empty where it does all of them."""
         tasks = [task for task in self.tasks if task not in self.done]
         if not tasks:
             return ""

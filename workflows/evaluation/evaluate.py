@@ -198,7 +198,7 @@ class Evaluate(ModelWorkflow):
     # -- what came out
 
     def _gain(self, one: str, other: str) -> Floats:
-        """By how much less each prompt of `one` loses than the same of `other`, nats per token."""
+        """Loss of `other` minus loss of `one` per prompt, nats per token."""
         return values_of(self.result(other)["loss"] - self.result(one)["loss"])
 
     def recall(self) -> dict[str, Any]:
@@ -282,7 +282,7 @@ class Evaluate(ModelWorkflow):
         return "; ".join(filter(None, (self._too_few(), mixed_up)))
 
     def _measures(self, prefix: str = "", **of: int) -> dict[str, float]:
-        """Every measure of the model, or of a changed one. of: which draw."""
+        """All measures of the model or of a changed one. prefix: of the results. of: index of the draw."""
         text, repeated, facts = (
             self.result(f"{prefix}{name}").isel(of).load() for name in ("text", "repeated", "facts")
         )
@@ -299,7 +299,7 @@ class Evaluate(ModelWorkflow):
 
     @cached_property
     def others(self) -> list[dict[str, float]]:
-        """The measures under each change that this one is held against."""
+        """Measures of the model under each control change."""
         many = 0 if self.change is None else len(self.change.others)
         return [self._measures("other_", draw=number) for number in range(many)]
 
@@ -342,7 +342,7 @@ class Evaluate(ModelWorkflow):
         return {"unit": "nats", **own, "others": {"of": change.of, "costs": others}}
 
     def _cost_claims(self) -> Iterator[Claim]:
-        """That a change costs more than others of its size; none where too few of these are known."""
+        """Claims that a change costs more than others of its size; none with fewer than LEAST others."""
         if self.change is None or len(self.others) < LEAST:
             return
         own, *others = self.costs
@@ -357,7 +357,7 @@ class Evaluate(ModelWorkflow):
             yield Claim.against(text, own[where], draws, self.change.of, **fields)
 
     def _too_few(self) -> str:
-        """Why nothing is claimed of a change's cost; empty where something is."""
+        """Sentence that says why the cost of a change is not claimed; empty where it is."""
         if self.change is None or len(self.others) >= LEAST:
             return ""
         many = len(self.others)
@@ -407,7 +407,7 @@ class Evaluate(ModelWorkflow):
         yield from together("evaluate", f"What {model} loses", *panels)
 
     def _compared(self) -> tuple[list[tuple[Any, ...]], str]:
-        """Columns of what is changed, and what the caption says of the others."""
+        """Table columns of the changed model and of other changes, and a sentence for the caption."""
         if self.change is None:
             return [], ""
         columns: list[tuple[Any, ...]] = [("changed", "changed", ".3f")]

@@ -140,7 +140,7 @@ class CltVsPlt(ExchangeWorkflow):
 
     @cached_property
     def opened(self) -> dict[str, xr.Dataset]:
-        """The results of both kinds by the name of their node, in memory."""
+        """Results of both kinds by node name, in memory."""
         return {name: self.result(name).load() for name in self.nodes if name[:4] in ("clt_", "plt_")}
 
     @cached_property
@@ -215,7 +215,7 @@ class CltVsPlt(ExchangeWorkflow):
             ).without_first_token()
 
     def claims(self) -> Iterator[Claim]:
-        """What the preset's features do, and what the best ranked ones of each kind do."""
+        """The effect of the preset's features, and of the best ranked features of each kind."""
         yield from super().claims()
         word = self.preset.inject_word
         for arm in self.arms:
@@ -320,7 +320,7 @@ class CltVsPlt(ExchangeWorkflow):
         }
 
     def _protocol(self, arm: str, name: str) -> dict[str, Any]:
-        """What a sweep of a kind reaches; where a feature is injected, it is the last of its features."""
+        """Record of a sweep of a kind; an injected feature is the last of its features."""
         chosen = self._features(f"{arm}_{name}")
         inject = chosen.pop() if PROTOCOLS[name][1] else None
         sweep = self.opened[f"{arm}_{name}"].isel(strength=0, exchange=0)

@@ -121,7 +121,7 @@ class PairResult:
 
     @property
     def site(self) -> int:
-        """Position where the word is held to be decided."""
+        """Position at which the word is assumed to be decided."""
         return self.exchange.required_site
 
     @property

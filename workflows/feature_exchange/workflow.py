@@ -107,7 +107,7 @@ class ExchangeWorkflow(Workflow):
 
     @property
     def claim(self) -> str:
-        """What the exchange does, in words."""
+        """Text of the claim about this prompt."""
         off = f" in place of {self.labels.several(self.exchange.suppress)}" if self.exchange.suppress else ""
         return (
             f"{self.labels.short(self.exchange.inject)}{off} at {self.exchange.site_label} changes "
@@ -115,7 +115,7 @@ class ExchangeWorkflow(Workflow):
         )
 
     def claims(self) -> Iterator[Claim]:
-        """The effect in this prompt, and in other texts of its kind on which nothing was chosen."""
+        """The effect in this prompt, and in held-out texts of its kind."""
         controls = self.result("controls")
         yield self.claim_here(self.effects(controls), self.claim, probabilities(controls)[:, 0])
         if self.exchange.held_out:
@@ -172,8 +172,7 @@ class ExchangeWorkflow(Workflow):
         )
 
     def parts_table(self) -> Table:
-        """P(word) with all, some and none of the exchange, with random features, and in facts of other
-        kinds."""
+        """Table of P(word) under the exchange, its parts, random features, and in facts of other kinds."""
         return Table.of(
             rows := list(self._parts()),
             ("what is done", "done"),

@@ -161,12 +161,12 @@ class AttributionGraphs(Workflow):
 
     @cached_property
     def graph(self) -> AttributionGraph:
-        """The whole graph; its edges are read when they are asked for."""
+        """The whole graph, with edges read lazily."""
         return AttributionGraph(self.result("graph"))
 
     @cached_property
     def pruned(self) -> PrunedGraph:
-        """The part that the two thresholds keep."""
+        """The graph pruned by the two thresholds."""
         chosen, kept = self.settings, Kept.of(self.result("pruned").load())
         return PrunedGraph(self.graph, kept, chosen.node_threshold, chosen.edge_threshold)
 
@@ -188,7 +188,7 @@ class AttributionGraphs(Workflow):
 
     @property
     def _texts(self) -> dict[int, xr.Dataset]:
-        """The places of the corpus at which each feature is strongest, by layer."""
+        """Strongest corpus examples of each feature, by layer."""
         if self._examples is None:
             return {}
         assert self.store is not None  # the graph's result is open
@@ -262,7 +262,7 @@ def chosen_preset(settings: AttributionGraphsSettings) -> GraphPreset:
 
 
 def _named(tokens: Sequence[str]) -> str:
-    """The first three of some tokens, and how many more there are."""
+    """The first three tokens, and the number of the others."""
     told = [repr(format_token(token)) for token in tokens[:3]]
     more = len(tokens) - len(told)
     return ", ".join(told) + (f" and {more} more" if more else "")

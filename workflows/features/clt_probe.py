@@ -57,7 +57,7 @@ class CltProbeSettings(ModelSettings):
 
 
 class CltProbe(ModelWorkflow):
-    """A place in a prompt, and a word."""
+    """Features active at a position, and features that write a word."""
 
     name = "clt_probe"
     question = "Which features stand for what is at a place in a prompt, and which would write a given word?"
@@ -69,7 +69,7 @@ class CltProbe(ModelWorkflow):
     """What is active anywhere in the prompt, [active]."""
 
     def plan(self) -> Nodes:
-        """What is active in the prompt, and, if there is a word, what writes it."""
+        """Active features of the prompt, and the features that write the word, if there is one."""
         given = self.settings
         self.prompt, answer = _asked(given)
         self.encoding = encoded(self.subject, self.prompt)
@@ -131,7 +131,7 @@ class CltProbe(ModelWorkflow):
         return list(found.values())[:CANDIDATES]
 
     def views(self) -> Iterator[View]:
-        """The strongest features here, how many are active where, and those that write the word."""
+        """Strongest features of the position, counts by layer and token, and features that write the word."""
         rows, given, layers = self.active, self.settings, self.dictionary.layers
         here = [
             {"layer": layer, "features": [row for row in rows if row["layer"] == layer][: given.top_k]}

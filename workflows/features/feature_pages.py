@@ -168,7 +168,7 @@ class FeaturePages(ModelWorkflow):
 
     @property
     def about(self) -> list[tuple[str, str]]:
-        """Where the pages are from, for people."""
+        """Names and values that say what the pages were made from."""
         it, tokens = self.dictionary, self.tokens
         corpus = f"{tokens.n_tokens:,} tokens in {tokens.n_prompts:,} passages"
         return [

@@ -81,7 +81,7 @@ class SaeFeatures(ModelWorkflow):
 
     @cached_property
     def activity(self) -> xr.Dataset:
-        """What is active, of the one layer."""
+        """Active features of the selected layer, [active]."""
         found = self.result("activity").load()
         return found.isel(active=found["active_layer"].values == self.layer).sel(layer=self.layer)
 

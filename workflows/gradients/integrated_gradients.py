@@ -49,7 +49,7 @@ class IntegratedGradientsTraceSettings(AttributionSettings):
 
 
 class IntegratedGradientsTrace(AttributedPairs):
-    """One way from an unrelated prompt per fact."""
+    """Paths from unrelated prompts to facts, one per fact."""
 
     name = "integrated_gradients"
     question = "Which tokens of a prompt does an answer come from?"
@@ -84,7 +84,7 @@ class IntegratedGradientsTrace(AttributedPairs):
 
     @cached_property
     def counted(self) -> list[xr.Dataset]:
-        """Those that the model knows, of more than one position."""
+        """Facts that the model knows, with more than one position that differs from the baseline."""
         return [
             each
             for each, known in zip(self.facts, self.counts, strict=True)

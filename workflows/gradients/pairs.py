@@ -122,7 +122,7 @@ def _paired(subject: Subject, texts: tuple[str, str], answers: tuple[str, str]) 
 
 
 def pair_json(pair: AttributedPair) -> dict[str, Any]:
-    """What a document says of a pair."""
+    """Fields of a pair in documents."""
     return {
         "clean_prompt": pair.texts[0],
         "corrupted_prompt": pair.texts[1],

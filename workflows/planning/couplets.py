@@ -97,7 +97,7 @@ class CoupletPlanning(ModelWorkflow):
     settings: CoupletPlanningSettings
 
     def plan(self) -> Nodes:
-        """The pairs to choose on, those to score, and those with donors of every kind."""
+        """Patching experiments on the pairs to choose on, the pairs to score, and control donors."""
         require_next(self.subject)
         given = self.settings
         self.patches = CoupletPatches(self.subject, given.pairs, given.donors, given.seed)
@@ -174,7 +174,7 @@ class CoupletPlanning(ModelWorkflow):
 
     @cached_property
     def site(self) -> tuple[int, int]:
-        """Layer and role of the state before line 2 that does most there."""
+        """Layer and role of the state before line 2 with the largest mean effect on pairs to choose on."""
         mean = self.values("choice", lambda read: read.effects).mean(0)[:, list(PLAN)]
         layer, role = np.unravel_index(int(mean.argmax()), mean.shape)
         return int(layer), PLAN[int(role)]
@@ -218,7 +218,7 @@ class CoupletPlanning(ModelWorkflow):
 
     @property
     def verdict(self) -> str:
-        """In a sentence, and how much comes by which way."""
+        """Sentence that says plan, improvisation, both or neither, with the share of each way."""
         _, site, *ways, _ = self._claims
         turns = self.turns(site), self.turns(ways[DIRECT])
         is_late = not any(turns) and self.turns(ways[BETWEEN])
@@ -232,7 +232,7 @@ class CoupletPlanning(ModelWorkflow):
         )
 
     def claims_caption(self) -> str:
-        """What is measured, and on which pairs the state was chosen and scored."""
+        """Unit of the effects, and the pairs on which the state was chosen and scored."""
         chosen, scored = (int(self.read[name].is_known.sum()) for name in ("choice", "scored"))
         return (
             "The other couplet: the same words with another rhyme at the end of line 1. pp: percentage "
@@ -369,7 +369,7 @@ class CoupletPlanning(ModelWorkflow):
         )
 
     def _ways(self) -> Table:
-        """What comes by which way."""
+        """Table of how much of the effect each way carries."""
         records = [
             {"heard_by": name, **self._record(_way(way), _own_way(way))} for way, name in enumerate(WAYS)
         ]

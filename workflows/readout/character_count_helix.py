@@ -373,7 +373,7 @@ class CharacterCountHelix(ModelWorkflow):
 
 
 def _component(k: int, told: dict[str, Any]) -> float | None:
-    """Share of the variance of a component; None for one that was not asked for."""
+    """Share of variance of component k; None beyond the computed components."""
     ratio = told["explained_variance"]
     return float(ratio[k]) if k < len(ratio) else None
 

@@ -215,7 +215,7 @@ class LogitAttribution(ModelWorkflow):
         return list(self.result("readout")["token"].values)
 
     def contrast(self, told: dict[str, Any]) -> str:
-        """What is attributed, in words: the answer's token, and what it is told from."""
+        """The answer's token and the token it is compared with, in words."""
         token, other = (_word(told.get(f"{which}_token", "")) for which in ("target", "other"))
         word = _word(told["answer"]) if self.words else token
         said = repr(token) if word == token else f"{token!r} (of {word})"
@@ -299,11 +299,11 @@ class LogitAttribution(ModelWorkflow):
             )
 
     def _parts(self, part: xr.Dataset) -> tuple[View, ...]:
-        """Layers, and heads where they have shares of their own."""
+        """Views of the shares of layers, and of heads where these have shares."""
         return (_bars(part), *([_heads(part, "By head")] if "heads" in self.nodes else []))
 
     def _prompts_table(self, told: list[dict[str, Any]]) -> Table:
-        """What is attributed in each of the first prompts, and how it splits."""
+        """Table of the attributed logits of the first prompts, split by embedding, attention and MLPs."""
         what, more = "difference" if self.settings.difference else "logit", len(self.texts) - len(told)
         capped = ", before the soft cap" if self.subject.config.final_logit_softcapping else ""
 

@@ -43,7 +43,7 @@ TOP = 10
 ROWS = 12
 """Prompts listed in the table of answers, and to choose from on a page."""
 LINES = 60
-"""Prompts up to which each has a line of its own."""
+"""Largest number of prompts that are drawn as single curves."""
 
 
 @dataclass(frozen=True)

@@ -93,7 +93,7 @@ class RecurrentFeedback(ModelWorkflow):
         super().__init__(replace(settings, model=settings.model or self.preset.model), model)
 
     def plan(self) -> Nodes:
-        """Every line under every condition; and, as the one that is told, with other directions."""
+        """Every line under every condition, and under the selected condition with control directions."""
         given, preset = self.settings, self.preset
         self.lines = preset.lines[: given.limit or None]
         block, levels = preset.sustained
@@ -127,7 +127,7 @@ class RecurrentFeedback(ModelWorkflow):
         }
 
     def _told_condition(self) -> Condition:
-        """The preset's, with what settings say of it."""
+        """The preset's condition, changed as settings say."""
         given, preset = self.settings, self.preset
         known = conditions_of(preset.blocks, preset.strengths, preset.sustained, given.depth)
         chosen = next(each for each in known if each.name == preset.chosen)
@@ -189,12 +189,12 @@ class RecurrentFeedback(ModelWorkflow):
 
     @property
     def baseline(self) -> int:
-        """Which condition is the plain pass."""
+        """Index of the plain pass among the conditions."""
         return next(i for i, each in enumerate(self.conditions) if each.depth == 1)
 
     @property
     def row(self) -> int:
-        """Index of the condition that is told, among those that are run."""
+        """Index of the selected condition."""
         return self.conditions.index(self.told)
 
     @cached_property
@@ -263,7 +263,7 @@ class RecurrentFeedback(ModelWorkflow):
         )
 
     def views(self) -> Iterator[View]:
-        """What is claimed; every condition; every line under the one told; what was likely at its end."""
+        """All conditions, every line under the selected one, and likely rhymes behind the first line."""
         yield Data(json=self._about())
         yield self._conditions_table()
         cells, curves = self._ends_heatmap(), self._curves()
@@ -294,7 +294,7 @@ class RecurrentFeedback(ModelWorkflow):
         }
 
     def _conditions_table(self) -> Table:
-        """Both scores of every condition, and which lines rhymed."""
+        """Table of the scores of every condition, and the lines that rhymed."""
         many = len(self.lines)
         return Table.of(
             self.records,

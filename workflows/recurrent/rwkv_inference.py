@@ -55,7 +55,7 @@ __all__ = ["RwkvInference", "RwkvInferenceSettings"]
 
 OTHERS = "random values as long, written in its place"
 FEW = 4
-"""Of these in each of the other facts."""
+"""Number of random values in each of the other facts."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class RwkvInferenceSettings(ChosenPlaceSettings):
 
 
 class RwkvInference(PlaceWorkflow):
-    """One write in full, and all others for comparison."""
+    """Knockout of one write in full, and of all writes for comparison."""
 
     name = "rwkv_inference"
     question = "What does a recurrent model no longer say when one token leaves no trace in its state?"
@@ -84,14 +84,14 @@ class RwkvInference(PlaceWorkflow):
     beside = "random values as long, written in their place"
 
     writes = loaded("writes")
-    """Every write in every layer left out, [layer, position]."""
+    """Knockout of every write in every layer, [layer, position]."""
     controls = loaded("controls")
     """Random values in place of those that may be told, [layer, position, draw_of_write]."""
     together = loaded("together")
-    """Every write left out in all layers at once, [layer = 0, position]."""
+    """Knockout of every write in all layers at once, [layer = 0, position]."""
 
     def plan(self) -> Nodes:
-        """Every write left out; those that may be told scaled, and random ones there; other facts."""
+        """Knockouts of every write, scaled writes and random values at the candidates, and other facts."""
         given, layers = self.settings, self.subject.config.num_layers
         shared = self.read_place("last", given.position)
         self.captured = self.subject.capture_weights(self.subject.pack([self.prompt]))
@@ -122,7 +122,7 @@ class RwkvInference(PlaceWorkflow):
         return values_of(self.writes["kl"].sel(position=key), "layer")
 
     def _scored_node(self) -> Nodes:
-        """The write of every role left out, in the facts on which the choice is scored."""
+        """Knockouts of the write of every role in the facts that score the choice."""
         if not self.is_chosen:
             return {}
         cut = (
@@ -132,7 +132,7 @@ class RwkvInference(PlaceWorkflow):
         return {"scored": self.on_model(AtOnce(tuple(cut)))}
 
     def on_fact(self, tokens: tuple[int, ...], edges: Sequence[tuple[int, int]]) -> list[RandomWrites]:
-        """Random values in the place of every role of another fact."""
+        """Random values at every role of another fact."""
         places = tuple(key for _, key in edges)
         return [RandomWrites(tokens, positions=places, draws=FEW, seed=self.settings.seed, top_k=1)]
 
@@ -144,17 +144,17 @@ class RwkvInference(PlaceWorkflow):
 
     @property
     def position(self) -> int:
-        """Position whose write is told."""
+        """Position of the selected write."""
         return self.edge[1]
 
     @property
     def told(self) -> xr.Dataset:
-        """The one write left out in the one layer."""
+        """Knockout of the selected write in the selected layer."""
         return self.writes.sel(layer=self.layer, position=self.position)
 
     @cached_property
     def response(self) -> xr.Dataset:
-        """The one write at every scale, [layer, dose]."""
+        """The selected write at every scale, [layer, dose]."""
         return self.result("response").load().isel(draw=self.keys.index(self.position))
 
     def cause(self, layer: int, key: int) -> str:
@@ -162,7 +162,7 @@ class RwkvInference(PlaceWorkflow):
         return f"leaving out what {self.token_told(key)} writes in layer {layer}"
 
     def claim_here(self, layer: int, key: int, measure: str, text: str, **fields: Any) -> Claim:
-        """What one write left out does in this prompt, beside random ones in its place."""
+        """The claim about one write of this prompt, beside random values in its place."""
         at = {"layer": layer, "position": key}
         effect, draws = (float(self.writes.sel(at)[measure]), self.controls.sel(at)[measure].values)
         return Claim.against(text, effect, draws, OTHERS, **fields)
@@ -172,7 +172,7 @@ class RwkvInference(PlaceWorkflow):
         return f"leaving out what {ROLES[role]} writes in layer {layer}"
 
     def views(self) -> Iterator[View]:
-        """What is claimed; what comes next; who reads whom; the one write; every write; every scale."""
+        """Next tokens, attention, the selected write, every write, every scale."""
         names = [self.token_told(place) for place in range(len(self.encoding))]
         yield Data(json=self._about() | self.choice_json())
         yield self._next_tokens()
@@ -209,7 +209,7 @@ class RwkvInference(PlaceWorkflow):
         yield Figure(name="rwkv_inference", title=title, panels=panels, columns=2)
 
     def _next_tokens(self) -> Table:
-        """What the model says as it is."""
+        """Table of the most likely next tokens of the unchanged model."""
         columns = {"token_id": "baseline_id", "probability": "baseline_probability"}
         (rank,) = self.writes["baseline_id"].dims
         top = [
@@ -228,7 +228,7 @@ class RwkvInference(PlaceWorkflow):
         )
 
     def _attention(self) -> Attention:
-        """What every head reads of every position."""
+        """Effective attention of every head to every position."""
         assert self.store is not None
         kind = self.subject.attention_kind
         pattern = unpacked(self.captured.open(self.store)[kind]).transpose("layer", "head", ...)
@@ -251,12 +251,12 @@ class RwkvInference(PlaceWorkflow):
         )
 
     def _one_write(self, names: Sequence[str]) -> Table:
-        """The tokens that one write left out changes most."""
+        """Table of the tokens whose probability the knockout of the write changes most."""
         title = f"Without what {names[self.position]} writes in layer {self.layer}"
         return self.changed_table(self.told, title, sources=("writes",))
 
     def _positions(self, names: Sequence[str]) -> Table:
-        """What each token's writes are worth, in the layer where that is most, and in all at once."""
+        """Table of KL without each token's writes: in the layer of the largest KL, and in all layers."""
         kl, every = self.writes["kl"], self.together["kl"].isel(layer=0, drop=True)
         worth = self.writes.assign(most=kl.max("layer"), at=kl.argmax("layer"), every=every)
         columns = {"layer": "at", "kl": "most", "kl_all_layers": "every"}
@@ -278,7 +278,7 @@ class RwkvInference(PlaceWorkflow):
         )
 
     def _scales(self, names: Sequence[str]) -> Table:
-        """The one write at every scale in the one layer."""
+        """Table of the selected write at every scale in the selected layer."""
         here = self.response.sel(layer=self.layer)
         here = here.assign(p_target=np.exp(here["target_logprob"]))
         columns = {"scale": "dose", "kl_divergence": "kl", "target_logit_diff": "logit_diff"}

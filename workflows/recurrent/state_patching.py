@@ -48,5 +48,5 @@ class StatePatching(ActivationPatchingTrace):
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """What is patched: as asked, or the states that all layers have."""
+        """Kinds of states that are patched: the setting, or the recurrent states that every layer has."""
         return self.settings.kinds or in_every_layer(self.subject.config, MEMORIES)

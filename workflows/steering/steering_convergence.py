@@ -94,7 +94,7 @@ class PushedStatesSettings(ControlSettings, FactSettings):
 
 @dataclass(frozen=True)
 class Case:
-    """One prompt, its counterpart and where it is steered."""
+    """A prompt, its counterpart, and the position that is steered."""
 
     group: str
     prompt: str
@@ -115,7 +115,7 @@ class Case:
         return f"pushes from {one!r} away from {other!r}"
 
     def first_reached(self, layer: int) -> int | None:
-        """The layer after which a push after this one may be seen at the last position."""
+        """First layer after which a push after `layer` can be seen at the last position."""
         return first_reached(self.config, layer, self.position, len(self.experiment.tokens) - 1)
 
 
@@ -340,7 +340,7 @@ class PushedStatesCases(ModelWorkflow):
             )
 
     def claims(self) -> Iterator[Claim]:
-        """How much of their largest distance the pushes of each case keep."""
+        """The share of their largest distance that the pushes of each case keep to the end."""
         return (claim for fates in self.fates if (claim := fates.claim) is not None)
 
     def claims_caption(self) -> str:
@@ -352,7 +352,7 @@ class PushedStatesCases(ModelWorkflow):
         )
 
     def _pushed(self, case: Case, place: str = "") -> str:
-        """What was done in a case."""
+        """Model, direction and position of a case, for titles."""
         token = named(self.subject, case.experiment.tokens)[case.position]
         one, other, at = format_text(case.prompt), format_text(case.contrastive), format_token(token)
         what = f"{one!r} minus {other!r}" if case.feature is None else f"{case.feature} in {one!r}"

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 __all__ = ["SteeringDoseResponseSettings", "SteeringDoseResponse"]
 
 NEAREST = 6
-"""Edges of each other fact that the one chosen is held against."""
+"""Number of control edges in each other fact."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class SteeringDoseResponse(EdgeWorkflow):
     beside = "other (layer, key) edges of each prompt, nearest in attention"
 
     def plan(self) -> Nodes:
-        """Every edge that may be told at every dose, in one layer or in each; all edges at the strongest."""
+        """Candidate edges at every dose, in one layer or in each; all edges at the largest dose."""
         given = self.settings
         shared = self.read_edge(given.window) | {"window": given.window}
         layers = None if given.sweep or given.layer is None else (given.layer,)
@@ -159,7 +159,7 @@ class SteeringDoseResponse(EdgeWorkflow):
 
     @property
     def told(self) -> xr.Dataset:
-        """What doses do in the one layer that is told, [dose]."""
+        """Dose-response of the selected edge in the selected layer, [dose]."""
         return self.response.sel(layer=self.layer)
 
     @property
@@ -175,7 +175,7 @@ class SteeringDoseResponse(EdgeWorkflow):
 
     @property
     def calibration(self) -> SteeringCalibration:
-        """What the edge has, and what to aim at: `ratio` times that, at most all of the row."""
+        """Attention weight of the edge and the weight to aim at: `ratio` times as much, at most 1."""
         baseline = float(self.told["baseline_attention"])
         return SteeringCalibration(min(1.0, self.settings.ratio * baseline), baseline, self.layer)
 
@@ -235,7 +235,7 @@ class SteeringDoseResponse(EdgeWorkflow):
         return records(here.assign(p_target=np.exp(here["target_logprob"])), "dose", **columns)
 
     def _doses(self, edge: str) -> Table:
-        """The doses at the one layer, and which of them reaches the aim."""
+        """Table of the doses in the selected layer; the caption says which factor reaches the aim."""
         calibration, exact = self.calibration, self.exact
         aim, baseline = calibration.source_baseline, calibration.target_baseline
         condition = f"edge {self.edge}"
@@ -281,7 +281,7 @@ class SteeringDoseResponse(EdgeWorkflow):
 
 
 def _each(part: xr.Dataset, dim: str) -> list[xr.Dataset]:
-    """What there is at each place of a dim."""
+    """Datasets along a dim, one for each of its positions."""
     return [part.isel({dim: place}) for place in range(part.sizes[dim])]
 
 

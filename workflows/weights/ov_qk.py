@@ -64,7 +64,7 @@ class OvQk(ModelWorkflow):
     """`copying_scores`, in memory."""
 
     def plan(self) -> Nodes:
-        """Scores of all heads, and the directions of one."""
+        """Copying scores of all heads, and singular directions of one head."""
         given, config = self.settings, self.subject.config
         require_outputs(config)
         require_embedding(config)
@@ -101,7 +101,7 @@ class OvQk(ModelWorkflow):
     claim_sources = ("copying",)
 
     def claims(self) -> Iterator[Claim]:
-        """The head that copies most and the one that copies least, each beside the extreme of every draw."""
+        """The heads with the largest and the smallest copying score, beside the extremes of every draw."""
         copying = self.copying.transpose(..., "draw")
         scores, control = copying["copying"].values, copying["control"].values
         heads = int(np.isfinite(scores).sum())
@@ -131,7 +131,7 @@ class OvQk(ModelWorkflow):
         return rows
 
     def views(self) -> Iterator[View]:
-        """What copies, every head, and what one of them is made of."""
+        """Copying scores of all heads, and the singular directions of one head."""
         model, given = self.subject.name, self.settings
         rows = self.heads()
         shown = rows if len(rows) <= 2 * given.top else [*rows[: given.top], *rows[-given.top :]]

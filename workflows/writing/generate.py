@@ -117,7 +117,7 @@ class Generate(ModelWorkflow):
         return encoded(self.subject, text, chat=self.settings.chat)
 
     def _asked(self, whole: Continuation | Denoising) -> Nodes:
-        """What is asked of the whole model, and where something is silenced, of what is left."""
+        """Nodes of the whole model and, where hook points are set to zero, of the silenced model."""
         if not self.settings.zero:
             return {"generation": self.on_model(whole)}
         silenced = replace(whole, hooks=self._silenced())
@@ -135,7 +135,7 @@ class Generate(ModelWorkflow):
             )
 
     def _filled_in(self) -> Nodes:
-        """Masks of the prompts, or behind them, filled in."""
+        """Nodes that fill in masks of the prompts, or masks behind them."""
         given, subject = self.settings, self.subject
         prompts = tuple(tuple(subject.masked(self._encoded(text), given.max_tokens)) for text in self.texts)
         self._text_of, self._live = {}, None
@@ -174,7 +174,7 @@ class Generate(ModelWorkflow):
 
     @cached_property
     def unchanged(self) -> xr.Dataset | None:
-        """The same of the whole model, where something was silenced; else None."""
+        """Results of the whole model, where hook points are set to zero; else None."""
         return self.result("unchanged").load() if self.settings.zero else None
 
     def views(self) -> Iterator[View]:
@@ -233,7 +233,7 @@ class Generate(ModelWorkflow):
         return Figure(name="generate", title=title, caption=caption, panels=(cells,))
 
     def _said(self, row: int) -> Iterator[Text]:
-        """What was generated, and what the whole model said."""
+        """Generated text, and the text of the whole model where hook points are set to zero."""
         for word, found in (("", self.generation), ("unchanged: ", self.unchanged)):
             if found is not None:
                 one = _one(found, row)
@@ -296,7 +296,7 @@ def default_prompts(model: str) -> tuple[str, ...]:
 
 
 def _one(dataset: xr.Dataset, row: int) -> xr.Dataset:
-    """One prompt, its own steps only."""
+    """Results of one prompt, without padding steps."""
     one = dataset.isel(prompt=row)
     return one.isel(step=slice(int((one["token_id"] >= 0).sum())))
 
