@@ -159,7 +159,7 @@ class EdgeSettings:
 class ChosenPlaceSettings(DataSettings, FactSettings):
     """A question about one position in one layer, chosen on other facts where it is not named."""
 
-    layer: int | None = setting(None, "layer told in full; none: the one that matters most on other facts")
+    layer: int | None = setting(None, "layer shown in full; none: the one that matters most on other facts")
     facts: Count = setting(8, "other facts the place is chosen on, and as many more it is scored on")
     top_k: Count = setting(10, "changed tokens kept of each run")
 

@@ -5,7 +5,7 @@ the input they go with, the cones in which it is linear, its accuracy - exact fo
 for each of several explanations, the bits it takes, those it leaves unsaid, and the error of an accuracy
 worked out from it (stages/algzoo/analysis). candle-mi's `stoicheia_analysis`.
 
-The neuron told is the one it needs most on other samples, beside the direction it needs most of a random
+The selected neuron is the one it needs most on other samples, beside the direction it needs most of a random
 basis of the state: such a basis has as many directions to choose among as there are neurons.
 """
 
@@ -129,7 +129,7 @@ class StoicheiaAnalysis(AlgZooWorkflow):
             )
         return nodes
 
-    # -- what is told
+    # -- what is shown
 
     @cached_property
     def neuron(self) -> int:
@@ -259,7 +259,12 @@ class StoicheiaAnalysis(AlgZooWorkflow):
         )
         pair = found["interaction"].assign_coords(neuron=labels, neuron_=labels)
         both = found["pair_delta"].assign_coords(neuron=labels, neuron_=labels)
-        told = {"row_name": "neuron", "column_name": "and neuron", "diverging": True, "numbers": ".2f"}
+        look: dict[str, Any] = {
+            "row_name": "neuron",
+            "column_name": "and neuron",
+            "diverging": True,
+            "numbers": ".2f",
+        }
         alone = Bars(
             title="Without one neuron",
             x=tuple(labels),
@@ -271,12 +276,12 @@ class StoicheiaAnalysis(AlgZooWorkflow):
             sources=tuple(name for name in ("ablation", "controls") if name in self.nodes),
         )
         maps = (
-            Heatmap.of(both, "Without two", f"change of {self.measure}", **told, sources=("ablation",)),
+            Heatmap.of(both, "Without two", f"change of {self.measure}", **look, sources=("ablation",)),
             Heatmap.of(
                 pair,
                 "Interaction",
                 "what two lose together less what each loses alone; below 0 they stand in for each other",
-                **told,
+                **look,
                 sources=("ablation",),
             ),
         )
@@ -401,11 +406,13 @@ class StoicheiaAnalysis(AlgZooWorkflow):
             sources=("exact",),
         )
         seen = "" if network.sequence == 2 else ", seen along x0 = x1 = x2 from both sides"
-        told = f"white lines part regions in which the network is one matrix; areas are probabilities{seen}"
+        caption = (
+            f"white lines part regions in which the network is one matrix; areas are probabilities{seen}"
+        )
         return Figure(
             name="stoicheia_regions",
             title=f"Where {network.title} says what",
-            caption=told,
+            caption=caption,
             panels=(cones,),
         )
 

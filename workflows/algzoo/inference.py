@@ -126,15 +126,15 @@ class StoicheiaInference(AlgZooWorkflow):
             for i in range(len(x))
         ]
 
-        def told(value: float) -> str:
+        def shown(value: float) -> str:
             return f"{value:.4f}" if is_scalar else str(int(value))
 
         return Table.of(
             rows,
             ("input", lambda row: _numbers(row["input"])),
             ("output", lambda row: _numbers(row["output"])),
-            ("says", "answer", told),
-            ("right", "target", told),
+            ("says", "answer", shown),
+            ("right", "target", shown),
             strong=lambda row: not is_scalar and row["answer"] != row["target"],
             title="Answers to the first inputs",
             caption="" if is_scalar else "wrong ones are bold",

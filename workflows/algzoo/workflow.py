@@ -81,7 +81,7 @@ class AlgZooWorkflow(Workflow):
         return Values(
             pairs=tuple(pairs),
             title=f"{network.title}: {network.task.name}",
-            caption=self.told,
+            caption=self.summary,
             sources=("accuracy",),
             json={**self.about, **numbers, "samples": count},
         )
@@ -103,7 +103,7 @@ class AlgZooWorkflow(Workflow):
         }
 
     @property
-    def told(self) -> str:
+    def summary(self) -> str:
         """The network in a line."""
         network = self.network
         kind = "RNN" if network.is_rnn else "transformer"

@@ -247,7 +247,7 @@ class HeadDetection(ModelWorkflow):
         yield Claim.against(text, best[0], best[1:], of)
 
     @property
-    def told(self) -> str:
+    def text_read(self) -> str:
         """What was read, in words."""
         chosen = self.settings
         if chosen.prompts:
@@ -280,11 +280,11 @@ class HeadDetection(ModelWorkflow):
             *((name, name, "d") for name in ("layer", "head")),
             *((name, key, ".2f") for name, key in COLUMNS.items()),
             ("back", "distance", ".1f"),
-            title=f"Heads of {model} on {self.told}",
+            title=f"Heads of {model} on {self.text_read}",
             caption=f"score: {self.measure}, ± over prompts; shuffled: the same places when the tokens are "
             "shuffled; entropy in nats; BOS, own: share on the first and the current token; back: mean "
             "distance, tokens",
-            json={**self.subject.about, "read": self.told, "kinds": kinds, "statistics": statistics},
+            json={**self.subject.about, "read": self.text_read, "kinds": kinds, "statistics": statistics},
         )
         scores, mixed = (
             [self._scores(kind, best[kind][0], of) for kind in KINDS] for of in ("score", "control")
@@ -298,9 +298,9 @@ class HeadDetection(ModelWorkflow):
             labels = [LOOKS[kind][0] for kind in KINDS] if by == "kind" else [each.title for each in panels]
             options = tuple(zip(labels, panels, strict=True))
             yield Choice(title=title, sources=(source,), name=by, options=options)
-        what = f"What the heads of {model} do on {self.told}"
+        what = f"What the heads of {model} do on {self.text_read}"
         yield Figure(name="head_detection", title=what, panels=(*scores, *mixed), columns=len(KINDS))
-        where = f"Where the heads of {model} look: {self.told}"
+        where = f"Where the heads of {model} look: {self.text_read}"
         yield Figure(name="head_statistics", title=where, panels=tuple(statistic), columns=2)
 
     def _scores(self, kind: str, best: dict[str, Any], of: str) -> Heatmap:

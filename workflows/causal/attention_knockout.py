@@ -2,11 +2,11 @@
 
 Cuts one attention edge at a time, in one layer at a time (stages/causal/knockout.py), and measures what
 the last position predicts: KL from the undisturbed run, the logit of the target, the tokens that changed
-most. One edge and layer are told in full; the sweep over all keys and layers, and over heads for the one
+most. One edge and layer are shown in full; the sweep over all keys and layers, and over heads for the one
 edge, shows whether they are special.
 
-The edge told stands beside others of the same query, drawn at random among all layers and keys. Defaults: the
-last token's edge, in all heads, whose layer and kind of key lose most on other shipped facts
+The selected edge stands beside others of the same query, drawn at random among all layers and keys.
+Defaults: the last token's edge, in all heads, whose layer and kind of key lose most on other shipped facts
 (material/edge_choice.py), beside the one that loses least there. A target of several tokens is followed by
 its first piece (logits) and by all of them (probability), never by its last.
 """
@@ -93,7 +93,7 @@ class AttentionKnockout(EdgeWorkflow):
         return found.isel(draw=self.keys.index(self.edge[1])) if "draw" in found.dims else found
 
     @property
-    def told(self) -> xr.Dataset:
+    def selected(self) -> xr.Dataset:
         """Knockout of the selected edge in the selected layer."""
         return self.edges.sel(layer=self.layer, key=self.edge[1])
 
@@ -107,14 +107,14 @@ class AttentionKnockout(EdgeWorkflow):
 
     def views(self) -> Iterator[View]:
         """The selected edge, then every key and every head in its place."""
-        told, (query, key) = self.told, self.edge
+        selected, (query, key) = self.selected, self.edge
         tokens = [format_token(token) for token in named(self.subject, self.encoding.ids)]
         names = [f"{token!r} ({place})" for place, token in enumerate(tokens)]
         yield Data(json=self._about() | self.choice_json())
         yield self.changed_table(
-            told,
+            selected,
             f"{self.subject.name}, layer {self.layer}: {names[query]} may not read {names[key]}",
-            beside=f"; weight of the edge {float(told['attention']):.3f}",
+            beside=f"; weight of the edge {float(selected['attention']):.3f}",
         )
         if not self.settings.sweep:
             return
@@ -158,21 +158,23 @@ class AttentionKnockout(EdgeWorkflow):
 
     def _about(self) -> dict[str, Any]:
         """The other fields of candle-mi's example."""
-        told = self.told
+        selected = self.selected
         found = {
             **self.subject.about,
             "prompt": self.prompt,
             "tokens": named(self.subject, self.encoding.ids),
             "target_layer": self.layer,
             "knockout_edge": self.edge,
-            "attention_before": told["attention"],
-            "kl_divergence": told["kl"],
+            "attention_before": selected["attention"],
+            "kl_divergence": selected["kl"],
             **target_json(self.subject, self.target, self.pieces),
-            "target_logit_diff": told["logit_diff"],
-            "baseline_p_target": np.exp(told["baseline_target_logprob"]),
-            "ablated_p_target": np.exp(told["target_logprob"]),
+            "target_logit_diff": selected["logit_diff"],
+            "baseline_p_target": np.exp(selected["baseline_target_logprob"]),
+            "ablated_p_target": np.exp(selected["target_logprob"]),
         }
-        return found | ({"paris_logit_diff": told["logit_diff"]} if self.target.strip() == "Paris" else {})
+        return found | (
+            {"paris_logit_diff": selected["logit_diff"]} if self.target.strip() == "Paris" else {}
+        )
 
 
 def _sweep_json(sweep: xr.Dataset) -> dict[str, Any]:

@@ -130,7 +130,7 @@ class CounterFactPatches(PairWorkflow):
         """Whether facts end their prompts, so that a fact's last token is where the next word is read."""
         return all(each.labels[-1] == "fact_final" for each in self.pairs)
 
-    def told(self, i: int) -> dict[str, Any]:
+    def document(self, i: int) -> dict[str, Any]:
         """Pair `i` in the fields of candle-mi's example."""
         names = {
             "orig_pos": "position",
@@ -191,7 +191,7 @@ class CounterFactPatches(PairWorkflow):
             json={
                 **self.about,
                 "summary": summary,
-                "results": lambda: [self.told(i) for i in range(total)],
+                "results": lambda: [self.document(i) for i in range(total)],
             },
         )
         maps = [self._map(i) for i in range(min(total, PAIRS))]

@@ -135,7 +135,7 @@ class Routing(PairWorkflow):
             if count[i]
         ]
 
-    def told(self, i: int) -> dict[str, Any]:
+    def document(self, i: int) -> dict[str, Any]:
         """Pair `i` in the fields of candle-mi's example."""
         pair, found, rule = self.pairs[i].pair, self.routing.isel(pair=i), self.settings.subject
         assert pair.subject is not None
@@ -202,7 +202,7 @@ class Routing(PairWorkflow):
                 **self.about,
                 "n_heads": self.subject.config.attention_heads,
                 "subject_rule": rule,
-                "results": lambda: [self.told(i) for i in range(pairs)],
+                "results": lambda: [self.document(i) for i in range(pairs)],
                 "aggregate": {"head_frequency": heads, "avg_routing_by_block": moved},
             },
         )

@@ -116,7 +116,7 @@ class CircuitDiscovery(CircuitWorkflow):
 
     def views(self) -> Iterator[View]:
         """What is claimed; each task's circuit, drawn and as a table of edges."""
-        told = {task: self.told(task) for task in self.tasks}
+        told = {task: self.document(task) for task in self.tasks}
         yield Data(
             json={
                 **self.subject.about,
@@ -136,7 +136,7 @@ class CircuitDiscovery(CircuitWorkflow):
                 columns=1,
             )
 
-    def told(self, task: str) -> dict[str, Any]:
+    def document(self, task: str) -> dict[str, Any]:
         """A task's circuit in numbers, for tables and JSON."""
         scores = self.result(f"{task}_scores")["score"].values
         circuit, every = self.circuit(task), Circuit.whole(self.layout, self.positions(task)).chosen

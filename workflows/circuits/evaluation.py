@@ -132,7 +132,7 @@ class CircuitEvaluation(CircuitWorkflow):
         of = "sequences of random circuits as large"
         return Claim.against(text, effect, random, of, unit="%", held_out=True)
 
-    def told(self, task: str) -> dict[str, Any]:
+    def document(self, task: str) -> dict[str, Any]:
         """A task in numbers, for tables and JSON."""
         curves, minimal = self.curves(task), self.result(f"{task}_minimal").load()
         under, between = areas(self.shares, curves["circuit"] / 100)
@@ -161,7 +161,7 @@ class CircuitEvaluation(CircuitWorkflow):
 
     def views(self) -> Iterator[View]:
         """What is claimed; faithfulness by size; the edges that one circuit needs."""
-        told = {task: self.told(task) for task in self.tasks}
+        told = {task: self.document(task) for task in self.tasks}
         yield Data(json={**self.subject.about, "evaluated": told})
         for task in self.tasks:
             curve = self._curve(task, told[task])

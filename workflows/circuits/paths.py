@@ -67,7 +67,7 @@ class PathPatchingTraceSettings(TaskSettings):
         "recomputed", "MLPs on the way: computed anew, or held, which leaves the edge alone"
     )
     back: Natural = setting(1, "strongest heads whose queries, keys and values are asked next; 0: none")
-    strongest: Count = setting(4, "heads, and as many others, that are told with their null")
+    strongest: Count = setting(4, "heads, and as many others, that are listed with their null")
 
 
 class PathPatchingTrace(TaskWorkflow):
@@ -133,9 +133,9 @@ class PathPatchingTrace(TaskWorkflow):
         )
 
     def _claims(self, heard: _Heard) -> Iterator[Claim]:
-        told = [each for each in heard.told if each["role"] != QUIETEST]
-        heads = [each for each in told if each["role"] == HEAD]
-        among = heads if heads and not heard.is_back else told
+        listed = [each for each in heard.listed if each["role"] != QUIETEST]
+        heads = [each for each in listed if each["role"] == HEAD]
+        among = heads if heads and not heard.is_back else listed
         strongest = max(among, key=lambda each: abs(each["chosen_effect"]))
         which = f"{heard.heads} heads" if among is heads else f"{heard.senders} senders"
         yield self._beyond(heard, strongest, f"the strongest of {which}")
@@ -145,7 +145,7 @@ class PathPatchingTrace(TaskWorkflow):
         if further is not None:
             claim = f"{heard.task}: {strongest['sender']} moves it further than other heads do, any way"
             yield heard.claim(claim, further)
-        for each in heard.told:
+        for each in heard.listed:
             if each["role"] == QUIETEST:
                 yield self._beyond(heard, each, f"the quietest of {which}", "for comparison, ")
 
@@ -188,7 +188,7 @@ class PathPatchingTrace(TaskWorkflow):
         beside = [
             effect for each in self.heard if each.node == heard.node for effect in each.effects.values()
         ]
-        strongest = heard.told[0]["sender"] if heard.told else ""
+        strongest = heard.listed[0]["sender"] if heard.listed else ""
         layer, head = map(int, strongest[1:].split(".h")) if is_head(strongest) else (-1, -1)
         return Heatmap(
             title=f"{heard.task}: what is said to {heard.receiver}",
@@ -210,23 +210,23 @@ class PathPatchingTrace(TaskWorkflow):
         )
 
     def _bars(self, heard: _Heard) -> Bars:
-        """Effects of the senders told with their intervals, beside what random changes do."""
-        told = heard.told
-        random = [each["random"] for each in told]
+        """Effects of the listed senders with their intervals, beside what random changes do."""
+        listed = heard.listed
+        random = [each["random"] for each in listed]
         return Bars(
             title=f"{heard.task}: the strongest senders to {heard.receiver}",
             caption=f"95 % intervals over {heard.pairs} held-out pairs; grey: random changes as long, median "
             "and 95 % of them",
-            x=tuple(each["sender"] for each in told),
+            x=tuple(each["sender"] for each in listed),
             x_name="sender",
             y_name="change of right over wrong",
             unit=heard.unit,
             lines=(
                 Line(
                     "in the corrupted prompt",
-                    np.array([each["effect"] for each in told]),
+                    np.array([each["effect"] for each in listed]),
                     strong=True,
-                    band=np.array([each["interval_95"] for each in told]).T,
+                    band=np.array([each["interval_95"] for each in listed]).T,
                 ),
                 Line(
                     "random changes",
@@ -240,7 +240,7 @@ class PathPatchingTrace(TaskWorkflow):
 
     def _table(self, heard: _Heard) -> Table:
         return Table.of(
-            heard.told,
+            heard.listed,
             ("sender", "sender"),
             ("chosen as", "role"),
             ("on other pairs", "chosen_effect", "+.3f"),
@@ -309,7 +309,7 @@ class _Heard:
         return Claim.paired(text, further, of, signs, unit=self.unit, held_out=True)
 
     @cached_property
-    def told(self) -> list[dict[str, Any]]:
+    def listed(self) -> list[dict[str, Any]]:
         """The senders that were chosen, the strongest first, the quietest head last."""
         chosen = self._found["chosen"].values.tolist()
         half = len(chosen) // 2
@@ -347,5 +347,5 @@ class _Heard:
             "heads_looked_at": self.heads,
             "senders_looked_at": self.senders,
             "effects": self.effects,
-            "told": [{name: one for name, one in each.items() if name != "place"} for each in self.told],
+            "told": [{name: one for name, one in each.items() if name != "place"} for each in self.listed],
         }

@@ -331,7 +331,7 @@ class Evaluate(ModelWorkflow):
         """What the change costs, and what each other does, in nats: by where, the change itself first."""
         assert self.change is not None
         whole = self._measures()
-        names = (self.change.told, *self.change.names)
+        names = (self.change.text, *self.change.names)
         return [
             {"change": name, **{where: sign * (each[of] - whole[of]) for of, (where, sign) in COSTS.items()}}
             for name, each in zip(names, (self._measures("changed_"), *self.others), strict=True)
@@ -353,7 +353,7 @@ class Evaluate(ModelWorkflow):
             if where in by_prompt:  # the effect is a mean over tokens, its interval one over prompts
                 spread = interval(by_prompt[where], seed=self.settings.seed)
                 fields |= {"spread": spread, "prompts": len(by_prompt[where])}
-            text, draws = f"{self.change.told} costs, on {where}", [other[where] for other in others]
+            text, draws = f"{self.change.text} costs, on {where}", [other[where] for other in others]
             yield Claim.against(text, own[where], draws, self.change.of, **fields)
 
     def _too_few(self) -> str:

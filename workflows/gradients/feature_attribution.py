@@ -165,7 +165,7 @@ class FeatureAttributionTrace(AttributedPairs):
         cells = pair["chosen_cell"].values[pair["sort"].values == LARGEST]
         return 100 * float((pair["feature"].values[cells] == REST).mean())
 
-    def told(self, number: int) -> dict[str, Any]:
+    def document(self, number: int) -> dict[str, Any]:
         """A pair in plain values: its largest feature, beside the draws, and how estimates agree."""
         found, pair = self.random.isel(draw=number), self.pairs[number]
         exact = 100 * found["exact"].values
@@ -274,7 +274,7 @@ class FeatureAttributionTrace(AttributedPairs):
         )
 
     def _pairs_table(self) -> Table:
-        rows = [self.told(number) for number in range(len(self.read))]
+        rows = [self.document(number) for number in range(len(self.read))]
         labels = [self.labels(number) for number in range(len(self.read))]
 
         def short(row: dict[str, Any]) -> str:

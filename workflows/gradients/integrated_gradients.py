@@ -122,7 +122,7 @@ class IntegratedGradientsTrace(AttributedPairs):
         most, lost = int(fact["attribution"].values.argmax()), values_of(fact["removed"])
         return float(lost[most]), np.delete(lost, most)
 
-    def told(self, number: int) -> dict[str, Any]:
+    def document(self, number: int) -> dict[str, Any]:
         """A fact in plain values."""
         fact, pair = self.facts[number], self.read[number]
         value, base = fact["value"].values.tolist()
@@ -137,7 +137,7 @@ class IntegratedGradientsTrace(AttributedPairs):
 
     def views(self) -> Iterator[View]:
         """The claims, the tokens of the first fact both ways, and the way itself."""
-        facts = [self.told(number) for number in range(len(self.read))]
+        facts = [self.document(number) for number in range(len(self.read))]
         shown, told = self.facts[0], facts[0]
         way = labelled(
             np.stack([fact["path"].values for fact in self.facts]),

@@ -114,7 +114,7 @@ class PlaceWorkflow(KnownWorkflow):
     def read_place(self, query: int | str, key: int | str | None, window: int = 1) -> dict[str, Any]:
         """Prompt and target as settings name them, query and keys; what experiments need of them.
 
-        key: None where it is to be chosen. window: layers that must exist from the one told on. Raises
+        key: None where it is to be chosen. window: layers that must exist from the selected one on. Raises
         ConfigError, PromptError or InterventionError for what there is not.
         """
         given, config = self.settings, self.subject.config
@@ -253,8 +253,8 @@ class PlaceWorkflow(KnownWorkflow):
     def quiet(self) -> PlaceChoice | None:
         """The layer and role that lose least on other facts, for comparison.
 
-        A role whose position in this prompt is the one told of - the subject may end right before the query -
-        is none to compare it with.
+        A role whose position in this prompt is the selected one is left out: the subject may end right
+        before the query.
         """
         roles = [role for role, place in self.roles.items() if place != self.edge[1]]
         if not (self.is_chosen and self.is_claimed and roles):
@@ -305,7 +305,7 @@ class PlaceWorkflow(KnownWorkflow):
         is_named = self.named is not None or self.chosen is None
         return self.query, self.keys[0] if is_named else self.roles[self.chosen.role]  # type: ignore[union-attr]
 
-    def token_told(self, place: int) -> str:
+    def token_label(self, place: int) -> str:
         """A position of the prompt, as claims name it."""
         return f"'{format_token(named(self.subject, [self.encoding.ids[place]])[0])}' ({place})"
 
@@ -344,10 +344,10 @@ class PlaceWorkflow(KnownWorkflow):
 
     def claims_caption(self) -> str:
         """Caption of the claims: on which facts the layer and position were chosen."""
-        return self.choice_told
+        return self.choice_caption
 
     @property
-    def choice_told(self) -> str:
+    def choice_caption(self) -> str:
         """How the place was chosen, for people."""
         if self.chosen is None:
             return self.not_claimed or "The place was named."
@@ -366,7 +366,7 @@ class PlaceWorkflow(KnownWorkflow):
 
     def unclaimed(self) -> Findings:
         """The sentence of `KnownWorkflow`, with a caption on how layer and position were chosen."""
-        return replace(super().unclaimed(), caption=self.choice_told)
+        return replace(super().unclaimed(), caption=self.choice_caption)
 
     def choice_json(self) -> dict[str, Any]:
         """How the place was chosen."""
@@ -412,7 +412,7 @@ class EdgeWorkflow(PlaceWorkflow):
 
     def cause(self, layer: int, key: int) -> str:
         """See `PlaceWorkflow`."""
-        return self.doing(self.token_told(self.query), self.token_told(key), layer)
+        return self.doing(self.token_label(self.query), self.token_label(key), layer)
 
     def doing(self, query: str, key: str, layer: int) -> str:
         """What is done to an edge, as claims begin."""

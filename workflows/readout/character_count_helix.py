@@ -220,7 +220,7 @@ class CharacterCountHelix(ModelWorkflow):
         best = self.r2.sel(counts="true").fillna(-np.inf).argmax("layer")
         return int(self.r2["layer"][int(best)])
 
-    def told(self, layer: int) -> dict[str, Any]:
+    def document(self, layer: int) -> dict[str, Any]:
         """A layer in the fields of candle-mi's example, the ringing, and the controls.
 
         `projections` and `cosine_similarity` are of centred means iff `centred`; mean_projection is what
@@ -255,7 +255,7 @@ class CharacterCountHelix(ModelWorkflow):
     def views(self) -> Iterator[View]:
         """Layer by layer the ringing, the cosines and the curve; of all layers the read-out and variance."""
         shown, layers, found = self.layer, self.geometry["layer"].values.tolist(), self.geometry
-        told = [self.told(layer) for layer in layers]
+        told = [self.document(layer) for layer in layers]
         tokens, counts = int(found["n"].sum()), found["count"].values
         yield Data(json={"shown_layer": shown, "results": told})
         yield Table.of(

@@ -230,7 +230,7 @@ class LogitAttribution(ModelWorkflow):
         top = largest(row, size, None, neuron="neuron_id", share="neuron_share")
         return [(one["layer"], one["neuron"], one["share"]) for one in top]
 
-    def told(self, i: int) -> dict[str, Any]:
+    def document(self, i: int) -> dict[str, Any]:
         """Prompt `i`: tokens, their logits and every share; "attributed" is what the shares sum to.
 
         Components come in order of writing, the constant part of the readout last.
@@ -265,7 +265,7 @@ class LogitAttribution(ModelWorkflow):
         """Shares by layer and by head, of the mean and of each of the first prompts; and the tables."""
         count, name, shares = len(self.texts), self.subject.name, self.shares
         cap = self.subject.config.final_logit_softcapping
-        results = {"results": lambda: [self.told(i) for i in range(count)]}
+        results = {"results": lambda: [self.document(i) for i in range(count)]}
         yield Data(json={"soft_cap": cap, "before_soft_cap": True, **results})
         parts = [(text, shares.isel(prompt=[i])) for i, text in enumerate(self.texts[:ROWS])]
         parts = [("mean of all", shares), *parts] if count > 1 else parts
@@ -278,14 +278,14 @@ class LogitAttribution(ModelWorkflow):
                 name="prompt",
                 options=tuple((text, make(part)) for text, part in parts),
             )
-        yield self._prompts_table([self.told(i) for i in range(min(ROWS, count))])
-        yield self._parts_table(self.told(0))
+        yield self._prompts_table([self.document(i) for i in range(min(ROWS, count))])
+        yield self._parts_table(self.document(0))
         for i in range(min(self.settings.figures, count)):
             part = shares.isel(prompt=[i])
             neurons = self.top_neurons(i)[:ROWS]
             yield Figure(
                 name=f"logit_attribution_{i}",
-                title=f"What makes {name} say {self.contrast(self.told(i))}",
+                title=f"What makes {name} say {self.contrast(self.document(i))}",
                 caption=f"after '{format_text(self.texts[i])}'",
                 panels=(*self._parts(part), *([_neurons(neurons)] if neurons else [])),
             )

@@ -113,7 +113,7 @@ class LogitLens(ModelWorkflow):
         part = self.lens.isel(token=last).drop_vars(["prompt", "position"], errors="ignore")
         return part.rename(token="prompt").assign_coords(prompt=prompts[last])
 
-    def told(self, i: int) -> dict[str, Any]:
+    def document(self, i: int) -> dict[str, Any]:
         """Prompt `i` in the fields of candle-mi's example, plus entropy and KL."""
         last = self.prompt(i).isel(position=self.ends[i])
         found: dict[str, Any] = {**self.subject.about, "prompt": self.texts[i]}
@@ -149,7 +149,7 @@ class LogitLens(ModelWorkflow):
 
     def views(self) -> Iterator[View]:
         """The lens on each of the first prompts, and where the answers of all prompts appear."""
-        yield Data(json={"results": lambda: [self.told(i) for i in range(len(self.texts))]})
+        yield Data(json={"results": lambda: [self.document(i) for i in range(len(self.texts))]})
         title = f"What each layer of {self.subject.name} would say next"
         texts = self.texts[:ROWS]
         lenses = [Lens.of(self.prompt(i), self.vocabulary, title="") for i in range(len(texts))]
@@ -217,7 +217,7 @@ class LogitLens(ModelWorkflow):
 
     def _layers_table(self, i: int) -> Table:
         """The likeliest tokens at the end of one prompt, layer by layer from the last one down."""
-        layers = self.told(i)["layers"]
+        layers = self.document(i)["layers"]
 
         def token(k: int, layer: dict[str, Any]) -> Any:
             said = layer["predictions"][k]

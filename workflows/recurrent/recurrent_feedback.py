@@ -9,7 +9,7 @@ where a change at one depends on how many follow.
 A second line is scored twice: whether it ends on a word that rhymes, and whether on another one than the
 first line does, as a line that is copied rhymes with itself.
 
-One condition is told in full, beside random directions as long, fed likewise in each line. Because a model
+One condition is shown in full, beside random directions as long, fed likewise in each line. Because a model
 that rhymes anyway can hardly rhyme more, the same is asked of the rhyme of another line: whether that is what
 the second line then ends on. Where a model rhymes with fewer than two of these lines nothing is claimed.
 
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 __all__ = ["RecurrentFeedback", "RecurrentFeedbackSettings"]
 
 RESAMPLED = 2000
-"""Means over lines of a direction drawn anew in each, which the told one is held against."""
+"""Means over lines of a direction drawn anew in each, which the selected one is compared with."""
 FEWEST = 2
 """Lines a model must rhyme with for a claim."""
 WORDS = {0: "no rhyme", 1: "the same word", 2: "another word"}
@@ -63,12 +63,12 @@ class RecurrentFeedbackSettings(ControlSettings, ModelSettings):
         4, "random directions of equal length fed likewise, in each line; 0: none, nothing is claimed"
     )
     limit: Natural = setting(0, "first lines, from the first on; 0 takes all")
-    sweep: bool = setting(True, "every condition of the protocol, and not only the one that is told")
+    sweep: bool = setting(True, "every condition of the protocol, and not only the selected one")
     blocks: tuple[str, ...] = setting(
         (), "blocks gone through twice, and fed, the last also at every step; none: the preset's"
     )
     strengths: tuple[float, ...] = setting((), "at which they are fed; none: the preset's")
-    block: str = setting("", 'block of the condition that is told, such as "8-15"; none: the preset\'s')
+    block: str = setting("", 'block of the selected condition, such as "8-15"; none: the preset\'s')
     strength: float | None = setting(None, "its strength; none: the preset's")
     sustained: bool | None = setting(None, "whether it is fed at every step; none: as in the preset")
     depth: Count = setting(2, "how often a block is gone through; fed, more than 2 is 2")
@@ -102,19 +102,21 @@ class RecurrentFeedback(ModelWorkflow):
             given.blocks or preset.blocks, given.strengths or preset.strengths, sustained, given.depth
         )
         every = [each for each in chosen if given.sweep or each.depth == 1]
-        self.told = self._told_condition()
-        self.conditions = tuple(every) if self.told in every else (*every, self.told)
+        self.condition = self._selected_condition()
+        self.conditions = tuple(every) if self.condition in every else (*every, self.condition)
         prompts = [tuple(encoded(self.subject, f"{line.text}\n").ids) for line in self.lines]
         words = [tuple(map(self._last_token, line.family)) for line in self.lines]
         trials = [
             tuple(self._trial(condition, ids, own) for ids, own in zip(prompts, words, strict=True))
             for condition in self.conditions
         ]
-        others = tuple(self._trial(self.told, ids, words[self.other(row)]) for row, ids in enumerate(prompts))
+        others = tuple(
+            self._trial(self.condition, ids, words[self.other(row)]) for row, ids in enumerate(prompts)
+        )
         drawn = [
             tuple(
                 replace(trial, draw=draw, seed=given.seed * len(prompts) + row)
-                for row, trial in enumerate(trials[self.conditions.index(self.told)])
+                for row, trial in enumerate(trials[self.conditions.index(self.condition)])
             )
             for draw in range(given.controls)
         ]
@@ -126,7 +128,7 @@ class RecurrentFeedback(ModelWorkflow):
             "controls": self.on_model(RecurrentContinuation((others, *drawn), how)),
         }
 
-    def _told_condition(self) -> Condition:
+    def _selected_condition(self) -> Condition:
         """The preset's condition, changed as settings say."""
         given, preset = self.settings, self.preset
         known = conditions_of(preset.blocks, preset.strengths, preset.sustained, given.depth)
@@ -195,7 +197,7 @@ class RecurrentFeedback(ModelWorkflow):
     @property
     def row(self) -> int:
         """Index of the selected condition."""
-        return self.conditions.index(self.told)
+        return self.conditions.index(self.condition)
 
     @cached_property
     def control_ends(self) -> tuple[list[str], list[list[str]]]:
@@ -212,12 +214,12 @@ class RecurrentFeedback(ModelWorkflow):
 
     def claims(self) -> Iterator[Claim]:
         """Whether more lines rhyme, and whether lines rhyme with what was fed."""
-        base, told = self.scores[self.baseline], self.scores[self.row]
+        base, fed = self.scores[self.baseline], self.scores[self.row]
         foreign, drawn = self.control_ends
-        what = self.told.told
+        what = self.condition.description
         yield self._claim(
             f"the rhyme, in {what}, changes the share of second lines that end on another word that rhymes",
-            (told == 2).astype(float) - (base == 2),
+            (fed == 2).astype(float) - (base == 2),
             [
                 [_score(line, word) == 2 for word in words]
                 for line, words in zip(self.lines, drawn, strict=True)
@@ -238,15 +240,15 @@ class RecurrentFeedback(ModelWorkflow):
         many = len(self.lines)
         on = many - self.records[self.row]["ended"]
         return (
-            f"The condition told: {self.preset.found if self._is_presets else 'as set'}. {on} of its {many} "
-            f"second lines run on for {self.settings.max_tokens} tokens: what they break off at is no end of "
-            "their own."
+            f"The selected condition: {self.preset.found if self._is_presets else 'as set'}. {on} of its "
+            f"{many} second lines run on for {self.settings.max_tokens} tokens: what they break off at is no "
+            "end of their own."
         )
 
     @property
     def _is_presets(self) -> bool:
-        """Whether the condition told is the preset's."""
-        return self.told.name == self.preset.chosen
+        """Whether the selected condition is the preset's."""
+        return self.condition.name == self.preset.chosen
 
     def _claim(self, text: str, effects: Floats, drawn: Any, plain: Any) -> Claim:
         """Shares of lines beyond those of a plain pass, [line], beside random directions [line, draw]."""
@@ -277,15 +279,15 @@ class RecurrentFeedback(ModelWorkflow):
 
     def _about(self) -> dict[str, Any]:
         """The other fields of candle-mi's example."""
-        about, told = self.subject.about, self.told
+        about, condition = self.subject.about, self.condition
         plain, fed = self.records[self.baseline], self.records[self.row]
         return {
             **{name: about[name] for name in ("model_id", "n_layers", "hidden_size")},
-            "loop_start": told.block[0],
-            "loop_end": told.block[1],
-            "depth": told.depth,
-            "strength": told.strength,
-            "mode": "sustained" if told.sustained else "prefill-only",
+            "loop_start": condition.block[0],
+            "loop_end": condition.block[1],
+            "depth": condition.depth,
+            "strength": condition.strength,
+            "mode": "sustained" if condition.sustained else "prefill-only",
             "baseline_rhymes": plain["count"],
             "recurrent_rhymes": fed["count"],
             "baseline_rhymes_without_target": plain["count_without_target"],
@@ -307,7 +309,7 @@ class RecurrentFeedback(ModelWorkflow):
             caption="rhymes: ends on a word of the family, the first line's own among them, so that a copied "
             f"line counts; ended: within {self.settings.max_tokens} tokens; unembed: fed at the first line's "
             "end; sustained: at every step",
-            strong=lambda one: one["name"] in ("baseline", self.told.name),
+            strong=lambda one: one["name"] in ("baseline", self.condition.name),
             sources=("trials",),
             json={"conditions": self.records},
         )
@@ -359,7 +361,7 @@ class RecurrentFeedback(ModelWorkflow):
         )
 
     def _lines_tables(self) -> Iterator[Table]:
-        """Every line under the condition told: how it ends, and what was likely behind the first line."""
+        """Every line under the selected condition: how it ends, and what was likely behind the first line."""
         one, other = self._of(self.baseline), self._of(self.row)
         couplets = [self._couplet(row, one, other) for row in range(len(self.lines))]
         yield Table.of(
@@ -371,7 +373,7 @@ class RecurrentFeedback(ModelWorkflow):
             ("", "result"),
             ("second line", lambda each: format_text(each["recurrent_line"])),
             ("fed with another rhyme", "foreign_word"),
-            title=f"Every line, {self.told.told}",
+            title=f"Every line, {self.condition.description}",
             caption="OK: both rhyme; RESCUED, REGRESS: only fed, only plain; -: neither; last: where the "
             "rhyme of another line is fed, the one half of all further on",
             json={"couplets": couplets},

@@ -5,9 +5,9 @@ what its heads read of each position (the attention their recurrence amounts to)
 write of one token is left out, in one layer at a time or in all at once, and when it is multiplied by
 several scales (stages/causal/state_writes.py): candle-mi's `rwkv_inference`, state knockout and steering.
 
-The write told stands beside random values as long, written in its place and left out likewise: recent writes
-are read more than old ones whatever they hold, so that other positions would be no control. Defaults: the
-layer and kind of position where such random values matter most on other shipped facts, beside the one where
+The selected write stands beside random values as long, written in its place and left out likewise: recent
+writes are read more than old ones whatever they hold, so that other positions would be no control.
+Defaults: the layer and kind of position where such random values matter most on other shipped facts, beside the one where
 they matter least (material/edge_choice.py). The write itself has no part in that choice: chosen for its own
 effect it would be the luckiest of many, in random weights too, as a token writes the same in every prompt.
 
@@ -64,7 +64,7 @@ class RwkvInferenceSettings(ChosenPlaceSettings):
 
     model: str = setting(RECURRENT, MODEL_HELP)
     position: int | str | None = setting(
-        None, "token whose write is told; none: the kind of position that matters most on other facts"
+        None, "token whose write is shown; none: the kind of position that matters most on other facts"
     )
     controls: Natural = setting(
         20, "random values that the effect is held against, for each place; 0: none, nothing is claimed"
@@ -86,7 +86,7 @@ class RwkvInference(PlaceWorkflow):
     writes = loaded("writes")
     """Knockout of every write in every layer, [layer, position]."""
     controls = loaded("controls")
-    """Random values in place of those that may be told, [layer, position, draw_of_write]."""
+    """Random values in place of the candidates, [layer, position, draw_of_write]."""
     together = loaded("together")
     """Knockout of every write in all layers at once, [layer = 0, position]."""
 
@@ -98,7 +98,7 @@ class RwkvInference(PlaceWorkflow):
         pattern = self.captured[self.subject.attention_kind]
         response = tuple(StateSteering(positions=(key,), doses=given.scales, **shared) for key in self.keys)
         for each in response:
-            each.cells(self.subject.config)  # wrong settings are told now, not when it runs
+            each.cells(self.subject.config)  # refuse wrong settings now, before anything runs
         nodes = {
             "writes": self.on_model(StateKnockout(**shared)),
             "together": self.on_model(StateKnockout(window=layers, **shared | {"top_k": 1})),
@@ -148,7 +148,7 @@ class RwkvInference(PlaceWorkflow):
         return self.edge[1]
 
     @property
-    def told(self) -> xr.Dataset:
+    def selected(self) -> xr.Dataset:
         """Knockout of the selected write in the selected layer."""
         return self.writes.sel(layer=self.layer, position=self.position)
 
@@ -159,7 +159,7 @@ class RwkvInference(PlaceWorkflow):
 
     def cause(self, layer: int, key: int) -> str:
         """See `PlaceWorkflow`."""
-        return f"leaving out what {self.token_told(key)} writes in layer {layer}"
+        return f"leaving out what {self.token_label(key)} writes in layer {layer}"
 
     def claim_here(self, layer: int, key: int, measure: str, text: str, **fields: Any) -> Claim:
         """The claim about one write of this prompt, beside random values in its place."""
@@ -173,7 +173,7 @@ class RwkvInference(PlaceWorkflow):
 
     def views(self) -> Iterator[View]:
         """Next tokens, attention, the selected write, every write, every scale."""
-        names = [self.token_told(place) for place in range(len(self.encoding))]
+        names = [self.token_label(place) for place in range(len(self.encoding))]
         yield Data(json=self._about() | self.choice_json())
         yield self._next_tokens()
         if self.store is not None:
@@ -182,12 +182,12 @@ class RwkvInference(PlaceWorkflow):
         sweep = Heatmap.of(
             self.writes["kl"].transpose("layer", "position"),
             "What is lost without a write",
-            f"by one token in one layer; framed: {names[self.position]} in layer {self.layer}, the one told",
+            f"by one token in one layer; framed: {names[self.position]} in layer {self.layer}, as selected",
             columns=tuple(names),
             column_name="token that writes",
             low=0.0,
             framed=((self.layer, self.position) * 2,),
-            frame_name="the one told",
+            frame_name="the selected one",
             sources=("writes",),
             json={"sweep": {"kl_divergence": self.writes["kl"], "logit_diff": self.writes["logit_diff"]}},
         )
@@ -243,7 +243,7 @@ class RwkvInference(PlaceWorkflow):
             layers=tuple(pattern["layer"].values.tolist()),
             pattern=pattern.values,
             overview=here,
-            overview_name=f"how much {self.token_told(self.query)} reads {self.token_told(self.position)}",
+            overview_name=f"how much {self.token_label(self.query)} reads {self.token_label(self.position)}",
             layer=self.layer,
             head=int(here[self.layer].argmax()),
             query=self.query,
@@ -253,7 +253,7 @@ class RwkvInference(PlaceWorkflow):
     def _one_write(self, names: Sequence[str]) -> Table:
         """Table of the tokens whose probability the knockout of the write changes most."""
         title = f"Without what {names[self.position]} writes in layer {self.layer}"
-        return self.changed_table(self.told, title, sources=("writes",))
+        return self.changed_table(self.selected, title, sources=("writes",))
 
     def _positions(self, names: Sequence[str]) -> Table:
         """Table of KL without each token's writes: in the layer of the largest KL, and in all layers."""
@@ -301,7 +301,7 @@ class RwkvInference(PlaceWorkflow):
 
     def _about(self) -> dict[str, Any]:
         """Model, prompt and the one write, under the names of candle-mi's example."""
-        told = self.told
+        selected = self.selected
         return {
             **self.subject.about,
             **target_json(self.subject, self.target, self.pieces),
@@ -309,8 +309,8 @@ class RwkvInference(PlaceWorkflow):
             "tokens": named(self.subject, self.encoding.ids),
             "target_layer": self.layer,
             "knockout_position": self.position,
-            "kl_divergence": told["kl"],
-            "target_logit_diff": told["logit_diff"],
-            "baseline_p_target": np.exp(told["baseline_target_logprob"]),
-            "ablated_p_target": np.exp(told["target_logprob"]),
+            "kl_divergence": selected["kl"],
+            "target_logit_diff": selected["logit_diff"],
+            "baseline_p_target": np.exp(selected["baseline_target_logprob"]),
+            "ablated_p_target": np.exp(selected["target_logprob"]),
         }

@@ -209,7 +209,7 @@ class PushedStatesCases(ModelWorkflow):
             strengths=tuple(sorted({1.0, *self.sweep})),
             target=pieces,
         )
-        experiment.cells(self.subject.config)  # wrong settings are told now, not when it runs
+        experiment.cells(self.subject.config)  # refuse wrong settings now, before anything runs
         return Case(group, prompt, contrastive, target, pieces, position, experiment, self.subject.config)
 
     @cached_property
@@ -271,7 +271,7 @@ class PushedStatesCases(ModelWorkflow):
             found.append(PushFates(case.what, similarity, vectors, strengths, drawn, first, of))
         return found
 
-    def told(self, i: int) -> dict[str, Any]:
+    def document(self, i: int) -> dict[str, Any]:
         """Case `i` in the fields of candle-mi's example.
 
         `best_injection_layer`: the deepest after whose push of strength 1 a state is near the undisturbed
@@ -325,7 +325,7 @@ class PushedStatesCases(ModelWorkflow):
 
     def views(self) -> Iterator[View]:
         """The first case in tables and curves; a figure per case, and for a batch a line."""
-        told = [self.told(i) for i in range(len(self.cases))]
+        told = [self.document(i) for i in range(len(self.cases))]
         yield from self._tables(told[0])
         yield self._batch_table(told) if self.settings.batch_file else Data(json=told[0])
         matrices = [self._matrix(i, one["label"]) for i, one in enumerate(told)]

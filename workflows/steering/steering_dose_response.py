@@ -59,7 +59,7 @@ class SteeringDoseResponseSettings(ChosenEdgeSettings):
     doses: tuple[float, ...] = setting(DOSE_LEVELS, "factors of the edge's weight")
     ratio: Positive = setting(2.0, "attention to aim at, as a multiple of what the edge has")
     window: Count = setting(1, "layers steered together, from each layer on")
-    sweep: bool = setting(True, "show every layer that is steered, and not only the one told")
+    sweep: bool = setting(True, "show every layer that is steered, and not only the selected one")
 
 
 class SteeringDoseResponse(EdgeWorkflow):
@@ -84,7 +84,7 @@ class SteeringDoseResponse(EdgeWorkflow):
             for key in self.keys
         )
         for each in asked:
-            each.cells(self.subject.config)  # wrong settings are told now, not when it runs
+            each.cells(self.subject.config)  # refuse wrong settings now, before anything runs
         nodes = {"response": self.on_model(asked[0] if len(asked) == 1 else AtOnce(asked))}
         if not given.controls:
             return nodes
@@ -158,7 +158,7 @@ class SteeringDoseResponse(EdgeWorkflow):
         )
 
     @property
-    def told(self) -> xr.Dataset:
+    def selected(self) -> xr.Dataset:
         """Dose-response of the selected edge in the selected layer, [dose]."""
         return self.response.sel(layer=self.layer)
 
@@ -169,19 +169,21 @@ class SteeringDoseResponse(EdgeWorkflow):
         if self.settings.window > 1:
             return None
         try:
-            return exact_factor(self.told["baseline_head_attention"].values, self.calibration.source_baseline)
+            return exact_factor(
+                self.selected["baseline_head_attention"].values, self.calibration.source_baseline
+            )
         except InterventionError:
             return None
 
     @property
     def calibration(self) -> SteeringCalibration:
         """Attention weight of the edge and the weight to aim at: `ratio` times as much, at most 1."""
-        baseline = float(self.told["baseline_attention"])
+        baseline = float(self.selected["baseline_attention"])
         return SteeringCalibration(min(1.0, self.settings.ratio * baseline), baseline, self.layer)
 
     def views(self) -> Iterator[View]:
         """What is claimed; the doses at the one layer, and every layer's curves."""
-        told, baseline = self.told, self.calibration.target_baseline
+        selected, baseline = self.selected, self.calibration.target_baseline
         tokens = named(self.subject, self.encoding.ids)
         reads, is_read = (f"'{format_token(tokens[place])}' ({place})" for place in self.edge)
         yield Data(
@@ -193,7 +195,7 @@ class SteeringDoseResponse(EdgeWorkflow):
                 "tokens": tokens,
                 "target_layer": self.layer,
                 "edge": self.edge,
-                "baseline_p_target": np.exp(told["baseline_target_logprob"]),
+                "baseline_p_target": np.exp(selected["baseline_target_logprob"]),
                 "baseline_attention": baseline,
                 "layers": lambda: [
                     {
@@ -241,8 +243,10 @@ class SteeringDoseResponse(EdgeWorkflow):
         condition = f"edge {self.edge}"
         curve = DoseResponseCurve.of(self.response, self.layer, sample_id=self.prompt, condition=condition)
         interpolated = curve.scale_for_target(aim)
-        changed = [top_changed_json(self.subject, one, "steered_prob") for one in _each(self.told, "dose")]
-        told = [
+        changed = [
+            top_changed_json(self.subject, one, "steered_prob") for one in _each(self.selected, "dose")
+        ]
+        rows = [
             {**point, "top_changed": most}
             for point, most in zip(self._points(self.layer), changed, strict=True)
         ]
@@ -254,7 +258,7 @@ class SteeringDoseResponse(EdgeWorkflow):
             )
 
         return Table.of(
-            told,
+            rows,
             ("dose", "scale_factor", "{:g}x".format),
             ("attention", "attention_level", ".3f"),
             ("if linear", lambda point: point["scale_factor"] * baseline, ".3f"),
@@ -267,7 +271,7 @@ class SteeringDoseResponse(EdgeWorkflow):
             f"{_or(interpolated, 'outside these doses')} interpolated, {_or(exact, 'out of reach')} exactly "
             "(rows are renormalised)",
             json={
-                "points": told,
+                "points": rows,
                 "calibration": {
                     "aim": aim,
                     "scale_factor_linear": calibration.scale_factor_to_source(),

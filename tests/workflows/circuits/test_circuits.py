@@ -58,7 +58,7 @@ def test_the_copying_circuit_has_the_heads_that_were_trained_to_copy(discovery):
     assert "L1H0" in discovery.trained_with_help and "L3H0" in discovery.trained_with_help
     circuit = discovery.circuit("copying").pruned()
     assert "a1.h0->a3.h0<k>" in circuit and "a3.h0->logits" in circuit
-    by_effect = sorted(discovery.told("copying")["edges"], key=lambda each: each["exact_effect"])
+    by_effect = sorted(discovery.document("copying")["edges"], key=lambda each: each["exact_effect"])
     assert {"m0->a3.h0<v>", "m0->a1.h0<v>", "a1.h0->a3.h0<k>"} <= {each["edge"] for each in by_effect[:6]}
 
 
