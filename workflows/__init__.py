@@ -17,53 +17,53 @@ if TYPE_CHECKING:
 
 __all__ = ["WORKFLOWS", "build", "compute", "kind_of"]
 
-# Name -> the module that defines it, as `<module>.WORKFLOW`.
 WORKFLOWS = {
-    "logit_lens": ".readout.logit_lens",
-    "logit_attribution": ".readout.logit_attribution",
-    "generate": ".writing.generate",
-    "character_count_helix": ".readout.character_count_helix",
-    "activation_patching": ".causal.activation_patching",
-    "attribution_patching": ".gradients.attribution_patching",
-    "feature_attribution": ".gradients.feature_attribution",
-    "integrated_gradients": ".gradients.integrated_gradients",
-    "circuit_discovery": ".circuits.discovery",
-    "circuit_evaluation": ".circuits.evaluation",
-    "path_patching": ".circuits.paths",
-    "causal_tracing": ".causal.causal_tracing",
-    "ablation": ".causal.ablation",
-    "counterfact_patching": ".causal.counterfact_patching",
-    "factual_routing": ".causal.factual_routing",
-    "attention_knockout": ".causal.attention_knockout",
-    "attention_patterns": ".attention.attention_patterns",
-    "head_detection": ".attention.head_detection",
-    "layer_scan": ".attention.layer_scan",
-    "expert_routing": ".causal.expert_routing",
-    "probe": ".readout.probe",
-    "inspect_weights": ".weights.inspect_weights",
-    "ov_qk": ".weights.ov_qk",
-    "composition": ".weights.composition",
-    "evaluate": ".evaluation.evaluate",
-    "steering_dose_response": ".steering.steering_dose_response",
-    "steering_convergence": ".steering.steering_convergence",
-    "recurrent_feedback": ".recurrent.recurrent_feedback",
-    "rwkv_inference": ".recurrent.rwkv_inference",
-    "state_patching": ".recurrent.state_patching",
-    "token_positions": ".writing.token_positions",
-    "planning_in_poems": ".feature_exchange.planning_in_poems",
-    "couplet_planning": ".planning.couplets",
-    "planning_pairs": ".feature_exchange.planning_pairs",
-    "attention_routing": ".feature_exchange.attention_routing",
-    "correction_test": ".feature_exchange.correction_test",
-    "sae_features": ".features.sae_features",
-    "feature_pages": ".features.feature_pages",
-    "clt_probe": ".features.clt_probe",
-    "clt_vs_plt": ".feature_exchange.clt_vs_plt",
-    "attribution_graph": ".features.attribution_graph",
-    "stoicheia_inference": ".algzoo.inference",
-    "stoicheia_analysis": ".algzoo.analysis",
-    "stoicheia_sweep": ".algzoo.sweep",
+    "logit_lens": ".readout.logit_lens:LogitLens",
+    "logit_attribution": ".readout.logit_attribution:LogitAttribution",
+    "generate": ".writing.generate:Generate",
+    "character_count_helix": ".readout.character_count_helix:CharacterCountHelix",
+    "activation_patching": ".causal.activation_patching:ActivationPatchingTrace",
+    "attribution_patching": ".gradients.attribution_patching:AttributionPatchingTrace",
+    "feature_attribution": ".gradients.feature_attribution:FeatureAttributionTrace",
+    "integrated_gradients": ".gradients.integrated_gradients:IntegratedGradientsTrace",
+    "circuit_discovery": ".circuits.discovery:CircuitDiscovery",
+    "circuit_evaluation": ".circuits.evaluation:CircuitEvaluation",
+    "path_patching": ".circuits.paths:PathPatchingTrace",
+    "causal_tracing": ".causal.causal_tracing:CausalTrace",
+    "ablation": ".causal.ablation:AblationOfEach",
+    "counterfact_patching": ".causal.counterfact_patching:CounterFactPatches",
+    "factual_routing": ".causal.factual_routing:Routing",
+    "attention_knockout": ".causal.attention_knockout:AttentionKnockout",
+    "attention_patterns": ".attention.attention_patterns:AttentionPatterns",
+    "head_detection": ".attention.head_detection:HeadDetection",
+    "layer_scan": ".attention.layer_scan:LayerScan",
+    "expert_routing": ".causal.expert_routing:ExpertRouting",
+    "probe": ".readout.probe:Probe",
+    "inspect_weights": ".weights.inspect_weights:InspectWeights",
+    "ov_qk": ".weights.ov_qk:OvQk",
+    "composition": ".weights.composition:Composition",
+    "evaluate": ".evaluation.evaluate:Evaluate",
+    "steering_dose_response": ".steering.steering_dose_response:SteeringDoseResponse",
+    "steering_convergence": ".steering.steering_convergence:PushedStatesCases",
+    "recurrent_feedback": ".recurrent.recurrent_feedback:RecurrentFeedback",
+    "rwkv_inference": ".recurrent.rwkv_inference:RwkvInference",
+    "state_patching": ".recurrent.state_patching:StatePatching",
+    "token_positions": ".writing.token_positions:TokenPositions",
+    "planning_in_poems": ".feature_exchange.planning_in_poems:PlanningInPoems",
+    "couplet_planning": ".planning.couplets:CoupletPlanning",
+    "planning_pairs": ".feature_exchange.planning_pairs:PlanningPairs",
+    "attention_routing": ".feature_exchange.attention_routing:AttentionRouting",
+    "correction_test": ".feature_exchange.correction_test:CorrectionTest",
+    "sae_features": ".features.sae_features:SaeFeatures",
+    "feature_pages": ".features.feature_pages:FeaturePages",
+    "clt_probe": ".features.clt_probe:CltProbe",
+    "clt_vs_plt": ".feature_exchange.clt_vs_plt:CltVsPlt",
+    "attribution_graph": ".features.attribution_graph:AttributionGraphs",
+    "stoicheia_inference": ".algzoo.inference:StoicheiaInference",
+    "stoicheia_analysis": ".algzoo.analysis:StoicheiaAnalysis",
+    "stoicheia_sweep": ".algzoo.sweep:StoicheiaSweep",
 }
+"""Name of a question -> the module and the class that ask it."""
 
 
 def build(
@@ -112,8 +112,9 @@ def kind_of(name: str) -> type[Workflow]:
         near = nearest(name, WORKFLOWS)
         hint = f"did you mean {near!r}?" if near else f"there are {', '.join(WORKFLOWS)}"
         raise ConfigError(f"no workflow {name!r}; {hint}")
-    kind: type[Workflow] = importlib.import_module(WORKFLOWS[name], __name__).WORKFLOW
-    return kind
+    module, _, kind = WORKFLOWS[name].partition(":")
+    found: type[Workflow] = getattr(importlib.import_module(module, __name__), kind)
+    return found
 
 
 def _named(

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 
 from ..store.errors import ConfigError
-from .views import Data, Figure, Findings, Line, Lines, Table, View, dash
+from .views import Data, Figure, Line, Lines, Table, View, dash
 from .workflow import Workflow
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ class Checkpoints(Workflow):
             for name, node in nodes(workflow).items()
         }
 
-    def first_nodes(self) -> Mapping[str, ResultNode]:
+    def first_nodes(self) -> dict[str, ResultNode]:
         """See `Workflow`: those of every revision."""
         return self._of_each(lambda workflow: workflow.first_nodes())
 
@@ -99,10 +99,10 @@ class Checkpoints(Workflow):
         return found
 
     @cached_property
-    def findings(self) -> dict[str, tuple[Claim, ...]]:
-        """What each revision claims, by revision; () where it claims nothing."""
+    def claims_of(self) -> dict[str, tuple[Claim, ...]]:
+        """The claims of each revision; () where it makes none."""
         return {
-            revision: next((view.findings for view in workflow.shown if isinstance(view, Findings)), ())
+            revision: workflow.findings.findings if workflow.makes_claims else ()
             for revision, workflow in self.each.items()
         }
 
@@ -126,7 +126,9 @@ class Checkpoints(Workflow):
     def views(self) -> Iterator[View]:
         """Each claim as a curve beside its null; the numbers of the answers; all of it by revision."""
         yield Data(json={"revisions": self.documents})
-        panels: list[Lines] = [self._claim(number) for number in range(max(map(len, self.findings.values())))]
+        panels: list[Lines] = [
+            self._claim(number) for number in range(max(map(len, self.claims_of.values())))
+        ]
         if self.numbers:
             panels.append(self._curves())
         yield from panels
@@ -138,11 +140,11 @@ class Checkpoints(Workflow):
     def _claim(self, number: int) -> Lines:
         """The effect of one claim by revision, and where 95 % of its null lie; NaN where none is made."""
         rows = []
-        for found in self.findings.values():
+        for found in self.claims_of.values():
             told = found[number] if number < len(found) else None
             rows.append((np.nan,) * 3 if told is None else (told.effect, *told.null.bound()))
         effect, low, high = np.array(rows, float).T
-        one = next(found[number] for found in self.findings.values() if number < len(found))
+        one = next(found[number] for found in self.claims_of.values() if number < len(found))
         lines = (
             Line("effect", effect, strong=True),
             Line("null, lowest of 95 %", low, control=True),
@@ -173,13 +175,13 @@ class Checkpoints(Workflow):
 
     def _table(self) -> Table:
         """A line per revision: its verdicts, and what it is known by."""
-        most = max(map(len, self.findings.values()))
+        most = max(map(len, self.claims_of.values()))
         records = [
             {
                 "revision": revision,
                 "commit": _commit(workflow),
-                "effects": [each.effect for each in self.findings[revision]],
-                "verdicts": [each.verdict for each in self.findings[revision]],
+                "effects": [each.effect for each in self.claims_of[revision]],
+                "verdicts": [each.verdict for each in self.claims_of[revision]],
             }
             for revision, workflow in self.each.items()
         ]

@@ -29,6 +29,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from ..stages.causal.controls import (
     CHANCE,
@@ -306,10 +307,13 @@ class CandidateEffects:
     chosen_on: Floats
     """Effects on the prompts to choose on, [prompt, ...]."""
     scored_on: Floats
-    """Effects on the held-out prompts, [prompt, ...]."""
+    """Effects on the held-out prompts, [prompt, ...]; causes that were never candidates, and only serve as
+    controls of others, may stand behind the candidates of the last axis."""
     controls: Floats | None = None
     """Effects of each candidate's control causes on the held-out prompts, [prompt, control, ...]; None: the
     other candidates are the controls."""
+    among: npt.NDArray[np.bool_] | None = None
+    """Candidates that may be chosen, bool [...]; None: all."""
 
     @property
     def mean(self) -> Floats:
@@ -320,15 +324,21 @@ class CandidateEffects:
     @property
     def best(self) -> tuple[int, ...]:
         """Index of the candidate of the largest mean effect; of equal ones the first."""
-        return self._index(int(self.mean.argmax()))
+        return self._smallest(-self.mean)
 
     @property
     def weakest(self) -> tuple[int, ...]:
         """Index of the candidate of the smallest mean effect; of equal ones the first."""
-        return self._index(int(self.mean.argmin()))
+        return self._smallest(self.mean)
 
-    def _index(self, flat: int) -> tuple[int, ...]:
-        return tuple(int(i) for i in np.unravel_index(flat, self.mean.shape))
+    @property
+    def quietest(self) -> tuple[int, ...]:
+        """Index of the candidate whose mean effect is nearest to 0; of equal ones the first."""
+        return self._smallest(np.abs(self.mean))
+
+    def _smallest(self, values: Floats) -> tuple[int, ...]:
+        allowed = values if self.among is None else np.where(self.among, values, np.inf)
+        return tuple(int(i) for i in np.unravel_index(int(allowed.argmin()), allowed.shape))
 
     def claim(
         self, text: str, index: tuple[int, ...], of: str, settings: ControlOptions, **fields: Any

@@ -32,6 +32,7 @@ __all__ = [
     "MODEL_HELP",
     "RECURRENT",
     "AnswerSettings",
+    "AtLeastTwo",
     "ChosenEdgeSettings",
     "CircuitSettings",
     "DataSettings",
@@ -52,6 +53,7 @@ __all__ = [
     "as_given",
     "preset_of",
     "read_settings",
+    "require_together",
     "setting",
 ]
 
@@ -60,6 +62,7 @@ T = TypeVar("T")
 Count = Annotated[int, msgspec.Meta(ge=1)]
 Natural = Annotated[int, msgspec.Meta(ge=0)]
 Positive = Annotated[float, msgspec.Meta(gt=0)]
+AtLeastTwo = Annotated[int, msgspec.Meta(ge=2)]
 Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
 
 
@@ -156,7 +159,7 @@ class EdgeSettings:
 class ChosenPlaceSettings(DataSettings, FactSettings):
     """A question about one position in one layer, chosen on other facts where it is not named."""
 
-    layer: int | None = setting(None, "layer told in full; none: the one that matters most on other facts")
+    layer: int | None = setting(None, "layer shown in full; none: the one that matters most on other facts")
     facts: Count = setting(8, "other facts the place is chosen on, and as many more it is scored on")
     top_k: Count = setting(10, "changed tokens kept of each run")
 
@@ -253,6 +256,17 @@ class CircuitSettings(TaskSettings):
     selection: Literal["top", "greedy"] = setting(
         "top", "edges of largest |score|, or one after the other from the logits down"
     )
+
+
+def require_together(settings: Any, *names: str) -> None:
+    """ConfigError unless all of these settings are given, or none of them."""
+    given = [name for name in names if getattr(settings, name)]
+    if given and len(given) < len(names):
+        missing = [name for name in names if name not in given]
+        raise ConfigError(
+            f"expected {', '.join(names[:-1])} and {names[-1]} together, or none of them, found "
+            f"{' and '.join(given)} without {' and '.join(missing)}"
+        )
 
 
 def preset_of(name: str, presets: Mapping[str, T]) -> T:

@@ -9,7 +9,7 @@ on the specimen; building it touches no weights, so that `mizarr explain` can pr
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from functools import cached_property, partial
 from html import escape
 from pathlib import Path
@@ -34,10 +34,14 @@ if TYPE_CHECKING:
     from ..stages.forward.models.model import Model
     from ..stages.forward.runs.experiment import Experiment
     from ..store import Store
+    from .claim import Claim
     from .settings import ModelSettings
-    from .views import View
+    from .views import Findings, View
 
-__all__ = ["ModelWorkflow", "Workflow", "loaded"]
+__all__ = ["ModelWorkflow", "Nodes", "Workflow", "loaded"]
+
+Nodes = dict[str, "ResultNode"]
+"""What a question computes: nodes by the names of their results."""
 
 
 class Workflow:
@@ -57,7 +61,7 @@ class Workflow:
     """The optional part without which it cannot be computed (stages/extras.py); empty for none."""
 
     settings: Any
-    nodes: Mapping[str, ResultNode]
+    nodes: Nodes
     """What is computed, by name; the graph below hangs on their inputs."""
     store: Store | None = None
     """Where the results lie, once `run`."""
@@ -124,7 +128,7 @@ class Workflow:
             if name not in ("model", "device") and value != default[name]
         }
 
-    def first_nodes(self) -> Mapping[str, ResultNode]:
+    def first_nodes(self) -> Nodes:
         """Nodes whose results decide which of the others are computed at all; `run` computes them first."""
         return {}
 
@@ -199,8 +203,43 @@ class Workflow:
             "peak_memory_bytes": self._memory,
         }
 
+    # -- the claims
+
+    claim_sources: tuple[str, ...] = ()
+    """Names of the results that the claims are read from; empty for all."""
+
+    @property
+    def not_claimed(self) -> str:
+        """Why nothing is claimed, in a sentence; empty where something is."""
+        return ""
+
+    def claims(self) -> Iterable[Claim]:
+        """The claims, the most important first. A question makes claims where it defines this method."""
+        raise NotImplementedError
+
+    def claims_caption(self) -> str:
+        """How the causes of the claims were chosen, in a sentence."""
+        return ""
+
+    @cached_property
+    def findings(self) -> Findings:
+        """The claims as a view, or the reason why nothing is claimed."""
+        from .views import Findings
+
+        sources = self.claim_sources or tuple(self.nodes)
+        if self.not_claimed:
+            return Findings.none(self.not_claimed, sources)
+        return Findings.of(*self.claims(), caption=self.claims_caption(), sources=sources)
+
+    @property
+    def makes_claims(self) -> bool:
+        """Whether the answer begins with claims."""
+        return type(self).claims is not Workflow.claims
+
+    # -- the answer
+
     def views(self) -> Iterable[View]:
-        """What came out, said once, in the order in which it is read (views/).
+        """The answer in the order in which it is read, without its claims (views/).
 
         A terminal prints the tables, values and notes of it, a page shows all but figures among its results
         and figures after them, `draw` writes figures, a JSON document has what each view says under `json`.
@@ -209,8 +248,8 @@ class Workflow:
 
     @cached_property
     def shown(self) -> tuple[View, ...]:
-        """The views, made once."""
-        return tuple(self.views())
+        """The claims, if the question makes any, and the views; made once."""
+        return (*([self.findings] if self.makes_claims else []), *self.views())
 
     def figure(self, path: Path, draw: Callable[[], Any]) -> Path:
         """`draw()` as a PNG at `path`, unless the file there was drawn from the same results."""
@@ -317,7 +356,7 @@ class ModelWorkflow(Workflow):
         self.subject.require(self.needs, self.name)
         self.nodes = self.plan()
 
-    def plan(self) -> Mapping[str, ResultNode]:
+    def plan(self) -> Nodes:
         """What is computed, by name. Raises ConfigError for settings that this model cannot meet."""
         raise NotImplementedError
 

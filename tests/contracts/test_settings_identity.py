@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,7 +19,7 @@ from mizarr.stages.forward.capture.capture import CaptureNode
 from mizarr.stages.forward.models.files import ModelFiles
 from mizarr.stages.forward.text.library import LibraryTokenizer
 from mizarr.store.digest import digest
-from mizarr.workflows import WORKFLOWS, build
+from mizarr.workflows import WORKFLOWS, build, kind_of
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -324,8 +323,8 @@ NO_GRAPH = ("token_positions",)
 def settings_of_all() -> list[Any]:
     """(workflow, setting) of all that is tested here."""
     found = []
-    for name, home in WORKFLOWS.items():
-        kind = importlib.import_module(f"mizarr.workflows{home}").WORKFLOW.settings_type
+    for name in WORKFLOWS:
+        kind = kind_of(name).settings_type
         for field in dataclasses.fields(kind):
             is_elsewhere = field.name in ELSEWHERE or f"{field.name} of {name}" in ELSEWHERE
             if name not in NO_GRAPH and not is_elsewhere:

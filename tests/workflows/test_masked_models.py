@@ -62,7 +62,7 @@ def test_the_lens_follows_the_answer_at_the_mask(folder: Path, tmp_path: Path):
         last = lens.isel(layer=-1)
         expected = logits[torch.arange(len(ids)), torch.tensor(last["target_id"].values).long()]
         np.testing.assert_allclose(last["target_logprob"].values, expected.numpy(), atol=1e-4)
-        told = done.told(i)["layers"][-1]["predictions"][0]
+        told = done.document(i)["layers"][-1]["predictions"][0]
         assert told["token_id"] == int(logits[place].argmax())
     assert json.dumps(done.to_json(), allow_nan=False)
 

@@ -212,7 +212,7 @@ def test_the_one_write_that_carries_the_answer_is_told(trained, tmp_path):
     assert others.max() < 1e-6, "no other write is read"
     every = done.together["kl"].isel(layer=0)
     assert float(every.sel(position=place)) == pytest.approx(float(kl.sel(layer=0, position=place)), rel=1e-4)
-    assert lowers["effect"] == pytest.approx(float(done.told["logit_diff"]))
+    assert lowers["effect"] == pytest.approx(float(done.selected["logit_diff"]))
     assert lowers["effect"] > 1
 
 

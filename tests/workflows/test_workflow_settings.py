@@ -98,7 +98,7 @@ def test_an_unknown_workflow_names_the_nearest():
     [
         ("logit_lens", {"top_k": 0}, "top_k"),
         ("logit_lens", {"prompts": ["a", "b", "c"], "answers": ["x", "y"]}, "one answer, or one per prompt"),
-        ("character_count_helix", {"widths": [1]}, "line widths"),
+        ("character_count_helix", {"widths": [1]}, "a list of int of at least 2"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused_before_anything_runs(name, given, complaint):

@@ -5,20 +5,21 @@ the input they go with, the cones in which it is linear, its accuracy - exact fo
 for each of several explanations, the bits it takes, those it leaves unsaid, and the error of an accuracy
 worked out from it (stages/algzoo/analysis). candle-mi's `stoicheia_analysis`.
 
-The neuron told is the one it needs most on other samples, beside the direction it needs most of a random
+The selected neuron is the one it needs most on other samples, beside the direction it needs most of a random
 basis of the state: such a basis has as many directions to choose among as there are neurons.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import combinations
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ...stages.algzoo.accuracy import CHUNK, accuracy_of, rmse_of, sampled_accuracy_node
+from ...stages.algzoo.accuracy import CHUNK, sampled_accuracy_node
 from ...stages.algzoo.analysis.ablation import neuron_ablation, random_ablation
 from ...stages.algzoo.analysis.compute_curve import compute_curve
 from ...stages.algzoo.analysis.cones import DIMENSIONS, gaussian_accuracy
@@ -30,32 +31,20 @@ from ...stages.algzoo.samples import algzoo_samples
 from ...store.arrays import Floats
 from ...store.errors import ConfigError
 from ..claim import Claim
-from ..settings import Count, Natural, setting
-from ..views import (
-    Bars,
-    Choice,
-    Cones,
-    Data,
-    Figure,
-    Findings,
-    Heatmap,
-    Line,
-    Lines,
-    Table,
-    Values,
-    View,
-    together,
-)
-from ..workflow import loaded
+from ..labelled import record, records, values_of
+from ..settings import Count, Natural, Positive, setting
+from ..views import Bars, Choice, Cones, Data, Figure, Heatmap, Line, Lines, Table, View, together
+from ..workflow import Nodes, loaded
 from .workflow import AlgZooSettings, AlgZooWorkflow
 
 if TYPE_CHECKING:
     import xarray as xr
 
-    from ...pipeline.nodes import ResultNode
 
 __all__ = ["StoicheiaAnalysis", "StoicheiaAnalysisSettings"]
 
+BY_SIGMA = ("explanation_bits", "residual_surprise", "bound_satisfied", "tightness", "covered")
+"""Numbers of an explanation for each size of noise."""
 FITTED = 1
 """Added to the seed: of samples that something is chosen or fitted on, and nothing is scored on."""
 
@@ -64,15 +53,14 @@ FITTED = 1
 class StoicheiaAnalysisSettings(AlgZooSettings):
     """What `--set` can change.
 
-    Raises ConfigError for no budgets or sigmas, a budget that is no multiple of CHUNK, and a sigma that is
-    not above 0.
+    Raises ConfigError for a budget that is no multiple of CHUNK.
     """
 
     analysed: Count = setting(2000, "samples that ablations, roles, regions and explanations are scored on")
     controls: Natural = setting(
         50, "random bases of the state that the neurons are held against; 0: none, nothing is claimed"
     )
-    sigmas: tuple[float, ...] = setting(SIGMAS, "noise on the weights, in standard deviations of a matrix")
+    sigmas: tuple[Positive, ...] = setting(SIGMAS, "noise on the weights, in standard deviations of a matrix")
     realisations: Count = setting(10, "noisy networks of each")
     regions: Count = setting(16, "regions that the explanation by regions tells")
     budgets: tuple[Count, ...] = setting(
@@ -81,10 +69,8 @@ class StoicheiaAnalysisSettings(AlgZooSettings):
     top: Count = setting(10, "rows of the table of regions")
 
     def __post_init__(self) -> None:
-        if any(budget % CHUNK for budget in self.budgets) or not self.budgets:
+        if any(budget % CHUNK for budget in self.budgets):
             raise ConfigError(f"expected budgets that are multiples of {CHUNK}, found {list(self.budgets)}")
-        if not self.sigmas or min(self.sigmas) <= 0:
-            raise ConfigError(f"expected sigmas above 0, found {list(self.sigmas)}")
 
 
 class StoicheiaAnalysis(AlgZooWorkflow):
@@ -97,7 +83,7 @@ class StoicheiaAnalysis(AlgZooWorkflow):
     ablation = loaded("ablation")
     roles, regions, counted = loaded("roles"), loaded("regions"), loaded("accuracy")
 
-    def plan(self) -> Mapping[str, ResultNode]:
+    def plan(self) -> Nodes:
         """The analyses, of the samples of two seeds."""
         network, settings = self.network, self.settings
         if not network.is_rnn:
@@ -112,7 +98,7 @@ class StoicheiaAnalysis(AlgZooWorkflow):
             for seed in (settings.seed, settings.seed + FITTED)
         )
         on = {"weights": weights, "samples": samples}
-        nodes: dict[str, ResultNode] = {
+        nodes: Nodes = {
             "accuracy": sampled_accuracy_node(weights, **about, samples=settings.samples, seed=settings.seed),
             "chosen": neuron_ablation.on(weights=weights, samples=fitted),
             "ablation": neuron_ablation.on(**on),
@@ -143,7 +129,7 @@ class StoicheiaAnalysis(AlgZooWorkflow):
             )
         return nodes
 
-    # -- what is told
+    # -- what is shown
 
     @cached_property
     def neuron(self) -> int:
@@ -176,9 +162,8 @@ class StoicheiaAnalysis(AlgZooWorkflow):
         ]
 
     def views(self) -> Iterator[View]:
-        """The claim, accuracy, weights, neurons, regions, explanations."""
-        yield self._claim()
-        yield from self._accuracy()
+        """Accuracy, weights, neurons, regions, explanations."""
+        yield self._accuracy()
         yield from self._weights()
         yield from self._neurons()
         yield from self._regions()
@@ -190,10 +175,10 @@ class StoicheiaAnalysis(AlgZooWorkflow):
         """Change by the direction that each random basis needs most, [draw]; empty without controls."""
         if "controls" not in self.nodes:
             return np.empty(0)
-        found: Floats = self.result("controls").load()["delta"].min("direction").values
-        return found
+        return values_of(self.result("controls").load()["delta"].min("direction"))
 
-    def _claim(self) -> Findings:
+    def claims(self) -> Iterator[Claim]:
+        """What the network loses without the neuron it needs most on other samples."""
         hidden = self.network.shape.hidden
         unit = "of accuracy" if self.measure == "accuracy" else "of RMSE"
         effect = -float(self.ablation["delta"][self.neuron])
@@ -201,31 +186,17 @@ class StoicheiaAnalysis(AlgZooWorkflow):
             f"without neuron {self.neuron}, the one needed most on other samples, {self.network.title} loses"
         )
         of = f"random bases of the state, of each the direction of {hidden} that is needed most"
-        return Findings.of(Claim.against(claim, effect, -self.null, of, unit=unit))
+        yield Claim.against(claim, effect, -self.null, of, unit=unit)
 
-    def _accuracy(self) -> Iterator[View]:
-        counted, network = self.counted, self.network
-        many = int(counted["samples"].sum())
-        if network.task.is_scalar:
-            found = rmse_of(counted)
-            pairs = [("root mean squared error", f"{found:.5g} on {many:,} samples")]
-            told: dict[str, Any] = {"rmse": found}
-        else:
-            found = accuracy_of(counted)
-            spread = float(np.sqrt(found * (1 - found) / many))
-            pairs = [("accuracy", f"{100 * found:.4f} % ± {100 * spread:.2g} on {many:,} samples")]
-            pairs.append(("a guess", f"{100 * network.task.chance(network.sequence):.1f} %"))
-            told = {"accuracy": found, "accuracy_error": spread}
-        told["samples"] = many
-        if "exact" in self.nodes:
-            exact = self.result("exact")
-            name = "rmse" if network.task.is_scalar else "accuracy"
-            value = float(exact[name])
-            shown = f"{value:.6g}" if network.task.is_scalar else f"{100 * value:.5f} %"
-            pairs.append((f"exact, from {exact.sizes['cone']} cones", shown))
-            told[f"exact_{name}"] = value
-        yield Values(pairs=tuple(pairs), title=f"{network.title}: {network.task.name}", caption=self.told)
-        yield Data(json={**self.about, **told})
+    def _accuracy(self) -> View:
+        found, is_scalar = self.accuracy(self.counted), self.network.task.is_scalar
+        if "exact" not in self.nodes:
+            return found
+        exact, name = self.result("exact"), "rmse" if is_scalar else "accuracy"
+        value = float(exact[name])
+        shown = f"{value:.6g}" if is_scalar else f"{100 * value:.5f} %"
+        pair = (f"exact, from {exact.sizes['cone']} cones", shown)
+        return replace(found, pairs=(*found.pairs, pair), json={**found.json, f"exact_{name}": value})
 
     def _weights(self) -> Iterator[View]:
         if "standardized" not in self.nodes:
@@ -288,7 +259,12 @@ class StoicheiaAnalysis(AlgZooWorkflow):
         )
         pair = found["interaction"].assign_coords(neuron=labels, neuron_=labels)
         both = found["pair_delta"].assign_coords(neuron=labels, neuron_=labels)
-        told = {"row_name": "neuron", "column_name": "and neuron", "diverging": True, "numbers": ".2f"}
+        look: dict[str, Any] = {
+            "row_name": "neuron",
+            "column_name": "and neuron",
+            "diverging": True,
+            "numbers": ".2f",
+        }
         alone = Bars(
             title="Without one neuron",
             x=tuple(labels),
@@ -300,12 +276,12 @@ class StoicheiaAnalysis(AlgZooWorkflow):
             sources=tuple(name for name in ("ablation", "controls") if name in self.nodes),
         )
         maps = (
-            Heatmap.of(both, "Without two", f"change of {self.measure}", **told, sources=("ablation",)),
+            Heatmap.of(both, "Without two", f"change of {self.measure}", **look, sources=("ablation",)),
             Heatmap.of(
                 pair,
                 "Interaction",
                 "what two lose together less what each loses alone; below 0 they stand in for each other",
-                **told,
+                **look,
                 sources=("ablation",),
             ),
         )
@@ -409,7 +385,7 @@ class StoicheiaAnalysis(AlgZooWorkflow):
             yield self._map()
 
     def _map(self) -> View:
-        """The cones, by what the network says there; of a number, by how many ReLUs are open."""
+        """Cones of linear regions, coloured by the network's answer, or by the number of open ReLUs."""
         exact, network = self.result("exact").load(), self.network
         if network.task.is_scalar:
             open_ones = np.unpackbits(exact["pattern"].values, axis=1).sum(axis=1)
@@ -430,40 +406,30 @@ class StoicheiaAnalysis(AlgZooWorkflow):
             sources=("exact",),
         )
         seen = "" if network.sequence == 2 else ", seen along x0 = x1 = x2 from both sides"
-        told = f"white lines part regions in which the network is one matrix; areas are probabilities{seen}"
+        caption = (
+            f"white lines part regions in which the network is one matrix; areas are probabilities{seen}"
+        )
         return Figure(
             name="stoicheia_regions",
             title=f"Where {network.title} says what",
-            caption=told,
+            caption=caption,
             panels=(cones,),
         )
 
     def _surprise(self) -> Iterator[View]:
         found, curve = self.result("surprise").load(), self.result("curve").load()
+        columns = ["estimator", "description", "agreement_rate", "sigma", "selection_bits", *BY_SIGMA]
         rows = [
-            {
-                "estimator": str(name) if not place else "",
-                "description": str(each["description"].values) if not place else "",
-                "agreement": float(each["agreement_rate"]) if not place else None,
-                "sigma": float(sigma),
-                "explanation_bits": float(here["explanation_bits"]),
-                "residual_surprise": float(here["residual_surprise"]),
-                "selection_bits": float(here["selection_bits"]),
-                "bound_satisfied": bool(here["bound_satisfied"]),
-                "tightness": float(here["tightness"]),
-                "covered": float(here["covered"]),
-            }
+            row | (dict.fromkeys(("estimator", "description", "agreement_rate")) if place else {})
             for name in found["estimator"].values
-            for each in [found.sel(estimator=name)]
-            for place, sigma in enumerate(found["sigma"].values)
-            for here in [each.sel(sigma=sigma)]
+            for place, row in enumerate(records(found.sel(estimator=name), "sigma", *columns))
         ]
         many = int(found.attrs["samples"])
         yield Table.of(
             rows,
             ("explanation", "estimator"),
             ("what is written down", "description"),
-            ("agrees", "agreement", lambda share: f"{100 * share:.1f} %"),
+            ("agrees", "agreement_rate", lambda share: f"{100 * share:.1f} %"),
             ("noise", "sigma", "g"),
             ("bits told", "explanation_bits", ".0f"),
             ("bits left", "residual_surprise", ".0f"),
@@ -531,48 +497,33 @@ def _matrix(rows: list[list[float]]) -> str:
 
 
 def _pairs(found: xr.Dataset) -> list[dict[str, Any]]:
-    many = found.sizes["neuron"]
+    """What two neurons are worth, each pair once."""
+    columns = {"ablated": "pair_ablated", "delta": "pair_delta", "interaction": "interaction"}
     return [
-        {
-            "a": a,
-            "b": b,
-            "ablated": float(found["pair_ablated"][a, b]),
-            "delta": float(found["pair_delta"][a, b]),
-            "interaction": float(found["interaction"][a, b]),
-        }
-        for a in range(many)
-        for b in range(a + 1, many)
+        {"a": a, "b": b, **record(found.isel(neuron=a, neuron_=b), **columns)}
+        for a, b in combinations(range(found.sizes["neuron"]), 2)
     ]
 
 
 def _account(found: xr.Dataset) -> dict[str, Any]:
-    each = ("estimate_accuracy", "agreement_rate", "disagreement_rate", "operations", "description")
-    by_sigma = ("explanation_bits", "residual_surprise", "bound_satisfied", "tightness", "covered")
+    """The account of every explanation, for documents."""
+    names = ("estimate_accuracy", "agreement_rate", "disagreement_rate", "operations", "description")
+    by_estimator = (*names, "noisy_agreement", *BY_SIGMA)
     return {
         "n_samples": int(found.attrs["samples"]),
         "param_count": int(found.attrs["param_count"]),
-        "model_accuracy": float(found["model_accuracy"]),
-        "chance_accuracy": float(found["chance_accuracy"]),
         "sigmas": found["sigma"],
-        "selection_bits": found["selection_bits"],
-        "noisy_accuracy": found["noisy_accuracy"],
+        **{
+            name: found[name]
+            for name in ("model_accuracy", "chance_accuracy", "selection_bits", "noisy_accuracy")
+        },
         "estimators": {
-            str(name): {key: here[key].values.tolist() for key in (*each, "noisy_agreement", *by_sigma)}
-            for name in found["estimator"].values
-            for here in [found.sel(estimator=name)]
+            str(name): record(found.sel(estimator=name), *by_estimator) for name in found["estimator"].values
         },
     }
 
 
 def _curve_json(curve: xr.Dataset, of: str) -> list[dict[str, Any]]:
-    columns = [f"{of}_mse", f"{of}_operations"] + (
-        ["baseline_expected", "groups"] if of == "baseline" else []
-    )
-    return [
-        {"samples": int(budget)} | {name: float(here[name]) for name in columns}
-        for budget in curve["samples"].values.tolist()
-        for here in [curve.sel(samples=budget)]
-    ]
-
-
-WORKFLOW = StoicheiaAnalysis
+    """Errors by number of samples, with the operations they take."""
+    more = ("baseline_expected", "groups") if of == "baseline" else ()
+    return records(curve, "samples", "samples", f"{of}_mse", f"{of}_operations", *more)

@@ -9,30 +9,27 @@ time step or the attention of every layer: candle-mi's `stoicheia_inference`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import numpy as np
 
-from ...stages.algzoo.accuracy import accuracy_of, rmse_of, sampled_accuracy_node
+from ...stages.algzoo.accuracy import sampled_accuracy_node
 from ...stages.algzoo.analysis.ablation import classes_or_numbers
 from ...stages.algzoo.capture import capture_node
 from ...stages.algzoo.samples import SURPRISE_STATE, drawn, lcg
 from ...stages.forward.hooks.spec import HookSpec
 from ...store.errors import ConfigError
 from ..settings import Count, Natural, setting
-from ..views import Data, Heatmap, Table, Values, View, together
-from ..workflow import loaded
+from ..views import Data, Heatmap, Table, View, together
+from ..workflow import Nodes, loaded
 from .workflow import AlgZooSettings, AlgZooWorkflow
-
-if TYPE_CHECKING:
-    from ...pipeline.nodes import ResultNode
 
 __all__ = ["StoicheiaInference", "StoicheiaInferenceSettings"]
 
 ENUMERATED = 50_000
-"""Inputs of integers up to which all of them are counted, not samples."""
+"""Largest number of integer inputs that are all counted instead of sampled."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +59,7 @@ class StoicheiaInference(AlgZooWorkflow):
     settings: StoicheiaInferenceSettings
     held, counted = loaded("states"), loaded("accuracy")
 
-    def plan(self) -> Mapping[str, ResultNode]:
+    def plan(self) -> Nodes:
         """A pass over the inputs shown, with everything captured, and the count."""
         network, settings = self.network, self.settings
         task, sequence = network.task, network.sequence
@@ -105,27 +102,15 @@ class StoicheiaInference(AlgZooWorkflow):
         yield from self._drawn()
 
     def _accuracy(self) -> View:
-        counted, network = self.counted, self.network
-        many = int(counted["samples"].sum())
-        found: dict[str, Any]
+        counted, said = self.counted, self.network.said
         of = "all {:,} inputs" if self.is_exhaustive else "{:,} samples"
-        if network.task.is_scalar:
-            found = {"rmse": rmse_of(counted)}
-            pairs = [("root mean squared error", f"{found['rmse']:.5g} on {of.format(many)}")]
-        else:
-            found = {"accuracy": accuracy_of(counted), "confusion": counted["confusion"]}
-            pairs = [("accuracy", f"{100 * found['accuracy']:.4f} % on {of.format(many)}")]
-            pairs.append(("a guess", f"{100 * network.task.chance(network.sequence):.1f} %"))
-        if network.said.trained is not None:
-            pairs.append(("trained on", f"{network.said.trained:,} sequences, seed {network.said.seed}"))
-        about = {**self.about, "samples": many, "exhaustive": self.is_exhaustive, **found}
-        return Values(
-            pairs=tuple(pairs),
-            title=f"{network.title}: {network.task.name}",
-            caption=self.told,
-            sources=("accuracy",),
-            json=about,
+        found = self.accuracy(counted, of, with_error=False)
+        trained = (
+            () if said.trained is None else (("trained on", f"{said.trained:,} sequences, seed {said.seed}"),)
         )
+        confusion = {} if self.network.task.is_scalar else {"confusion": counted["confusion"]}
+        about = {**found.json, "exhaustive": self.is_exhaustive, **confusion}
+        return replace(found, pairs=(*found.pairs, *trained), json=about)
 
     def _answers(self) -> View:
         x, said = self.held["x"].values, self.held["logits"].values
@@ -141,15 +126,15 @@ class StoicheiaInference(AlgZooWorkflow):
             for i in range(len(x))
         ]
 
-        def told(value: float) -> str:
+        def shown(value: float) -> str:
             return f"{value:.4f}" if is_scalar else str(int(value))
 
         return Table.of(
             rows,
             ("input", lambda row: _numbers(row["input"])),
             ("output", lambda row: _numbers(row["output"])),
-            ("says", "answer", told),
-            ("right", "target", told),
+            ("says", "answer", shown),
+            ("right", "target", shown),
             strong=lambda row: not is_scalar and row["answer"] != row["target"],
             title="Answers to the first inputs",
             caption="" if is_scalar else "wrong ones are bold",
@@ -223,6 +208,3 @@ class StoicheiaInference(AlgZooWorkflow):
 def _numbers(values: list[Any]) -> str:
     shown = [str(value) if isinstance(value, int) else f"{value:+.3g}" for value in values[:8]]
     return " ".join(shown) + (" …" if len(values) > 8 else "")
-
-
-WORKFLOW = StoicheiaInference

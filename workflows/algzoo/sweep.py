@@ -4,7 +4,7 @@ labelled dataset.
 Networks come from a folder of the zoo (`{task}_{hidden}_{sequence}_{trained}_{seed}.pth` or `.safetensors`),
 or are trained on the way: seeded, cached, with far fewer sequences than the zoo's 2^30, which is days on a
 CPU. Several checkpoints of each are those of one training, whose schedule is that of the longest. The best
-of the seeds of each size is told, as the zoo keeps the best of five: candle-mi's `stoicheia_sweep`.
+of the seeds of each size is shown, as the zoo keeps the best of five: candle-mi's `stoicheia_sweep`.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ Place = tuple[int, int, int, int]
 
 @dataclass(frozen=True)
 class StoicheiaSweepSettings:
-    """What `--set` can change. Raises ConfigError for no widths, lengths or seeds, and for one told twice."""
+    """What `--set` can change. Raises ConfigError for a width, length or seed that is named twice."""
 
     task: str = setting("2nd_argmax", "what the networks do")
     zoo: str = setting("", "folder with networks of the zoo; none: they are trained")
@@ -120,7 +120,7 @@ class StoicheiaSweep(Workflow):
             if not self._has_several:
                 found[place] = trained_rnn.on(**about)
                 continue
-            replace(recipe, checkpoints=self.trained)  # wrong ones are told now, not when it runs
+            replace(recipe, checkpoints=self.trained)  # refuse wrong checkpoints now, before anything runs
             on_its_way = training_checkpoints.on(**about, checkpoints=self.trained)
             found[place] = weights_at.on(trained=on_its_way, checkpoint=trained)
         return found
@@ -191,7 +191,7 @@ class StoicheiaSweep(Workflow):
         every_best.attrs = scores.attrs
         if self._has_several:
             yield self._course(name, every_best)
-        # Sizes are told at the end of the training.
+        # Sizes are shown at the end of the training.
         best, last = (each.isel(trained=-1) if self._has_several else each for each in (every_best, scores))
         rows = [
             {
@@ -215,7 +215,7 @@ class StoicheiaSweep(Workflow):
             ("width", "hidden", "d"),
             *((f"{n} numbers", str(n), shown) for n in self.settings.sequences),
             title=f"{self.task.name}: {name} of the best of {len(self.settings.seeds)} seeds",
-            caption=self._told,
+            caption=self._summary,
             json={
                 "task": self.task.name,
                 "measure": name,
@@ -283,7 +283,7 @@ class StoicheiaSweep(Workflow):
         return f"h{hidden}_n{sequence}_seed{seed}" + (f"_after{trained}" if self._has_several else "")
 
     @property
-    def _told(self) -> str:
+    def _summary(self) -> str:
         settings = self.settings
         of = (
             f"networks of {settings.zoo}"
@@ -299,6 +299,3 @@ class StoicheiaSweep(Workflow):
 def _number(value: Any) -> float | None:
     found = float(value)
     return found if np.isfinite(found) else None
-
-
-WORKFLOW = StoicheiaSweep

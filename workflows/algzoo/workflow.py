@@ -5,16 +5,19 @@ Border: names and nodes; reads a file of a few kilobytes, computes nothing.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
+from ...stages.algzoo.accuracy import accuracy_of, rmse_of
 from ...stages.algzoo.model import SHIPPED, AlgZooModel, load_model
 from ..settings import Count, Natural, setting
-from ..workflow import Workflow
+from ..views import Values
+from ..workflow import Nodes, Workflow
 
 if TYPE_CHECKING:
-    from ...pipeline.nodes import ResultNode
+    import xarray as xr
 
 __all__ = ["AlgZooSettings", "AlgZooWorkflow"]
 
@@ -47,13 +50,45 @@ class AlgZooWorkflow(Workflow):
         )
         self.nodes = self.plan()
 
-    def plan(self) -> Mapping[str, ResultNode]:
+    def plan(self) -> Nodes:
         """What is computed, by name. Raises ConfigError for settings that this network cannot meet."""
         raise NotImplementedError
 
+    def accuracy(
+        self, counted: xr.Dataset, samples: str = "{:,} samples", *, with_error: bool = True
+    ) -> Values:
+        """How often the network is right, or how far it is off, with what it is.
+
+        Arguments:
+            counted: of `sampled_accuracy_node`.
+            samples: what was counted, with the number left open.
+            with_error: whether to say the standard error of an accuracy.
+        """
+        network, count = self.network, int(counted["samples"].sum())
+        on = samples.format(count)
+        if network.task.is_scalar:
+            error = rmse_of(counted)
+            pairs, numbers = [("root mean squared error", f"{error:.5g} on {on}")], {"rmse": error}
+        else:
+            share, guess = accuracy_of(counted), network.task.chance(network.sequence)
+            spread = float(np.sqrt(share * (1 - share) / count))
+            numbers = {"accuracy": share} | ({"accuracy_error": spread} if with_error else {})
+            between = f" ± {100 * spread:.2g}" if with_error else ""
+            pairs = [
+                ("accuracy", f"{100 * share:.4f} %{between} on {on}"),
+                ("a guess", f"{100 * guess:.1f} %"),
+            ]
+        return Values(
+            pairs=tuple(pairs),
+            title=f"{network.title}: {network.task.name}",
+            caption=self.summary,
+            sources=("accuracy",),
+            json={**self.about, **numbers, "samples": count},
+        )
+
     @property
     def about(self) -> dict[str, Any]:
-        """What every document says of the network."""
+        """Fields about the network that every document has."""
         network = self.network
         return {
             "model_id": network.title,
@@ -68,7 +103,7 @@ class AlgZooWorkflow(Workflow):
         }
 
     @property
-    def told(self) -> str:
+    def summary(self) -> str:
         """The network in a line."""
         network = self.network
         kind = "RNN" if network.is_rnn else "transformer"

@@ -10,7 +10,7 @@ of what they do; `key=first` asks how much.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
@@ -27,15 +27,15 @@ from ...stages.attention.flow import (
 from ...stages.corpus.positions import position_of
 from ...stages.forward.hooks.edges import SteeringSpec
 from ...stages.logits.lens import format_text, format_token
+from ..labelled import stacked
 from ..material.answers import encoded, fact, named
 from ..settings import Count, EdgeSettings, ModelSettings, setting
 from ..views import Attention, Data, Figure, Heatmap, Lines, Table, View, bold, dim
-from ..workflow import ModelWorkflow, loaded
+from ..workflow import ModelWorkflow, Nodes, loaded
 
 if TYPE_CHECKING:
     import xarray as xr
 
-    from ...pipeline.nodes import ResultNode
 
 __all__ = ["AttentionPatterns", "AttentionPatternsSettings"]
 
@@ -61,7 +61,7 @@ class AttentionPatterns(ModelWorkflow):
     flow = loaded("flow")
     """The head means, and the chosen query and key by head; in memory."""
 
-    def plan(self) -> Mapping[str, ResultNode]:
+    def plan(self) -> Nodes:
         """The attention weights of the prompt, summed up for one query and one key."""
         given = self.settings
         self.prompt, _ = fact(given.model, given.prompt, "")
@@ -93,8 +93,6 @@ class AttentionPatterns(ModelWorkflow):
 
     def views(self) -> Iterator[View]:
         """Every head to look into, the edge by layer; who looks where on the mean over heads."""
-        import xarray as xr
-
         flow = self.flow.transpose("layer", "head", "query_position", "key_position")
         tokens, mean = tuple(map(format_token, self.tokens)), flow["mean_pattern"]
         reads, is_read = (f"{tokens[place]!r} ({place})" for place in (self.query, self.key))
@@ -121,10 +119,13 @@ class AttentionPatterns(ModelWorkflow):
                 head=int(edge.values[row].argmax()),
                 query=self.query,
             )
-        parts: list[xr.DataArray] = [edge.mean("head"), edge.max("head"), edge.min("head")]
-        names = ["mean over heads", "largest head", "smallest head"]
+        parts = {
+            "mean over heads": edge.mean("head"),
+            "largest head": edge.max("head"),
+            "smallest head": edge.min("head"),
+        }
         yield Lines.of(
-            xr.concat(parts, "heads").assign_coords(heads=names),
+            stacked("heads", parts),
             f"How much {reads} reads {is_read}",
             self._choice_told(reads, is_read),
             control="smallest head",
@@ -229,6 +230,3 @@ class AttentionPatterns(ModelWorkflow):
             caption=f"the query above gives it {incoming[self.query]:.3f}",
             json={"incoming": readers},
         )
-
-
-WORKFLOW = AttentionPatterns

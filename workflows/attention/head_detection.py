@@ -19,12 +19,11 @@ may be such a preference: nothing is claimed of these.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -33,14 +32,14 @@ from ...stages.attention.statistics import head_statistics
 from ...stages.causal.controls import chosen_at_random
 from ...store.errors import PromptError
 from ..claim import Claim
-from ..settings import ControlSettings, Count, ModelSettings, Natural, setting
-from ..views import Choice, Figure, Findings, Heatmap, Table, View
-from ..workflow import ModelWorkflow
+from ..labelled import column, largest
+from ..settings import AtLeastTwo, ControlSettings, Count, ModelSettings, Natural, setting
+from ..views import Choice, Figure, Heatmap, Table, View
+from ..workflow import ModelWorkflow, Nodes
 
 if TYPE_CHECKING:
     import xarray as xr
 
-    from ...pipeline.nodes import ResultNode
     from ...store import PackedTokens
     from ..subject import Subject
 
@@ -69,8 +68,7 @@ STATISTICS = {
 }
 SCORES = ("score", "spread", "control")
 COLUMNS = dict(zip(("score", "±", "shuffled", "entropy", "BOS", "own"), (*SCORES, *STATISTICS), strict=False))
-"""What is told of the best heads, by the name it has in the table."""
-AtLeastTwo = Annotated[int, msgspec.Meta(ge=2)]
+"""Columns of the table of the best heads: variable by column name."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +111,7 @@ def repeated_tokens(
 
 
 def ordinary_tokens(subject: Subject, least: int) -> npt.NDArray[Any]:
-    """Ids of common tokens that are no special ones; of all such where there are fewer than `least`."""
+    """Ids of common tokens without special ones; all ordinary tokens where fewer than `least` are common."""
     tokenizer = subject.tokenizer
     known = min(subject.config.vocab_size, tokenizer.vocab_size)
     roles = ("bos_token", "eos_token", "unk_token", "pad_token")
@@ -145,17 +143,15 @@ class HeadDetection(ModelWorkflow):
     settings_type = HeadDetectionSettings
     settings: HeadDetectionSettings
 
-    def plan(self) -> Mapping[str, ResultNode]:
+    def plan(self) -> Nodes:
         """Scores on what is read, on the same shuffled, and what each head's attention is like."""
-        import xarray as xr
-
         given = self.settings
         tokens, other, first_query = self._tokens()
         kind = self.subject.attention_kind
         captured, control = (self.subject.capture_weights(each)[kind] for each in (tokens, other))
         asked: dict[str, Any] = {
-            "token_id": xr.DataArray(tokens.ids, dims="token", name="token_id"),
-            "row_size": xr.DataArray(tokens.row_size, dims="prompt", name="row_size"),
+            "token_id": column(tokens.ids, "token", "token_id"),
+            "row_size": column(tokens.row_size, "prompt", "row_size"),
             "exclude_bos": given.exclude_bos,
             "exclude_current_token": given.exclude_current_token,
             "error_measure": given.error_measure,
@@ -212,11 +208,7 @@ class HeadDetection(ModelWorkflow):
     def best(self, kind: str) -> list[dict[str, Any]]:
         """The heads that match a kind best, best first, with all that is known of them."""
         found = self.scores.sel(kind=kind).transpose("layer", "head")
-        order = np.argsort(-found["score"].values, axis=None, kind="stable")[: self.settings.top]
-        rows = (found.isel(layer=i // found.sizes["head"], head=i % found.sizes["head"]) for i in order)
-        whole, numbers = ("layer", "head"), (*SCORES, *STATISTICS)
-        kinds = {**dict.fromkeys(whole, int), **dict.fromkeys(numbers, float)}
-        return [{name: of(row[name]) for name, of in kinds.items()} for row in rows]
+        return largest(found, found["score"], self.settings.top, *SCORES, *STATISTICS)
 
     def _others(self, shortest: int) -> list[int]:
         """Distances behind an earlier occurrence that induction is held against, drawn at random; none at
@@ -227,13 +219,23 @@ class HeadDetection(ModelWorkflow):
             chosen_at_random(range(2, longest + 1), given.controls, seed=given.seed) if longest > 1 else []
         )
 
-    def _findings(self) -> Findings:
+    @cached_property
+    def lead(self) -> xr.DataArray:
+        """Scores less those on shuffled tokens, by distance behind an earlier occurrence: [displacement,
+        layer, head]."""
+        one, other = (self.result(name)["score"].load() for name in ("displaced", "displaced_control"))
+        return (one - other).transpose("displacement", "layer", "head")
+
+    @property
+    def not_claimed(self) -> str:
+        """Why there is no verdict on prompts that hold one distance alone."""
+        is_short = self.lead.sizes["displacement"] == 1 and self.settings.controls
+        return "no verdict: prompts too short to look anywhere else" if is_short else ""
+
+    def claims(self) -> Iterator[Claim]:
         """How far the best head is ahead of its score on shuffled tokens, right behind an earlier occurrence
         and elsewhere."""
-        one, other = (self.result(name)["score"].load() for name in ("displaced", "displaced_control"))
-        lead = (one - other).transpose("displacement", "layer", "head")
-        if lead.sizes["displacement"] == 1 and self.settings.controls:
-            return Findings.of(caption="no verdict: prompts too short to look anywhere else")
+        lead = self.lead
         n_heads = lead[0].size
         layer, head = divmod(int(lead.values[0].argmax()), lead.sizes["head"])
         text = (
@@ -242,10 +244,10 @@ class HeadDetection(ModelWorkflow):
         )
         of = f"other distances behind it, every time the best of {n_heads} heads"
         best = lead.max(("layer", "head")).values
-        return Findings.of(Claim.against(text, best[0], best[1:], of))
+        yield Claim.against(text, best[0], best[1:], of)
 
     @property
-    def told(self) -> str:
+    def text_read(self) -> str:
         """What was read, in words."""
         chosen = self.settings
         if chosen.prompts:
@@ -271,7 +273,6 @@ class HeadDetection(ModelWorkflow):
             for kind, rows in best.items()
         }
         statistics = {of: {"unit": found[of].attrs["units"], "by_head": found[of]} for of in STATISTICS}
-        yield self._findings()
         names = {kind: kind.removesuffix("_head").replace("_", " ") for kind in KINDS}
         yield Table.of(
             [{"kind": "" if i else names[kind]} | row for kind in KINDS for i, row in enumerate(best[kind])],
@@ -279,11 +280,11 @@ class HeadDetection(ModelWorkflow):
             *((name, name, "d") for name in ("layer", "head")),
             *((name, key, ".2f") for name, key in COLUMNS.items()),
             ("back", "distance", ".1f"),
-            title=f"Heads of {model} on {self.told}",
+            title=f"Heads of {model} on {self.text_read}",
             caption=f"score: {self.measure}, ± over prompts; shuffled: the same places when the tokens are "
             "shuffled; entropy in nats; BOS, own: share on the first and the current token; back: mean "
             "distance, tokens",
-            json={**self.subject.about, "read": self.told, "kinds": kinds, "statistics": statistics},
+            json={**self.subject.about, "read": self.text_read, "kinds": kinds, "statistics": statistics},
         )
         scores, mixed = (
             [self._scores(kind, best[kind][0], of) for kind in KINDS] for of in ("score", "control")
@@ -297,9 +298,9 @@ class HeadDetection(ModelWorkflow):
             labels = [LOOKS[kind][0] for kind in KINDS] if by == "kind" else [each.title for each in panels]
             options = tuple(zip(labels, panels, strict=True))
             yield Choice(title=title, sources=(source,), name=by, options=options)
-        what = f"What the heads of {model} do on {self.told}"
+        what = f"What the heads of {model} do on {self.text_read}"
         yield Figure(name="head_detection", title=what, panels=(*scores, *mixed), columns=len(KINDS))
-        where = f"Where the heads of {model} look: {self.told}"
+        where = f"Where the heads of {model} look: {self.text_read}"
         yield Figure(name="head_statistics", title=where, panels=tuple(statistic), columns=2)
 
     def _scores(self, kind: str, best: dict[str, Any], of: str) -> Heatmap:
@@ -323,6 +324,3 @@ class HeadDetection(ModelWorkflow):
         digits = ".1f" if values.name == "distance" else ".2f"
         high = 1.0 if str(values.name).endswith("share") else None
         return Heatmap.of(values, title, told, low=0.0, high=high, numbers=digits)
-
-
-WORKFLOW = HeadDetection

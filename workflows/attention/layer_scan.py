@@ -15,9 +15,9 @@ claimed is: the largest t of any layer stands beside that of samples dealt to th
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -25,6 +25,7 @@ from ...stages.attention.layer_scan import CONDITIONS, UNSEEN, best_layer, layer
 from ...store.errors import ConfigError, PromptError
 from ...store.runs.coordinates import pair_starts
 from ..claim import Claim
+from ..labelled import column, records
 from ..material.samples.marker_samples import (
     Conversion,
     Placed,
@@ -35,16 +36,14 @@ from ..material.samples.marker_samples import (
 )
 from ..settings import ControlSettings, Count, ModelSettings, setting
 from ..subject import shipped_prose
-from ..views import Bars, Data, Findings, Line, Lines, Table, View, together
-from ..workflow import ModelWorkflow, loaded
+from ..views import Bars, Data, Line, Lines, Table, View, together
+from ..workflow import ModelWorkflow, Nodes, loaded
 
 if TYPE_CHECKING:
-    from ...pipeline.nodes import ResultNode
     from ...store import PackedTokens
 
 __all__ = ["LayerScan", "LayerScanSettings"]
 
-UNITS = ("characters", "bytes")
 BUILT_IN = ("repeated", "unrepeated")
 PLIP = ("python_doctest", "rust_test")
 
@@ -53,20 +52,18 @@ PLIP = ("python_doctest", "rust_test")
 class LayerScanSettings(ControlSettings, ModelSettings):
     """What `--set` can change.
 
-    Raises ConfigError for another unit, no samples, and conditions without a corpus.
+    Raises ConfigError for conditions without a corpus.
     """
 
     corpus: str = setting("", "JSON file of samples; none: sentences of the prose shipped with mizarr")
     condition_a: str = setting("", 'samples expected to look more; of a corpus by default "python_doctest"')
     condition_b: str = setting("", 'samples to compare them with; of a corpus by default "rust_test"')
-    unit: str = setting("characters", 'what positions of a corpus count: "characters" or "bytes"')
+    unit: Literal["characters", "bytes"] = setting("characters", "what positions of a corpus count")
     samples: Count = setting(24, "samples per condition made of prose, without a corpus")
     start_layer: int = setting(-1, "first layer scanned; -1: a third of the way up")
     end_layer: int = setting(-1, "last layer scanned; -1: the last")
 
     def __post_init__(self) -> None:
-        if self.unit not in UNITS:
-            raise ConfigError(f"expected unit 'characters' or 'bytes', found {self.unit!r}")
         if not self.corpus and (self.condition_a or self.condition_b):
             raise ConfigError(
                 "expected a corpus with condition_a and condition_b, found none; set corpus=FILE"
@@ -86,10 +83,8 @@ class LayerScan(ModelWorkflow):
     found = loaded("scan")
     """`layer_scan` of the layers scanned, in memory."""
 
-    def plan(self) -> Mapping[str, ResultNode]:
+    def plan(self) -> Nodes:
         """Attention of every sample, and the test between its conditions in each layer."""
-        import xarray as xr
-
         given = self.settings
         self.layers = self._layers()
         default = PLIP if given.corpus else BUILT_IN
@@ -101,9 +96,9 @@ class LayerScan(ModelWorkflow):
         pair, sample = self._pairs(tokens)
         scan = layer_scan.on(
             pattern=self.subject.capture_weights(tokens, self.layers)[self.subject.attention_kind],
-            pair=xr.DataArray(pair, dims="target", name="pair"),
-            sample=xr.DataArray(sample, dims="target", name="sample"),
-            condition=xr.DataArray(self.condition, dims="sample", name="condition"),
+            pair=column(pair, "target", "pair"),
+            sample=column(sample, "target", "sample"),
+            condition=column(self.condition, "sample", "condition"),
         )
         return {"scan": scan}
 
@@ -161,14 +156,18 @@ class LayerScan(ModelWorkflow):
 
     @property
     def best(self) -> tuple[int, float]:
-        """(layer, p) in which A looks more than B most surely; (0, 1.0) where it does in none."""
+        """(layer, p) of the smallest p with more attention in A than in B; (0, 1.0) without such a layer."""
         return best_layer(self.found)
 
-    def _findings(self) -> Findings:
+    @property
+    def not_claimed(self) -> str:
+        """Why there is no verdict on a condition of one sample."""
+        fewest = min(self.condition.count(which) for which in (0, 1))
+        return "no verdict: a condition has fewer than two samples" if fewest < 2 else ""
+
+    def claims(self) -> Iterator[Claim]:
         """The largest difference of any layer, beside that of samples dealt at random."""
         weight, is_b = self.found["weight"].transpose("layer", "sample").values, np.array(self.condition) == 1
-        if min(is_b.sum(), (~is_b).sum()) < 2:
-            return Findings.of(caption="no verdict: a condition has fewer than two samples")
         t = welch_t(weight, is_b)
         drawn = permuted_t(weight, is_b, self.settings.controls, seed=self.settings.seed)
         one, other = self.conditions
@@ -177,7 +176,7 @@ class LayerScan(ModelWorkflow):
             f"{other!r}, Welch's t"
         )
         of = f"random deals of the samples, every time the best of {len(t)} layers"
-        return Findings.of(Claim.against(text, t.max(), drawn, of))
+        yield Claim.against(text, t.max(), drawn, of)
 
     def views(self) -> Iterator[View]:
         """The test layer by layer, every sample, and how sure the difference is."""
@@ -195,7 +194,6 @@ class LayerScan(ModelWorkflow):
             for one, which, row in zip(self.placed, self.condition, weight.T, strict=True)
         ]
         conditions = dict(zip(CONDITIONS, self.conditions, strict=True))
-        yield self._findings()
         yield Data(json={**told, "conditions": conditions, "targets_behind_marker": self.unseen})
         yield Table.of(
             results,
@@ -280,18 +278,16 @@ class LayerScan(ModelWorkflow):
             "best_layer": layer,
             "best_p_value": p,
             "position_conversion_stats": self.conversion.to_json(),
-            "results": [self._layer_json(layer) for layer in self.layers],
+            "results": self._tests(),
         }
 
-    def _layer_json(self, layer: int) -> dict[str, Any]:
-        row = self.found.sel(layer=layer)
-        found: dict[str, Any] = {"layer": layer}
+    def _tests(self) -> list[dict[str, Any]]:
+        """The test of each layer, under the viewer's names and in its order."""
+        parts = [records(self.found, "layer", "layer")]
         for name, which in zip(("python", "rust"), CONDITIONS, strict=True):
-            part = row.sel(condition=which)
-            found |= {f"{name}_mean": float(part["mean"]), f"{name}_std": float(part["std"])}
-            found[f"{name}_n"] = int(part["n"])
-        names = {"ratio": "ratio", "t_statistic": "t", "df": "df", "p_value": "p"}
-        return found | {key: float(row[name]) for key, name in names.items()}
-
-
-WORKFLOW = LayerScan
+            columns = {f"{name}_{of}": of for of in ("mean", "std", "n")}
+            parts.append(records(self.found.sel(condition=which), "layer", **columns))
+        parts.append(records(self.found, "layer", ratio="ratio", t_statistic="t", df="df", p_value="p"))
+        return [
+            {name: value for row in rows for name, value in row.items()} for rows in zip(*parts, strict=True)
+        ]

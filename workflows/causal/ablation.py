@@ -15,7 +15,7 @@ models candle-mi's France; means over shipped facts.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
@@ -30,6 +30,7 @@ from ...stages.logits.lens import format_probability, format_text, format_token
 from ...store.arrays import Floats
 from ...store.errors import ConfigError
 from ..claim import CandidateEffects, Claim
+from ..labelled import largest, values_of
 from ..material.answers import answer_pieces, encoded, named, target_json
 from ..material.facts.fact_data import Fact, enough, facts_of, shown_fact
 from ..material.facts.known import CHOSEN_ON, SCORED, KnownWorkflow
@@ -37,13 +38,12 @@ from ..material.places import in_every_layer
 from ..material.unrelated import Unrelated
 from ..settings import Count, DataSettings, FactSettings, setting
 from ..subject import shipped_facts
-from ..views import Data, Figure, Heatmap, Table, View, points
-from ..workflow import loaded
+from ..views import Data, Heatmap, Table, View, points, together
+from ..workflow import Nodes, loaded
 
 if TYPE_CHECKING:
     import xarray as xr
 
-    from ...pipeline.nodes import ResultNode
 
 __all__ = ["AblationOfEach", "AblationOfEachSettings"]
 
@@ -54,7 +54,7 @@ MANY = 50
 FEW = 8
 """The same in other facts, each of which takes the mean anew."""
 SAMPLES = 10
-"""Prompts drawn, at most, for how=resample: what is told is the mean over them."""
+"""Largest number of random prompts for how=resample; KL is the mean over them."""
 INSTEAD = {
     "mean": "its mean",
     "zero": "zero",
@@ -82,7 +82,7 @@ class AblationOfEachSettings(DataSettings, FactSettings):
 
 
 class AblationOfEach(KnownWorkflow):
-    """Every head, and the attention and the MLP of every layer."""
+    """Ablation of every head, and of the attention and the MLP of every layer."""
 
     name = "ablation"
     question = "Which heads and layers does the answer need?"
@@ -90,7 +90,7 @@ class AblationOfEach(KnownWorkflow):
     settings: AblationOfEachSettings
     described: ClassVar[str] = " Layers are described, not claimed: there are too few of them."
     unit: ClassVar[str] = "head"
-    """What is taken away one at a time, and the axis that counts it."""
+    """Unit that is ablated, one at a time, and the name of its axis."""
 
     layers = loaded("layers")
     """Attention and MLP of every layer, [kind, layer]."""
@@ -100,7 +100,7 @@ class AblationOfEach(KnownWorkflow):
         """Every one of them, [layer, head]."""
         return self.result(f"{self.unit}s").load()
 
-    def plan(self) -> Mapping[str, ResultNode]:
+    def plan(self) -> Nodes:
         """Two grids of the same prompt, and one of other facts."""
         shared = self._shared()
         parts = Ablation(kinds=in_every_layer(self.subject.config, PARTS), over="layer", **shared)
@@ -124,12 +124,12 @@ class AblationOfEach(KnownWorkflow):
 
     @property
     def _kind(self) -> str:
-        """What stands for a head: what it has read of other positions."""
+        """Kind of hook point that a head is ablated at: its output before the output projection."""
         return self.subject.config.read_kind
 
     @property
     def _grid(self) -> dict[str, Any]:
-        """Every unit, in the layers that have any."""
+        """Arguments of an ablation of every unit, in the layers that have any."""
         config = self.subject.config
         layers = config.layers_with(self._kind)
         if not layers:
@@ -143,7 +143,7 @@ class AblationOfEach(KnownWorkflow):
             "layers": None if len(layers) == config.num_layers else tuple(layers),
         }
 
-    def _fact_nodes(self, own: tuple[int, ...]) -> dict[str, ResultNode]:
+    def _fact_nodes(self, own: tuple[int, ...]) -> Nodes:
         """Every unit in other facts, [draw = fact, layer, head], and which of them the model knows; none
         where no control is asked for. None of the facts is a reference of the mean, or the prompt with these
         tokens."""
@@ -168,14 +168,13 @@ class AblationOfEach(KnownWorkflow):
 
     @property
     def compared(self) -> list[int]:
-        """Which units are chosen among and held against each other, counted through layers."""
+        """Indices of the units that are compared, counted through layers."""
         return list(range(self.units["kl"].size))
 
     @cached_property
     def lost(self) -> Floats:
         """KL without each unit on other facts, in nats: [fact, layer, head]."""
-        found: Floats = self.result("facts")["kl"].transpose("draw", "layer", self.unit).values
-        return found
+        return values_of(self.result("facts")["kl"], "draw", "layer", self.unit)
 
     @cached_property
     def candidates(self) -> CandidateEffects:
@@ -246,12 +245,10 @@ class AblationOfEach(KnownWorkflow):
         return Unrelated(self.subject)
 
     def views(self) -> Iterator[View]:
-        """What is lost by head and by layer, how the target's probability moves, and the heads that count."""
+        """KL by head and by layer, change of the target's probability, and the heads with the largest KL."""
         layers = self.layers if "kind" in self.layers.dims else self.layers.expand_dims("kind")
         names = ["attention", "MLP"][: layers.sizes["kind"]]
         layers = layers.assign_coords(kind=names).transpose("layer", "kind", ...)
-        findings = self.findings()
-        yield findings
         yield Data(json=self._about())
         instead = INSTEAD[self.settings.how]
         panels = [
@@ -264,8 +261,7 @@ class AblationOfEach(KnownWorkflow):
                 self._change("layers", layers, "Target without a part"),
             ]
         title = f"What {self.subject.name} needs: '{format_text(self.prompt)}'"
-        yield from panels
-        yield Figure(name="ablation", title=title, panels=(*panels, findings), columns=2)
+        yield from together("ablation", title, *panels, beside=[self.findings], columns=2)
         yield self._most()
 
     def _loss(self, name: str, grid: xr.Dataset, title: str, caption: str) -> Heatmap:
@@ -294,34 +290,25 @@ class AblationOfEach(KnownWorkflow):
         return float(self.units["unpatched"].sel(run="clean", metric="probability"))
 
     def _most(self) -> Table:
-        """The units whose loss changes most."""
-        flat = self.units["kl"].stack(place=("layer", self.unit))
-        order = np.argsort(-flat.values, kind="stable")[: self.settings.top]
-        records = [
-            {
-                "layer": int(layer),
-                self.unit: int(unit),
-                "kl": float(self.units["kl"].sel({"layer": layer, self.unit: unit})),
-            }
-            for layer, unit in flat["place"].values[order].tolist()
-        ]
+        """Table of the units with the largest KL."""
+        units, names = self.units, ["kl"]
         columns: list[tuple[Any, ...]] = [
             ("layer", "layer", "d"),
             (self.unit, self.unit, "d"),
             ("KL", "kl", ".5f"),
         ]
         if self.pieces:
-            for one in records:
-                there = self.units["probability"].sel({name: one[name] for name in ("layer", self.unit)})
-                one["probability_change"] = float(there) - self.clean
+            change = units["probability"] - self.clean
+            units, names = units.assign(probability_change=change), [*names, "probability_change"]
             columns.append((repr(self.word), "probability_change", points))
+        most = largest(units, units["kl"].transpose("layer", self.unit), self.settings.top, *names)
         return Table.of(
-            records,
+            most,
             *columns,
             title=f"{self.subject.name}: the {self.unit}s that '{format_text(self.prompt)}' needs most",
             caption=f"KL(as it is || without the {self.unit}) of the next token, nats",
             sources=(f"{self.unit}s",),
-            json={"most": records},
+            json={"most": most},
         )
 
     def _about(self) -> dict[str, Any]:
@@ -332,6 +319,3 @@ class AblationOfEach(KnownWorkflow):
 
 def _told(grid: xr.Dataset) -> dict[str, Any]:
     return {name: grid[name] for name in ("kl", "probability") if name in grid}
-
-
-WORKFLOW = AblationOfEach

@@ -27,65 +27,34 @@ and so is what heads of a recurrent model read, write and are asked for; its sta
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
-from ...stages.causal.answer_ranks import AskedPrompt
 from ...stages.causal.draws import AtOnce
-from ...stages.causal.grids.patching import ActivationPatching, DonorPatching, common_ends
-from ...stages.causal.grids.patching_grid import HEAD_KINDS, KINDS, STATE_KINDS
-from ...stages.causal.grids.patching_metrics import KL, LogitDifference, Metric, Probability, Recovery
-from ...stages.forward.models.files import SHIPPED
+from ...stages.causal.grids.patching import ActivationPatching, DonorPatching
+from ...stages.causal.grids.patching_grid import HEAD_KINDS, STATE_KINDS
+from ...stages.causal.grids.patching_metrics import KL, Metric, Probability, Recovery
 from ...stages.logits.lens import format_probability, format_text, format_token
 from ...store.arrays import Floats
 from ...store.errors import ConfigError
 from ..claim import CandidateEffects, Claim
-from ..material.answers import answer_pieces, encoded, named
-from ..material.facts.fact_data import FIELDS
-from ..material.facts.fact_pairs import pair_records, shipped_pairs
+from ..labelled import ranked, values_of
+from ..material.answers import named
 from ..material.facts.known import CHOSEN_ON, SCORED, KnownWorkflow
-from ..material.places import NAMES, USUAL, check_kinds, in_every_layer
+from ..material.places import NAMES, USUAL, in_every_layer
 from ..material.unrelated import Unrelated
-from ..settings import Count, DataSettings, ModelSettings, setting
 from ..views import Choice, Data, Figure, Heatmap, Table, View, dim
+from ..workflow import Nodes
+from .patched_pairs import ActivationPatchingTraceSettings, PatchedPair, PatchedPairs
 
 if TYPE_CHECKING:
     import xarray as xr
 
-    from ...pipeline.nodes import ResultNode
-    from ...stages.forward.text.tokens import Encoding
-
-__all__ = ["ActivationPatchingTrace", "ActivationPatchingTraceSettings"]
-
-CITIES = (
-    (
-        "The capital of France is",
-        "Paris",
-        {
-            "The capital of Poland is": "Warsaw",
-            "The capital of Brazil is": "Brasília",
-            "The capital of Russia is": "Moscow",
-            "The capital of Canada is": "Ottawa",
-            "The capital of Turkey is": "Ankara",
-        },
-    ),
-    (
-        "The Space Needle is in downtown",
-        "Seattle",
-        {
-            "The Eiffel Tower is in downtown": "Paris",
-            "The Colosseum is located in downtown": "Rome",
-            "The Big Ben is located in downtown": "London",
-            "The Great Wall is located in downtown": "Beijing",
-        },
-    ),
-)
-"""candle-mi's pairs: clean prompt, its answer, corrupted prompts to choose from with their answers."""
+__all__ = ["ActivationPatchingTrace"]
 
 MEASURES = {
     "kl": "the clean prediction",
@@ -98,76 +67,8 @@ ROLES = ("the subject's last token", "the last token")
 """Positions that other pairs have too."""
 
 
-@dataclass(frozen=True)
-class ActivationPatchingTraceSettings(DataSettings, ModelSettings):
-    """What `--set` can change.
-
-    Raises ConfigError for a clean prompt or a corrupted one alone, an answer without a prompt, a metric that
-    needs answers which are not given, and kinds there are not.
-    """
-
-    prompt: str = setting("", "clean prompt; none: the first pairs of data, shipped facts or candle-mi's")
-    answer: str = setting("", "what comes next in the clean prompt; may be empty")
-    corrupted: tuple[str, ...] = setting((), "corrupted prompts; the first of as many tokens is taken")
-    wrong: str = setting("", "what comes next in the corrupted prompts; for metric=logit_difference")
-    metric: Literal["kl", "logit_difference", "probability"] = setting(
-        "kl",
-        '"kl" of next-token distributions; "logit_difference", clean answer minus corrupted answer; '
-        '"probability" of the clean answer: what recovery is a share of',
-    )
-    kinds: tuple[str, ...] = setting(
-        (), "what is patched; none: resid_post, attn_out and mlp_out; z, q, k, v, pattern: by head"
-    )
-    window: Count = setting(1, "neighbouring layers patched together")
-    pairs: Count = setting(2, "how many of the default pairs")
-    others: Count = setting(6, "other pairs a place is chosen on; of default pairs, as many more are scored")
-    donors: Count = setting(2, "unrelated prompts per default pair; a pair of one's own has `controls`")
-    answer_piece: Literal["only", "first"] = setting(
-        "only", '"only" refuses answers of several tokens, "first" follows the first'
-    )
-
-    def __post_init__(self) -> None:
-        if bool(self.prompt) != bool(self.corrupted):
-            raise ConfigError("expected a clean prompt and corrupted ones, found one without the other")
-        if self.answer and not self.prompt:
-            raise ConfigError(f"expected a prompt for the answer {self.answer!r}, found none")
-        if self.wrong and not self.answer:
-            raise ConfigError(f"expected an answer beside the wrong one, {self.wrong!r}, found none")
-        needed = {"logit_difference": ("answer", "wrong"), "probability": ("answer",)}.get(self.metric, ())
-        missing = [name for name in needed if self.prompt and not getattr(self, name)]
-        if missing:
-            raise ConfigError(
-                f"metric={self.metric}: expected {' and '.join(needed)} of the prompt, found no "
-                f"{' and no '.join(missing)}; set {'=… and '.join(missing)}=…"
-            )
-        check_kinds(self.kinds, KINDS)
-
-
-@dataclass(frozen=True)
-class Traced:
-    """A pair chosen: texts, token ids, the subject's first and last position, and the answers' tokens."""
-
-    clean: str
-    corrupted: str
-    answer: str
-    clean_ids: tuple[int, ...]
-    corrupted_ids: tuple[int, ...]
-    pieces: tuple[int, ...]
-    """Of the answer."""
-    wrong: str = ""
-    """The corrupted prompt's answer, "" where nobody named it."""
-    wrong_piece: int | None = None
-    """Its first token."""
-
-    @property
-    def subject(self) -> tuple[int, int]:
-        """First and last position at which the prompts differ."""
-        start, end = common_ends(self.clean_ids, self.corrupted_ids)
-        return start, len(self.clean_ids) - end - 1
-
-
 class ActivationPatchingTrace(KnownWorkflow):
-    """One grid of patches per pair and kind."""
+    """Grids of patches, one per pair and kind."""
 
     name = "activation_patching"
     question = "Where does the model keep what makes two prompts differ?"
@@ -179,31 +80,27 @@ class ActivationPatchingTrace(KnownWorkflow):
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """What is patched: as asked, or what all layers of the model have of the usual."""
+        """Kinds of states that are patched: the setting, or the usual kinds that every layer has."""
         return self.settings.kinds or in_every_layer(self.subject.config, USUAL)
 
-    def plan(self) -> Mapping[str, ResultNode]:
+    def plan(self) -> Nodes:
         """Per pair of prompts an experiment over positions, and one over heads, as far as kinds are asked."""
-        self.traced = [self._chosen(*each) for each in self._asked()]
-        kinds = self.kinds
-        grids = {
-            ("pair", "position"): tuple(kind for kind in kinds if not _by_head(kind)),
-            ("heads", "head"): tuple(kind for kind in kinds if _by_head(kind)),
-        }
+        self.pairs = PatchedPairs(self.subject, self.settings)
+        self.traced = self.pairs.shown()
+        states, heads = self.claimed_kinds, [kind for kind in self.kinds if _by_head(kind)]
         nodes = {
-            f"{name}_{i}": self.on_model(self._experiment(each, chosen, over))
-            for i, each in enumerate(self.traced)
-            for (name, over), chosen in grids.items()
-            if chosen
+            f"{name}_{i}": self.on_model(self._experiment(pair, kinds, over))
+            for i, pair in enumerate(self.traced)
+            for name, over, kinds in (("pair", "position", states), ("heads", "head", heads))
+            if kinds
         }
-        states = grids["pair", "position"]
         return nodes | (self._control_nodes(states) if states and self.settings.controls else {})
 
-    def _control_nodes(self, kinds: tuple[str, ...]) -> dict[str, ResultNode]:
+    def _control_nodes(self, kinds: Sequence[str]) -> Nodes:
         """Both roles of other pairs, [draw, layer, position]: to choose on, to score, and with donors; and
         which of these pairs the model knows."""
-        given, unrelated = self.settings, Unrelated(self.subject)
-        others = self._other_pairs()
+        given, unrelated, pairs = self.settings, Unrelated(self.subject), self.pairs
+        others = pairs.others(self.traced)
         half = given.others if len(others) >= 2 * given.others else -(-len(others) // 2)
         chosen_on, more = others[:half], others[half : half + given.others]
         if not chosen_on:
@@ -213,8 +110,14 @@ class ActivationPatchingTrace(KnownWorkflow):
             )
         self.scored = self.traced + ([] if given.prompt else more)
         self.num_donors = given.controls if given.prompt else given.donors
+
+        def at_roles(pair: PatchedPair) -> dict[str, Any]:
+            positions = (pair.subject[1], pairs.read_at(pair))
+            metrics = (Recovery(pairs.metric(pair)),)
+            return {"positions": positions, "metrics": metrics, **pairs.patch(pair, kinds)}
+
         donors = tuple(
-            DonorPatching(donor=donor, metrics=(Recovery(self._measure(pair)),), **self._roles(pair, kinds))
+            DonorPatching(donor=donor, **at_roles(pair))
             for number, pair in enumerate(self.scored)
             for donor in unrelated.to(
                 pair.clean_ids,
@@ -223,88 +126,18 @@ class ActivationPatchingTrace(KnownWorkflow):
                 targets=(pair.answer,) if pair in self.traced else (pair.answer, pair.wrong),
             )
         )
-
-        def patched(pair: Traced) -> ActivationPatching:
-            return ActivationPatching(metrics=(Recovery(self._measure(pair)),), **self._roles(pair, kinds))
-
-        asked: dict[str, tuple[ActivationPatching, ...]] = {
-            "choice": tuple(map(patched, chosen_on)),
-            "scored": tuple(map(patched, self.scored)),
+        experiments: dict[str, tuple[ActivationPatching, ...]] = {
+            "choice": tuple(ActivationPatching(**at_roles(pair)) for pair in chosen_on),
+            "scored": tuple(ActivationPatching(**at_roles(pair)) for pair in self.scored),
             "controls": donors,
         }
-        self.only_claims = tuple(asked)
-        groups = {CHOSEN_ON: [self._question(pair) for pair in chosen_on]}
+        self.only_claims = tuple(experiments)
+        groups = {CHOSEN_ON: list(map(pairs.question, chosen_on))}
         if not given.prompt:  # a pair of one's own is scored, known or not
-            groups[SCORED] = [self._question(pair) for pair in self.scored]
-        return self.known_node(groups) | {name: self.on_model(AtOnce(each)) for name, each in asked.items()}
-
-    def _other_pairs(self) -> list[Traced]:
-        """Pairs that are not shown and fit the model: the rest of `data`, or where nothing is left of it,
-        shipped ones; as many to choose on as to score on."""
-        given, limit = self.settings, self.subject.config.context_length
-        shown = [(each.clean_ids, each.corrupted_ids) for each in self.traced]
-        few = 4 * given.others + len(shown)
-        records = pair_records(self.subject, given.data)[:few]
-        found = self._fitting(records, shown, limit)
-        if given.data and not found:
-            found = self._fitting(shipped_pairs(self.subject)[:few], shown, limit)
-        return found[: 2 * given.others]
-
-    def _fitting(
-        self, records: Sequence[Mapping[str, str]], shown: Sequence[Any], limit: int | None
-    ) -> list[Traced]:
-        """Pairs of some records, but for those shown and those that the model or the metric cannot read."""
-        found = []
-        for record in records:
-            one, other, target, wrong = (record[name] for name in FIELDS)
-            ids, corrupted = (tuple(self._encoded(text).ids) for text in (one, other))
-            if (
-                (ids, corrupted) in shown
-                or len(ids) != len(corrupted)
-                or not (limit is None or len(ids) <= limit)
-            ):
-                continue
-            right, false = (self.subject.answer_id(one, word) for word in (target, wrong))
-            if self.settings.metric != "logit_difference" or right != false:
-                found.append(Traced(one, other, target, ids, corrupted, (right,), wrong, false))
-        return found
-
-    def _measure(self, pair: Traced) -> Metric:
-        """What recovery is a share of, in one pair."""
-        if self.settings.metric == "logit_difference":
-            assert pair.wrong_piece is not None
-            return LogitDifference(pair.pieces[0], pair.wrong_piece)
-        return Probability(pair.pieces[0]) if self.settings.metric == "probability" else KL()
-
-    def _question(self, pair: Traced) -> AskedPrompt:
-        """The clean prompt, its answer's first token, and the position whose logits say it."""
-        return pair.clean_ids, pair.pieces[0], self._asked_at(pair.clean_ids, pair.corrupted_ids)
-
-    def _roles(self, pair: Traced, kinds: Any) -> dict[str, Any]:
-        clean, corrupted = pair.clean_ids, pair.corrupted_ids
-        _, end = common_ends(clean, corrupted)
-        at = self._asked_at(clean, corrupted)
-        return {
-            "clean": clean,
-            "corrupted": corrupted,
-            "kinds": kinds,
-            "positions": (len(clean) - end - 1, at),
-            "window": self.settings.window,
-            "at": -1 if at == len(clean) - 1 else at,
+            groups[SCORED] = list(map(pairs.question, self.scored))
+        return self.known_node(groups) | {
+            name: self.on_model(AtOnce(each)) for name, each in experiments.items()
         }
-
-    def _asked_at(self, clean: tuple[int, ...], corrupted: tuple[int, ...]) -> int:
-        """Where both prompts are asked. Raises ConfigError unless that is one position."""
-        one, other = map(self.subject.read_at, (clean, corrupted))
-        if one != other:
-            raise ConfigError(
-                f"expected the mask at one position of both prompts, found {one} and {other}; choose others"
-            )
-        return one
-
-    def _encoded(self, text: str) -> Encoding:
-        """Tokens of a prompt as the model is asked."""
-        return encoded(self.subject, self.subject.asked(text))
 
     @property
     def claimed_kinds(self) -> list[str]:
@@ -320,15 +153,19 @@ class ActivationPatchingTrace(KnownWorkflow):
         by_donor = controls.reshape(len(scored), self.num_donors, *scored.shape[1:])
         return CandidateEffects(choice, scored, by_donor)
 
+    @property
+    def makes_claims(self) -> bool:
+        """Whether any kind is patched by position, as claims are about these."""
+        return bool(self.claimed_kinds)
+
     def claims(self) -> Iterator[Claim]:
-        """For each kind of state, the place with the largest recovery on other pairs; then the weakest."""
+        """Per kind, the layer and role with the largest recovery on other pairs; then the quietest."""
         kinds = self.claimed_kinds
         for kind in kinds:
             candidates = self.candidates(kind)
             yield self._claim(kind, candidates, candidates.best)
         first = self.candidates(kinds[0])
-        weakest = replace(first, chosen_on=np.abs(first.mean)[None]).weakest
-        yield self._claim(kinds[0], first, weakest, "for comparison, ")
+        yield self._claim(kinds[0], first, first.quietest, "for comparison, ")
 
     def claims_caption(self) -> str:
         """Caption of the claims: on which pairs the layer and position of each kind were chosen."""
@@ -355,13 +192,9 @@ class ActivationPatchingTrace(KnownWorkflow):
         """Percent recovered of one kind in one of the results on roles, in pairs that count: [pair, layer,
         role], of controls [pair and donor, layer, role]."""
         grid = 100 * self.result(name).load()["recovery"]
-        found: Floats = (
-            (grid.sel(kind=kind) if "kind" in grid.dims else grid)
-            .transpose("draw", "layer", "position")
-            .values
-        )
-        known = self.counts(name)
-        return found[known.repeat(len(found) // len(known))]
+        grid = grid.sel(kind=kind) if "kind" in grid.dims else grid
+        recovered, known = values_of(grid, "draw", "layer", "position"), self.counts(name)
+        return recovered[known.repeat(len(recovered) // len(known))]
 
     def _claim(
         self, kind: str, candidates: CandidateEffects, place: tuple[int, ...], before: str = ""
@@ -374,72 +207,13 @@ class ActivationPatchingTrace(KnownWorkflow):
         )
         return candidates.claim(text, place, "states of unrelated prompts as long", self.settings, unit="%")
 
-    def _asked(self) -> Sequence[tuple[str, str, Mapping[str, str]]]:
-        """Clean prompts, answers and what may corrupt them, with the answers to that."""
-        given = self.settings
-        if given.prompt:
-            return [(given.prompt, given.answer, dict.fromkeys(given.corrupted, given.wrong))]
-        cities = () if given.model in SHIPPED or given.data else CITIES
-        if fitting := [each for each in cities if self._fits(each[0], each[2])]:
-            return fitting[: given.pairs]
-        records = pair_records(self.subject, given.data)[: given.pairs]
-        return [
-            (one, target, {other: wrong})
-            for one, other, target, wrong in ([record[name] for name in FIELDS] for record in records)
-        ]
-
-    def _fits(self, clean: str, candidates: Iterable[str]) -> bool:
-        """Whether any of the candidates has as many tokens."""
-        first, *others = (len(self._encoded(text).ids) for text in (clean, *candidates))
-        return first in others
-
-    def _chosen(self, clean: str, answer: str, candidates: Mapping[str, str]) -> Traced:
-        ids = tuple(self._encoded(clean).ids)
-        tried = {text: tuple(self._encoded(text).ids) for text in candidates}
-        corrupted = next((text for text, other in tried.items() if len(other) == len(ids)), None)
-        if corrupted is None:
-            lengths = ", ".join(f"{text!r} has {len(other)}" for text, other in tried.items())
-            raise ConfigError(
-                f"expected a corrupted prompt of {len(ids)} tokens, as {clean!r} has, found none "
-                f"({lengths}); choose another"
-            )
-        if tried[corrupted] == ids:
-            raise ConfigError(
-                f"expected a corrupted prompt that differs from the clean one, found {clean!r} twice"
-            )
-        pieces = answer_pieces(self.subject, clean, answer, at_mask=True)
-        if len(pieces) > 1 and self.settings.answer_piece == "only":
-            raise ConfigError(
-                f"expected an answer of one token, found {answer!r} as {named(self.subject, pieces)}; choose "
-                "another, or follow its first token: answer_piece=first"
-            )
-        wrong = candidates[corrupted]
-        false = answer_pieces(self.subject, corrupted, wrong, at_mask=True)[:1]
-        if self.settings.metric == "logit_difference" and pieces[:1] == false:
-            raise ConfigError(
-                f"metric=logit_difference: expected answers that begin with different tokens, found "
-                f"{answer!r} and {wrong!r}; choose others, or another metric"
-            )
-        return Traced(
-            clean, corrupted, answer, ids, tried[corrupted], pieces, wrong, false[0] if false else None
-        )
-
-    def _experiment(self, traced: Traced, kinds: tuple[str, ...], over: str) -> ActivationPatching:
-        metrics: tuple[Metric, ...] = (Recovery(self._measure(traced)), KL())
-        if traced.pieces:
-            metrics += (Probability(traced.pieces[0]),)
+    def _experiment(self, pair: PatchedPair, kinds: Sequence[str], over: str) -> ActivationPatching:
+        metrics: tuple[Metric, ...] = (Recovery(self.pairs.metric(pair)), KL())
+        if pair.pieces:
+            metrics += (Probability(pair.pieces[0]),)
         if self.settings.metric == "logit_difference":
-            metrics += (self._measure(traced),)
-        at = self._asked_at(traced.clean_ids, traced.corrupted_ids)
-        return ActivationPatching(
-            at=-1 if at == len(traced.clean_ids) - 1 else at,
-            clean=traced.clean_ids,
-            corrupted=traced.corrupted_ids,
-            kinds=kinds,
-            over=over,
-            metrics=metrics,
-            window=self.settings.window,
-        )
+            metrics += (self.pairs.metric(pair),)
+        return ActivationPatching(over=over, metrics=metrics, **self.pairs.patch(pair, kinds))
 
     def sources(self, i: int) -> tuple[str, ...]:
         """Names of the results of pair `i`."""
@@ -458,151 +232,134 @@ class ActivationPatchingTrace(KnownWorkflow):
                 found[kind] = grid.dropna("head", subset=["kl"]) if "head" in grid.dims else grid
         return {kind: found[kind] for kind in self.kinds}
 
-    def told(self, i: int) -> dict[str, Any]:
+    def recovered(self, i: int) -> dict[str, xr.DataArray]:
+        """Percent recovered in pair `i` by kind, [layer, position] or [layer, head]."""
+        return {kind: 100 * grid["recovery"] for kind, grid in self.grids(i).items()}
+
+    def by_run(self, i: int, metric: str) -> dict[str, float]:
+        """A metric of the runs of pair `i` in which nothing is patched: "clean" and "corrupted"."""
+        unpatched = next(iter(self.grids(i).values()))["unpatched"].sel(metric=metric)
+        return dict(zip(unpatched["run"].values.tolist(), unpatched.values.tolist(), strict=True))
+
+    def document(self, i: int) -> dict[str, Any]:
         """Pair `i` in the fields of candle-mi's example, and the grids of every kind."""
-        traced, grids = self.traced[i], self.grids(i)
-        percent = {kind: 100 * grid["recovery"] for kind, grid in grids.items()}
+        pair, grids, percent = self.traced[i], self.grids(i), self.recovered(i)
         kind, first = next(iter(percent.items()))
-        start, last = traced.subject
-        unpatched = grids[kind]["unpatched"]
-        told: dict[str, Any] = {
+        start, last = pair.subject
+        found: dict[str, Any] = {
             "model_id": self.subject.name,
-            "clean_prompt": traced.clean,
-            "corrupted_prompt": traced.corrupted,
+            "clean_prompt": pair.clean,
+            "corrupted_prompt": pair.corrupted,
             "subject_pos": start,
             "subject_last_pos": last,
-            "tokens": named(self.subject, traced.corrupted_ids),
-            "clean_tokens": named(self.subject, traced.clean_ids),
+            "tokens": named(self.subject, pair.corrupted_ids),
+            "clean_tokens": named(self.subject, pair.clean_ids),
             "n_layers": self.subject.config.num_layers,
-            "seq_len": len(traced.clean_ids),
-            "corrupted_kl": float(unpatched.sel(run="corrupted", metric="kl")),
+            "seq_len": len(pair.clean_ids),
+            "corrupted_kl": self.by_run(i, "kl")["corrupted"],
             "unit": "percent recovered, 0 = corrupted, 100 = clean",
             "metric": self.settings.metric,
             "kind": kind,
             "window": self.settings.window,
-            "grid": first.values.tolist(),
-            "grids": {kind: grid.values.tolist() for kind, grid in percent.items()},
+            "grid": first,
+            "grids": percent,
             "best": [_best(kind, grid) for kind, grid in percent.items()],
         }
         if "position" in first.dims:
-            told["subject_recovery"] = first.sel(position=start).values.tolist()
-        if traced.pieces:
-            probabilities = unpatched.sel(metric="probability")
-            told |= {
-                "answer": traced.answer,
-                "answer_token_ids": list(traced.pieces),
-                "answer_token": named(self.subject, traced.pieces[:1])[0],
-                "answer_probability": {str(run["run"].values): float(run) for run in probabilities},
-                "answer_probability_grids": {
-                    kind: grid["probability"].values.tolist() for kind, grid in grids.items()
-                },
+            found["subject_recovery"] = first.sel(position=start)
+        if pair.pieces:
+            found |= {
+                "answer": pair.answer,
+                "answer_token_ids": pair.pieces,
+                "answer_token": named(self.subject, pair.pieces[:1])[0],
+                "answer_probability": self.by_run(i, "probability"),
+                "answer_probability_grids": {kind: grid["probability"] for kind, grid in grids.items()},
             }
-        if self.settings.metric == "logit_difference":
-            runs = unpatched.sel(metric="logit_difference")
-            told |= {
-                "wrong": traced.wrong,
-                "logit_difference": {str(run["run"].values): float(run) for run in runs},
-                "logit_difference_grids": {
-                    kind: grid["logit_difference"].values.tolist() for kind, grid in grids.items()
-                },
-            }
-        return told
+        if (metric := self.settings.metric) == "logit_difference":
+            by_kind = {kind: grid[metric] for kind, grid in grids.items()}
+            found |= {"wrong": pair.wrong, metric: self.by_run(i, metric), f"{metric}_grids": by_kind}
+        return found
 
     def views(self) -> Iterator[View]:
         """Per pair the grids of every kind, and the best places."""
-        pairs = [self.told(i) for i in range(len(self.traced))]
-        findings = (self.findings(),) if any(not _by_head(kind) for kind in self.kinds) else ()
-        yield from findings
-        yield Data(json={"results": pairs})
-        for i, told in enumerate(pairs):
-            traced, sources = self.traced[i], self.sources(i)
-            grids = [self._grid(told, traced, best) for best in told["best"]]
+        yield Data(json={"results": [self.document(i) for i in range(len(self.traced))]})
+        for i, pair in enumerate(self.traced):
+            put = f"'{format_text(pair.clean)}' put into '{format_text(pair.corrupted)}'"
+            grids = {kind: self._grid(pair, kind, percent) for kind, percent in self.recovered(i).items()}
             yield Choice(
-                title=f"'{format_text(traced.clean)}' put into '{format_text(traced.corrupted)}'",
+                title=put,
                 caption=f"Share of {MEASURES[self.settings.metric]} that comes back when one state of the "
                 "clean run replaces that of the corrupted one; 0 % as corrupted, 100 % as clean, below 0 % "
                 "farther off than corrupted.",
-                sources=sources,
+                sources=self.sources(i),
                 name="patched",
-                options=tuple(zip(told["grids"], grids, strict=True)),
+                options=tuple(grids.items()),
             )
             yield Figure(
                 name=f"activation_patching_{i}",
                 title=f"Where {self.subject.name} keeps what makes prompts differ",
-                caption=f"States of '{format_text(traced.clean)}' put into '{format_text(traced.corrupted)}'",
-                panels=(*grids, *findings),
+                caption=f"States of {put}",
+                panels=(*grids.values(), *([self.findings] if self.makes_claims else [])),
             )
-            yield self._places(told, sources)
+            yield self._places(i, f"{self.subject.name}: {put}")
 
-    def _grid(self, told: dict[str, Any], traced: Traced, best: dict[str, Any]) -> Heatmap:
+    def _grid(self, pair: PatchedPair, kind: str, percent: xr.DataArray) -> Heatmap:
         """Percent recovered by layer and place for one kind; framed is where the prompts differ."""
-        kind, layers = best["kind"], told["n_layers"]
-        values = np.array(told["grids"][kind])
+        best, (start, last) = _best(kind, percent), pair.subject
+        own: dict[str, Any] = {"column_name": "key/value head" if kind in ("k", "v") else "head"}
+        where = f"head {best.get('head')}"
         if "position" in best:
-            start, last = traced.subject
-            clean, corrupted = (map(format_token, told[which]) for which in ("clean_tokens", "tokens"))
+            ids = (pair.clean_ids, pair.corrupted_ids)
+            clean, corrupted = (list(map(format_token, named(self.subject, row))) for row in ids)
             texts = zip(clean, corrupted, strict=True)
-            own: dict[str, Any] = {
+            own = {
                 "columns": tuple(to if at == to else f"{at} → {to}" for at, to in texts),
                 "column_name": "token",
-                "framed": ((0, start, layers - 1, last),),
+                "framed": ((0, start, percent.sizes["layer"] - 1, last),),
                 "frame_name": "where the prompts differ",
             }
-        else:
-            heads = tuple(map(str, range(values.shape[1])))
-            own = {"columns": heads, "column_name": "key/value head" if kind in ("k", "v") else "head"}
-        return Heatmap(
-            title=NAMES[kind],
-            caption=f"most: {best['recovery']:.0f} % in layer {best['layer']} {_at(told, best)}",
-            values=values,
-            rows=tuple(map(str, range(layers))),
+            where = f"at '{corrupted[best['position']]}'"
+        return Heatmap.of(
+            percent,
+            NAMES[kind],
+            f"most: {best['recovery']:.0f} % in layer {best['layer']} {where}",
             value_name=f"recovered by patching {kind}",
             unit="%",
             low=-100.0,
             high=100.0,
             diverging=True,
-            upward=True,
             **own,
         )
 
-    def _places(self, told: dict[str, Any], sources: tuple[str, ...]) -> Table:
+    def _places(self, i: int, title: str) -> Table:
         """The best position, or head, of each layer, by kind."""
-        tokens = [format_token(text) for text in told["tokens"]]
+        pair, percent = self.traced[i], self.recovered(i)
+        tokens = [format_token(text) for text in named(self.subject, pair.corrupted_ids)]
 
-        def place(kind: str, grid: Any, layer: int) -> Any:
-            index = int(np.argmax(grid[layer]))
+        def place(kind: str, layer: int) -> Any:
+            index = int(percent[kind].values[layer].argmax())
             return dim(f"head {index}" if _by_head(kind) else f"{tokens[index]} ({index})")
 
         columns: list[tuple[Any, ...]] = [("layer", int, "d")]
-        for kind, grid in told["grids"].items():
-            columns += [(kind, partial(_most, grid), "{:.1f} %".format), ("at", partial(place, kind, grid))]
-        where = " and ".join(
-            word
-            for word, is_named in (("position", False), ("head", True))
-            if any(_by_head(kind) == is_named for kind in told["grids"])
-        )
+        for kind, grid in percent.items():
+            most = grid.values.max(1).__getitem__
+            columns += [(kind, most, "{:.1f} %".format), ("at", partial(place, kind))]
+        words = dict.fromkeys("head" if _by_head(kind) else "position" for kind in percent)
         caption = (
-            f"share of {MEASURES[self.settings.metric]} recovered at the best {where}; "
-            f"KL(clean || corrupted) {told['corrupted_kl']:.3f} nats"
+            f"share of {MEASURES[self.settings.metric]} recovered at the best "
+            f"{' and '.join(sorted(words, reverse=True))}; "
+            f"KL(clean || corrupted) {self.by_run(i, 'kl')['corrupted']:.3f} nats"
         )
-        if "logit_difference" in told:
-            runs = told["logit_difference"]
-            caption += (
-                f"; logit of {told['answer']!r} minus that of {told['wrong']!r}: {runs['clean']:+.2f} clean, "
-                f"{runs['corrupted']:+.2f} corrupted"
-            )
-        if "answer_probability" in told:
-            shares = {name: format_probability(p) for name, p in told["answer_probability"].items()}
-            word = format_token(told["answer_token"])
+        if self.settings.metric == "logit_difference":
+            difference = "{clean:+.2f} clean, {corrupted:+.2f} corrupted"
+            caption += f"; logit of {pair.answer!r} minus that of {pair.wrong!r}: "
+            caption += difference.format(**self.by_run(i, "logit_difference"))
+        if pair.pieces:
+            shares = {run: format_probability(p) for run, p in self.by_run(i, "probability").items()}
+            word = format_token(named(self.subject, pair.pieces[:1])[0])
             caption += f"; {word!r} {shares['clean']} clean, {shares['corrupted']} corrupted"
-        return Table.of(
-            range(told["n_layers"]),
-            *columns,
-            title=f"{self.subject.name}: '{format_text(told['clean_prompt'])}' put into "
-            f"'{format_text(told['corrupted_prompt'])}'",
-            caption=caption,
-            sources=sources,
-        )
+        layers = range(self.subject.config.num_layers)
+        return Table.of(layers, *columns, title=title, caption=caption, sources=self.sources(i))
 
 
 def _is_memory(kind: str) -> bool:
@@ -615,29 +372,7 @@ def _by_head(kind: str) -> bool:
     return kind in HEAD_KINDS or (kind in STATE_KINDS and not _is_memory(kind))
 
 
-def _most(grid: list[list[float]], layer: int) -> float:
-    return max(grid[layer])
-
-
-def _at(told: dict[str, Any], best: dict[str, Any]) -> str:
-    """The place of the largest cell, in words."""
-    return (
-        f"at '{format_token(told['tokens'][best['position']])}'"
-        if "position" in best
-        else f"head {best['head']}"
-    )
-
-
 def _best(kind: str, percent: xr.DataArray) -> dict[str, Any]:
     """The largest cell of a grid [layer, position] or [layer, head], the earliest of equal ones."""
-    row, column = np.unravel_index(int(percent.values.argmax()), percent.shape)
-    place = str(percent.dims[1])
-    return {
-        "kind": kind,
-        "layer": int(percent["layer"][row]),
-        place: int(percent[place][column]),
-        "recovery": float(percent.values[row, column]),
-    }
-
-
-WORKFLOW = ActivationPatchingTrace
+    (place,) = ranked(percent, 1)
+    return {"kind": kind, **place, "recovery": float(percent.sel(place))}

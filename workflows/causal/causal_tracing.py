@@ -19,8 +19,8 @@ are the answer.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -35,20 +35,20 @@ from ...stages.causal.grids.tracing import CausalTracing
 from ...stages.corpus.positions import phrase_tokens
 from ...stages.forward.models.files import SHIPPED
 from ...stages.logits.lens import format_probability, format_text, format_token
-from ...store.errors import ConfigError
 from ..claim import CandidateEffects, Claim
+from ..labelled import largest, values_of
 from ..material.answers import FRANCE, answer_pieces, encoded, named, target_json
 from ..material.facts.fact_data import enough
 from ..material.facts.fact_pairs import pair_records
 from ..material.facts.known import CHOSEN_ON, SCORED, KnownWorkflow
 from ..material.places import NAMES, USUAL, check_kinds, in_every_layer
-from ..settings import Count, DataSettings, FactSettings, Natural, Positive, setting
-from ..views import Data, Figure, Heatmap, Table, View
+from ..settings import Count, DataSettings, FactSettings, Natural, Positive, require_together, setting
+from ..views import Data, Heatmap, Table, View, together
+from ..workflow import Nodes
 
 if TYPE_CHECKING:
     import xarray as xr
 
-    from ...pipeline.nodes import ResultNode
     from ...store.arrays import Floats
 
 __all__ = ["CausalTrace", "CausalTraceSettings"]
@@ -80,12 +80,7 @@ class CausalTraceSettings(DataSettings, FactSettings):
 
     def __post_init__(self) -> None:
         check_kinds(self.kinds, HIDDEN_KINDS)
-        given = {name: bool(getattr(self, name)) for name in ("prompt", "target", "subject")}
-        if len(set(given.values())) > 1:
-            found = " and ".join(name for name, is_given in given.items() if is_given)
-            raise ConfigError(
-                f"expected a prompt with its target and subject, or none of them, found {found}"
-            )
+        require_together(self, "prompt", "target", "subject")
 
 
 @dataclass(frozen=True)
@@ -99,39 +94,28 @@ class Recalled:
     positions: tuple[int, ...] | None = None
 
 
-@dataclass(frozen=True)
-class Site:
-    """A layer and a role, and the mean rise in probability on the facts they were chosen on."""
-
-    layer: int
-    role: int
-    rise: float
-
-
 class CausalTrace(KnownWorkflow):
-    """One grid of restored states per kind."""
+    """Grids of restored states, one per kind."""
 
     name = "causal_tracing"
     question = "Where is a fact recalled when its subject is drowned in noise?"
     settings_type = CausalTraceSettings
     settings: CausalTraceSettings
 
-    def plan(self) -> Mapping[str, ResultNode]:
-        """An experiment per kind, as windows differ; and all kinds in other facts."""
+    def plan(self) -> Nodes:
+        """An experiment per kind, as windows differ, on the prompt shown and on other facts."""
         chosen = self.settings
         self.prompt, self.target = self._fact()
         self.pieces = answer_pieces(self.subject, self.prompt, self.target)
         self.window = chosen.window or max(1, round(self.subject.config.num_layers / 5))
         own = Recalled(self.tokens, self.noised, self.pieces[0])
-        grids: dict[str, ResultNode] = {
-            kind: self.on_model(self._tracing(own, kind, chosen.samples)) for kind in self.kinds
-        }
+        grids: Nodes = {kind: self.on_model(self._tracing(own, kind, chosen.samples)) for kind in self.kinds}
         if not chosen.controls:
             return grids
         others = self._other_facts()
         half = len(others) // 2
         halves = {"choice": others[:half], "scored": others[half:]}
-        claims: dict[str, ResultNode] = {
+        claims: Nodes = {
             f"{name}_{kind}": self.on_model(
                 AtOnce(tuple(self._tracing(each, kind, chosen.fact_samples) for each in facts))
             )
@@ -147,7 +131,7 @@ class CausalTrace(KnownWorkflow):
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """What is put back: as asked, or what all layers of the model have of the usual."""
+        """Kinds of states that are restored: the setting, or the usual kinds that every layer has."""
         return self.settings.kinds or in_every_layer(self.subject.config, USUAL)
 
     def _tracing(self, fact: Recalled, kind: str, samples: int) -> CausalTracing:
@@ -212,27 +196,28 @@ class CausalTrace(KnownWorkflow):
 
     @cached_property
     def found(self) -> dict[str, xr.Dataset]:
-        """The grid of each kind, in memory."""
+        """Grid of restored states by kind, in memory."""
         return {kind: self.result(kind).load() for kind in self.kinds}
 
     @cached_property
     def candidates(self) -> dict[str, CandidateEffects]:
         """Rise of the answer's probability by each kind of state, [fact, layer, role], on facts that the
-        model knows; the held-out ones have drawn positions behind the roles."""
-        return {
-            kind: CandidateEffects(
-                self._rise(f"choice_{kind}", CHOSEN_ON), self._rise(f"scored_{kind}", SCORED)
-            )
-            for kind in self.kinds
-        }
+        model knows; the held-out ones have drawn positions behind the roles. A state has no last role: that
+        is the query itself, whose state is not put back."""
+        found = {}
+        for kind in self.kinds:
+            choice, scored = self._rise(f"choice_{kind}", CHOSEN_ON), self._rise(f"scored_{kind}", SCORED)
+            if is_state(kind):
+                scored = np.delete(scored, len(ROLES) - 1, axis=2)
+            found[kind] = CandidateEffects(choice[..., : len(ROLES) - is_state(kind)], scored)
+        return found
 
     def _rise(self, name: str, group: str) -> Floats:
-        """Of one result, [fact, layer, position]."""
+        """Rise of the answer's probability in one result, [fact, layer, position]."""
         found = self.result(name).load()
         noised = found["unpatched"].sel(run="corrupted", metric="probability")
-        rise = (found["probability"] - noised).transpose("draw", "layer", "position")
-        values: Floats = rise.values[self.is_known(group)]
-        return values
+        rise = values_of(found["probability"] - noised, "draw", "layer", "position")
+        return rise[self.is_known(group)]
 
     @property
     def says_answer(self) -> bool:
@@ -240,22 +225,16 @@ class CausalTrace(KnownWorkflow):
         (first, *_) = self.found.values()
         return float(first["unpatched"].sel(run="clean", metric="rank")) == 0
 
-    def site(self, kind: str, *, is_quiet: bool = False) -> Site:
-        """The place of a kind that restores most on the facts to choose on, or moves their answer least."""
-        mean = self.candidates[kind].mean[:, : len(ROLES) - is_state(kind)]
-        best = np.abs(mean).argmin() if is_quiet else mean.argmax()
-        layer, role = map(int, np.unravel_index(int(best), mean.shape))
-        return Site(layer, role, float(mean[layer, role]))
-
     def claims(self) -> Iterator[Claim]:
-        """For each kind of state, the chosen place on held-out facts and in this prompt; then the least
-        effective place."""
-        kinds = list(self.kinds)
-        for kind in kinds:
-            yield self._on_others(kind, self.site(kind))
-        yield self._on_others(kinds[0], self.site(kinds[0], is_quiet=True), "for comparison, ")
-        for kind in kinds if self.says_answer else ():
-            if (claim := self._here(kind, self.site(kind))) is not None:
+        """For each kind of state, the chosen layer and role on held-out facts; the least effective one; then
+        the chosen ones in this prompt."""
+        best = {kind: candidates.best for kind, candidates in self.candidates.items()}
+        for kind, place in best.items():
+            yield self._on_others(kind, place)
+        first = self.kinds[0]
+        yield self._on_others(first, self.candidates[first].quietest, "for comparison, ")
+        for kind, place in best.items() if self.says_answer else ():
+            if (claim := self._here(kind, place)) is not None:
                 yield claim
 
     def claims_caption(self) -> str:
@@ -268,24 +247,21 @@ class CausalTrace(KnownWorkflow):
             f"{'also' if self.says_answer else 'not'} in this prompt; of others nothing is claimed."
         )
 
-    def _on_others(self, kind: str, site: Site, before: str = "") -> Claim:
-        """The claim about a layer and role on held-out facts, beside other places of each prompt."""
-        own = self.candidates[kind]
-        if is_state(kind):  # the last role is the query itself, whose state is not put back
-            own = replace(own, scored_on=np.delete(own.scored_on, len(ROLES) - 1, axis=2))
-        return own.claim(
-            f"{before}{self._claim(kind, site)} raises the probability of the answer",
-            (site.layer, site.role),
+    def _on_others(self, kind: str, place: tuple[int, ...], before: str = "") -> Claim:
+        """The claim about a place [layer, role] on held-out facts, beside other places of each prompt."""
+        return self.candidates[kind].claim(
+            f"{before}{self._cause(kind, place)} raises the probability of the answer",
+            place,
             "another place of each prompt that the noise reaches",
             self.settings,
             noises=self.settings.fact_samples,
         )
 
-    def _here(self, kind: str, site: Site) -> Claim | None:
-        """The place in the prompt shown, beside its others; None where there are no two of them."""
+    def _here(self, kind: str, place: tuple[int, ...]) -> Claim | None:
+        """The claim about the prompt shown, beside its other cells; None with fewer than two cells."""
         given, grid, length = self.settings, self.found[kind], len(self.tokens)
         noised = float(grid["unpatched"].sel(run="corrupted", metric="probability"))
-        own = site.layer, roles_of(self.noised[-1], length)[site.role]
+        own = place[0], roles_of(self.noised[-1], length)[place[1]]
         last = length - is_state(kind)
         rise = grid["probability"].transpose("layer", "position").values - noised
         rows, columns = rise.shape
@@ -299,7 +275,7 @@ class CausalTrace(KnownWorkflow):
             spread = interval_of_mean(float(rise[own]), float(deviation), given.samples)
         word = format_token(named(self.subject, self.pieces[:1])[0])
         return Claim.among(
-            f"in '{format_text(self.prompt)}', {self._claim(kind, site)} raises the probability of {word!r}",
+            f"in '{format_text(self.prompt)}', {self._cause(kind, place)} raises the probability of {word!r}",
             rise,
             cell,
             "other places that the noise reaches",
@@ -311,15 +287,13 @@ class CausalTrace(KnownWorkflow):
             noises=given.samples,
         )
 
-    def _claim(self, kind: str, site: Site) -> str:
+    def _cause(self, kind: str, place: tuple[int, ...]) -> str:
         layers = self.window_of(kind)
         around = f"{layers} layers around " if layers > 1 else ""
-        return f"clean {kind} of {around}layer {site.layer} at {ROLES[site.role]} put back"
+        return f"clean {kind} of {around}layer {place[0]} at {ROLES[place[1]]} put back"
 
     def views(self) -> Iterator[View]:
-        """What is claimed; the answer's probability by place for each kind, and the best places."""
-        findings = self.findings()
-        yield findings
+        """The answer's probability by layer and position for each kind, and the best cells."""
         texts = [format_token(text) for text in named(self.subject, self.tokens)]
         found = self.found
         runs = next(iter(found.values()))["unpatched"].sel(metric="probability")
@@ -350,8 +324,7 @@ class CausalTrace(KnownWorkflow):
             for kind, grid in found.items()
         ]
         title = f"Where {self.subject.name} recalls {word!r}: '{format_text(self.prompt)}'"
-        yield from panels
-        yield Figure(name="causal_tracing", title=title, panels=(*panels, findings))
+        yield from together("causal_tracing", title, *panels, beside=[self.findings])
         yield Table.of(
             best,
             ("put back", lambda one: NAMES[one["kind"]]),
@@ -368,7 +341,7 @@ class CausalTrace(KnownWorkflow):
         return format_text("".join(texts[place] for place in self.noised).strip())
 
     def _about(self, clean: float, noised: float, grid: xr.Dataset) -> dict[str, Any]:
-        """What is asked, and the two runs nothing was put back in."""
+        """Prompt, noise, and the probabilities of the clean and the noised run, for documents."""
         return {
             **self.subject.about,
             "prompt": self.prompt,
@@ -382,11 +355,16 @@ class CausalTrace(KnownWorkflow):
         }
 
     def _choice(self) -> dict[str, Any]:
-        """The places chosen on other facts, by kind."""
+        """Layer and role chosen on other facts, by kind, for documents."""
         if self.not_claimed:
             return {}
-        sites = {kind: self.site(kind) for kind in self.candidates}
-        return {"choice": {kind: vars(site) | {"role": ROLES[site.role]} for kind, site in sites.items()}}
+        best = {kind: (candidates.best, candidates.mean) for kind, candidates in self.candidates.items()}
+        return {
+            "choice": {
+                kind: {"layer": place[0], "role": ROLES[place[1]], "rise": mean[place]}
+                for kind, (place, mean) in best.items()
+            }
+        }
 
 
 def roles_of(subject_end: int, length: int) -> tuple[int, ...]:
@@ -407,20 +385,11 @@ def _differing(ids: Sequence[int], others: Sequence[int]) -> tuple[int, ...]:
 
 def _best(kind: str, grid: xr.Dataset) -> dict[str, Any]:
     """The place that restores most, the earliest of equal ones; restored: 0 as noised, 1 as clean."""
-    values = grid["probability"].transpose("layer", "position").values
-    layer, position = np.unravel_index(int(values.argmax()), values.shape)
+    (best,) = largest(grid, grid["probability"].transpose("layer", "position"), 1, "probability")
     clean, noised = grid["unpatched"].sel(metric="probability", run=["clean", "corrupted"]).values.tolist()
-    return {
-        "kind": kind,
-        "layer": int(grid["layer"][layer]),
-        "position": int(grid["position"][position]),
-        "probability": float(values[layer, position]),
-        "restored": (float(values[layer, position]) - noised) / (clean - noised) if clean != noised else None,
-    }
+    restored = (best["probability"] - noised) / (clean - noised) if clean != noised else None
+    return {"kind": kind, **best, "restored": restored}
 
 
 def _windowed(layers: int) -> str:
     return "the state" if layers == 1 else f"{layers} layers"
-
-
-WORKFLOW = CausalTrace

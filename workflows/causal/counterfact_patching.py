@@ -13,7 +13,7 @@ before the first blank line.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -24,17 +24,17 @@ from ...stages.causal.counterfact import CounterFactPatching
 from ...stages.causal.factual_routing import FactualRouting
 from ...stages.logits.lens import format_text, format_token
 from ..claim import CandidateEffects, Claim
+from ..labelled import values_of
 from ..material.answers import named
 from ..material.facts.fact_pairs import SUBJECTS, PairWorkflow, layers_told
 from ..material.facts.known import CHOSEN_ON, SCORED
 from ..settings import PairSettings
 from ..views import Bars, Choice, Figure, Heatmap, Line, Table, View, bold, dim
-from ..workflow import loaded
+from ..workflow import Nodes, loaded
 
 if TYPE_CHECKING:
     import xarray as xr
 
-    from ...pipeline.nodes import ResultNode
 
 __all__ = ["CounterFactPatches", "CounterFactPatchesSettings"]
 
@@ -49,7 +49,7 @@ class CounterFactPatchesSettings(PairSettings):
 
 
 class CounterFactPatches(PairWorkflow):
-    """All patches of all pairs."""
+    """Patches of every position in every block, for all pairs."""
 
     name = "counterfact_patching"
     question = "At which place does one fact turn into another?"
@@ -59,10 +59,10 @@ class CounterFactPatches(PairWorkflow):
 
     found = loaded("patches")
 
-    def plan(self) -> Mapping[str, ResultNode]:
+    def plan(self) -> Nodes:
         """Every position of every pair, and its subject, in every block."""
         shared = self.read_pairs()
-        nodes: dict[str, ResultNode] = {"patches": self.on_model(CounterFactPatching(**shared))}
+        nodes: Nodes = {"patches": self.on_model(CounterFactPatching(**shared))}
         if controls := self.control_nodes():
             nodes |= {"subjects": self.on_model(FactualRouting(**shared)), **controls}
             self.only_claims = (*self.only_claims, "subjects")
@@ -73,19 +73,24 @@ class CounterFactPatches(PairWorkflow):
         """Whether the state of the counterfactual subject in each block makes the model predict what the
         counterfactual prompt does, of pairs that the model knows."""
         choice = self.result("choice").load().isel(draw=0)
-        predicts = (choice["token_id"] == choice["counterfactual_token_id"]).transpose("pair", "block").values
+        predicts, patched, controls = (
+            values_of(each, "pair", "block")
+            for each in (
+                choice["token_id"] == choice["counterfactual_token_id"],
+                self.result("subjects")["token_id"],
+                self.result("controls").isel(draw=0)["token_id"],
+            )
+        )
         known = self.is_known(SCORED)
         expected = self.found["counterfactual_token_id"].values[known]
-        patched = self.result("subjects").load()["token_id"].transpose("pair", "block").values[known]
-        controls = self.result("controls").load().isel(draw=0)["token_id"].transpose("pair", "block").values
         return CandidateEffects(
             predicts[self.is_known(CHOSEN_ON)],
-            patched == expected[:, None],
+            patched[known] == expected[:, None],
             self.by_donor(controls) == expected[:, None, None],
         )
 
     def claims(self) -> Iterator[Claim]:
-        """The block that works most often on other pairs, and the one that does least."""
+        """The block that most often turns the answer on other pairs, and the one that does so least."""
         often = self.candidates.mean
         # Of several blocks in which nothing happens the last one: it is farthest from the first.
         weakest = len(often) - 1 - int(often[::-1].argmin())
@@ -125,7 +130,7 @@ class CounterFactPatches(PairWorkflow):
         """Whether facts end their prompts, so that a fact's last token is where the next word is read."""
         return all(each.labels[-1] == "fact_final" for each in self.pairs)
 
-    def told(self, i: int) -> dict[str, Any]:
+    def document(self, i: int) -> dict[str, Any]:
         """Pair `i` in the fields of candle-mi's example."""
         names = {
             "orig_pos": "position",
@@ -147,8 +152,6 @@ class CounterFactPatches(PairWorkflow):
 
     def views(self) -> Iterator[View]:
         """How often the next word changes, by block and type of token, and how far every patch moves it."""
-        findings = self.findings()
-        yield findings
         patches, total, model = self.patches, len(self.pairs), self.subject.name
         different, kinds = patches["is_different"].values, patches["token_type"].values
         here = [patches["block"].values == block for block in range(len(self.blocks))]
@@ -188,7 +191,7 @@ class CounterFactPatches(PairWorkflow):
             json={
                 **self.about,
                 "summary": summary,
-                "results": lambda: [self.told(i) for i in range(total)],
+                "results": lambda: [self.document(i) for i in range(total)],
             },
         )
         maps = [self._map(i) for i in range(min(total, PAIRS))]
@@ -217,7 +220,7 @@ class CounterFactPatches(PairWorkflow):
         told = f"{format_text(first['label'])}; framed: the next word changes"
         one = replace(maps[0], title="One pair: how far the prediction moves", caption=told)
         title = f"Where {model} can be told another fact"
-        yield Figure(name="counterfact_patching", title=title, panels=(often, one, findings), columns=2)
+        yield Figure(name="counterfact_patching", title=title, panels=(often, one, self.findings), columns=2)
 
     def _map(self, i: int) -> Heatmap:
         """KL of every patch of a pair, block by position."""
@@ -251,6 +254,3 @@ def _share(different: Any) -> dict[str, Any]:
 def _told(share: dict[str, Any]) -> Any:
     total = share["count_total"]
     return (f"{share['pct_different']:.1f} % ", dim(f"of {total}")) if total else "-"
-
-
-WORKFLOW = CounterFactPatches

@@ -12,7 +12,7 @@ and held against other experts, as heads are (ablation.py).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -24,15 +24,16 @@ from ...stages.corpus.expert_use import NO_TOKEN, expert_use
 from ...stages.forward.text.prompts import pack_encodings
 from ...stages.logits.lens import format_token
 from ...store.errors import ConfigError
-from ..material.answers import named
+from ..labelled import column, records
 from ..settings import MODEL_HELP, Count, setting
 from ..subject import shipped_facts, shipped_prose
-from ..views import Data, Figure, Heatmap, Line, Lines, Table, View, dim
-from ..workflow import loaded
+from ..views import Data, Heatmap, Line, Lines, Table, View, dim, together
+from ..workflow import Nodes, loaded
 from .ablation import AblationOfEach, AblationOfEachSettings
 
 if TYPE_CHECKING:
-    from ...pipeline.nodes import ResultNode
+    import xarray as xr
+
     from ...store import PackedTokens
 
 __all__ = ["ExpertRouting", "ExpertRoutingSettings"]
@@ -71,12 +72,10 @@ class ExpertRouting(AblationOfEach):
     )
 
     use = loaded("use")
-    """What they read, [layer, expert]."""
+    """Tokens that experts read, [layer, expert]."""
 
-    def plan(self) -> Mapping[str, ResultNode]:
+    def plan(self) -> Nodes:
         """What experts read of a corpus; every one left out of this prompt, and of other facts."""
-        import xarray as xr
-
         given = self.settings
         shared = self._shared()
         units = self.on_model(Ablation(**self._grid, **shared))
@@ -84,7 +83,7 @@ class ExpertRouting(AblationOfEach):
         captured = self.subject.capture(tokens, f"blocks.*.mlp.hook_{WEIGHTS}")
         use = expert_use.on(
             weights=captured[WEIGHTS],
-            token_id=xr.DataArray(ids, dims="token", name="token_id"),
+            token_id=column(ids, "token", "token_id"),
             top_k=given.top,
             least=given.least,
             draws=given.controls,
@@ -94,7 +93,7 @@ class ExpertRouting(AblationOfEach):
 
     @property
     def _kind(self) -> str:
-        """What stands for an expert: its weight."""
+        """Kind of hook point that an expert is ablated at: its weight."""
         return WEIGHTS
 
     def _corpus(self) -> tuple[PackedTokens, Any]:
@@ -124,9 +123,8 @@ class ExpertRouting(AblationOfEach):
         return [int(cell) for cell in np.flatnonzero(share >= IN_USE)]
 
     def views(self) -> Iterator[View]:
-        """What is lost without each; which tokens each reads, and how far tokens alone decide."""
-        findings, use = self.findings(), self.use
-        yield findings
+        """KL without each expert, the tokens it reads, and how far tokens alone decide the routing."""
+        use = self.use
         yield Data(json=self._about())
         share = Heatmap.of(
             use["share"].transpose("layer", "expert"),
@@ -142,9 +140,8 @@ class ExpertRouting(AblationOfEach):
         panels: list[Any] = [share, lost, self._told_by_tokens()]
         if self.pieces:
             panels.append(self._change("experts", self.units, "Target without an expert"))
-        yield from panels
         title = f"Experts of {self.subject.name}"
-        yield Figure(name="expert_routing", title=title, panels=(*panels, findings), columns=2)
+        yield from together("expert_routing", title, *panels, beside=[self.findings], columns=2)
         yield self._readers()
         yield self._most()
 
@@ -183,31 +180,24 @@ class ExpertRouting(AblationOfEach):
         )
 
     def _readers(self) -> Table:
-        """A row per expert: how much it reads, and the tokens it reads most."""
+        """Table of the share of tokens that each expert reads, and the tokens it reads most."""
         use = self.use
-        records = []
-        for layer in use["layer"].values.tolist():
-            for expert in range(self._count):
-                here = use.sel(layer=layer).isel(expert=expert)
-                ids = here["top_id"].values
-                held = [i for i, token in enumerate(ids.tolist()) if token != NO_TOKEN]
-                texts = named(self.subject, ids[held].tolist())
-                records.append(
-                    {
-                        "layer": layer,
-                        "expert": expert,
-                        "share": float(here["share"]),
-                        "weight": float(here["weight"]),
-                        "tokens": [
-                            {
-                                "token": text,
-                                "share": float(here["top_share"][i]),
-                                "count": int(here["top_count"][i]),
-                            }
-                            for i, text in zip(held, texts, strict=True)
-                        ],
-                    }
-                )
+        (rank,) = set(use["top_id"].dims) - {"layer", "expert"}
+
+        def tokens_of(here: xr.Dataset) -> list[dict[str, Any]]:
+            rows = records(here, str(rank), token="top_id", share="top_share", count="top_count")
+            return [
+                row | {"token": self.subject.tokenizer.decode_token(row["token"])}
+                for row in rows
+                if row["token"] != NO_TOKEN
+            ]
+
+        readers = [
+            row | {"layer": layer, "expert": expert, "tokens": tokens_of(here.isel(expert=expert))}
+            for layer in use["layer"].values.tolist()
+            for here in [use.sel(layer=layer)]
+            for expert, row in enumerate(records(here, "expert", "share", "weight"))
+        ]
 
         def tokens(record: dict[str, Any]) -> Any:
             return tuple(
@@ -217,7 +207,7 @@ class ExpertRouting(AblationOfEach):
             )
 
         return Table.of(
-            records,
+            readers,
             ("layer", "layer", "d"),
             ("expert", "expert", "d"),
             ("tokens", "share", "{:.1%}".format),
@@ -227,8 +217,5 @@ class ExpertRouting(AblationOfEach):
             caption="tokens: share of all that are sent there; weight: the share it reads of one; then those "
             f"that occur {self.settings.least} times or more, with the share it reads of all of each",
             sources=("use",),
-            json={"readers": records},
+            json={"readers": readers},
         )
-
-
-WORKFLOW = ExpertRouting

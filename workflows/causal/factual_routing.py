@@ -11,7 +11,7 @@ shipped facts on the specimen; `data` as for counterfact_patching.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -22,16 +22,17 @@ from ...stages.causal.factual_routing import FactualRouting
 from ...stages.logits.lens import format_text
 from ...store.arrays import Floats
 from ..claim import CandidateEffects, Claim
+from ..labelled import largest, ranked, values_of
 from ..material.answers import named
 from ..material.facts.fact_pairs import SUBJECTS, PairWorkflow, layers_told
 from ..material.facts.known import CHOSEN_ON, SCORED
 from ..settings import Count, PairSettings, setting
 from ..views import Bars, Choice, Figure, Heatmap, Line, Table, View, bold
+from ..workflow import Nodes
 
 if TYPE_CHECKING:
     import xarray as xr
 
-    from ...pipeline.nodes import ResultNode
 
 __all__ = ["Routing", "RoutingSettings"]
 
@@ -57,7 +58,7 @@ class Routing(PairWorkflow):
     settings_type = RoutingSettings
     settings: RoutingSettings
 
-    def plan(self) -> Mapping[str, ResultNode]:
+    def plan(self) -> Nodes:
         """The subject of every pair, in every block."""
         routing = FactualRouting(**self.read_pairs())
         return {"routing": self.on_model(routing), **self.control_nodes()}
@@ -83,17 +84,19 @@ class Routing(PairWorkflow):
             *(part.sum((-2, -1)) for part in (heads.chosen_on, heads.scored_on, heads.controls))
         )
         (block,) = blocks.best
-        moved = heads.mean[block]
-        layer, head = map(int, np.unravel_index(int(moved.argmax()), moved.shape))
+        in_block = np.zeros(heads.mean.shape, bool)
+        in_block[block] = True
+        best = replace(heads, among=in_block).best
         # Below the block nothing can move; that is no comparison.
-        above = min(self.blocks[block][0] + 1, len(moved) - 1)
-        weakest, other = map(int, np.unravel_index(int(moved[above:].argmin()), moved[above:].shape))
+        in_block[block, : min(self.blocks[block][0] + 1, len(in_block[block]) - 1)] = False
+        weakest = replace(heads, among=in_block).weakest
         cause = f"another {SUBJECTS[self.settings.subject]} in layers {layers_told(self.blocks[block])} moves"
         text = f"{cause} the last token's attention to the fact, sum over heads"
         yield blocks.claim(text, (block,), of, self.settings)
-        for before, place in (("", (layer, head)), ("for comparison, ", (above + weakest, other))):
-            text = f"{before}{cause} that of head {place[1]} of layer {place[0]}"
-            yield heads.claim(text, (block, *place), of, self.settings)
+        for before, place in (("", best), ("for comparison, ", weakest)):
+            _, layer, head = place
+            text = f"{before}{cause} that of head {head} of layer {layer}"
+            yield heads.claim(text, place, of, self.settings)
 
     def claims_caption(self) -> str:
         """How block and heads were chosen."""
@@ -120,7 +123,7 @@ class Routing(PairWorkflow):
         top = np.argsort(-flat, axis=1, kind="stable")[:, :OFTEN]
         count = np.bincount(top.ravel(), minlength=flat.shape[1])
         total = np.bincount(top.ravel(), np.take_along_axis(flat, top, 1).ravel(), flat.shape[1])
-        found = [
+        return [
             {
                 "layer": i // size.shape[3],
                 "head": i % size.shape[3],
@@ -128,11 +131,11 @@ class Routing(PairWorkflow):
                 "pct_of_blocks": 100 * int(count[i]) / len(flat),
                 "avg_abs_delta": float(total[i] / count[i]),
             }
-            for i in np.flatnonzero(count).tolist()
+            for i in np.lexsort((-total / np.maximum(count, 1), -count)).tolist()
+            if count[i]
         ]
-        return sorted(found, key=lambda each: (-each["appearances_in_top10"], -each["avg_abs_delta"]))
 
-    def told(self, i: int) -> dict[str, Any]:
+    def document(self, i: int) -> dict[str, Any]:
         """Pair `i` in the fields of candle-mi's example."""
         pair, found, rule = self.pairs[i].pair, self.routing.isel(pair=i), self.settings.subject
         assert pair.subject is not None
@@ -154,27 +157,19 @@ class Routing(PairWorkflow):
         }
 
     def _block(self, found: xr.Dataset, block: int) -> dict[str, Any]:
-        delta = found["delta"].values
-        order = np.argsort(-np.abs(delta), axis=None, kind="stable")[: self.settings.top_k]
-        heads = [tuple(map(int, np.unravel_index(index, delta.shape))) for index in order]
-        names = {"baseline_attn": "baseline_attention", "patched_attn": "attention", "delta": "delta"}
+        moved = abs(found["delta"])
+        columns = {"baseline_attn": "baseline_attention", "patched_attn": "attention"}
         return {
             "layers": self.blocks[block],
             "is_different": bool(found["is_different"]),
             "continuation": named(self.subject, [found["token_id"]])[0],
             "kl_from_original": float(found["kl"]),
-            "top_heads": [
-                {"layer": layer, "head": head}
-                | {name: float(found[of].values[layer, head]) for name, of in names.items()}
-                for layer, head in heads
-            ],
-            "total_routing_shift": float(np.abs(delta).sum()),
+            "top_heads": largest(found, moved, self.settings.top_k, "delta", **columns),
+            "total_routing_shift": float(moved.sum()),
         }
 
     def views(self) -> Iterator[View]:
         """Which heads move, by the block patched, and how much does."""
-        findings = self.findings()
-        yield findings
         model, rule, pairs, blocks = self.subject.name, self.settings.subject, len(self.pairs), self.blocks
         total, count = np.abs(self.routing["delta"].values).sum((2, 3)), pairs * len(blocks)
         changed = 100 * self.routing["is_different"].values.mean(0)
@@ -207,7 +202,7 @@ class Routing(PairWorkflow):
                 **self.about,
                 "n_heads": self.subject.config.attention_heads,
                 "subject_rule": rule,
-                "results": lambda: [self.told(i) for i in range(pairs)],
+                "results": lambda: [self.document(i) for i in range(pairs)],
                 "aggregate": {"head_frequency": heads, "avg_routing_by_block": moved},
             },
         )
@@ -235,22 +230,17 @@ class Routing(PairWorkflow):
         yield Figure(
             name="factual_routing",
             title=f"Which heads of {model} look elsewhere once the {SUBJECTS[rule]} is another",
-            panels=(*panels, amount, findings),
+            panels=(*panels, amount, self.findings),
             columns=2,
         )
 
     def _map(self, part: xr.DataArray, whole: xr.DataArray) -> Heatmap:
         """How much each head moves when one block is patched, on the scale of all blocks."""
         part = part.transpose("layer", "head")
-        layer, head = map(int, np.unravel_index(int(part.values.argmax()), part.shape))
-        return Heatmap.of(part, "", f"most: layer {layer}, head {head}", low=0.0, high=float(whole.max()))
+        most = "most: layer {layer}, head {head}".format(**ranked(part, 1)[0])
+        return Heatmap.of(part, "", most, low=0.0, high=float(whole.max()))
 
 
 def _moved(found: xr.Dataset) -> Floats:
     """Change of the last token's attention to the fact, [pair, block, layer, head]."""
-    delta = found["attention"] - found["baseline_attention"]
-    moved: Floats = delta.transpose("pair", "block", "layer", "head").values
-    return moved
-
-
-WORKFLOW = Routing
+    return values_of(found["attention"] - found["baseline_attention"], "pair", "block", "layer", "head")

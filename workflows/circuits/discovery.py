@@ -13,7 +13,7 @@ exact effects are not told, as each position would cost as much as all of them t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -24,12 +24,13 @@ from ...stages.circuits.experiment import EdgeExperiment, one_length
 from ...stages.circuits.scores import EdgeEffects, EdgeScores
 from ...stages.circuits.selected import SelectedCircuits
 from ..claim import Claim
+from ..labelled import labelled
 from ..settings import CircuitSettings, Count, Natural, setting
 from ..views import CircuitDrawing, Data, Figure, Heatmap, Table, View
+from ..workflow import Nodes
 from .tasks import CircuitWorkflow
 
 if TYPE_CHECKING:
-    from ...pipeline.nodes import ResultNode
     from ...store.arrays import Floats
 
 __all__ = ["CircuitDiscovery", "CircuitDiscoverySettings"]
@@ -48,7 +49,7 @@ class CircuitDiscoverySettings(CircuitSettings):
 
 
 class CircuitDiscovery(CircuitWorkflow):
-    """The edges of each task, and how much of it they do."""
+    """Circuits of tasks and their faithfulness."""
 
     name = "circuit_discovery"
     question = "Which edges between heads and MLPs does a task need?"
@@ -58,21 +59,21 @@ class CircuitDiscovery(CircuitWorkflow):
     settings: CircuitDiscoverySettings
 
     def positions(self, task: str) -> int | None:
-        """How many positions its edges tell apart; None for none."""
+        """Number of positions that edges of a task distinguish; None without by_position."""
         return one_length(sum(self.pairs[task], ())) if self.settings.by_position else None
 
     def edges(self, task: str) -> int:
-        """How many there are in the graph of a task, counted at every position where those are told apart."""
+        """Number of edges in the graph of a task, counted at every position with by_position."""
         return len(Circuit.whole(self.layout, self.positions(task)))
 
     def size(self, task: str) -> int:
-        """Edges of the circuit: as asked, else one in ten and at least one."""
+        """Number of edges of the circuit: the setting, else a tenth of all edges and at least one."""
         return self.settings.size or max(1, self.edges(task) // 10)
 
-    def plan(self) -> Mapping[str, ResultNode]:
+    def plan(self) -> Nodes:
         """Of each task the scores, the exact effects, the circuit on other pairs, and random ones on
         these."""
-        nodes: dict[str, ResultNode] = {}
+        nodes: Nodes = {}
         for task in self.tasks:
             chosen_on, scored = self.pairs[task]
             circuit = SelectedCircuits(
@@ -96,7 +97,7 @@ class CircuitDiscovery(CircuitWorkflow):
         return nodes
 
     def circuit(self, task: str) -> Circuit:
-        """The edges found for a task."""
+        """Circuit of a task."""
         return Circuit(self.layout, self.result(f"{task}_circuit")["chosen"].values[0] > 0)
 
     def faithful(self, task: str) -> Floats:
@@ -115,9 +116,7 @@ class CircuitDiscovery(CircuitWorkflow):
 
     def views(self) -> Iterator[View]:
         """What is claimed; each task's circuit, drawn and as a table of edges."""
-        findings = self.findings()
-        yield findings
-        told = {task: self.told(task) for task in self.tasks}
+        told = {task: self.document(task) for task in self.tasks}
         yield Data(
             json={
                 **self.subject.about,
@@ -133,11 +132,11 @@ class CircuitDiscovery(CircuitWorkflow):
                 name=f"circuit_discovery_{task}",
                 title=f"What {self.subject.name} needs for {task}",
                 caption=f"{told[task]['faithfulness_percent']:.0f} % of the task is kept",
-                panels=(self._drawing(task), *by_position, *([findings] if findings.findings else [])),
+                panels=(self._drawing(task), *by_position, *([self.findings] if self.done else [])),
                 columns=1,
             )
 
-    def told(self, task: str) -> dict[str, Any]:
+    def document(self, task: str) -> dict[str, Any]:
         """A task's circuit in numbers, for tables and JSON."""
         scores = self.result(f"{task}_scores")["score"].values
         circuit, every = self.circuit(task), Circuit.whole(self.layout, self.positions(task)).chosen
@@ -209,20 +208,15 @@ class CircuitDiscovery(CircuitWorkflow):
 
     def _map(self, task: str) -> Heatmap:
         """How much of the circuit is read where: |score| of its edges by layer of what reads and position."""
-        import xarray as xr
-
         scores, circuit = self.result(f"{task}_scores")["score"].values, self.circuit(task)
         held = np.where(circuit.chosen, np.abs(scores), 0.0).sum(1)
         layers = [self.layout.layer_of(column) for column in range(held.shape[1])]
         summed = np.zeros((self.layout.num_layers + 1, len(held)))
         np.add.at(summed, layers, held.T)
         names = [*map(str, range(self.layout.num_layers)), "logits"]
-        array = xr.DataArray(summed, dims=("read_in", "position"), coords={"read_in": names})
+        unit = self.result(f"{task}_scores")["score"].attrs["units"]
         return Heatmap.of(
-            array.assign_attrs(
-                units=self.result(f"{task}_scores")["score"].attrs["units"],
-                long_name="|score| of the circuit's edges",
-            ),
+            labelled(summed, "|score| of the circuit's edges", unit, read_in=names, position=None),
             f"{task}: where the circuit reads",
             "sum of |score| over the circuit's edges, by the layer that reads and the position it reads at",
             sources=(f"{task}_scores", f"{task}_circuit"),
@@ -250,13 +244,10 @@ def _correlation(one: Any, other: Any) -> float | None:
 
 
 def _of(told: dict[str, Any]) -> str:
-    """A circuit in a sentence."""
+    """Faithfulness of a circuit, and the agreement of scores with exact effects, in a sentence."""
     kept = f"{told['faithfulness_percent']:.0f} % of the task is kept"
     if "scores_and_exact_effects" not in told:
         return kept
     agreement = told["scores_and_exact_effects"]["correlation"]
     said = "not to be told" if agreement is None else f"{agreement:.2f}"
     return f"{kept}; over all edges of the model, scores and exact effects correlate {said}"
-
-
-WORKFLOW = CircuitDiscovery

@@ -12,7 +12,7 @@ what their source adds in the corrupted prompt. Of a task that the model does no
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -27,10 +27,10 @@ from ...store.errors import ConfigError
 from ..claim import Claim
 from ..settings import CircuitSettings, Count, Share, setting
 from ..views import Data, Figure, Line, Lines, Table, View
+from ..workflow import Nodes
 from .tasks import CircuitWorkflow
 
 if TYPE_CHECKING:
-    from ...pipeline.nodes import ResultNode
     from ...store.arrays import Floats
 
 __all__ = ["CircuitEvaluation", "CircuitEvaluationSettings"]
@@ -61,7 +61,7 @@ class CircuitEvaluationSettings(CircuitSettings):
 
 
 class CircuitEvaluation(CircuitWorkflow):
-    """Circuits of every size, and one in full."""
+    """Circuits of every size, and the edges of one circuit."""
 
     name = "circuit_evaluation"
     question = "How much of a task does a circuit do, and which of its edges does it need?"
@@ -72,20 +72,20 @@ class CircuitEvaluation(CircuitWorkflow):
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """In edges; shares of fewer than one edge, and of as many as the one before, are left out."""
+        """Distinct sizes in edges, ascending; shares of fewer than one edge are left out."""
         return tuple(sorted({size for share in self.settings.shares if (size := self._edges(share))}))
 
     def _edges(self, share: float) -> int:
         return int(share * int(self.layout.edges.sum()))
 
-    def plan(self) -> Mapping[str, ResultNode]:
-        """Of each task circuits of every size, random ones, and one without each of its edges."""
+    def plan(self) -> Nodes:
+        """Per task: circuits of every size, random circuits, and one circuit without each of its edges."""
         if len(self.sizes) < 2:
             raise ConfigError(
                 f"expected shares that are two sizes or more of {int(self.layout.edges.sum())} edges, found "
                 f"{self.sizes}"
             )
-        nodes: dict[str, ResultNode] = {}
+        nodes: Nodes = {}
         for task in self.tasks:
             chosen_on, scored = self.pairs[task]
             told: dict[str, Any] = {
@@ -119,7 +119,7 @@ class CircuitEvaluation(CircuitWorkflow):
 
     @property
     def shares(self) -> Floats:
-        """Of all edges, as the sizes have them."""
+        """Sizes as shares of all edges."""
         found: Floats = np.array(self.sizes) / int(self.layout.edges.sum())
         return found
 
@@ -132,7 +132,7 @@ class CircuitEvaluation(CircuitWorkflow):
         of = "sequences of random circuits as large"
         return Claim.against(text, effect, random, of, unit="%", held_out=True)
 
-    def told(self, task: str) -> dict[str, Any]:
+    def document(self, task: str) -> dict[str, Any]:
         """A task in numbers, for tables and JSON."""
         curves, minimal = self.curves(task), self.result(f"{task}_minimal").load()
         under, between = areas(self.shares, curves["circuit"] / 100)
@@ -161,9 +161,7 @@ class CircuitEvaluation(CircuitWorkflow):
 
     def views(self) -> Iterator[View]:
         """What is claimed; faithfulness by size; the edges that one circuit needs."""
-        findings = self.findings()
-        yield findings
-        told = {task: self.told(task) for task in self.tasks}
+        told = {task: self.document(task) for task in self.tasks}
         yield Data(json={**self.subject.about, "evaluated": told})
         for task in self.tasks:
             curve = self._curve(task, told[task])
@@ -173,7 +171,7 @@ class CircuitEvaluation(CircuitWorkflow):
                 name=f"circuit_evaluation_{task}",
                 title=f"How much of {task} circuits of {self.subject.name} do",
                 caption=f"edges left out: {self.settings.alternative}",
-                panels=(curve, *([findings] if findings.findings else [])),
+                panels=(curve, *([self.findings] if self.done else [])),
                 columns=1,
             )
 
@@ -216,6 +214,3 @@ class CircuitEvaluation(CircuitWorkflow):
 def _which(shown: int, all_of: int, listed: int) -> str:
     """The edges that a table shows, in words."""
     return "every edge" if shown == all_of else f"the {listed} edges it needs most and the {listed} least"
-
-
-WORKFLOW = CircuitEvaluation

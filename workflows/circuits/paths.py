@@ -30,13 +30,13 @@ from ...store.arrays import Floats
 from ...store.errors import ConfigError
 from ..claim import Claim, Controls
 from ..settings import Count, Natural, TaskSettings, setting
-from ..views import Bars, Data, Figure, Findings, Heatmap, Line, Table, View
+from ..views import Bars, Data, Figure, Heatmap, Line, Table, View
+from ..workflow import Nodes
 from .tasks import NAMES, TaskWorkflow
 
 if TYPE_CHECKING:
     import xarray as xr
 
-    from ...pipeline.nodes import ResultNode
 
 __all__ = ["PathPatchingTrace", "PathPatchingTraceSettings"]
 
@@ -67,7 +67,7 @@ class PathPatchingTraceSettings(TaskSettings):
         "recomputed", "MLPs on the way: computed anew, or held, which leaves the edge alone"
     )
     back: Natural = setting(1, "strongest heads whose queries, keys and values are asked next; 0: none")
-    strongest: Count = setting(4, "heads, and as many others, that are told with their null")
+    strongest: Count = setting(4, "heads, and as many others, that are listed with their null")
 
 
 class PathPatchingTrace(TaskWorkflow):
@@ -76,15 +76,16 @@ class PathPatchingTrace(TaskWorkflow):
     name = "path_patching"
     question = "Which heads and MLPs say what a task needs, and to whom?"
     needs = "attention"
+    done_node = "paths"
     settings_type = PathPatchingTraceSettings
     settings: PathPatchingTraceSettings
 
-    def plan(self) -> Mapping[str, ResultNode]:
+    def plan(self) -> Nodes:
         """Of each task the paths to the receivers, and to those one step back."""
         given = self.settings
         if not given.receivers:
             raise ConfigError(f"expected at least one receiver, such as {LOGITS!r}, found none")
-        nodes: dict[str, ResultNode] = {}
+        nodes: Nodes = {}
         for task in self.tasks:
             chosen_on, scored = self.pairs[task]
             for step, back in (("paths", 0), ("back", given.back)):
@@ -115,23 +116,26 @@ class PathPatchingTrace(TaskWorkflow):
                 found += [_Heard(task, node, one, self.settings.seed) for one in each]
         return found
 
-    def findings(self) -> Findings:
+    def claims(self) -> Iterator[Claim]:
         """What the strongest sender of each receiver does beyond random changes; of the heads that the
         receivers asked for hear, the strongest beyond others, and the quietest for comparison. Nothing of
         tasks that the model does not do."""
-        not_done = [task for task in self.tasks if not self.is_done(self.result(f"{task}_paths"))]
-        found = [each for heard in self.heard if heard.task not in not_done for each in self._found(heard)]
+        for heard in self.heard:
+            if heard.task in self.done:
+                yield from self._claims(heard)
+
+    def claims_caption(self) -> str:
+        """How senders were chosen, or which tasks the model does not do."""
         count = self.settings.pairs
-        caption = (
+        return self.not_done or (
             f"Senders were chosen on {count} pairs of each task, among all that have a path, and scored on "
             f"{count} others; {self.settings.controls} random changes of each. {NAMES}"
         )
-        return Findings.of(*found, caption=self.not_done(not_done) or caption, sources=tuple(self.nodes))
 
-    def _found(self, heard: _Heard) -> Iterator[Claim]:
-        told = [each for each in heard.told if each["role"] != QUIETEST]
-        heads = [each for each in told if each["role"] == HEAD]
-        among = heads if heads and not heard.is_back else told
+    def _claims(self, heard: _Heard) -> Iterator[Claim]:
+        listed = [each for each in heard.listed if each["role"] != QUIETEST]
+        heads = [each for each in listed if each["role"] == HEAD]
+        among = heads if heads and not heard.is_back else listed
         strongest = max(among, key=lambda each: abs(each["chosen_effect"]))
         which = f"{heard.heads} heads" if among is heads else f"{heard.senders} senders"
         yield self._beyond(heard, strongest, f"the strongest of {which}")
@@ -141,7 +145,7 @@ class PathPatchingTrace(TaskWorkflow):
         if further is not None:
             claim = f"{heard.task}: {strongest['sender']} moves it further than other heads do, any way"
             yield heard.claim(claim, further)
-        for each in heard.told:
+        for each in heard.listed:
             if each["role"] == QUIETEST:
                 yield self._beyond(heard, each, f"the quietest of {which}", "for comparison, ")
 
@@ -155,8 +159,6 @@ class PathPatchingTrace(TaskWorkflow):
 
     def views(self) -> Iterator[View]:
         """What is claimed; what every receiver hears, by layer and head, and the strongest senders."""
-        findings = self.findings()
-        yield findings
         yield Data(json={**self.subject.about, "paths": [heard.to_json() for heard in self.heard]})
         for task in self.tasks:
             panels: list[View] = []
@@ -169,7 +171,7 @@ class PathPatchingTrace(TaskWorkflow):
                 name=f"path_patching_{task}",
                 title=f"Who says what {self.subject.name} needs for {task}, to whom",
                 caption=f"right over wrong answer without the change: {heard.clean:+.3g} {heard.unit}",
-                panels=(*panels, *([findings] if findings.findings else [])),
+                panels=(*panels, *([self.findings] if self.findings.findings else [])),
                 columns=2,
             )
 
@@ -186,7 +188,7 @@ class PathPatchingTrace(TaskWorkflow):
         beside = [
             effect for each in self.heard if each.node == heard.node for effect in each.effects.values()
         ]
-        strongest = heard.told[0]["sender"] if heard.told else ""
+        strongest = heard.listed[0]["sender"] if heard.listed else ""
         layer, head = map(int, strongest[1:].split(".h")) if is_head(strongest) else (-1, -1)
         return Heatmap(
             title=f"{heard.task}: what is said to {heard.receiver}",
@@ -208,23 +210,23 @@ class PathPatchingTrace(TaskWorkflow):
         )
 
     def _bars(self, heard: _Heard) -> Bars:
-        """Effects of the senders told with their intervals, beside what random changes do."""
-        told = heard.told
-        random = [each["random"] for each in told]
+        """Effects of the listed senders with their intervals, beside what random changes do."""
+        listed = heard.listed
+        random = [each["random"] for each in listed]
         return Bars(
             title=f"{heard.task}: the strongest senders to {heard.receiver}",
             caption=f"95 % intervals over {heard.pairs} held-out pairs; grey: random changes as long, median "
             "and 95 % of them",
-            x=tuple(each["sender"] for each in told),
+            x=tuple(each["sender"] for each in listed),
             x_name="sender",
             y_name="change of right over wrong",
             unit=heard.unit,
             lines=(
                 Line(
                     "in the corrupted prompt",
-                    np.array([each["effect"] for each in told]),
+                    np.array([each["effect"] for each in listed]),
                     strong=True,
-                    band=np.array([each["interval_95"] for each in told]).T,
+                    band=np.array([each["interval_95"] for each in listed]).T,
                 ),
                 Line(
                     "random changes",
@@ -238,7 +240,7 @@ class PathPatchingTrace(TaskWorkflow):
 
     def _table(self, heard: _Heard) -> Table:
         return Table.of(
-            heard.told,
+            heard.listed,
             ("sender", "sender"),
             ("chosen as", "role"),
             ("on other pairs", "chosen_effect", "+.3f"),
@@ -281,14 +283,14 @@ class _Heard:
         return {name: float(each.mean()) for name, each in self._effects.items()}
 
     def beyond(self, record: Mapping[str, Any]) -> Floats:
-        """How much further a sender moves the metric, the way it did in the pairs it was chosen on, than
-        random changes of it do either way, [pair]."""
+        """Margin [pair] of a sender's effect, signed as in the pairs it was chosen on, over the mean absolute
+        effect of random changes."""
         random = self._found["random"].isel(told=record["place"]).transpose("pair", "draw").values
         found: Floats = self._forward(record) - (np.abs(random).mean(1) if self.has_controls else 0.0)
         return found
 
     def beyond_heads(self, record: Mapping[str, Any]) -> Floats | None:
-        """The same beside what other heads do either way; None where there are none."""
+        """Margin [pair] over the mean absolute effect of the other heads; None without other heads."""
         others = [each for name, each in self._effects.items() if is_head(name) and name != record["sender"]]
         return self._forward(record) - np.abs(others).mean(0) if others else None
 
@@ -297,7 +299,7 @@ class _Heard:
         return found
 
     def null(self, place: int) -> Null:
-        """Of the sender at a place among those told: means over pairs under each draw."""
+        """Null distribution of a listed sender: means over pairs under each random change."""
         return Null(self._found["random"].isel(told=place).mean("pair").values, CHANGES, "either")
 
     def claim(self, text: str, further: Floats) -> Claim:
@@ -307,7 +309,7 @@ class _Heard:
         return Claim.paired(text, further, of, signs, unit=self.unit, held_out=True)
 
     @cached_property
-    def told(self) -> list[dict[str, Any]]:
+    def listed(self) -> list[dict[str, Any]]:
         """The senders that were chosen, the strongest first, the quietest head last."""
         chosen = self._found["chosen"].values.tolist()
         half = len(chosen) // 2
@@ -334,7 +336,7 @@ class _Heard:
         return found
 
     def to_json(self) -> dict[str, Any]:
-        """As the document lists it, without places among those told."""
+        """Record of a document."""
         return {
             "task": self.task,
             "receiver": self.receiver,
@@ -345,8 +347,5 @@ class _Heard:
             "heads_looked_at": self.heads,
             "senders_looked_at": self.senders,
             "effects": self.effects,
-            "told": [{name: one for name, one in each.items() if name != "place"} for each in self.told],
+            "told": [{name: one for name, one in each.items() if name != "place"} for each in self.listed],
         }
-
-
-WORKFLOW = PathPatchingTrace

@@ -9,7 +9,7 @@ Border: texts, token ids and results; loads no model and never imports torch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import cached_property
 from math import comb
 from typing import TYPE_CHECKING, Any, ClassVar, Self
@@ -31,13 +31,11 @@ from ..material.answers import answer_pieces, encoded
 from ..material.facts.fact_data import FIELDS
 from ..material.facts.fact_pairs import pair_records
 from ..settings import CircuitSettings, TaskSettings
-from ..views import Findings
-from ..workflow import ModelWorkflow
+from ..workflow import ModelWorkflow, Nodes
 
 if TYPE_CHECKING:
     import xarray as xr
 
-    from ...pipeline.nodes import ResultNode
     from ...store import Store
     from ...store.arrays import Floats
 
@@ -112,12 +110,22 @@ class TaskWorkflow(ModelWorkflow):
             )
         return found
 
+    done_node: ClassVar[str]
+    """Result that says whether the model does a task, behind the name of the task: "circuit"."""
+
     def is_done(self, values: xr.Dataset) -> bool:
         """Whether the model does a task, by the clean metric of pairs."""
         return by_sign(values["clean"].values) <= CHANCE
 
-    def not_done(self, tasks: list[str]) -> str:
-        """A sentence on tasks that the model does not do; empty where it does them all."""
+    @cached_property
+    def done(self) -> list[str]:
+        """Tasks that the model does, the only ones of which anything is claimed."""
+        return [task for task in self.tasks if self.is_done(self.result(f"{task}_{self.done_node}"))]
+
+    @property
+    def not_done(self) -> str:
+        """Sentence about the tasks that the model does not do; empty where it does all of them."""
+        tasks = [task for task in self.tasks if task not in self.done]
         if not tasks:
             return ""
         return (
@@ -136,10 +144,7 @@ class CircuitWorkflow(TaskWorkflow):
         """What experiments that score edges are told."""
         return {"method": self.settings.method, "steps": self.settings.steps}
 
-    done_node: ClassVar[str]
-    """What is computed of a task that says whether the model does it: "circuit"."""
-
-    def first_nodes(self) -> Mapping[str, ResultNode]:
+    def first_nodes(self) -> Nodes:
         """See `Workflow`: what says whether the model does each task that has random circuits."""
         tasks = (task for task in self.tasks if f"{task}_{RANDOM}" in self.nodes)
         return {name: self.nodes[name] for name in (f"{task}_{self.done_node}" for task in tasks)}
@@ -178,17 +183,15 @@ class CircuitWorkflow(TaskWorkflow):
         """What the circuits of a task do on held-out pairs, beside random circuits of the same size."""
         raise NotImplementedError
 
-    def findings(self) -> Findings:
+    def claims(self) -> Iterator[Claim]:
         """The claim of each task that the model does."""
-        done = [task for task in self.tasks if self.is_done(self.result(f"{task}_{self.done_node}"))]
-        caption = self.caption([task for task in self.tasks if task not in done])
-        return Findings.of(*map(self.claim, done), caption=caption, sources=tuple(self.nodes))
+        return map(self.claim, self.done)
 
-    def caption(self, not_done: list[str]) -> str:
+    def claims_caption(self) -> str:
         """How circuits were chosen and scored, and what names mean."""
         count = self.settings.pairs
         return (
-            f"{self.not_done(not_done)} Edges were chosen by {self.settings.method} on {count} pairs of each "
+            f"{self.not_done} Edges were chosen by {self.settings.method} on {count} pairs of each "
             f"task, and circuits run on {count} others. Random circuits are grown from the logits down, so "
             f"that all they hold can matter. {NAMES}"
         ).strip()

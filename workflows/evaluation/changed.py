@@ -30,11 +30,11 @@ __all__ = ["Change", "averaged", "reconstructed", "zeroed"]
 class Change:
     """One change, and others of its size.
 
-    told: the change, as a sentence begins. fields: what an experiment is given. others: the same of each
+    text: the change, as a claim begins. fields: what an experiment is given. others: the same of each
     other change; names: what each is called. of: what they are, in words.
     """
 
-    told: str
+    text: str
     fields: dict[str, Any]
     others: tuple[dict[str, Any], ...]
     names: tuple[str, ...]
@@ -50,8 +50,8 @@ def zeroed(subject: Subject, patterns: Sequence[str], draws: int, seed: int) -> 
             spec = spec.intervene(point, Zero())
         return {"hooks": spec}
 
-    told = f"setting {', '.join(patterns)} to zero"
-    return _moved(subject, patterns, draws, seed, told, "set to zero", fields)
+    text = f"setting {', '.join(patterns)} to zero"
+    return _moved(subject, patterns, draws, seed, text, "set to zero", fields)
 
 
 def averaged(subject: Subject, patterns: Sequence[str], references: Prompts, draws: int, seed: int) -> Change:
@@ -70,8 +70,8 @@ def averaged(subject: Subject, patterns: Sequence[str], references: Prompts, dra
     def fields(points: Sequence[HookPoint]) -> dict[str, Any]:
         return {"mean": Means(tuple(map(str, points)), references, skip)}
 
-    told = f"setting {', '.join(patterns)} to the mean"
-    return _moved(subject, patterns, draws, seed, told, "set to the mean", fields)
+    text = f"setting {', '.join(patterns)} to the mean"
+    return _moved(subject, patterns, draws, seed, text, "set to the mean", fields)
 
 
 def reconstructed(subject: Subject, name: str, model: str, draws: int, seed: int) -> Change:
@@ -95,7 +95,7 @@ def _moved(
     patterns: Sequence[str],
     draws: int,
     seed: int,
-    told: str,
+    text: str,
     done: str,
     fields: Callable[[Sequence[HookPoint]], dict[str, Any]],
 ) -> Change:
@@ -104,7 +104,7 @@ def _moved(
     points = tuple(dict.fromkeys(point for pattern in patterns for point in expand(pattern, available)))
     others = elsewhere(points, available, draws, seed=seed)
     return Change(
-        told,
+        text,
         fields(points),
         tuple(map(fields, others)),
         tuple(", ".join(map(str, each)) for each in others),

@@ -26,7 +26,7 @@ from which nothing could be told from chance, their costs are listed and nothing
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -41,18 +41,18 @@ from ...stages.evaluation.recall import FactualRecall
 from ...store.errors import ConfigError
 from ..attention.head_detection import ordinary_tokens, repeated_tokens, shuffled, special_prefix
 from ..claim import Claim
+from ..labelled import stacked, values_of
 from ..material.facts.fact_data import FIELDS, read_records
 from ..readout.character_count_helix import line_corpus
-from ..settings import ControlSettings, Count, ModelSettings, Natural, setting
+from ..settings import AtLeastTwo, ControlSettings, Count, ModelSettings, Natural, setting
 from ..subject import read_texts, shipped_facts
-from ..views import Findings, Lines, Table, View, together
-from ..workflow import ModelWorkflow
+from ..views import Lines, Table, View, together
+from ..workflow import ModelWorkflow, Nodes
 from .changed import Change, averaged, reconstructed, zeroed
 
 if TYPE_CHECKING:
     import xarray as xr
 
-    from ...pipeline.nodes import ResultNode
     from ...stages.evaluation.changed import Prompts
     from ...store.arrays import Floats
 
@@ -74,15 +74,15 @@ COSTS = {
 class EvaluateSettings(ControlSettings, ModelSettings):
     """What `--set` can change.
 
-    Raises ConfigError for several of zero, mean and dictionary, and prompts of fewer than 2 tokens.
+    Raises ConfigError for several of zero, mean and dictionary.
     """
 
     text: str = setting("", "file, folder or glob of texts; none: the prose shipped with mizarr")
     width: Count = setting(60, "characters of the lines it is wrapped at")
     limit: Count = setting(32, "prompts of text")
-    context: Count = setting(CONTEXT, "tokens of such a prompt at most")
+    context: AtLeastTwo = setting(CONTEXT, "tokens of such a prompt at most")
     sequences: Count = setting(16, "random sequences that are repeated")
-    length: Count = setting(50, "tokens of each before it is repeated")
+    length: AtLeastTwo = setting(50, "tokens of each before it is repeated")
     swapped: Natural = setting(50, "exchanges of two layers tried at most, on a quarter of the text; 0: none")
     data: str = setting("", "a JSON file of CounterFact records; none: the shipped facts")
     facts: Count = setting(100, "facts asked at most")
@@ -101,8 +101,6 @@ class EvaluateSettings(ControlSettings, ModelSettings):
                 f"expected one of zero, mean and dictionary, found {' and '.join(changes)}; evaluate one "
                 "after the other"
             )
-        if self.context < 2 or self.length < 2:
-            raise ConfigError("expected a context and a length of at least 2 tokens")
 
 
 class Evaluate(ModelWorkflow):
@@ -113,7 +111,7 @@ class Evaluate(ModelWorkflow):
     settings_type = EvaluateSettings
     settings: EvaluateSettings
 
-    def plan(self) -> Mapping[str, ResultNode]:
+    def plan(self) -> Nodes:
         """Losses on all there is, facts, orders of layers; of a changed model a second time."""
         given, config = self.settings, self.subject.config
         if not config.predicts_next:
@@ -200,12 +198,8 @@ class Evaluate(ModelWorkflow):
     # -- what came out
 
     def _gain(self, one: str, other: str) -> Floats:
-        """By how much less each prompt of `one` loses than the same of `other`, nats per token."""
-        found: Floats = self.result(other)["loss"].values - self.result(one)["loss"].values
-        return found
-
-    def _paired(self, text: str, gain: Floats, of: str) -> Claim:
-        return Claim.paired(text, gain, of, self.settings, unit="nats")
+        """Loss of `other` minus loss of `one` per prompt, nats per token."""
+        return values_of(self.result(other)["loss"] - self.result(one)["loss"])
 
     def recall(self) -> dict[str, Any]:
         """Share of facts said, median rank, and how much likelier an answer is behind its own prompt."""
@@ -251,42 +245,44 @@ class Evaluate(ModelWorkflow):
         gains, tells = (interval(each, seed=self.settings.seed)[1] for each in (cost, loss))
         return bool(gains < 0 and tells < math.log(self.subject.config.vocab_size))
 
-    def _findings(self) -> Findings:
-        given = self.settings
+    def claims(self) -> Iterator[Claim]:
+        """What the model does better than under each control, what a change costs, and what the cheapest
+        exchange of two layers costs."""
         signs = "draws of which of the two it was, prompt by prompt"
-        found = [
-            self._paired(
-                "text is told better than its tokens in another order",
-                self._gain("text", "shuffled_text"),
-                signs,
-            ),
-            self._paired(
+        for text, one, other in (
+            ("text is told better than its tokens in another order", "text", "shuffled_text"),
+            (
                 "random tokens are told better where they are repeated than where the repetition is shuffled",
-                self._gain("repeated", "shuffled_repeats"),
-                signs,
+                "repeated",
+                "shuffled_repeats",
             ),
-        ]
-        recalled, seed = self.recall(), given.seed
+        ):
+            yield Claim.paired(text, self._gain(one, other), signs, self.settings, unit="nats")
+        recalled, seed = self.recall(), self.settings.seed
         text = "answers are likelier behind their own prompts than behind those of other facts"
         of = "exchanges of answers among facts"
-        found.append(Claim.against(text, recalled["gain"], recalled["draws"], of, unit="nats", seed=seed))
-        found += self._cost_findings()
-        told = [self._too_few()]
+        yield Claim.against(text, recalled["gain"], recalled["draws"], of, unit="nats", seed=seed)
+        yield from self._cost_claims()
         if self.orders is not None:
-            one, other = self.orders["exchanged"]
-            many = len(self.orders["costs"])
-            text = f"of {many} exchanges of two layers the cheapest, of {one} and {other}, costs"
-            of, cost = f"draws of signs, each the cheapest of {many}", self.orders["by_prompt"]
-            found.append(Claim.against(text, cost, self.orders["draws"], of, unit="nats", seed=seed))
-            if not self.orders["is_sound"]:
-                told.append(
-                    f"the model does better with layers {one} and {other} exchanged: its layers are not in "
-                    "the order they were trained in; check how the checkpoint was converted"
-                )
-        return Findings.of(*found, caption="; ".join(filter(None, told)), sources=tuple(self.nodes))
+            count = len(self.orders["costs"])
+            text = "of {} exchanges of two layers the cheapest, of {} and {}, costs".format(
+                count, *self.orders["exchanged"]
+            )
+            of, cost = f"draws of signs, each the cheapest of {count}", self.orders["by_prompt"]
+            yield Claim.against(text, cost, self.orders["draws"], of, unit="nats", seed=seed)
+
+    def claims_caption(self) -> str:
+        """Why nothing is claimed of a change, and whether layers are in the order they were trained in."""
+        mixed_up = ""
+        if self.orders is not None and not self.orders["is_sound"]:
+            mixed_up = (
+                "the model does better with layers {} and {} exchanged: its layers are not in the order they "
+                "were trained in; check how the checkpoint was converted"
+            ).format(*self.orders["exchanged"])
+        return "; ".join(filter(None, (self._too_few(), mixed_up)))
 
     def _measures(self, prefix: str = "", **of: int) -> dict[str, float]:
-        """Every measure of the model, or of a changed one. of: which draw."""
+        """All measures of the model or of a changed one. prefix: of the results. of: index of the draw."""
         text, repeated, facts = (
             self.result(f"{prefix}{name}").isel(of).load() for name in ("text", "repeated", "facts")
         )
@@ -303,7 +299,7 @@ class Evaluate(ModelWorkflow):
 
     @cached_property
     def others(self) -> list[dict[str, float]]:
-        """The measures under each change that this one is held against."""
+        """Measures of the model under each control change."""
         many = 0 if self.change is None else len(self.change.others)
         return [self._measures("other_", draw=number) for number in range(many)]
 
@@ -335,7 +331,7 @@ class Evaluate(ModelWorkflow):
         """What the change costs, and what each other does, in nats: by where, the change itself first."""
         assert self.change is not None
         whole = self._measures()
-        names = (self.change.told, *self.change.names)
+        names = (self.change.text, *self.change.names)
         return [
             {"change": name, **{where: sign * (each[of] - whole[of]) for of, (where, sign) in COSTS.items()}}
             for name, each in zip(names, (self._measures("changed_"), *self.others), strict=True)
@@ -345,25 +341,23 @@ class Evaluate(ModelWorkflow):
         own, *others = self.costs
         return {"unit": "nats", **own, "others": {"of": change.of, "costs": others}}
 
-    def _cost_findings(self) -> list[Claim]:
-        """That a change costs more than others of its size; none where too few of these are known."""
+    def _cost_claims(self) -> Iterator[Claim]:
+        """Claims that a change costs more than others of its size; none with fewer than LEAST others."""
         if self.change is None or len(self.others) < LEAST:
-            return []
+            return
         own, *others = self.costs
         told, changed = (_behind(self.result(name).load())[1] for name in ("facts", "changed_facts"))
         by_prompt = {"text": self._gain("text", "changed_text"), "facts": told - changed}
-        claims = []
         for where, _ in COSTS.values():
             fields: dict[str, Any] = {"unit": "nats"}
             if where in by_prompt:  # the effect is a mean over tokens, its interval one over prompts
                 spread = interval(by_prompt[where], seed=self.settings.seed)
                 fields |= {"spread": spread, "prompts": len(by_prompt[where])}
-            text, draws = f"{self.change.told} costs, on {where}", [other[where] for other in others]
-            claims.append(Claim.against(text, own[where], draws, self.change.of, **fields))
-        return claims
+            text, draws = f"{self.change.text} costs, on {where}", [other[where] for other in others]
+            yield Claim.against(text, own[where], draws, self.change.of, **fields)
 
     def _too_few(self) -> str:
-        """Why nothing is claimed of a change's cost; empty where something is."""
+        """Sentence that says why the cost of a change is not claimed; empty where it is."""
         if self.change is None or len(self.others) >= LEAST:
             return ""
         many = len(self.others)
@@ -377,7 +371,6 @@ class Evaluate(ModelWorkflow):
 
     def views(self) -> Iterator[View]:
         """What is claimed, the measures, what the change costs, and loss by position."""
-        yield self._findings()
         model, records = self.subject.name, self.records()
         uniform = math.log(self.subject.config.vocab_size)
         mixed = _weighted(self.result("shuffled_text"), "loss")
@@ -414,7 +407,7 @@ class Evaluate(ModelWorkflow):
         yield from together("evaluate", f"What {model} loses", *panels)
 
     def _compared(self) -> tuple[list[tuple[Any, ...]], str]:
-        """Columns of what is changed, and what the caption says of the others."""
+        """Table columns of the changed model and of other changes, and a sentence for the caption."""
         if self.change is None:
             return [], ""
         columns: list[tuple[Any, ...]] = [("changed", "changed", ".3f")]
@@ -440,13 +433,12 @@ class Evaluate(ModelWorkflow):
         )
 
     def _by_position(self, one: str, other: str, title: str) -> Lines:
-        import xarray as xr
-
         shown = {"as it is": one} | ({"changed": f"changed_{one}"} if self.change is not None else {})
-        curves: list[xr.DataArray] = [
-            self.result(name)["position_loss"].load() for name in (*shown.values(), other)
-        ]
-        found = xr.concat(curves, "model", join="outer").assign_coords(model=[*shown, "shuffled"])
+        curves = {
+            label: self.result(name)["position_loss"].load()
+            for label, name in (*shown.items(), ("shuffled", other))
+        }
+        found = stacked("model", curves)
         found = found.assign_coords(position=np.arange(found.sizes["position"])).isel(position=slice(1, None))
         found = found.assign_attrs(units="nats", long_name="loss")
         caption = "mean over prompts; shuffled: the same tokens in another order"
@@ -475,6 +467,3 @@ def _behind(found: xr.Dataset) -> tuple[Floats, Floats]:
 
 def _as_prompts(rows: Sequence[Sequence[int]]) -> Prompts:
     return tuple(tuple(int(token) for token in row) for row in rows)
-
-
-WORKFLOW = Evaluate

@@ -20,6 +20,7 @@ import numpy as np
 
 from ...stages.logits.lens import format_token
 from ..claim import Claim
+from ..labelled import largest, stacked
 from ..settings import ControlSettings, Count, InjectionSettings, Positive, setting
 from ..views import Data, Heatmap, Lines, Table, View, together
 from .workflow import ExchangeWorkflow
@@ -68,8 +69,6 @@ class AttentionRouting(ExchangeWorkflow):
     def views(self) -> Iterator[View]:
         """The claims, the heads that change most at the one strength, all heads, and the range of
         strengths."""
-        import xarray as xr
-
         yield from self.opening()
         exchange, strength, swept = self.exchange, self.exchange.strength, self.sweep.isel(place=0)
         change = swept["attention"] - swept["baseline_attention"]
@@ -98,9 +97,11 @@ class AttentionRouting(ExchangeWorkflow):
             framed=((layer, head) * 2,),
             frame_name="moves most",
         )
-        curves: list[xr.DataArray] = [total, change.isel(layer=layer, head=head)]
-        names = ["sum of |change|, all heads", f"layer {layer}, head {head}"]
-        both = xr.concat(curves, "heads").assign_coords(heads=names).sel(strength=self.range)
+        curves = {
+            "sum of |change|, all heads": total,
+            f"layer {layer}, head {head}": change.isel(layer=layer, head=head),
+        }
+        both = stacked("heads", curves).sel(strength=self.range)
         points = [
             {"strength": strength, "top_head_delta": top, "total_routing_shift": shift}
             for strength, shift, top in zip(self.range, *both.values, strict=True)
@@ -160,25 +161,12 @@ def top_heads(sweep: xr.Dataset, count: int | None = TOP) -> list[dict[str, Any]
 
     sweep: attention and baseline_attention [layer, head]. count: how many; None for all.
     """
-    after, before = sweep["attention"].values, sweep["baseline_attention"].values
-    order = np.argsort(-np.abs(after - before), axis=None, kind="stable")[:count]
-    places = zip(*np.unravel_index(order, after.shape), strict=True)
-    return [
-        {
-            "layer": int(layer),
-            "head": int(head),
-            "baseline_attn": float(before[layer, head]),
-            "steered_attn": float(after[layer, head]),
-            "delta": float(after[layer, head] - before[layer, head]),
-        }
-        for layer, head in places
-    ]
+    changed = sweep.assign(delta=sweep["attention"] - sweep["baseline_attention"])
+    columns = {"baseline_attn": "baseline_attention", "steered_attn": "attention", "delta": "delta"}
+    return largest(changed, abs(changed["delta"]).transpose("layer", "head"), count, **columns)
 
 
 def _by_layer(rows: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
     """The heads of each layer, in order."""
     ordered = sorted(rows, key=lambda row: (row["layer"], row["head"]))
     return [list(heads) for _, heads in groupby(ordered, key=lambda row: row["layer"])]
-
-
-WORKFLOW = AttentionRouting

@@ -29,10 +29,11 @@ from ...stages.features.layers.layout import FeatureId
 from ...stages.logits.lens import format_token
 from ...store.errors import ConfigError
 from ..claim import Claim
-from ..material.answers import number, word_id
+from ..material.answers import word_id
 from ..material.feature_labels import FeatureLabels, ranked_words
 from ..settings import ControlSettings, InjectionSettings, setting
-from ..views import Data, Findings, Heatmap, Line, Lines, Table, View, together
+from ..views import Data, Heatmap, Line, Lines, Table, View, together
+from ..workflow import Nodes
 from .exchange import changes
 from .presets import PRESETS, FeaturePreset
 from .workflow import ExchangeWorkflow, position_sweep
@@ -40,7 +41,6 @@ from .workflow import ExchangeWorkflow, position_sweep
 if TYPE_CHECKING:
     import xarray as xr
 
-    from ...pipeline.nodes import ResultNode
 
 __all__ = ["CltVsPlt", "CltVsPltSettings"]
 
@@ -110,9 +110,9 @@ class CltVsPlt(ExchangeWorkflow):
         per_layer.require_fit(self.subject.config, self.subject.name)
         return {"clt": self.exchange.dictionary, "plt": per_layer}
 
-    def further_nodes(self) -> dict[str, ResultNode]:
+    def further_nodes(self) -> Nodes:
         """For each kind the ranking, its sweeps, its controls at the site, and what the features write."""
-        nodes: dict[str, ResultNode] = {}
+        nodes: Nodes = {}
         ids, site, strength = self.exchange.ids, self.exchange.site, self.exchange.strength
         for arm, dictionary in self.arms.items():
             ranked = (ids, dictionary.name, dictionary.identity, self.word, self.target)
@@ -140,7 +140,7 @@ class CltVsPlt(ExchangeWorkflow):
 
     @cached_property
     def opened(self) -> dict[str, xr.Dataset]:
-        """The results of both kinds by the name of their node, in memory."""
+        """Results of both kinds by node name, in memory."""
         return {name: self.result(name).load() for name in self.nodes if name[:4] in ("clt_", "plt_")}
 
     @cached_property
@@ -162,7 +162,6 @@ class CltVsPlt(ExchangeWorkflow):
 
     def views(self) -> Iterator[View]:
         """What each protocol reaches, how both kinds rank features, and where the best ones are active."""
-        yield Findings.of(*self.claims(), caption=self.preset.found)
         yield self.features_table()
         preset, exchange = self.preset, self.exchange
         first = self._reached(
@@ -216,7 +215,7 @@ class CltVsPlt(ExchangeWorkflow):
             ).without_first_token()
 
     def claims(self) -> Iterator[Claim]:
-        """What the preset's features do, and what the best ranked ones of each kind do."""
+        """The effect of the preset's features, and of the best ranked features of each kind."""
         yield from super().claims()
         word = self.preset.inject_word
         for arm in self.arms:
@@ -317,11 +316,11 @@ class CltVsPlt(ExchangeWorkflow):
                 "positions": trace["position"],
                 "values": trace["trace"],
             },
-            "w_skip_projection_at_spike": number(trace["skip_projection"]),
+            "w_skip_projection_at_spike": trace["skip_projection"],
         }
 
     def _protocol(self, arm: str, name: str) -> dict[str, Any]:
-        """What a sweep of a kind reaches; where a feature is injected, it is the last of its features."""
+        """Record of a sweep of a kind; an injected feature is the last of its features."""
         chosen = self._features(f"{arm}_{name}")
         inject = chosen.pop() if PROTOCOLS[name][1] else None
         sweep = self.opened[f"{arm}_{name}"].isel(strength=0, exchange=0)
@@ -358,6 +357,3 @@ def protocols(arm: str) -> list[str]:
     """Names of the sweeps of a kind; per-layer transcoders write to one layer, and need no ranking over
     layers."""
     return [name for name, (over_targets, _) in PROTOCOLS.items() if arm == "clt" or not over_targets]
-
-
-WORKFLOW = CltVsPlt

@@ -247,6 +247,3 @@ class CorrectionTest(ExchangeWorkflow):
             "top1_token": self.subject.tokenizer.decode_token(int(run[f"{prefix}top_id"])),
             "top1_prob": float(np.exp(run[f"{prefix}top_logprob"])),
         }
-
-
-WORKFLOW = CorrectionTest

@@ -29,6 +29,7 @@ from ..material.feature_labels import named_nodes
 from ..material.samples.kin import Kin, kin_of, strangers
 from ..settings import ControlSettings
 from ..subject import Subject
+from ..workflow import Nodes
 from .presets import FeaturePreset
 
 if TYPE_CHECKING:
@@ -57,12 +58,12 @@ class FeatureExchange:
     """Words whose probability at the end is followed, one token each; the first is the measure of the
     claim."""
     with_attention: bool = False
-    """Whether the attention from the end to the place is kept."""
+    """Whether the attention from the last token to the position is stored."""
 
     cause = "injection"
-    """The last dose in a word."""
+    """Word for the last dose."""
     company = "suppression"
-    """The other doses in a word."""
+    """Word for the other doses."""
 
     def __post_init__(self) -> None:
         self.dictionary.require_fit(self.subject.config, self.subject.name)
@@ -118,7 +119,7 @@ class FeatureExchange:
 
     @cached_property
     def site(self) -> int | None:
-        """Position of the exchange; None for a prompt of the user without one."""
+        """Position of the exchange; None where the user's prompt names none."""
         return None if self.preset.site == "" else position_of(str(self.preset.site), self.tokens)
 
     @cached_property
@@ -182,7 +183,7 @@ class FeatureExchange:
 
     @cached_property
     def held_out(self) -> list[Place]:
-        """Other texts of the same kind, with the position of the exchange."""
+        """Held-out texts of the same kind, with the position of the exchange."""
         return self._placed(self.kin.texts, HELD_OUT)
 
     @cached_property
@@ -211,7 +212,7 @@ class FeatureExchange:
     # -- nodes
 
     @cached_property
-    def nodes(self) -> dict[str, ResultNode]:
+    def nodes(self) -> Nodes:
         """Control runs: `controls` at the site, or at every position; `held_out` and `elsewhere` in other
         prompts, where the site is named; `trace` and `words` for the labels of the features."""
         here = self.every_position if self.site is None else [(self.ids, self.site)]

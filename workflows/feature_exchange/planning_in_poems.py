@@ -140,6 +140,3 @@ def _mark(probability: float, baseline: float) -> str:
     if rise <= SMALLEST:
         return ""
     return "***" if rise > 10 * baseline else "*" if rise > baseline else ""
-
-
-WORKFLOW = PlanningInPoems

@@ -34,10 +34,11 @@ from ...stages.logits.lens import format_probability, format_text, format_token
 from ...store.arrays import Floats
 from ...store.errors import ConfigError
 from ..claim import Claim, Controls
+from ..labelled import records
 from ..settings import ControlSettings, Count, ModelSettings, Natural, Positive, preset_of, setting
 from ..subject import Subject
-from ..views import Data, Findings, Heatmap, Line, Lines, Table, View, together
-from ..workflow import Workflow
+from ..views import Data, Heatmap, Line, Lines, Table, View, together
+from ..workflow import Nodes, Workflow
 from .exchange import FeatureExchange, changes, probabilities
 from .presets import PAIR_PRESETS, ExchangePair, PairPreset, read_pairs
 from .workflow import position_sweep
@@ -120,7 +121,7 @@ class PairResult:
 
     @property
     def site(self) -> int:
-        """Position where the word is held to be decided."""
+        """Position at which the word is assumed to be decided."""
         return self.exchange.required_site
 
     @property
@@ -195,7 +196,7 @@ class PairSet:
             except ConfigError as error:
                 raise ConfigError(f"pair {number}: {error}") from error
 
-    def nodes(self, prefix: str) -> dict[str, ResultNode]:
+    def nodes(self, prefix: str) -> Nodes:
         """A node per pair, "pair_0" and so on."""
         return {f"{prefix}_{i}": pair.every_position_node() for i, pair in enumerate(self.exchanges)}
 
@@ -284,7 +285,6 @@ class PlanningPairs(Workflow):
     def views(self) -> Iterator[View]:
         """What holds over the pairs, each pair beside its null, every position, and the layers."""
         records = self.records
-        yield self._findings()
         yield Data(
             json={
                 "model": self.subject.files.name,
@@ -300,7 +300,9 @@ class PlanningPairs(Workflow):
         yield from self._sweeps()
         yield self._layers_table()
 
-    def _findings(self) -> Findings:
+    def claims(self) -> Iterator[Claim]:
+        """The mean effect at the site, the share of pairs that peak there, and the overlap with the pairs
+        that work on the other dictionary."""
         results, settings = self.results, self.settings
         peaks = np.array([result.peaks for result in results])
         # The features of the shipped pairs were chosen on other prompts; of other pairs nobody knows.
@@ -308,34 +310,30 @@ class PlanningPairs(Workflow):
         draws = Controls(1000, settings.seed)
         controls = "another feature of the layer in each pair that writes as much"
         over = f"over {len(results)} pairs of {self.subject.name}"
-        claims = [
-            Claim.over(
-                f"{over}, the exchange at the site changes the probability of the injected word",
-                np.array([result.effect for result in results]),
+        changed = np.array([result.effect for result in results])
+        for text, effects, others in (
+            (
+                "the exchange at the site changes the probability of the injected word",
+                changed,
                 np.array([result.null.values for result in results]),
-                controls,
-                draws,
-                held_out=is_held_out,
             ),
-            Claim.over(
-                f"{over}, the share that changes it most at the site",
-                peaks[:, 0],
-                peaks[:, 1:],
-                controls,
-                draws,
-                held_out=is_held_out,
-            ),
-        ]
-        caption = self.preset.found
-        if self.other is not None:
-            overlap, random = self.overlap
-            both = f"{self.preset.dictionary} and {self.other.preset.dictionary}"
-            if np.isfinite(overlap):
-                of = "pairings of as many pairs at random"
-                claims.append(Claim.against(f"pairs that work in {both}, Jaccard", overlap, random, of))
-            else:
-                caption += f" No pair works in {both}: nothing is said of their overlap."
-        return Findings.of(*claims, caption=caption, sources=tuple(self.nodes))
+            ("the share that changes it most at the site", peaks[:, 0], peaks[:, 1:]),
+        ):
+            yield Claim.over(f"{over}, {text}", effects, others, controls, draws, held_out=is_held_out)
+        if self.other is not None and np.isfinite(self.overlap[0]):
+            text, of = f"pairs that work in {self._both}, Jaccard", "pairings of as many pairs at random"
+            yield Claim.against(text, *self.overlap, of)
+
+    def claims_caption(self) -> str:
+        """How the features were chosen, and whether any pair works on both dictionaries."""
+        if self.other is None or np.isfinite(self.overlap[0]):
+            return self.preset.found
+        return f"{self.preset.found} No pair works in {self._both}: nothing is said of their overlap."
+
+    @property
+    def _both(self) -> str:
+        assert self.other is not None
+        return f"{self.preset.dictionary} and {self.other.preset.dictionary}"
 
     @cached_property
     def overlap(self) -> tuple[float, Floats]:
@@ -414,9 +412,8 @@ class PlanningPairs(Workflow):
         )
         is_there = np.isfinite(own)
 
-        def mean(values: Floats) -> Floats:
-            total: Floats = np.where(is_there, values, 0.0).sum(axis=0) / is_there.sum(axis=0)
-            return total
+        def mean(values: Floats) -> Any:
+            return np.where(is_there, values, 0.0).sum(axis=0) / is_there.sum(axis=0)
 
         lines = Lines(
             title="Mean over the pairs",
@@ -434,29 +431,25 @@ class PlanningPairs(Workflow):
 
     def _layers_table(self) -> Table:
         layers = self.result("layers").load()
-        rank, probability = (
-            layers[name].transpose("draw", "layer").values for name in ("rank", "probability")
+        untouched = int((layers["unpatched"].sel(run="clean", metric="rank") == 0).sum())
+        summed = layers.assign(
+            first=(layers["rank"] == 0).sum("draw"), mean=layers["probability"].mean("draw")
         )
-        untouched = int((layers["unpatched"].sel(run="clean", metric="rank").values == 0).sum())
-        rows = [
-            {
-                "layer": layer,
-                "still_first": int((rank[:, i] == 0).sum()),
-                "mean_prob": float(probability[:, i].mean()),
-            }
-            for i, layer in enumerate(layers["layer"].values.tolist())
-        ]
+        rows, count = (
+            records(summed, "layer", "layer", still_first="first", mean_prob="mean"),
+            layers.sizes["draw"],
+        )
         width = f"{self.settings.window} layers around it" if self.settings.window > 1 else "one layer"
         return Table.of(
             rows,
             ("layer", "layer", "d"),
             ("still said", "still_first", "d"),
             ("mean probability", "mean_prob", format_probability),
-            title=f"Without the MLPs of {width}: prompts of {len(rank)} in which the word is still likeliest",
+            title=f"Without the MLPs of {width}: prompts of {count} in which the word is still likeliest",
             caption=f"untouched it is in {untouched}; the MLP says its mean over these prompts; layers are "
             "described, not claimed: there are too few of them",
             sources=("layers",),
-            json={"layer_suppression": rows, "prompts": len(rank), "said_untouched": untouched},
+            json={"layer_suppression": rows, "prompts": count, "said_untouched": untouched},
         )
 
 
@@ -477,6 +470,3 @@ def shuffled_jaccard(one: Sequence[bool], other: Sequence[bool], count: int, *, 
     random = np.random.default_rng(seed)
     drawn = (random.permutation(np.asarray(other, bool)).tolist() for _ in range(count))
     return np.array([jaccard(one, members) for members in drawn])
-
-
-WORKFLOW = PlanningPairs

@@ -22,15 +22,14 @@ from ...store.arrays import Floats
 from ..claim import Claim
 from ..material.feature_labels import FeatureLabels
 from ..subject import Subject
-from ..views import Findings, Table, View, dash
-from ..workflow import Workflow
+from ..views import Table, View, dash
+from ..workflow import Nodes, Workflow
 from .exchange import FeatureExchange, changes, probabilities
 from .presets import FeaturePreset, chosen_preset
 
 if TYPE_CHECKING:
     import xarray as xr
 
-    from ...pipeline.nodes import ResultNode
     from ...stages.forward.models.model import Model
 
 __all__ = ["ExchangeWorkflow", "position_sweep"]
@@ -78,7 +77,7 @@ class ExchangeWorkflow(Workflow):
         """Strengths of the sweep."""
         return (self.exchange.strength,)
 
-    def further_nodes(self) -> dict[str, ResultNode]:
+    def further_nodes(self) -> Nodes:
         """Nodes beside the sweep and the controls."""
         return {}
 
@@ -108,7 +107,7 @@ class ExchangeWorkflow(Workflow):
 
     @property
     def claim(self) -> str:
-        """What the exchange does, in words."""
+        """Text of the claim about this prompt."""
         off = f" in place of {self.labels.several(self.exchange.suppress)}" if self.exchange.suppress else ""
         return (
             f"{self.labels.short(self.exchange.inject)}{off} at {self.exchange.site_label} changes "
@@ -116,12 +115,16 @@ class ExchangeWorkflow(Workflow):
         )
 
     def claims(self) -> Iterator[Claim]:
-        """The effect in this prompt, and in other texts of its kind on which nothing was chosen."""
+        """The effect in this prompt, and in held-out texts of its kind."""
         controls = self.result("controls")
         yield self.claim_here(self.effects(controls), self.claim, probabilities(controls)[:, 0])
         if self.exchange.held_out:
             there = self.effects(self.result("held_out"))
             yield self.held_out_claim(there, f"the same in {self.exchange.kin.where}")
+
+    def claims_caption(self) -> str:
+        """How the features were chosen."""
+        return self.preset.found
 
     def claim_here(self, effects: Floats, text: str, after: Floats | None = None) -> Claim:
         """A claim about this prompt. Without a named site the best place counts, of the exchange and of each
@@ -145,9 +148,7 @@ class ExchangeWorkflow(Workflow):
     # -- views
 
     def opening(self) -> Iterator[View]:
-        """What every exchange workflow shows first: its claims, the features, and the parts of the
-        exchange."""
-        yield Findings.of(*self.claims(), caption=self.preset.found)
+        """What every exchange workflow shows first: the features, and the parts of the exchange."""
         yield self.features_table()
         if self.exchange.words:
             yield self.parts_table()
@@ -171,8 +172,7 @@ class ExchangeWorkflow(Workflow):
         )
 
     def parts_table(self) -> Table:
-        """P(word) with all, some and none of the exchange, with random features, and in facts of other
-        kinds."""
+        """Table of P(word) under the exchange, its parts, random features, and in facts of other kinds."""
         return Table.of(
             rows := list(self._parts()),
             ("what is done", "done"),

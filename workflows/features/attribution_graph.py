@@ -33,17 +33,16 @@ from ...stages.logits.readout import readout_node
 from ...store.errors import ConfigError
 from ..material.feature_examples import ExampleNodes, corpus_texts, example_nodes, passages
 from ..material.graph_views import examples_of, graph_views, kept_of
-from ..settings import Count, ModelSettings, Natural, preset_of, setting
+from ..settings import Count, ModelSettings, Natural, Share, preset_of, setting
 from ..subject import Subject
 from ..views import Data, Table, View, together
 from ..views.graph.drawing import drawn_part
 from ..views.graph.features import StrongFeature, strongest_features
-from ..workflow import Workflow
+from ..workflow import Nodes, Workflow
 
 if TYPE_CHECKING:
     import xarray as xr
 
-    from ...pipeline.nodes import ResultNode
     from ...stages.features.dictionary import Dictionary
     from ...stages.forward.models.model import Model
 
@@ -93,8 +92,8 @@ class AttributionGraphsSettings(ModelSettings):
     batch_size: int = setting(256, "with update_interval: features chosen between two rankings")
     update_interval: int = setting(4, "batches between two rankings")
     zero_positions: Natural = setting(1, "first positions that have neither features nor errors")
-    node_threshold: float = setting(0.8, "share of the influence that the nodes told have together")
-    edge_threshold: float = setting(0.98, "share of what edges carry that the edges told carry together")
+    node_threshold: Share = setting(0.8, "share of the influence that the nodes told have together")
+    edge_threshold: Share = setting(0.98, "share of what edges carry that the edges told carry together")
     top_k: Count = setting(15, "features listed")
     corpus: str = setting(
         "",
@@ -106,11 +105,6 @@ class AttributionGraphsSettings(ModelSettings):
     )
     graph_memory: str = setting("1GiB", "bytes the graph may take beside the model while it is computed")
     arithmetic: str = setting("float32", "of the linear maps: float32 or float64")
-
-    def __post_init__(self) -> None:
-        for name in ("node_threshold", "edge_threshold"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ConfigError(f"expected {name} from 0 to 1, found {getattr(self, name)!r}")
 
 
 class AttributionGraphs(Workflow):
@@ -146,7 +140,7 @@ class AttributionGraphs(Workflow):
         )
         self.dictionary: Dictionary = node.dictionary
         thresholds = {"node_threshold": settings.node_threshold, "edge_threshold": settings.edge_threshold}
-        nodes: dict[str, ResultNode] = {
+        nodes: Nodes = {
             "graph": node,
             "pruned": pruned_graph.on(graph=Port(node), **thresholds),
             "effects": logit_effects_node(node, readout_node(self.subject.files, dtype=settings.dtype)),
@@ -167,12 +161,12 @@ class AttributionGraphs(Workflow):
 
     @cached_property
     def graph(self) -> AttributionGraph:
-        """The whole graph; its edges are read when they are asked for."""
+        """The whole graph, with edges read lazily."""
         return AttributionGraph(self.result("graph"))
 
     @cached_property
     def pruned(self) -> PrunedGraph:
-        """The part that the two thresholds keep."""
+        """The graph pruned by the two thresholds."""
         chosen, kept = self.settings, Kept.of(self.result("pruned").load())
         return PrunedGraph(self.graph, kept, chosen.node_threshold, chosen.edge_threshold)
 
@@ -194,7 +188,7 @@ class AttributionGraphs(Workflow):
 
     @property
     def _texts(self) -> dict[int, xr.Dataset]:
-        """The places of the corpus at which each feature is strongest, by layer."""
+        """Strongest corpus examples of each feature, by layer."""
         if self._examples is None:
             return {}
         assert self.store is not None  # the graph's result is open
@@ -268,10 +262,7 @@ def chosen_preset(settings: AttributionGraphsSettings) -> GraphPreset:
 
 
 def _named(tokens: Sequence[str]) -> str:
-    """The first three of some tokens, and how many more there are."""
+    """The first three tokens, and the number of the others."""
     told = [repr(format_token(token)) for token in tokens[:3]]
     more = len(tokens) - len(told)
     return ", ".join(told) + (f" and {more} more" if more else "")
-
-
-WORKFLOW = AttributionGraphs

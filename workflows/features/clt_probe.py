@@ -7,7 +7,7 @@ embedding, whatever the prompt (stages/features/effects/alignment.py).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -23,17 +23,17 @@ from ...stages.forward.models.files import SPECIMEN
 from ...stages.logits.lens import format_token
 from ...store.errors import ConfigError
 from ..feature_exchange.presets import PRESETS
+from ..labelled import labelled, records
 from ..material.answers import encoded, fact, is_one_token, named, word_id
 from ..material.feature_labels import FeatureLabels, active_words, ranked_words
 from ..settings import Count, ModelSettings, setting
 from ..views import Data, Heatmap, Table, View, together
-from ..workflow import ModelWorkflow, loaded
+from ..workflow import ModelWorkflow, Nodes, loaded
 from .sae_features import dictionary_of
 
 if TYPE_CHECKING:
     import xarray as xr
 
-    from ...pipeline.nodes import ResultNode
 
 __all__ = ["CltProbe", "CltProbeSettings"]
 
@@ -57,7 +57,7 @@ class CltProbeSettings(ModelSettings):
 
 
 class CltProbe(ModelWorkflow):
-    """A place in a prompt, and a word."""
+    """Features active at a position, and features that write a word."""
 
     name = "clt_probe"
     question = "Which features stand for what is at a place in a prompt, and which would write a given word?"
@@ -68,8 +68,8 @@ class CltProbe(ModelWorkflow):
     activity = loaded("activity")
     """What is active anywhere in the prompt, [active]."""
 
-    def plan(self) -> Mapping[str, ResultNode]:
-        """What is active in the prompt, and, if there is a word, what writes it."""
+    def plan(self) -> Nodes:
+        """Active features of the prompt, and the features that write the word, if there is one."""
         given = self.settings
         self.prompt, answer = _asked(given)
         self.encoding = encoded(self.subject, self.prompt)
@@ -77,9 +77,7 @@ class CltProbe(ModelWorkflow):
         self.dictionary.require_fit(self.subject.config, self.subject.name)
         self.position = self._position()
         names = self.dictionary.name, self.dictionary.identity
-        nodes: dict[str, ResultNode] = {
-            "activity": self.on_model(FeatureActivity(tuple(self.encoding.ids), *names))
-        }
+        nodes: Nodes = {"activity": self.on_model(FeatureActivity(tuple(self.encoding.ids), *names))}
         self.word = given.search or (answer if is_one_token(self.subject, answer) else "")
         if self.word:
             self.token = word_id(self.subject, self.word)
@@ -119,7 +117,7 @@ class CltProbe(ModelWorkflow):
         here = found.isel(active=found["active_position"].values == self.position)
         order = np.lexsort((here["active_feature"], here["active_layer"], -here["activation"].values))
         columns = {"layer": "active_layer", "index": "active_feature", "activation": "activation"}
-        return self._labelled(_records(here.isel(active=order), columns))
+        return self._labelled(records(here.isel(active=order), "active", **columns))
 
     def _labelled(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         return [row | {"label": self.labels.label(_feature(row))} for row in rows]
@@ -133,7 +131,7 @@ class CltProbe(ModelWorkflow):
         return list(found.values())[:CANDIDATES]
 
     def views(self) -> Iterator[View]:
-        """The strongest features here, how many are active where, and those that write the word."""
+        """Strongest features of the position, counts by layer and token, and features that write the word."""
         rows, given, layers = self.active, self.settings, self.dictionary.layers
         here = [
             {"layer": layer, "features": [row for row in rows if row["layer"] == layer][: given.top_k]}
@@ -167,7 +165,7 @@ class CltProbe(ModelWorkflow):
         )
         if self.word:
             columns = {"layer": "source_layer", "index": "feature", "cosine": "score"}
-            found = self._labelled(_records(self.result("search").load(), columns))
+            found = self._labelled(records(self.result("search").load(), "rank", **columns))
             yield Table.of(
                 found[:ROWS],
                 ("feature", _feature, str),
@@ -190,15 +188,12 @@ class CltProbe(ModelWorkflow):
 
     def _counts(self) -> xr.DataArray:
         """How many features are active, [layer, token]."""
-        import xarray as xr
-
         layers = self.dictionary.layers
         counts = np.zeros((len(layers), len(self.tokens)), np.int32)
         rows = np.array([layers.index(each) for each in self.activity["active_layer"].values.tolist()], int)
         np.add.at(counts, (rows, self.activity["active_position"].values), 1)
         tokens = [f"{i} {format_token(token)}" for i, token in enumerate(self.tokens)]
-        about = {"units": "1", "long_name": "active features"}
-        return xr.DataArray(counts, {"layer": list(layers), "token": tokens}, ("layer", "token"), attrs=about)
+        return labelled(counts, "active features", layer=layers, token=tokens)
 
     def _position(self) -> int:
         wanted = self.settings.word.strip().lower()
@@ -221,14 +216,5 @@ def _asked(settings: CltProbeSettings) -> tuple[str, str]:
     return fact(settings.model, settings.prompt, "")
 
 
-def _records(found: xr.Dataset, columns: Mapping[str, str]) -> list[dict[str, Any]]:
-    """Arrays of one dim as records: name in a record -> name of the array."""
-    values = (found[name].values.tolist() for name in columns.values())
-    return [dict(zip(columns, row, strict=True)) for row in zip(*values, strict=True)]
-
-
 def _feature(row: dict[str, Any]) -> FeatureId:
     return FeatureId(row["layer"], row["index"])
-
-
-WORKFLOW = CltProbe

@@ -8,8 +8,8 @@ files a browser opens.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,13 +24,14 @@ from ...stages.forward.models.reference import ModelRef
 from ...stages.logits.lens import format_token
 from ...stages.logits.readout import readout_node
 from ...store.errors import ConfigError
+from ..labelled import labelled
 from ..material.answers import named
 from ..material.feature_examples import corpus_texts, passages
 from ..material.feature_labels import writes_to_stream
 from ..settings import Count, ModelSettings, Natural, setting
 from ..subject import Subject
 from ..views import Data, Lines, Table, View, together
-from ..workflow import ModelWorkflow
+from ..workflow import ModelWorkflow, Nodes
 from .neuronpedia import NeuronpediaSource, write_neuronpedia
 from .page_files import PageFiles, PageMaterial
 from .place_views import place_views
@@ -39,7 +40,6 @@ from .sae_features import dictionary_of
 if TYPE_CHECKING:
     import xarray as xr
 
-    from ...pipeline.nodes import ResultNode
     from ...store.upkeep.annotations import Annotation
 
 __all__ = ["FeaturePages", "FeaturePagesSettings"]
@@ -95,7 +95,7 @@ class FeaturePages(ModelWorkflow):
     settings_type = FeaturePagesSettings
     settings: FeaturePagesSettings
 
-    def plan(self) -> Mapping[str, ResultNode]:
+    def plan(self) -> Nodes:
         """The corpus encoded, and what pages show."""
         given = self.settings
         self.dictionary = dictionary_of(given.dictionary, given.model, "sae")
@@ -135,25 +135,17 @@ class FeaturePages(ModelWorkflow):
         )
         self.encoded = nodes[self.layer]
         writes = writes_to_stream(self.subject, self.dictionary)
-        names = (
-            "strongest",
-            "intervals",
-            "per_interval",
-            "before",
-            "after",
-            "related",
-            "sample",
-            "seed",
-            "block",
-        )
-        return page_nodes(
+        named_alike = (field.name for field in fields(PageLayout) if hasattr(given, field.name))
+        shape = {name: getattr(given, name) for name in named_alike}
+        pages = page_nodes(
             self.dictionary,
             encoded=self.encoded,
             layer=self.layer,
             readout=readout_node(self.subject.files, dtype=self.subject.dtype) if writes else None,
             features=given.features,
-            layout=PageLayout(**{name: getattr(given, name) for name in names}),
+            layout=PageLayout(**shape),
         )
+        return {**pages}
 
     @cached_property
     def labels(self) -> dict[FeatureId, Annotation]:
@@ -176,7 +168,7 @@ class FeaturePages(ModelWorkflow):
 
     @property
     def about(self) -> list[tuple[str, str]]:
-        """Where the pages are from, for people."""
+        """Names and values that say what the pages were made from."""
         it, tokens = self.dictionary, self.tokens
         corpus = f"{tokens.n_tokens:,} tokens in {tokens.n_prompts:,} passages"
         return [
@@ -290,17 +282,10 @@ class FeaturePages(ModelWorkflow):
 
     def _frequencies(self, count: Any, n_tokens: int) -> xr.DataArray:
         """Features by the share of tokens: [which, share_of_tokens], in bins of one factor."""
-        import xarray as xr
-
         shares = np.log10(count[count > 0] / n_tokens)
         low = np.floor(np.log10(1 / n_tokens))
         counts, edges = np.histogram(shares, 30, (low, 0))
-        return xr.DataArray(
-            counts[None].astype(np.float64),
-            {"which": ["features"], "share_of_tokens": 10 ** ((edges[:-1] + edges[1:]) / 2)},
-            ("which", "share_of_tokens"),
-            attrs={"units": "1", "long_name": "features"},
+        centres = 10 ** ((edges[:-1] + edges[1:]) / 2)
+        return labelled(
+            counts[None].astype(np.float64), "features", which=["features"], share_of_tokens=centres
         )
-
-
-WORKFLOW = FeaturePages

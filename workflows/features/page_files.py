@@ -61,7 +61,7 @@ class PageMaterial:
 
     @cached_property
     def features(self) -> Ints:
-        """Those there are pages of, ascending."""
+        """Indices of the features that have pages, ascending."""
         found: Ints = self.results["windows"]["feature"].values
         return found
 
@@ -77,19 +77,19 @@ class PageMaterial:
 
     @cached_property
     def statistics(self) -> xr.Dataset:
-        """Of the features there are pages of."""
+        """Statistics of the features that have pages."""
         found: xr.Dataset = self.results["statistics"].load().sel(feature=self.features)
         return found
 
     @cached_property
     def prompt(self) -> Ints:
-        """Of every token of the corpus."""
+        """Value of every token of the corpus, [token]."""
         found: Ints = self.tokens["prompt"].values
         return found
 
     @cached_property
     def token_id(self) -> Array:
-        """Of every token of the corpus."""
+        """Value of every token of the corpus, [token]."""
         found: Array = self.tokens["token_id"].values
         return found
 
@@ -113,7 +113,7 @@ class PageMaterial:
             )
 
     def portion(self, number: int, size: int) -> dict[str, xr.Dataset]:
-        """One of them by its number, in memory."""
+        """A portion of the features by its number, in memory."""
         here = slice(number * size, (number + 1) * size)
         told = [name for name in self.results if name not in ("statistics", "strongest")]
         return {name: self.results[name].isel(feature=here).load() for name in told}
@@ -138,7 +138,7 @@ class PageFiles:
         return ["index.html", "data/features.js", "data/vocabulary.js", *map(_shard, range(shards))]
 
     def read(self, name: str) -> bytes:
-        """The bytes of a file; KeyError for one there is not."""
+        """Bytes of a file; KeyError for an unknown name."""
         if name not in self.names:
             raise KeyError(name)
         if name in self._common:

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...stages.features.crosscoder import EXCLUSIVE
+from ..labelled import labelled
 from ..views import Data, Lines, Table, View, together
 
 if TYPE_CHECKING:
@@ -72,12 +73,6 @@ def exclusive(relative: npt.NDArray[Any]) -> dict[str, int]:
 
 def _histogram(relative: npt.NDArray[Any]) -> xr.DataArray:
     """Features by relative norm: [which, relative_norm]."""
-    import xarray as xr
-
     counts, edges = np.histogram(relative, BINS, (0, 1))
-    return xr.DataArray(
-        counts[None].astype(np.float64),
-        {"which": ["features"], "relative_norm": (edges[:-1] + edges[1:]) / 2},
-        ("which", "relative_norm"),
-        attrs={"units": "1", "long_name": "features"},
-    )
+    centres = (edges[:-1] + edges[1:]) / 2
+    return labelled(counts[None].astype(np.float64), "features", which=["features"], relative_norm=centres)

@@ -7,12 +7,11 @@ transcoders too; of dictionaries with several layers one is told.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import msgspec
 import numpy as np
 
 from ...stages.corpus.positions import position_of
@@ -22,16 +21,16 @@ from ...stages.features.labels import labels_of
 from ...stages.features.layers.layout import FeatureId
 from ...stages.logits.lens import format_token
 from ...store.errors import ConfigError, PromptError
+from ..labelled import labelled
 from ..material.answers import encoded, fact, named
 from ..material.feature_labels import FeatureLabels, active_words
-from ..settings import Count, ModelSettings, setting
+from ..settings import Count, ModelSettings, Natural, setting
 from ..views import Data, Heatmap, Table, View, together
-from ..workflow import ModelWorkflow
+from ..workflow import ModelWorkflow, Nodes
 
 if TYPE_CHECKING:
     import xarray as xr
 
-    from ...pipeline.nodes import ResultNode
 
 __all__ = ["SaeFeatures", "SaeFeaturesSettings"]
 
@@ -47,9 +46,7 @@ class SaeFeaturesSettings(ModelSettings):
         "last", 'position told: an index, "first", "last", or a phrase of the prompt'
     )
     top_k: Count = setting(10, "features listed")
-    zero_positions: Annotated[int, msgspec.Meta(ge=0)] = setting(
-        0, "first positions without features, left out of the error too"
-    )
+    zero_positions: Natural = setting(0, "first positions without features, left out of the error too")
 
 
 class SaeFeatures(ModelWorkflow):
@@ -61,7 +58,7 @@ class SaeFeatures(ModelWorkflow):
     settings_type = SaeFeaturesSettings
     settings: SaeFeaturesSettings
 
-    def plan(self) -> Mapping[str, ResultNode]:
+    def plan(self) -> Nodes:
         """What the dictionary finds active in the prompt."""
         given = self.settings
         self.prompt, _ = fact(given.model, given.prompt, "")
@@ -84,7 +81,7 @@ class SaeFeatures(ModelWorkflow):
 
     @cached_property
     def activity(self) -> xr.Dataset:
-        """What is active, of the one layer."""
+        """Active features of the selected layer, [active]."""
         found = self.result("activity").load()
         return found.isel(active=found["active_layer"].values == self.layer).sel(layer=self.layer)
 
@@ -164,24 +161,19 @@ class SaeFeatures(ModelWorkflow):
 
     def _grid(self, chosen: set[int]) -> xr.DataArray:
         """Activations of some features, [feature, token], 0 where silent; the earliest peak first."""
-        import xarray as xr
-
         found, features = self.activity, np.array(sorted(chosen), np.int64)
         values = np.zeros((len(features), len(self.tokens)), np.float32)
         here = np.isin(found["active_feature"].values, features)
         rows = np.searchsorted(features, found["active_feature"].values[here])
         values[rows, found["active_position"].values[here]] = found["activation"].values[here]
         order = np.argsort(values.argmax(axis=1), kind="stable")
-        return xr.DataArray(
+        return labelled(
             values[order],
-            {
-                "feature": [
-                    self.labels.short(FeatureId(self.layer, feature)) for feature in features[order].tolist()
-                ],
-                "token": [f"{i} {format_token(token)}" for i, token in enumerate(self.tokens)],
-            },
-            ("feature", "token"),
-            attrs={"units": "1", "long_name": "activation"},
+            "activation",
+            feature=[
+                self.labels.short(FeatureId(self.layer, feature)) for feature in features[order].tolist()
+            ],
+            token=[f"{i} {format_token(token)}" for i, token in enumerate(self.tokens)],
         )
 
 
@@ -195,6 +187,3 @@ def dictionary_of(name: str, model: str, shipped: str) -> Dictionary:
             f"expected a dictionary for {model}, found none; set dictionary= a directory or org/repo"
         )
     return Dictionary.from_pretrained(name or f"specimen/{shipped}")
-
-
-WORKFLOW = SaeFeatures

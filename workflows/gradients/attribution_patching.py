@@ -13,7 +13,7 @@ first order is wrong, and the worst miss says how much.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
@@ -26,31 +26,29 @@ from ...stages.causal.draws import AtOnce
 from ...stages.causal.grids.patching_metrics import LogitDifference, Recovery
 from ...stages.logits.lens import format_token
 from ...store.arrays import Floats
-from ...store.errors import ConfigError
 from ..claim import Claim
+from ..labelled import records
 from ..material.answers import named
-from ..settings import Count, setting
-from ..views import Figure, Heatmap, Table, View
-from ..workflow import loaded
+from ..settings import Count, require_together, setting
+from ..views import Heatmap, Table, View, together
+from ..workflow import Nodes, loaded
 from .pairs import AttributedPairs, AttributionSettings, pair_json
 
 if TYPE_CHECKING:
     import xarray as xr
 
-    from ...pipeline.nodes import ResultNode
 
 __all__ = ["AttributionPatchingTrace", "AttributionPatchingTraceSettings"]
 
 HEADS = "heads"
 STREAM = "states"
+AGREEMENT = ("correlation", "rank_correlation", "worst_miss")
+"""Numbers that say how estimates agree with exact runs."""
 
 
 @dataclass(frozen=True)
 class AttributionPatchingTraceSettings(AttributionSettings):
-    """What `--set` can change.
-
-    Raises ConfigError for a prompt without its wrong answer, or the other way about.
-    """
+    """What `--set` can change."""
 
     what: Literal["heads", "states"] = setting(
         HEADS, '"heads" by position (what they have read), or "states" of the stream by position'
@@ -60,9 +58,7 @@ class AttributionPatchingTraceSettings(AttributionSettings):
     verify: Count = setting(12, "largest estimates that are run exactly, and as many others at random")
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        if bool(self.prompt) != bool(self.wrong):
-            raise ConfigError("expected a prompt and the wrong answer together, found one without the other")
+        require_together(self, "prompt", "corrupted", "answer", "wrong")
 
 
 class AttributionPatchingTrace(AttributedPairs):
@@ -78,7 +74,7 @@ class AttributionPatchingTrace(AttributedPairs):
     checked = loaded("checked")
     """Cells of every pair, [draw = pair, cell]."""
 
-    def plan(self) -> Mapping[str, ResultNode]:
+    def plan(self) -> Nodes:
         """The grid of the first pair, cells of all of them, and which answers the model knows."""
         self.read = self.read_pairs(self.settings.wrong)
         by_head = self.settings.what == HEADS
@@ -146,33 +142,21 @@ class AttributionPatchingTrace(AttributedPairs):
     def cells(self) -> list[dict[str, Any]]:
         """Cells of the pair shown, largest estimates first: place, estimate and exact effect in percent."""
         here = self.checked.isel(draw=0)
+        percent = here.assign(estimate=100 * here["estimate"], exact=100 * here["exact"])
         tokens = named(self.subject, self.read[0].corrupted)
-        columns = {name: here[name].values.tolist() for name in (*PLACE, "sort")}
-        effects = {name: (100 * here[name].values).tolist() for name in ("estimate", "exact")}
-        rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
-        return [
-            {
-                **row,
-                "token": tokens[row["position"]],
-                "estimate": effects["estimate"][i],
-                "exact": effects["exact"][i],
-            }
-            for i, row in enumerate(rows)
-        ]
+        rows = records(percent, "cell", *PLACE, "sort", "estimate", "exact")
+        return [row | {"token": tokens[row["position"]]} for row in rows]
 
     def views(self) -> Iterator[View]:
         """The claims, the grid of the pair shown by head and by position, and its cells both ways."""
         pair = self.read[0]
-        findings = self.findings()
-        yield findings
         # A recovery counts from the corrupted run, which is 0: estimates of parts add up.
         whole = (100 * self.grid["recovery"]).assign_attrs(units="%", long_name="estimated recovery")
         maps = [self._map(whole, "position", "head")]
         if "head" in whole.dims:
             maps.insert(0, self._map(whole, "head", "position"))
         title = f"Estimates of {pair.texts[0]!r} put into {pair.texts[1]!r}"
-        yield from maps
-        yield Figure(name="attribution_patching", title=title, panels=(*maps, findings), columns=2)
+        yield from together("attribution_patching", title, *maps, beside=[self.findings], columns=2)
         yield self._told(pair)
 
     def _map(self, whole: xr.DataArray, kept: str, summed: str) -> Heatmap:
@@ -192,13 +176,9 @@ class AttributionPatchingTrace(AttributedPairs):
 
     def _told(self, pair: Any) -> Table:
         agree = [
-            {
-                name: float(self.checked[name].isel(draw=number).sel(chosen=sort))
-                for name in ("correlation", "rank_correlation", "worst_miss")
-            }
-            | {"pair": number, "chosen": sort, "is_known": bool(self.counts[number])}
+            row | {"pair": number, "is_known": bool(self.counts[number])}
             for number in range(len(self.read))
-            for sort in self.checked["chosen"].values.tolist()
+            for row in records(self.checked.isel(draw=number), "chosen", "chosen", *AGREEMENT)
         ]
         return Table.of(
             self.cells,
@@ -220,6 +200,3 @@ class AttributionPatchingTrace(AttributedPairs):
                 "agreement": agree,
             },
         )
-
-
-WORKFLOW = AttributionPatchingTrace

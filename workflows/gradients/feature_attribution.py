@@ -18,13 +18,12 @@ says little about it, whatever its features do. The pair shown is the first that
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import xarray as xr
 
 from ...stages.causal.attribution.check import LARGEST
 from ...stages.causal.controls import Null
@@ -37,27 +36,27 @@ from ...stages.features.labels import labels_of
 from ...stages.features.layers.layout import FeatureId
 from ...stages.logits.lens import format_token
 from ...stages.logits.readout import readout_node
-from ...store.errors import ConfigError
 from ..claim import Claim
 from ..features.sae_features import dictionary_of
+from ..labelled import labelled, record
 from ..material.answers import named
 from ..material.feature_labels import FeatureLabels, writes_to_stream
-from ..settings import Count, setting
-from ..views import Figure, Heatmap, Table, View
+from ..settings import Count, require_together, setting
+from ..views import Heatmap, Table, View, together
+from ..workflow import Nodes
+from .attribution_patching import AGREEMENT
 from .pairs import AttributedPair, AttributedPairs, AttributionSettings, pair_json
 
 if TYPE_CHECKING:
-    from ...pipeline.nodes import ResultNode
+    import xarray as xr
+
 
 __all__ = ["FeatureAttributionTrace", "FeatureAttributionTraceSettings"]
 
 
 @dataclass(frozen=True)
 class FeatureAttributionTraceSettings(AttributionSettings):
-    """What `--set` can change.
-
-    Raises ConfigError for a prompt without its wrong answer, or the other way about.
-    """
+    """What `--set` can change."""
 
     wrong: str = setting("", "what comes next in a corrupted prompt of one's own")
     dictionary: str = setting("", "features: directory or org/repo; none: specimen/clt")
@@ -65,9 +64,7 @@ class FeatureAttributionTraceSettings(AttributionSettings):
     draws: Count = setting(50, "times random features are drawn, of which the largest is put in")
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        if bool(self.prompt) != bool(self.wrong):
-            raise ConfigError("expected a prompt and the wrong answer together, found one without the other")
+        require_together(self, "prompt", "corrupted", "answer", "wrong")
 
 
 class FeatureAttributionTrace(AttributedPairs):
@@ -78,13 +75,13 @@ class FeatureAttributionTrace(AttributedPairs):
     settings_type = FeatureAttributionTraceSettings
     settings: FeatureAttributionTraceSettings
 
-    def plan(self) -> Mapping[str, ResultNode]:
+    def plan(self) -> Nodes:
         """The cells of each pair, what their features write, and what random ones do."""
         given = self.settings
         self.read = self.read_pairs(given.wrong)
         self.dictionary = held = dictionary_of(given.dictionary, given.model, "clt")
         held.require_fit(self.subject.config, self.subject.name)
-        nodes: dict[str, ResultNode] = {}
+        nodes: Nodes = {}
         random = []
         for number, pair in enumerate(self.read):
             asked: dict[str, Any] = {
@@ -168,7 +165,7 @@ class FeatureAttributionTrace(AttributedPairs):
         cells = pair["chosen_cell"].values[pair["sort"].values == LARGEST]
         return 100 * float((pair["feature"].values[cells] == REST).mean())
 
-    def told(self, number: int) -> dict[str, Any]:
+    def document(self, number: int) -> dict[str, Any]:
         """A pair in plain values: its largest feature, beside the draws, and how estimates agree."""
         found, pair = self.random.isel(draw=number), self.pairs[number]
         exact = 100 * found["exact"].values
@@ -187,10 +184,7 @@ class FeatureAttributionTrace(AttributedPairs):
             "quantile": float((np.abs(exact[1:]) < abs(exact[0])).mean()),
             "candidates": int(found["candidates"]),
             "rests": self._rests(number),
-            **{
-                name: float(pair[name].sel(chosen="all"))
-                for name in ("correlation", "rank_correlation", "worst_miss")
-            },
+            **record(pair.sel(chosen="all"), *AGREEMENT),
         }
 
     def cells(self, number: int) -> list[dict[str, Any]]:
@@ -224,15 +218,13 @@ class FeatureAttributionTrace(AttributedPairs):
     def views(self) -> Iterator[View]:
         """The claims, where the estimates of the pair shown are, its cells both ways, and all pairs."""
         number = self.counted[0] if self.counted else 0
-        pair, findings = self.read[number], self.findings()
-        yield findings
+        pair = self.read[number]
         maps = [
             self._map(number, "features", "Features, summed by place"),
             self._map(number, "rests", "What no feature accounts for"),
         ]
-        yield from maps
         title = f"Estimates of {pair.texts[0]!r} put into {pair.texts[1]!r}"
-        yield Figure(name="feature_attribution", title=title, panels=(*maps, findings), columns=2)
+        yield from together("feature_attribution", title, *maps, beside=[self.findings], columns=2)
         yield self._cells_table(number, pair)
         yield self._pairs_table()
 
@@ -243,9 +235,7 @@ class FeatureAttributionTrace(AttributedPairs):
         layers, positions = (pair[name].values[mine] for name in ("layer", "position"))
         sums = np.zeros((self.subject.config.num_layers, len(tokens)))
         np.add.at(sums, (layers, positions), 100 * pair["estimate"].values[mine])
-        array = xr.DataArray(
-            sums, dims=("layer", "position"), attrs={"units": "%", "long_name": "estimated recovery"}
-        )
+        array = labelled(sums, "estimated recovery", "%", layer=None, position=None)
         where = "read" if what == "features" else "written to"
         return Heatmap.of(
             array,
@@ -284,7 +274,7 @@ class FeatureAttributionTrace(AttributedPairs):
         )
 
     def _pairs_table(self) -> Table:
-        rows = [self.told(number) for number in range(len(self.read))]
+        rows = [self.document(number) for number in range(len(self.read))]
         labels = [self.labels(number) for number in range(len(self.read))]
 
         def short(row: dict[str, Any]) -> str:
@@ -312,6 +302,3 @@ class FeatureAttributionTrace(AttributedPairs):
 def _tokens(tokens: list[str]) -> str:
     clean, corrupted = map(format_token, tokens)
     return clean if clean == corrupted else f"{clean} / {corrupted}"
-
-
-WORKFLOW = FeatureAttributionTrace

@@ -13,7 +13,7 @@ another one of the same prompt; and shares rank positions as runs do, beside sha
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -25,19 +25,20 @@ from ...stages.causal.grids.patching_metrics import LogProbability
 from ...stages.logits.lens import format_text, format_token
 from ...store.arrays import Floats
 from ..claim import Claim
+from ..labelled import labelled, records, values_of
 from ..material.unrelated import Unrelated
 from ..settings import Count, setting
-from ..views import Bars, Figure, Findings, Lines, Table, View
+from ..views import Bars, Lines, Table, View, together
+from ..workflow import Nodes
 from .pairs import AttributedPairs, AttributionSettings, pair_json
 
 if TYPE_CHECKING:
     import xarray as xr
 
-    from ...pipeline.nodes import ResultNode
 
 __all__ = ["IntegratedGradientsTrace", "IntegratedGradientsTraceSettings"]
 
-MEASURED = {"units": "nats", "long_name": "log-probability of the answer"}
+MEASURED = ("log-probability of the answer", "nats")
 
 
 @dataclass(frozen=True)
@@ -48,19 +49,19 @@ class IntegratedGradientsTraceSettings(AttributionSettings):
 
 
 class IntegratedGradientsTrace(AttributedPairs):
-    """One way from an unrelated prompt per fact."""
+    """Paths from unrelated prompts to facts, one per fact."""
 
     name = "integrated_gradients"
     question = "Which tokens of a prompt does an answer come from?"
     settings_type = IntegratedGradientsTraceSettings
     settings: IntegratedGradientsTraceSettings
 
-    def plan(self) -> Mapping[str, ResultNode]:
+    def plan(self) -> Nodes:
         """A result per fact, and which answers the model knows."""
         given = self.settings
         self.read = self.read_pairs()
         unrelated = Unrelated(self.subject)
-        nodes: dict[str, ResultNode] = {}
+        nodes: Nodes = {}
         for number, pair in enumerate(self.read):
             baseline = pair.corrupted
             if not given.prompt:
@@ -83,18 +84,18 @@ class IntegratedGradientsTrace(AttributedPairs):
 
     @cached_property
     def counted(self) -> list[xr.Dataset]:
-        """Those that the model knows, of more than one position."""
+        """Facts that the model knows, with more than one position that differs from the baseline."""
         return [
             each
             for each, known in zip(self.facts, self.counts, strict=True)
             if known and each.sizes["position"] > 1
         ]
 
-    def findings(self) -> Findings:
-        """The claims; none where one position alone differs from the baseline."""
-        if not self.not_claimed and not self.counted:
-            return Findings.none("One position differs from the baseline: there is none to compare it with.")
-        return super().findings()
+    @property
+    def not_claimed(self) -> str:
+        """See `KnownWorkflow`; also where one position alone differs from the baseline."""
+        alone = "One position differs from the baseline: there is none to compare it with."
+        return super().not_claimed or ("" if self.counted else alone)
 
     def claims(self) -> Iterator[Claim]:
         """What the position with the largest share is worth by a run, and whether shares rank positions."""
@@ -118,11 +119,10 @@ class IntegratedGradientsTrace(AttributedPairs):
 
     def _removed(self, fact: xr.Dataset) -> tuple[float, Floats]:
         """What is lost without the token of the largest share, and without each other one, in nats."""
-        most = int(fact["attribution"].values.argmax())
-        lost: Floats = fact["removed"].values
+        most, lost = int(fact["attribution"].values.argmax()), values_of(fact["removed"])
         return float(lost[most]), np.delete(lost, most)
 
-    def told(self, number: int) -> dict[str, Any]:
+    def document(self, number: int) -> dict[str, Any]:
         """A fact in plain values."""
         fact, pair = self.facts[number], self.read[number]
         value, base = fact["value"].values.tolist()
@@ -132,34 +132,18 @@ class IntegratedGradientsTrace(AttributedPairs):
             "log_probability": value,
             "baseline_log_probability": base,
             "gap": float(fact["gap"]),
-            "tokens": [
-                {"position": position, "token": token, "share": share, "removed": removed}
-                for position, token, share, removed in zip(
-                    fact["position"].values.tolist(),
-                    fact["token"].values.tolist(),
-                    fact["attribution"].values.tolist(),
-                    fact["removed"].values.tolist(),
-                    strict=True,
-                )
-            ],
+            "tokens": records(fact, "position", "position", "token", "removed", share="attribution"),
         }
 
     def views(self) -> Iterator[View]:
         """The claims, the tokens of the first fact both ways, and the way itself."""
-        import xarray as xr
-
-        facts = [self.told(number) for number in range(len(self.read))]
+        facts = [self.document(number) for number in range(len(self.read))]
         shown, told = self.facts[0], facts[0]
-        findings = self.findings()
-        yield findings
-        way = xr.DataArray(
-            np.stack([each["path"].values for each in self.facts]),
-            dims=("fact", "step"),
-            coords={
-                "fact": [f"{each['answer']} ({n})" for n, each in enumerate(facts)],
-                "step": shown["step"],
-            },
-            attrs=MEASURED,
+        way = labelled(
+            np.stack([fact["path"].values for fact in self.facts]),
+            *MEASURED,
+            fact=[f"{fact['answer']} ({n})" for n, fact in enumerate(facts)],
+            step=shown["step"].values,
         )
         lines = Lines.of(
             way,
@@ -167,14 +151,14 @@ class IntegratedGradientsTrace(AttributedPairs):
             "log-probability of each fact's answer from its baseline (0) to its prompt (1)",
             sources=tuple(self.nodes),
         )
-        panels: tuple[View, ...] = (lines, findings)
+        panels: list[View] = [lines]
         if told["tokens"]:  # every position may be that of the baseline
             names = [f"{format_token(each['token'])} {each['position']}" for each in told["tokens"]]
-            both = xr.DataArray(
+            both = labelled(
                 np.stack([shown["attribution"].values, shown["removed"].values]),
-                dims=("what", "position"),
-                coords={"what": ["share", "lost without it"], "position": names},
-                attrs=MEASURED,
+                *MEASURED,
+                what=["share", "lost without it"],
+                position=names,
             )
             bars = Bars.of(
                 both,
@@ -183,10 +167,9 @@ class IntegratedGradientsTrace(AttributedPairs):
                 "embedding is that of the baseline",
                 sources=("fact_0",),
             )
-            panels = (bars, *panels)
-        yield from panels[:-1]
+            panels.insert(0, bars)
         title = f"Where {told['answer']!r} comes from"
-        yield Figure(name="integrated_gradients", title=title, panels=panels, columns=2)
+        yield from together("integrated_gradients", title, *panels, beside=[self.findings], columns=2)
         yield Table.of(
             facts,
             ("prompt", lambda row: format_text(row["clean_prompt"])),
@@ -205,6 +188,3 @@ class IntegratedGradientsTrace(AttributedPairs):
 def _most(told: dict[str, Any]) -> str:
     token = max(told["tokens"], key=lambda each: abs(each["share"]), default=None)
     return "none" if token is None else f"{format_token(token['token'])} ({token['share']:+.2f})"
-
-
-WORKFLOW = IntegratedGradientsTrace

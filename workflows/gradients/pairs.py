@@ -10,7 +10,7 @@ Border: texts and token ids; loads no model and never imports torch.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -20,11 +20,9 @@ from ..material.answers import encoded, require_next
 from ..material.facts.fact_data import FIELDS
 from ..material.facts.fact_pairs import pair_records
 from ..material.facts.known import SCORED, KnownWorkflow
-from ..settings import Count, DataSettings, ModelSettings, setting
+from ..settings import Count, DataSettings, ModelSettings, require_together, setting
 from ..subject import Subject
-
-if TYPE_CHECKING:
-    from ...pipeline.nodes import ResultNode
+from ..workflow import Nodes
 
 __all__ = ["AttributedPair", "AttributedPairs", "AttributionSettings"]
 
@@ -39,12 +37,7 @@ class AttributionSettings(DataSettings, ModelSettings):
     pairs: Count = setting(8, "how many pairs of facts, where no prompt is named")
 
     def __post_init__(self) -> None:
-        given = (self.prompt, self.corrupted, self.answer)
-        if any(given) and not all(given):
-            raise ConfigError(
-                "expected prompt, corrupted and answer together, found some of them; set all three, or none "
-                "for shipped facts"
-            )
+        require_together(self, "prompt", "corrupted", "answer")
 
 
 @dataclass(frozen=True)
@@ -94,7 +87,7 @@ class AttributedPairs(KnownWorkflow):
             )
         return tuple(found)
 
-    def known_pairs_node(self, pairs: tuple[AttributedPair, ...]) -> dict[str, ResultNode]:
+    def known_pairs_node(self, pairs: tuple[AttributedPair, ...]) -> Nodes:
         """The node that says which pairs the model knows; none for a pair of one's own: it always counts."""
         if self.settings.prompt:
             return {}
@@ -129,7 +122,7 @@ def _paired(subject: Subject, texts: tuple[str, str], answers: tuple[str, str]) 
 
 
 def pair_json(pair: AttributedPair) -> dict[str, Any]:
-    """What a document says of a pair."""
+    """Fields of a pair in documents."""
     return {
         "clean_prompt": pair.texts[0],
         "corrupted_prompt": pair.texts[1],

@@ -20,7 +20,7 @@ Axes: fact, layer, edge: those of ROLES first, then keys drawn at random.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
@@ -37,9 +37,11 @@ from ...stages.forward.hooks.edges import KnockoutSpec
 from ...stages.logits.lens import format_probability, format_token
 from ...store.arrays import Floats
 from ...store.errors import ConfigError
-from ..claim import Claim
+from ..claim import CandidateEffects, Claim
+from ..labelled import values_of
 from ..settings import ChosenEdgeSettings, ChosenPlaceSettings
 from ..views import Findings, Table, points
+from ..workflow import Nodes
 from .answers import answer_pieces, encoded, named, top_changed_json
 from .facts.fact_data import enough, facts_of, shown_fact
 from .facts.known import CHOSEN_ON, SCORED, KnownWorkflow
@@ -48,12 +50,12 @@ from .relations import relation_of
 if TYPE_CHECKING:
     import xarray as xr
 
-    from ...pipeline.nodes import ResultNode
     from ...stages.forward.runs.experiment import Experiment
     from ...stages.forward.text.tokens import Encoding
 
 __all__ = ["ROLES", "EdgeWorkflow", "PlaceChoice", "PlaceWorkflow", "roles_of"]
 
+Indices = npt.NDArray[np.int64]
 ROLES: Mapping[str, str] = {
     "first": "the first position",
     "subject": "the subject's last token",
@@ -106,11 +108,13 @@ class PlaceWorkflow(KnownWorkflow):
     """Keys of other facts drawn beside the roles."""
     rule: ClassVar[str]
     """What loses most on other facts, in words: "kind of key whose edge, cut,"."""
+    beside: ClassVar[str]
+    """What a layer and role of other facts are compared with, in words."""
 
     def read_place(self, query: int | str, key: int | str | None, window: int = 1) -> dict[str, Any]:
         """Prompt and target as settings name them, query and keys; what experiments need of them.
 
-        key: None where it is to be chosen. window: layers that must exist from the one told on. Raises
+        key: None where it is to be chosen. window: layers that must exist from the selected one on. Raises
         ConfigError, PromptError or InterventionError for what there is not.
         """
         given, config = self.settings, self.subject.config
@@ -139,7 +143,7 @@ class PlaceWorkflow(KnownWorkflow):
         """Whether other facts say which place is told."""
         return bool(self.open) and (self.named is None or self.settings.layer is None)
 
-    def facts_node(self) -> dict[str, ResultNode]:
+    def facts_node(self) -> Nodes:
         """The node that intervenes in other facts, and the node that ranks their answers.
 
         Empty where layer and position are named, or with controls=0."""
@@ -223,7 +227,7 @@ class PlaceWorkflow(KnownWorkflow):
         return enough(list(found.values()), given.data, wanted, "position and layer")
 
     @cached_property
-    def halves(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    def halves(self) -> tuple[Indices, Indices]:
         """Indices into `others` of the facts to choose on and to score on, those that the model knows."""
         chosen_on, scored = (np.flatnonzero(self.is_known(name)) for name in (CHOSEN_ON, SCORED))
         return chosen_on, scored + self.half
@@ -238,39 +242,52 @@ class PlaceWorkflow(KnownWorkflow):
     def chosen(self) -> PlaceChoice | None:
         """The layer and role that lose most on other facts, of those that settings leave open; where nothing
         is claimed, in the prompt shown. None where the place is named."""
-        layers = range(self.last_layer + 1) if self.settings.layer is None else (self.settings.layer,)
-        return self._extreme(layers, tuple(self.open), np.argmax) if self.is_chosen else None
+        if not self.is_chosen:
+            return None
+        among = self._among(self.open)
+        if self.settings.layer is not None:
+            among[np.arange(len(among)) != self.settings.layer] = False
+        return self._place(replace(self.candidates, among=among).best)
 
     @cached_property
     def quiet(self) -> PlaceChoice | None:
         """The layer and role that lose least on other facts, for comparison.
 
-        A role whose position in this prompt is the one told of - the subject may end right before the query -
-        is none to compare it with.
+        A role whose position in this prompt is the selected one is left out: the subject may end right
+        before the query.
         """
-        layers = range(self.last_layer + 1)
-        roles = tuple(role for role, place in self.roles.items() if place != self.edge[1])
-        is_told = self.is_chosen and self.is_claimed and roles
-        return self._extreme(layers, roles, np.argmin) if is_told else None
-
-    def _extreme(self, layers: Sequence[int], roles: Sequence[str], pick: Any) -> PlaceChoice:
-        if self.is_claimed:
-            columns = [list(ROLES).index(role) for role in roles]
-            mean = self.facts[self.halves[0]].mean(axis=0)[:, columns]
-        else:
-            mean = np.stack([self.lost_here(self.roles[role]) for role in roles], axis=1)
-        lost = mean[list(layers)]
-        row, column = np.unravel_index(int(pick(lost)), lost.shape)
-        return PlaceChoice(layers[int(row)], roles[int(column)], float(lost[row, column]))
+        roles = [role for role, place in self.roles.items() if place != self.edge[1]]
+        if not (self.is_chosen and self.is_claimed and roles):
+            return None
+        return self._place(replace(self.candidates, among=self._among(roles)).weakest)
 
     @cached_property
-    def facts(self) -> Floats:
-        """KL on other facts, in nats: [fact, layer, key], those of roles first."""
-        return self.laid_out(self.result("facts")["kl"].transpose("draw", "layer", ...).values)
+    def candidates(self) -> CandidateEffects:
+        """KL by layer and role on facts that the model knows, [fact, layer, role], in nats; where nothing is
+        claimed, in the prompt shown."""
+        if self.is_claimed:
+            return self.on_facts(*self.halves)
+        lost: Floats = np.full((1, self.last_layer + 1, len(ROLES)), np.nan)
+        for role, place in self.open.items():
+            lost[0, :, list(ROLES).index(role)] = self.lost_here(place)
+        return CandidateEffects(lost, lost)
 
-    def laid_out(self, values: Floats) -> Floats:
-        """What was measured on other facts, [draw, layer] or with edges too, as [fact, layer, edge]: an
-        experiment holds all edges of a fact, or one."""
+    def on_facts(self, chosen_on: Indices, scored: Indices) -> CandidateEffects:
+        """KL by layer and role on other facts, [fact, layer, role]. chosen_on, scored: indices into
+        `others`."""
+        raise NotImplementedError
+
+    def _among(self, roles: Iterable[str]) -> npt.NDArray[np.bool_]:
+        """Which candidates are of some roles, bool [layer, role]."""
+        return np.tile(np.isin(list(ROLES), list(roles)), (self.last_layer + 1, 1))
+
+    def _place(self, index: tuple[int, ...]) -> PlaceChoice:
+        return PlaceChoice(index[0], list(ROLES)[index[1]], float(self.candidates.mean[index]))
+
+    def measured_on_facts(self, name: str) -> Floats:
+        """A variable of the result on other facts, [fact, layer, edge], edges of roles first: an experiment
+        holds all edges of a fact, or one."""
+        values = values_of(self.result("facts")[name], "draw", "layer", ...)
         by_edge = values.reshape(len(self.others), -1, values.shape[1], *values.shape[2:])
         found: Floats = np.moveaxis(by_edge, 1, 2).reshape(len(self.others), values.shape[1], -1)
         return found
@@ -288,7 +305,7 @@ class PlaceWorkflow(KnownWorkflow):
         is_named = self.named is not None or self.chosen is None
         return self.query, self.keys[0] if is_named else self.roles[self.chosen.role]  # type: ignore[union-attr]
 
-    def token_told(self, place: int) -> str:
+    def token_label(self, place: int) -> str:
         """A position of the prompt, as claims name it."""
         return f"'{format_token(named(self.subject, [self.encoding.ids[place]])[0])}' ({place})"
 
@@ -301,15 +318,17 @@ class PlaceWorkflow(KnownWorkflow):
         claim."""
         raise NotImplementedError
 
-    def on_held_out(self) -> Claim:
-        """The claim about the chosen layer and position, scored on held-out facts."""
+    def cause_elsewhere(self, layer: int, role: str) -> str:
+        """What is done to a layer and role of other facts, as claims begin."""
         raise NotImplementedError
 
     def claims(self) -> Iterator[Claim]:
         """Three claims: the chosen place on held-out facts, in this prompt, and the least effective place."""
         place, is_held_out = (self.layer, self.edge[1]), self.chosen is not None
-        if is_held_out:
-            yield self.on_held_out()
+        if self.chosen is not None:
+            index = self.chosen.layer, list(ROLES).index(self.chosen.role)
+            text = f"{self.cause_elsewhere(self.chosen.layer, self.chosen.role)} changes the next token"
+            yield self.candidates.claim(text, index, self.beside, self.settings, unit="nats")
 
         def here(place: tuple[int, int], measure: str, effect: str, before: str = "") -> Claim:
             unit, side = ("nats", "above") if measure == "kl" else ("logits", "either")
@@ -325,10 +344,10 @@ class PlaceWorkflow(KnownWorkflow):
 
     def claims_caption(self) -> str:
         """Caption of the claims: on which facts the layer and position were chosen."""
-        return self.choice_told
+        return self.choice_caption
 
     @property
-    def choice_told(self) -> str:
+    def choice_caption(self) -> str:
         """How the place was chosen, for people."""
         if self.chosen is None:
             return self.not_claimed or "The place was named."
@@ -347,7 +366,7 @@ class PlaceWorkflow(KnownWorkflow):
 
     def unclaimed(self) -> Findings:
         """The sentence of `KnownWorkflow`, with a caption on how layer and position were chosen."""
-        return replace(super().unclaimed(), caption=self.choice_told)
+        return replace(super().unclaimed(), caption=self.choice_caption)
 
     def choice_json(self) -> dict[str, Any]:
         """How the place was chosen."""
@@ -372,8 +391,7 @@ class EdgeWorkflow(PlaceWorkflow):
     settings: ChosenEdgeSettings
     num_drawn = OTHERS
     rule = "kind of key whose edge, cut,"
-    beside: ClassVar[str] = "cuts of another (layer, key) in each prompt"
-    """What it is held against on other facts, in words."""
+    beside = "cuts of another (layer, key) in each prompt"
 
     def read_edge(self, window: int = 1) -> dict[str, Any]:
         """As `read_place`, of the edge that settings name."""
@@ -383,36 +401,22 @@ class EdgeWorkflow(PlaceWorkflow):
         """Each edge cut by itself, in every layer, in all heads."""
         return [EdgeKnockout(tokens, tuple(edges), top_k=1)]
 
-    def on_held_out(self) -> Claim:
-        """The claim about the chosen attention edge, scored on held-out facts."""
-        assert self.chosen is not None
-        scored = self.facts[self.halves[1]]
-        cell = self.chosen.layer * scored.shape[2] + list(ROLES).index(self.chosen.role)
-        done = self.doing("the last token", ROLES[self.chosen.role], self.chosen.layer)
-        return Claim.over(
-            f"{done} changes the next token",
-            scored.reshape(len(scored), -1)[:, cell],
-            self.others_beside(cell),
-            self.beside,
-            self.settings,
-            unit="nats",
-            held_out=True,
-        )
+    def on_facts(self, chosen_on: Indices, scored: Indices) -> CandidateEffects:
+        """See `PlaceWorkflow`; beside all other edges of each fact."""
+        lost = self.measured_on_facts("kl")
+        return CandidateEffects(lost[chosen_on][..., : len(ROLES)], lost[scored])
+
+    def cause_elsewhere(self, layer: int, role: str) -> str:
+        """See `PlaceWorkflow`."""
+        return self.doing("the last token", ROLES[role], layer)
 
     def cause(self, layer: int, key: int) -> str:
         """See `PlaceWorkflow`."""
-        return self.doing(self.token_told(self.query), self.token_told(key), layer)
+        return self.doing(self.token_label(self.query), self.token_label(key), layer)
 
     def doing(self, query: str, key: str, layer: int) -> str:
         """What is done to an edge, as claims begin."""
         return f"cutting {query}'s attention to {key} in layer {layer}"
-
-    def others_beside(self, cell: int) -> Floats:
-        """KL of what the edge chosen is held against in facts it is scored on, [fact, cause]. cell: its own
-        place among layers and edges."""
-        scored = self.facts[self.halves[1]]
-        found: Floats = np.delete(scored.reshape(len(scored), -1), cell, axis=1)
-        return found
 
 
 def _subject_end(text: str) -> int:

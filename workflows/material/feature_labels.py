@@ -25,6 +25,7 @@ from ...stages.features.effects.words import feature_words, words_of_active, wor
 from ...stages.features.layers.layout import FeatureId
 from ...stages.logits.lens import format_token
 from ...stages.logits.readout import readout_node
+from ..workflow import Nodes
 from .answers import named
 
 if TYPE_CHECKING:
@@ -123,11 +124,11 @@ class FeatureLabels:
 
 def named_nodes(
     subject: Subject, dictionary: Dictionary, ids: Sequence[int], features: Iterable[FeatureId]
-) -> dict[str, ResultNode]:
+) -> Nodes:
     """Nodes "trace" and, where features write to the stream, "words", of features named in advance."""
     names = tuple(sorted({(feature.layer, feature.index) for feature in features}))
     trace = FeatureTrace(tuple(ids), dictionary.name, dictionary.identity, names)
-    nodes: dict[str, ResultNode] = {"trace": subject.on_model(trace)}
+    nodes: Nodes = {"trace": subject.on_model(trace)}
     if writes_to_stream(subject, dictionary):
         nodes["words"] = feature_words.on(
             **_given(subject, dictionary), chosen=[list(name) for name in names]
@@ -137,7 +138,7 @@ def named_nodes(
 
 def active_words(
     subject: Subject, dictionary: Dictionary, activity: ResultNode, *, most: int, position: int | None = None
-) -> dict[str, ResultNode]:
+) -> Nodes:
     """The node "words" of the strongest features of a prompt; see `words_of_active`."""
     if not writes_to_stream(subject, dictionary):
         return {}

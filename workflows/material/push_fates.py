@@ -57,7 +57,7 @@ class PushFates:
         return {where: each for where, each in self.of_all.items() if where[1] in self.strengths}
 
     @cached_property
-    def finding(self) -> Claim | None:
+    def claim(self) -> Claim | None:
         """The share of their largest distance that the pushes keep to the end; None without a verdict."""
         layers = sorted({layer for (layer, _), each in self.held.items() if each.is_verdict})
         drawn = self.drawn
@@ -76,7 +76,7 @@ class PushFates:
     @property
     def label(self) -> str:
         """All of them in two words."""
-        is_beyond = self.finding is not None and self.finding.is_beyond_chance
+        is_beyond = self.claim is not None and self.claim.is_beyond_chance
         return label(self.held.values(), is_beyond_chance=is_beyond)
 
     @property

@@ -45,7 +45,7 @@ ROLES = (
 END, PLAN = 0, (1, 2)
 """The role that differs in the two couplets, and those where a plan for line 2 can be."""
 WAYS = ("line break and 1st token", "all tokens between but the last", "the last token alone")
-"""What hears of the other rhyme, in every layer."""
+"""Positions that get states of the other couplet in every layer, by way."""
 KINDS = {
     "third": "states under a third rhyme, put in likewise",
     "same": "states under another word of its own rhyme, put in likewise",
@@ -81,7 +81,7 @@ class PlacedPair:
 
     @property
     def ways(self) -> tuple[Way, ...]:
-        """In the order of `WAYS`."""
+        """Ways in the order of `WAYS`."""
         between = tuple(range(self.at + 1, len(self.ids) - 1))
         early = tuple(at for role in PLAN for at in self.roles[role])
         return (early, ()), (between, ()), (self.roles[END], between)
@@ -145,7 +145,7 @@ class CoupletPatches:
         )
 
     def _drawn(self, pair: CoupletPair, draw: int) -> int:
-        """A seed of its own for each draw of a pair, whichever other pairs there are."""
+        """Seeds of the draws of a pair, independent of the other pairs."""
         return int(digest("couplets", self._seed, pair.text(pair.end), pair.other, draw)[:8], 16)
 
     # -- texts
@@ -158,7 +158,7 @@ class CoupletPatches:
         return {word: found[0] for word, found in pieces.items() if len(found) == 1}
 
     def _placed(self, pair: CoupletPair) -> PlacedPair | None:
-        """A pair in tokens; None where its ends are not one token each, or line 2 has too few of them."""
+        """Tokens of a pair; None where an end is not one token, or line 2 is too short."""
         ends = pair.end, pair.other
         if not set(ends) <= self._tokens.keys():
             return None
@@ -200,7 +200,7 @@ class CoupletPatches:
     def _fitting(
         self, pair: CoupletPair, ids: tuple[int, ...], at: int, words: Sequence[str], draw: int
     ) -> tuple[str, ...]:
-        """As many words as are asked for, in an order drawn, of those that leave other tokens as they are."""
+        """Words in random order that keep the other tokens of the couplet, up to a number."""
         drawn = chosen_at_random(words, len(words), seed=self._drawn(pair, draw))
         fits = (
             word

@@ -25,10 +25,10 @@ There a third rhyme is no null, as it would change them as much.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -39,12 +39,9 @@ from ..claim import Claim
 from ..material.answers import KNOWN, named, require_next
 from ..material.facts.known import NO_CONTROLS
 from ..settings import ControlSettings, Count, ModelSettings, Share, setting
-from ..views import Data, Figure, Findings, Heatmap, Note, Table, Text, Tokens, View
-from ..workflow import ModelWorkflow
+from ..views import Data, Heatmap, Note, Table, Text, Tokens, View, together
+from ..workflow import ModelWorkflow, Nodes
 from .couplet_patches import KINDS, PLAN, ROLES, WAYS, CoupletPatches, PairsRead
-
-if TYPE_CHECKING:
-    from ...pipeline.nodes import ResultNode
 
 __all__ = ["CoupletPlanning", "CoupletPlanningSettings"]
 
@@ -99,8 +96,8 @@ class CoupletPlanning(ModelWorkflow):
     settings_type = CoupletPlanningSettings
     settings: CoupletPlanningSettings
 
-    def plan(self) -> Mapping[str, ResultNode]:
-        """The pairs to choose on, those to score, and those with donors of every kind."""
+    def plan(self) -> Nodes:
+        """Patching experiments on the pairs to choose on, the pairs to score, and control donors."""
         require_next(self.subject)
         given = self.settings
         self.patches = CoupletPatches(self.subject, given.pairs, given.donors, given.seed)
@@ -143,7 +140,7 @@ class CoupletPlanning(ModelWorkflow):
         return math.ceil(math.log(2 / CHANCE) / math.log(1 + min(self.patches.donors.values())))
 
     @cached_property
-    def refusal(self) -> str:
+    def not_claimed(self) -> str:
         """Why nothing is claimed; empty where something is."""
         if not self.settings.controls:
             return NO_CONTROLS
@@ -177,13 +174,13 @@ class CoupletPlanning(ModelWorkflow):
 
     @cached_property
     def site(self) -> tuple[int, int]:
-        """Layer and role of the state before line 2 that does most there."""
+        """Layer and role of the state before line 2 with the largest mean effect on pairs to choose on."""
         mean = self.values("choice", lambda read: read.effects).mean(0)[:, list(PLAN)]
         layer, role = np.unravel_index(int(mean.argmax()), mean.shape)
         return int(layer), PLAN[int(role)]
 
     @cached_property
-    def found(self) -> tuple[Claim, ...]:
+    def _claims(self) -> tuple[Claim, ...]:
         """That the model rhymes; the state before line 2; all of them; all between; none of them; and what
         comes before the end."""
         layer, role = self.site
@@ -206,6 +203,10 @@ class CoupletPlanning(ModelWorkflow):
             self.beside(f"{where} changes next tokens on the way", _kl(layer, role), **ON_THE_WAY),
         )
 
+    def claims(self) -> Sequence[Claim]:
+        """Whether couplets rhyme, and what each state and each way does to the end of line 2."""
+        return self._claims
+
     def turns(self, finding: Claim) -> bool:
         """Whether an effect on the end is beyond chance, and enough of the whole."""
         return finding.is_beyond_chance and finding.effect >= self.settings.least * self.total
@@ -217,8 +218,8 @@ class CoupletPlanning(ModelWorkflow):
 
     @property
     def verdict(self) -> str:
-        """In a sentence, and how much comes by which way."""
-        _, site, *ways, _ = self.found
+        """Sentence that says plan, improvisation, both or neither, with the share of each way."""
+        _, site, *ways, _ = self._claims
         turns = self.turns(site), self.turns(ways[DIRECT])
         is_late = not any(turns) and self.turns(ways[BETWEEN])
         heard = "; ".join(
@@ -230,35 +231,30 @@ class CoupletPlanning(ModelWorkflow):
             f"{100 * self.settings.least:g} % of that."
         )
 
-    def views(self) -> Iterator[View]:
-        """What is claimed, the verdict; the map; roles and ways in numbers; a couplet as text."""
-        sources = tuple(self.nodes)
-        yield Data(json={**self.subject.about, "pairs": self._pairs()})
-        if self.refusal:
-            yield Findings.of(caption=self.refusal, sources=sources)
-            return
-        count = int(self.read["scored"].is_known.sum())
-        chosen = int(self.read["choice"].is_known.sum())
-        yield Findings.of(
-            *self.found,
-            caption="The other couplet: the same words with another rhyme at the end of line 1. pp: "
-            f"percentage points of P(rhymes with it) at the end of line 2. Scored are {count} of "
-            f"{len(self.patches.scored)} pairs, those whose two ends the model rhymes with; layer and place "
-            f"were chosen on {chosen} other pairs, among {len(PLAN) * self.subject.config.num_layers}.",
-            sources=sources,
+    def claims_caption(self) -> str:
+        """Unit of the effects, and the pairs on which the state was chosen and scored."""
+        chosen, scored = (int(self.read[name].is_known.sum()) for name in ("choice", "scored"))
+        return (
+            "The other couplet: the same words with another rhyme at the end of line 1. pp: percentage "
+            f"points of P(rhymes with it) at the end of line 2. Scored are {scored} of "
+            f"{len(self.patches.scored)} "
+            "pairs, those whose two ends the model rhymes with; layer and place were chosen on "
+            f"{chosen} other pairs, among {len(PLAN) * self.subject.config.num_layers}."
         )
+
+    def views(self) -> Iterator[View]:
+        """The verdict; the map; roles and ways in numbers; a couplet as text."""
+        yield Data(json={**self.subject.about, "pairs": self._pairs()})
+        if self.not_claimed:
+            return
         yield Note(title="Plan or improvisation?", text=self.verdict, json={"verdict": self.verdict})
         maps = (
             self._map("scored", "States of the other couplet", "mean over pairs"),
             self._map("third", "States under a third rhyme", "mean over pairs and donors: what chance does"),
         )
-        yield from maps
-        yield Figure(
-            name="couplet_planning",
-            title=f"Where {self.subject.name} keeps the rhyme of a couplet",
-            caption="How far one state turns the end of line 2",
-            panels=maps,
-        )
+        title = f"Where {self.subject.name} keeps the rhyme of a couplet"
+        caption = "How far one state turns the end of line 2"
+        yield from together("couplet_planning", title, *maps, caption=caption)
         yield from self._roles()
         yield self._ways()
         yield self._example()
@@ -373,7 +369,7 @@ class CoupletPlanning(ModelWorkflow):
         )
 
     def _ways(self) -> Table:
-        """What comes by which way."""
+        """Table of how much of the effect each way carries."""
         records = [
             {"heard_by": name, **self._record(_way(way), _own_way(way))} for way, name in enumerate(WAYS)
         ]
@@ -450,6 +446,3 @@ def _way(way: int) -> Pick:
 
 def _own_way(way: int) -> Pick:
     return lambda read: read.own_ways[:, way]
-
-
-WORKFLOW = CoupletPlanning

@@ -28,15 +28,15 @@ from ...pipeline.nodes import one_look
 from ...stages.corpus.text import pack_lines, token_counts, wrap
 from ...stages.geometry.character_count import count_geometry, count_sums, decodability
 from ...store.errors import ConfigError
-from ..settings import Count, ModelSettings, Natural, preset_of, setting
+from ..labelled import column, records, stacked
+from ..settings import AtLeastTwo, Count, ModelSettings, Natural, preset_of, setting
 from ..subject import Subject, read_texts
 from ..views import Bars, Choice, Curve, Data, Figure, Heatmap, Lines, Table, View
-from ..workflow import ModelWorkflow, loaded
+from ..workflow import ModelWorkflow, Nodes, loaded
 
 if TYPE_CHECKING:
     import xarray as xr
 
-    from ...pipeline.nodes import ResultNode
     from ...stages.forward.models.model import Model
     from ...store import PackedTokens, Store
 
@@ -49,14 +49,14 @@ CHARACTERS = 24_000
 
 @dataclass(frozen=True)
 class CharacterCountHelixSettings(ModelSettings):
-    """What `--set` can change. Raises ConfigError for no widths, or one below 2 characters."""
+    """What `--set` can change."""
 
     text: str = setting("", "file, folder or glob of texts; none: the prose shipped with mizarr")
     characters: int | None = setting(
         None,
         f"of each text, how many to read; 0: all; none: {CHARACTERS:,} of the shipped prose, all of others",
     )
-    widths: tuple[int, ...] = setting((30, 40, 50, 60, 70, 80), "line widths to wrap at")
+    widths: tuple[AtLeastTwo, ...] = setting((30, 40, 50, 60, 70, 80), "line widths to wrap at")
     max_count: Natural = setting(0, "largest character count; 0 means the largest width")
     min_count: Natural = setting(1, "leave out the first positions of a line")
     min_tokens: Natural = setting(30, "leave out counts seen in fewer tokens")
@@ -70,10 +70,6 @@ class CharacterCountHelixSettings(ModelSettings):
     preset: str = setting("", "what is left at its default is the preset's: gemma2-2b, as published")
     stop: Natural = setting(0, "layers more to compute, after those that are stored; 0: all")
     jsonl: str = setting("", "folder for a line of JSON per layer, written as soon as the layer is done")
-
-    def __post_init__(self) -> None:
-        if not self.widths or min(self.widths) < 2:
-            raise ConfigError(f"expected line widths of at least 2 characters, found {list(self.widths)}")
 
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
@@ -132,7 +128,7 @@ class CharacterCountHelix(ModelWorkflow):
     def __init__(self, settings: CharacterCountHelixSettings, model: Model | None = None) -> None:
         super().__init__(with_preset(settings), model)
 
-    def plan(self) -> Mapping[str, ResultNode]:
+    def plan(self) -> Nodes:
         """Every layer, of the text wrapped."""
         given = self.settings
         if given.jsonl and Path(given.jsonl).expanduser().is_file():
@@ -146,15 +142,13 @@ class CharacterCountHelix(ModelWorkflow):
         self.layers = given.layers or tuple(range(self.subject.config.num_layers))
         return self._of(self.layers)
 
-    def _of(self, layers: Sequence[int]) -> Mapping[str, ResultNode]:
+    def _of(self, layers: Sequence[int]) -> Nodes:
         """Sums by count, their geometry with true and shuffled counts, and a linear read-out."""
-        import xarray as xr
-
         given, tokens = self.settings, self.tokens
         captured = self.subject.capture(tokens, *(f"blocks.{layer}.hook_resid_post" for layer in layers))
         states = captured["resid_post"]
-        count = xr.DataArray(token_counts(tokens, line_breaks=given.line_breaks), dims="token", name="count")
-        prompt = xr.DataArray(tokens.prompt_of(slice(None)), dims="token", name="prompt")
+        count = column(token_counts(tokens, line_breaks=given.line_breaks), "token", "count")
+        prompt = column(tokens.prompt_of(slice(None)), "token", "prompt")
         chosen = {"max_count": self.max_count, "shuffle_seed": given.seed}
         sums = count_sums.on(states=states, count=count, **chosen)
         shape: dict[str, Any] = {
@@ -188,7 +182,7 @@ class CharacterCountHelix(ModelWorkflow):
             self.nodes = self._of(done)
         return super().run(store, **options)
 
-    def _write(self, layer: int, nodes: Mapping[str, ResultNode], store: Store) -> None:
+    def _write(self, layer: int, nodes: Nodes, store: Store) -> None:
         """The line of a layer, in a file of its own that is there as a whole or not at all."""
         if not self.settings.jsonl:
             return
@@ -226,7 +220,7 @@ class CharacterCountHelix(ModelWorkflow):
         best = self.r2.sel(counts="true").fillna(-np.inf).argmax("layer")
         return int(self.r2["layer"][int(best)])
 
-    def told(self, layer: int) -> dict[str, Any]:
+    def document(self, layer: int) -> dict[str, Any]:
         """A layer in the fields of candle-mi's example, the ringing, and the controls.
 
         `projections` and `cosine_similarity` are of centred means iff `centred`; mean_projection is what
@@ -245,10 +239,7 @@ class CharacterCountHelix(ModelWorkflow):
             "explained_variance": ratio,
             "total_variance_top6": ratio.sum(),
             "total_variance_top6_shuffled": control["explained_variance_ratio"].values.sum(),
-            "projections": [
-                {"char_count": int(count), "pc": row}
-                for count, row in zip(part["count"].values, part["projection"].values, strict=True)
-            ],
+            "projections": records(part, "count", char_count="count", pc="projection"),
             "mean_projection": offset,
             "cosine_similarity": part["cosine"],
             "centred": bool(part.attrs["centred"]),
@@ -263,10 +254,8 @@ class CharacterCountHelix(ModelWorkflow):
 
     def views(self) -> Iterator[View]:
         """Layer by layer the ringing, the cosines and the curve; of all layers the read-out and variance."""
-        import xarray as xr
-
         shown, layers, found = self.layer, self.geometry["layer"].values.tolist(), self.geometry
-        told = [self.told(layer) for layer in layers]
+        told = [self.document(layer) for layer in layers]
         tokens, counts = int(found["n"].sum()), found["count"].values
         yield Data(json={"shown_layer": shown, "results": told})
         yield Table.of(
@@ -285,10 +274,8 @@ class CharacterCountHelix(ModelWorkflow):
             caption="share of the variance of the means; lowest mean cosine at any distance; linear read-out "
             "of the count on held-out prompts; each also with counts shuffled among tokens",
         )
-        parts: list[xr.DataArray] = [
-            of["ringing"].reindex(offset=found["offset"]) for of in (found, self.control)
-        ]
-        both = xr.concat(parts, "counts").assign_coords(counts=["true", "shuffled"])
+        shuffled = self.control["ringing"].reindex(offset=found["offset"])
+        both = stacked("counts", {"true": found["ringing"], "shuffled": shuffled})
         ringing_curves = both.assign_coords(counts=["true counts", "shuffled counts"])
         numbered = found.assign_coords(component=[f"PC{k + 1}" for k in range(found.sizes["component"])])
         curves = numbered["projection"][..., :4].transpose("layer", "component", "count")
@@ -386,7 +373,7 @@ class CharacterCountHelix(ModelWorkflow):
 
 
 def _component(k: int, told: dict[str, Any]) -> float | None:
-    """Share of the variance of a component; None for one that was not asked for."""
+    """Share of variance of component k; None beyond the computed components."""
     ratio = told["explained_variance"]
     return float(ratio[k]) if k < len(ratio) else None
 
@@ -395,6 +382,3 @@ def _at(apart: int, ringing: xr.DataArray) -> float | None:
     """Mean cosine so many characters apart; None where no means are."""
     found = float(ringing.sel(offset=apart))
     return None if np.isnan(found) else found
-
-
-WORKFLOW = CharacterCountHelix

@@ -16,7 +16,7 @@ to cancel; direct shares say what reaches the readout, not what would change wit
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
@@ -30,10 +30,11 @@ from ...stages.logits.lens import format_text, format_token
 from ...stages.logits.logit_directions import MOST_LIKELY, NONE
 from ...stages.logits.readout import readout_node
 from ...store.errors import ConfigError
+from ..labelled import column, largest, ranked
 from ..settings import AnswerSettings, Natural, setting
 from ..subject import answered
 from ..views import Bars, Choice, Data, Figure, Heatmap, Line, Lines, Table, View
-from ..workflow import ModelWorkflow
+from ..workflow import ModelWorkflow, Nodes
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -74,7 +75,7 @@ class LogitAttribution(ModelWorkflow):
     settings_type = LogitAttributionSettings
     settings: LogitAttributionSettings
 
-    def plan(self) -> Mapping[str, ResultNode]:
+    def plan(self) -> Nodes:
         """The tokens told apart, and what layers, heads and neurons have in their logits."""
         self._require_sum()
         self._require_parts()
@@ -104,7 +105,7 @@ class LogitAttribution(ModelWorkflow):
         layers = component_attribution.form(f"component_attribution{form}").on(
             embed=states[start], **written, **told
         )
-        nodes: dict[str, ResultNode] = {"tokens": pair, "layers": layers}
+        nodes: Nodes = {"tokens": pair, "layers": layers}
 
         def units(stage: Any, which: Any, norm: str, **states_of: Any) -> ResultNode:
             """The units of one kind of part; where what they write is normed once more, by its scale."""
@@ -187,12 +188,10 @@ class LogitAttribution(ModelWorkflow):
 
     def _ids(self, tokens: PackedTokens, words: tuple[str, ...], default: int) -> xr.DataArray:
         """Token ids at the last token of every prompt, NONE elsewhere."""
-        import xarray as xr
-
         ids = np.full(tokens.n_tokens, NONE, np.int32)
         told = self.subject.answer_ids(list(zip(self.texts, words, strict=True))) if words else default
         ids[[tokens.row(i).stop - 1 for i in range(len(self.texts))]] = told
-        return xr.DataArray(ids, dims="token", name="ids")
+        return column(ids, "token", "ids")
 
     @cached_property
     def shares(self) -> xr.Dataset:
@@ -216,7 +215,7 @@ class LogitAttribution(ModelWorkflow):
         return list(self.result("readout")["token"].values)
 
     def contrast(self, told: dict[str, Any]) -> str:
-        """What is attributed, in words: the answer's token, and what it is told from."""
+        """The answer's token and the token it is compared with, in words."""
         token, other = (_word(told.get(f"{which}_token", "")) for which in ("target", "other"))
         word = _word(told["answer"]) if self.words else token
         said = repr(token) if word == token else f"{token!r} (of {word})"
@@ -226,12 +225,12 @@ class LogitAttribution(ModelWorkflow):
         """(layer, neuron, share) of the neurons kept of prompt `i`, largest magnitude first."""
         if "neurons" not in self.nodes:
             return []
-        row = self.shares.isel(prompt=i).transpose("layer", "rank", ...)
-        ids, shares = row["neuron_id"].values, row["neuron_share"].values
-        order = np.argsort(-np.abs(shares), axis=None, kind="stable")
-        return [(int(k) // shares.shape[1], int(ids.flat[k]), float(shares.flat[k])) for k in order]
+        row = self.shares.isel(prompt=i)
+        size = abs(row["neuron_share"]).transpose("layer", "rank")
+        top = largest(row, size, None, neuron="neuron_id", share="neuron_share")
+        return [(one["layer"], one["neuron"], one["share"]) for one in top]
 
-    def told(self, i: int) -> dict[str, Any]:
+    def document(self, i: int) -> dict[str, Any]:
         """Prompt `i`: tokens, their logits and every share; "attributed" is what the shares sum to.
 
         Components come in order of writing, the constant part of the readout last.
@@ -266,7 +265,7 @@ class LogitAttribution(ModelWorkflow):
         """Shares by layer and by head, of the mean and of each of the first prompts; and the tables."""
         count, name, shares = len(self.texts), self.subject.name, self.shares
         cap = self.subject.config.final_logit_softcapping
-        results = {"results": lambda: [self.told(i) for i in range(count)]}
+        results = {"results": lambda: [self.document(i) for i in range(count)]}
         yield Data(json={"soft_cap": cap, "before_soft_cap": True, **results})
         parts = [(text, shares.isel(prompt=[i])) for i, text in enumerate(self.texts[:ROWS])]
         parts = [("mean of all", shares), *parts] if count > 1 else parts
@@ -279,14 +278,14 @@ class LogitAttribution(ModelWorkflow):
                 name="prompt",
                 options=tuple((text, make(part)) for text, part in parts),
             )
-        yield self._prompts_table([self.told(i) for i in range(min(ROWS, count))])
-        yield self._parts_table(self.told(0))
+        yield self._prompts_table([self.document(i) for i in range(min(ROWS, count))])
+        yield self._parts_table(self.document(0))
         for i in range(min(self.settings.figures, count)):
             part = shares.isel(prompt=[i])
             neurons = self.top_neurons(i)[:ROWS]
             yield Figure(
                 name=f"logit_attribution_{i}",
-                title=f"What makes {name} say {self.contrast(self.told(i))}",
+                title=f"What makes {name} say {self.contrast(self.document(i))}",
                 caption=f"after '{format_text(self.texts[i])}'",
                 panels=(*self._parts(part), *([_neurons(neurons)] if neurons else [])),
             )
@@ -300,11 +299,11 @@ class LogitAttribution(ModelWorkflow):
             )
 
     def _parts(self, part: xr.Dataset) -> tuple[View, ...]:
-        """Layers, and heads where they have shares of their own."""
+        """Views of the shares of layers, and of heads where these have shares."""
         return (_bars(part), *([_heads(part, "By head")] if "heads" in self.nodes else []))
 
     def _prompts_table(self, told: list[dict[str, Any]]) -> Table:
-        """What is attributed in each of the first prompts, and how it splits."""
+        """Table of the attributed logits of the first prompts, split by embedding, attention and MLPs."""
         what, more = "difference" if self.settings.difference else "logit", len(self.texts) - len(told)
         capped = ", before the soft cap" if self.subject.config.final_logit_softcapping else ""
 
@@ -364,11 +363,11 @@ def _curves(part: xr.Dataset) -> Lines:
 def _heads(part: xr.Dataset, title: str = "") -> Heatmap:
     """Shares of heads, mean of some prompts; the largest is framed."""
     mean = part["head_share"].mean("prompt").transpose("layer", "head")
-    layer, head = map(int, np.unravel_index(int(np.abs(mean.values).argmax()), mean.shape))
+    layer, head = ranked(abs(mean), 1)[0].values()
     return Heatmap.of(
         mean,
         title,
-        f"framed, most: layer {layer}, head {head}, {float(mean[layer, head]):+.2f}",
+        f"framed, most: layer {layer}, head {head}, {float(mean.sel(layer=layer, head=head)):+.2f}",
         value_name="share of the head",
         unit="logits",
         diverging=True,
@@ -416,6 +415,3 @@ def _neurons(neurons: list[tuple[int, int, float]]) -> Bars:
         unit="logits",
         across=True,
     )
-
-
-WORKFLOW = LogitAttribution

@@ -9,7 +9,7 @@ encoding prompt and answer together, so that a word of several tokens is not loo
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
@@ -25,15 +25,15 @@ from ...stages.logits.lens import (
     next_tokens,
 )
 from ...stages.logits.readout import readout_node
+from ..labelled import column
 from ..settings import AnswerSettings, Count, Natural, setting
 from ..subject import answered
 from ..views import Choice, Data, Figure, Lens, Line, Lines, Table, View, dim, together
-from ..workflow import ModelWorkflow, loaded
+from ..workflow import ModelWorkflow, Nodes, loaded
 
 if TYPE_CHECKING:
     import xarray as xr
 
-    from ...pipeline.nodes import ResultNode
     from ...store import PackedTokens
 
 __all__ = ["LogitLens", "LogitLensSettings"]
@@ -43,7 +43,7 @@ TOP = 10
 ROWS = 12
 """Prompts listed in the table of answers, and to choose from on a page."""
 LINES = 60
-"""Prompts up to which each has a line of its own."""
+"""Largest number of prompts that are drawn as single curves."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class LogitLens(ModelWorkflow):
     lens = loaded("lens")
     """The lens on all tokens of all prompts, in memory: [layer, token, rank] and [layer, token]."""
 
-    def plan(self) -> Mapping[str, ResultNode]:
+    def plan(self) -> Nodes:
         """The residual stream after every layer, and what the model's readout makes of it."""
         given = self.settings
         self.texts, self.words = answered(given.prompts, given.answers)
@@ -83,8 +83,6 @@ class LogitLens(ModelWorkflow):
     def _targets(self, tokens: PackedTokens) -> xr.DataArray:
         """What each token should say: the next one, or of most models that look ahead the token itself; at
         the end of a prompt, or where its mask is read, the answer."""
-        import xarray as xr
-
         if self.subject.config.predicts_next or self.subject.config.mask_shift:
             targets = next_tokens(tokens.ids, tokens.prompt_of(slice(None)))
         else:
@@ -92,7 +90,7 @@ class LogitLens(ModelWorkflow):
         asked_at = [tokens.row(i).start + end for i, end in enumerate(self.ends)]
         told = self.subject.answer_ids(list(zip(self.texts, self.words, strict=True))) if self.words else -1
         targets[asked_at] = told
-        return xr.DataArray(targets, dims="token", name="targets")
+        return column(targets, "token", "targets")
 
     @cached_property
     def vocabulary(self) -> list[str]:
@@ -115,7 +113,7 @@ class LogitLens(ModelWorkflow):
         part = self.lens.isel(token=last).drop_vars(["prompt", "position"], errors="ignore")
         return part.rename(token="prompt").assign_coords(prompt=prompts[last])
 
-    def told(self, i: int) -> dict[str, Any]:
+    def document(self, i: int) -> dict[str, Any]:
         """Prompt `i` in the fields of candle-mi's example, plus entropy and KL."""
         last = self.prompt(i).isel(position=self.ends[i])
         found: dict[str, Any] = {**self.subject.about, "prompt": self.texts[i]}
@@ -151,7 +149,7 @@ class LogitLens(ModelWorkflow):
 
     def views(self) -> Iterator[View]:
         """The lens on each of the first prompts, and where the answers of all prompts appear."""
-        yield Data(json={"results": lambda: [self.told(i) for i in range(len(self.texts))]})
+        yield Data(json={"results": lambda: [self.document(i) for i in range(len(self.texts))]})
         title = f"What each layer of {self.subject.name} would say next"
         texts = self.texts[:ROWS]
         lenses = [Lens.of(self.prompt(i), self.vocabulary, title="") for i in range(len(texts))]
@@ -219,7 +217,7 @@ class LogitLens(ModelWorkflow):
 
     def _layers_table(self, i: int) -> Table:
         """The likeliest tokens at the end of one prompt, layer by layer from the last one down."""
-        layers = self.told(i)["layers"]
+        layers = self.document(i)["layers"]
 
         def token(k: int, layer: dict[str, Any]) -> Any:
             said = layer["predictions"][k]
@@ -258,6 +256,3 @@ class LogitLens(ModelWorkflow):
             title=f"Answers: the most likely token at the end of {best} of {n} prompts",
             caption=f"{more}a multi-token answer is tracked by its first token",
         )
-
-
-WORKFLOW = LogitLens

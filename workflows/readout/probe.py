@@ -12,7 +12,7 @@ That a probe reads something off a state does not say that the model does.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
@@ -22,16 +22,16 @@ import numpy as np
 from ...stages.forward.text.prompts import check_prompts
 from ...stages.geometry.probe import FEWEST, PENALTIES, probe
 from ...store.errors import ConfigError, PromptError, nearest
+from ..labelled import column, records
 from ..material.probe_targets import TARGETS, Target, read_labels, thinned, wrapped_prose, wrapped_targets
-from ..settings import ModelSettings, Natural, setting
+from ..settings import AtLeastTwo, ModelSettings, Natural, setting
 from ..subject import read_texts
 from ..views import Data, Line, Lines, Table, View, together
-from ..workflow import ModelWorkflow
+from ..workflow import ModelWorkflow, Nodes
 
 if TYPE_CHECKING:
     import xarray as xr
 
-    from ...pipeline.nodes import ResultNode
     from ...store import PackedTokens
 
 __all__ = ["Probe", "ProbeSettings"]
@@ -49,15 +49,14 @@ LOWEST = -0.5
 class ProbeSettings(ModelSettings):
     """What `--set` can change.
 
-    Raises ConfigError for targets there are not, neither targets nor labels, and no widths or one below 2
-    characters.
+    Raises ConfigError for targets there are not, and neither targets nor labels.
     """
 
     targets: tuple[str, ...] = setting(TARGETS, "what to read off states of wrapped prose")
     labels: str = setting("", "file of labelled texts, in place of targets of wrapped prose")
     kind: Literal["auto", "label", "number"] = setting("auto", "what the labels of the file are")
     text: str = setting("", "file, folder or glob of texts to wrap; none: the prose shipped with mizarr")
-    widths: tuple[int, ...] = setting((30, 40, 50, 60, 70, 80), "line widths to wrap at")
+    widths: tuple[AtLeastTwo, ...] = setting((30, 40, 50, 60, 70, 80), "line widths to wrap at")
     context: Natural = setting(0, "tokens per prompt of wrapped prose; 0: the model's context, at most 256")
     point: Literal["resid_pre", "resid_mid", "resid_post", "attn_out", "mlp_out"] = setting(
         "resid_post", "state that is probed"
@@ -81,8 +80,6 @@ class ProbeSettings(ModelSettings):
                 raise ConfigError(f"expected targets among {', '.join(TARGETS)}, found {name!r}{hint}")
         if not self.targets and not self.labels:
             raise ConfigError(f"expected targets ({', '.join(TARGETS)}) or labels=FILE, found neither")
-        if not self.widths or min(self.widths) < 2:
-            raise ConfigError(f"expected line widths of at least 2 characters, found {list(self.widths)}")
 
 
 class Probe(ModelWorkflow):
@@ -95,15 +92,13 @@ class Probe(ModelWorkflow):
     extra = "probing"
     settings: ProbeSettings
 
-    def plan(self) -> Mapping[str, ResultNode]:
+    def plan(self) -> Nodes:
         """A probe per target, on the states of all layers."""
-        import xarray as xr
-
         settings = self.settings
         tokens, targets = self._targets()
         kept, seed = settings.examples, settings.seed
         self.targets = [thinned(one, examples=kept, balance=settings.balance, seed=seed) for one in targets]
-        prompt = xr.DataArray(tokens.prompt_of(slice(None)), dims="token", name="prompt")
+        prompt = column(tokens.prompt_of(slice(None)), "token", "prompt")
         for target in self.targets:
             held = len(np.unique(prompt.values[~np.isnan(target.values)]))
             if held < FEWEST:
@@ -118,7 +113,7 @@ class Probe(ModelWorkflow):
         return {
             target.name: probe.on(
                 states=captured[settings.point],
-                target=xr.DataArray(target.values, dims="token", name="target"),
+                target=column(target.values, "token", "target"),
                 prompt=prompt,
                 kind=target.kind,
                 test_share=settings.test_share,
@@ -164,6 +159,7 @@ class Probe(ModelWorkflow):
     def _told(self, target: Target) -> dict[str, Any]:
         found = self.found[target.name]
         names = ("score", "low", "high", "penalty")
+        scores = [records(found.sel(targets=which), "layer", *names) for which in ("true", "shuffled")]
         return {
             "target": target.name,
             "kind": target.kind,
@@ -174,12 +170,8 @@ class Probe(ModelWorkflow):
             "baseline": float(found["baseline"]),
             "best_layer": self.best(target.name),
             "layers": [
-                {"layer": layer}
-                | {
-                    which: {name: float(found[name].sel(layer=layer, targets=which)) for name in names}
-                    for which in ("true", "shuffled")
-                }
-                for layer in found["layer"].values.tolist()
+                {"layer": layer, "true": true, "shuffled": shuffled}
+                for layer, true, shuffled in zip(found["layer"].values.tolist(), *scores, strict=True)
             ],
         }
 
@@ -238,6 +230,3 @@ def _table(told: dict[str, Any], title: str) -> Table:
         f"{_guess(told)}: {told['baseline']:.3f}; interval: bootstrap over test prompts",
         sources=(told["target"],),
     )
-
-
-WORKFLOW = Probe

@@ -9,7 +9,7 @@ where a change at one depends on how many follow.
 A second line is scored twice: whether it ends on a word that rhymes, and whether on another one than the
 first line does, as a line that is copied rhymes with itself.
 
-One condition is told in full, beside random directions as long, fed likewise in each line. Because a model
+One condition is shown in full, beside random directions as long, fed likewise in each line. Because a model
 that rhymes anyway can hardly rhyme more, the same is asked of the rhyme of another line: whether that is what
 the second line then ends on. Where a model rhymes with fewer than two of these lines nothing is claimed.
 
@@ -35,31 +35,18 @@ from ..claim import Claim, Controls
 from ..material.answers import encoded
 from ..material.samples.rhymes import PRESETS, Condition, FirstLine, block_of, conditions_of, last_word
 from ..settings import ControlSettings, Count, ModelSettings, Natural, setting
-from ..views import (
-    Data,
-    Figure,
-    Findings,
-    Heatmap,
-    Line,
-    Lines,
-    Table,
-    View,
-    bold,
-    dash,
-)
-from ..workflow import ModelWorkflow, loaded
+from ..views import Data, Figure, Heatmap, Line, Lines, Table, View, bold, dash
+from ..workflow import ModelWorkflow, Nodes, loaded
 
 if TYPE_CHECKING:
-    import numpy.typing as npt
     import xarray as xr
 
-    from ...pipeline.nodes import ResultNode
     from ...stages.forward.models.model import Model
 
 __all__ = ["RecurrentFeedback", "RecurrentFeedbackSettings"]
 
 RESAMPLED = 2000
-"""Means over lines of a direction drawn anew in each, which the told one is held against."""
+"""Means over lines of a direction drawn anew in each, which the selected one is compared with."""
 FEWEST = 2
 """Lines a model must rhyme with for a claim."""
 WORDS = {0: "no rhyme", 1: "the same word", 2: "another word"}
@@ -76,12 +63,12 @@ class RecurrentFeedbackSettings(ControlSettings, ModelSettings):
         4, "random directions of equal length fed likewise, in each line; 0: none, nothing is claimed"
     )
     limit: Natural = setting(0, "first lines, from the first on; 0 takes all")
-    sweep: bool = setting(True, "every condition of the protocol, and not only the one that is told")
+    sweep: bool = setting(True, "every condition of the protocol, and not only the selected one")
     blocks: tuple[str, ...] = setting(
         (), "blocks gone through twice, and fed, the last also at every step; none: the preset's"
     )
     strengths: tuple[float, ...] = setting((), "at which they are fed; none: the preset's")
-    block: str = setting("", 'block of the condition that is told, such as "8-15"; none: the preset\'s')
+    block: str = setting("", 'block of the selected condition, such as "8-15"; none: the preset\'s')
     strength: float | None = setting(None, "its strength; none: the preset's")
     sustained: bool | None = setting(None, "whether it is fed at every step; none: as in the preset")
     depth: Count = setting(2, "how often a block is gone through; fed, more than 2 is 2")
@@ -105,8 +92,8 @@ class RecurrentFeedback(ModelWorkflow):
         self.preset = PRESETS[settings.preset]
         super().__init__(replace(settings, model=settings.model or self.preset.model), model)
 
-    def plan(self) -> Mapping[str, ResultNode]:
-        """Every line under every condition; and, as the one that is told, with other directions."""
+    def plan(self) -> Nodes:
+        """Every line under every condition, and under the selected condition with control directions."""
         given, preset = self.settings, self.preset
         self.lines = preset.lines[: given.limit or None]
         block, levels = preset.sustained
@@ -115,19 +102,21 @@ class RecurrentFeedback(ModelWorkflow):
             given.blocks or preset.blocks, given.strengths or preset.strengths, sustained, given.depth
         )
         every = [each for each in chosen if given.sweep or each.depth == 1]
-        self.told = self._told_condition()
-        self.conditions = tuple(every) if self.told in every else (*every, self.told)
+        self.condition = self._selected_condition()
+        self.conditions = tuple(every) if self.condition in every else (*every, self.condition)
         prompts = [tuple(encoded(self.subject, f"{line.text}\n").ids) for line in self.lines]
         words = [tuple(map(self._last_token, line.family)) for line in self.lines]
         trials = [
             tuple(self._trial(condition, ids, own) for ids, own in zip(prompts, words, strict=True))
             for condition in self.conditions
         ]
-        others = tuple(self._trial(self.told, ids, words[self.other(row)]) for row, ids in enumerate(prompts))
+        others = tuple(
+            self._trial(self.condition, ids, words[self.other(row)]) for row, ids in enumerate(prompts)
+        )
         drawn = [
             tuple(
                 replace(trial, draw=draw, seed=given.seed * len(prompts) + row)
-                for row, trial in enumerate(trials[self.conditions.index(self.told)])
+                for row, trial in enumerate(trials[self.conditions.index(self.condition)])
             )
             for draw in range(given.controls)
         ]
@@ -139,8 +128,8 @@ class RecurrentFeedback(ModelWorkflow):
             "controls": self.on_model(RecurrentContinuation((others, *drawn), how)),
         }
 
-    def _told_condition(self) -> Condition:
-        """The preset's, with what settings say of it."""
+    def _selected_condition(self) -> Condition:
+        """The preset's condition, changed as settings say."""
         given, preset = self.settings, self.preset
         known = conditions_of(preset.blocks, preset.strengths, preset.sustained, given.depth)
         chosen = next(each for each in known if each.name == preset.chosen)
@@ -171,60 +160,66 @@ class RecurrentFeedback(ModelWorkflow):
     @cached_property
     def ends(self) -> list[list[str]]:
         """Last words of second lines, [condition][line]."""
-        words = [last_word(str(text)) for text in self.trials["generated_text"].values]
-        many = len(self.lines)
-        return [words[start : start + many] for start in range(0, len(words), many)]
+        return self._last_words(self.trials)
+
+    def _last_words(self, trials: xr.Dataset) -> list[list[str]]:
+        words = np.array([last_word(str(text)) for text in trials["generated_text"].values], object)
+        rows: list[list[str]] = words.reshape(-1, len(self.lines)).tolist()
+        return rows
 
     @cached_property
     def scores(self) -> Floats:
         """0: no rhyme, 1: the word of the first line, 2: another word that rhymes; [condition, line]."""
-        found: Floats = np.array(
-            [list(map(_score, self.lines, words)) for words in self.ends], dtype=np.float64
-        )
-        return found
+        return np.array([list(map(_score, self.lines, words)) for words in self.ends], np.float64)
 
     @cached_property
-    def ended(self) -> npt.NDArray[np.bool_]:
-        """Which second lines ended before they had to, [condition, line]."""
-        tokens = (self.trials["token_id"].values >= 0).sum(axis=1)
-        found: npt.NDArray[np.bool_] = tokens.reshape(-1, len(self.lines)) < self.settings.max_tokens
-        return found
+    def records(self) -> list[dict[str, Any]]:
+        """Scores of every condition, and which lines rhymed under it."""
+        numbers = np.array([line.number for line in self.lines])
+        tokens = (self.trials["token_id"].values >= 0).sum(axis=1).reshape(-1, len(self.lines))
+        return [
+            {
+                "name": condition.name,
+                "count": int((scores > 0).sum()),
+                "count_without_target": int((scores == 2).sum()),
+                "ended": int((count < self.settings.max_tokens).sum()),
+                "ids": numbers[scores > 0].tolist(),
+                "ids_without_target": numbers[scores == 2].tolist(),
+            }
+            for condition, scores, count in zip(self.conditions, self.scores, tokens, strict=True)
+        ]
 
     @property
     def baseline(self) -> int:
-        """Which condition is the plain pass."""
+        """Index of the plain pass among the conditions."""
         return next(i for i, each in enumerate(self.conditions) if each.depth == 1)
 
     @property
     def row(self) -> int:
-        """Index of the condition that is told, among those that are run."""
-        return self.conditions.index(self.told)
+        """Index of the selected condition."""
+        return self.conditions.index(self.condition)
 
     @cached_property
     def control_ends(self) -> tuple[list[str], list[list[str]]]:
         """Last words under the words of another line, [line], and under random directions, [line][draw]."""
-        words = [last_word(str(text)) for text in self.controls["generated_text"].values]
-        many = len(self.lines)
-        return words[:many], [words[many + row :: many] for row in range(many)]
+        foreign, *drawn = self._last_words(self.controls)
+        return foreign, [[words[row] for words in drawn] for row in range(len(self.lines))]
 
     @property
-    def is_claimed(self) -> bool:
-        """Whether the model rhymes with enough of these lines by itself."""
-        return int((self.scores[self.baseline] > 0).sum()) >= FEWEST
+    def not_claimed(self) -> str:
+        """Why nothing is claimed of a model that rhymes with too few of these lines by itself."""
+        rhymed = self.records[self.baseline]["count"]
+        by_itself = f"{self.subject.name} rhymes with {rhymed} of these {len(self.lines)} lines by itself"
+        return "" if rhymed >= FEWEST else f"{by_itself}: nothing is claimed of it"
 
-    def findings(self) -> Findings:
+    def claims(self) -> Iterator[Claim]:
         """Whether more lines rhyme, and whether lines rhyme with what was fed."""
-        sources = tuple(self.nodes)
-        if not self.is_claimed:
-            rhymed = int((self.scores[self.baseline] > 0).sum())
-            told = f"{self.subject.name} rhymes with {rhymed} of these {len(self.lines)} lines by itself"
-            return Findings.of(caption=f"{told}: nothing is claimed of it", sources=sources)
-        base, told = self.scores[self.baseline], self.scores[self.row]
+        base, fed = self.scores[self.baseline], self.scores[self.row]
         foreign, drawn = self.control_ends
-        what = self.told.told
-        anew = self._claim(
+        what = self.condition.description
+        yield self._claim(
             f"the rhyme, in {what}, changes the share of second lines that end on another word that rhymes",
-            (told == 2).astype(float) - (base == 2),
+            (fed == 2).astype(float) - (base == 2),
             [
                 [_score(line, word) == 2 for word in words]
                 for line, words in zip(self.lines, drawn, strict=True)
@@ -233,24 +228,27 @@ class RecurrentFeedback(ModelWorkflow):
         )
         others = [self.lines[self.other(row)] for row in range(len(self.lines))]
         plain = np.array([o.rhymes(word) for o, word in zip(others, self.ends[self.baseline], strict=True)])
-        turned = self._claim(
+        yield self._claim(
             f"the rhyme of another line, in {what}, makes second lines end on it",
             np.array([o.rhymes(word) for o, word in zip(others, foreign, strict=True)], float) - plain,
             [[o.rhymes(word) for word in words] for o, words in zip(others, drawn, strict=True)],
             plain,
         )
-        on, many = int((~self.ended[self.row]).sum()), len(self.lines)
-        caption = (
-            f"The condition told: {self.preset.found if self._is_presets else 'as set'}. {on} of its {many} "
-            f"second lines run on for {self.settings.max_tokens} tokens: what they break off at is no end of "
-            "their own."
+
+    def claims_caption(self) -> str:
+        """How the condition was chosen, and how many second lines end by themselves."""
+        many = len(self.lines)
+        on = many - self.records[self.row]["ended"]
+        return (
+            f"The selected condition: {self.preset.found if self._is_presets else 'as set'}. {on} of its "
+            f"{many} second lines run on for {self.settings.max_tokens} tokens: what they break off at is no "
+            "end of their own."
         )
-        return Findings.of(anew, turned, caption=caption, sources=sources)
 
     @property
     def _is_presets(self) -> bool:
-        """Whether the condition told is the preset's."""
-        return self.told.name == self.preset.chosen
+        """Whether the selected condition is the preset's."""
+        return self.condition.name == self.preset.chosen
 
     def _claim(self, text: str, effects: Floats, drawn: Any, plain: Any) -> Claim:
         """Shares of lines beyond those of a plain pass, [line], beside random directions [line, draw]."""
@@ -267,9 +265,7 @@ class RecurrentFeedback(ModelWorkflow):
         )
 
     def views(self) -> Iterator[View]:
-        """What is claimed; every condition; every line under the one told; what was likely at its end."""
-        findings = self.findings()
-        yield findings
+        """All conditions, every line under the selected one, and likely rhymes behind the first line."""
         yield Data(json=self._about())
         yield self._conditions_table()
         cells, curves = self._ends_heatmap(), self._curves()
@@ -277,45 +273,33 @@ class RecurrentFeedback(ModelWorkflow):
         if curves is not None:
             yield curves
         yield from self._lines_tables()
-        panels = (findings, cells) if curves is None else (curves, findings, cells)
+        panels = tuple(view for view in (curves, self.findings, cells) if view is not None)
         title = f"What {self.subject.name} rhymes with when layers are gone through again"
         yield Figure(name="recurrent_feedback", title=title, panels=panels)
 
     def _about(self) -> dict[str, Any]:
         """The other fields of candle-mi's example."""
-        about, told = self.subject.about, self.told
+        about, condition = self.subject.about, self.condition
+        plain, fed = self.records[self.baseline], self.records[self.row]
         return {
             **{name: about[name] for name in ("model_id", "n_layers", "hidden_size")},
-            "loop_start": told.block[0],
-            "loop_end": told.block[1],
-            "depth": told.depth,
-            "strength": told.strength,
-            "mode": "sustained" if told.sustained else "prefill-only",
-            "baseline_rhymes": int((self.scores[self.baseline] > 0).sum()),
-            "recurrent_rhymes": int((self.scores[self.row] > 0).sum()),
-            "baseline_rhymes_without_target": int((self.scores[self.baseline] == 2).sum()),
-            "recurrent_rhymes_without_target": int((self.scores[self.row] == 2).sum()),
+            "loop_start": condition.block[0],
+            "loop_end": condition.block[1],
+            "depth": condition.depth,
+            "strength": condition.strength,
+            "mode": "sustained" if condition.sustained else "prefill-only",
+            "baseline_rhymes": plain["count"],
+            "recurrent_rhymes": fed["count"],
+            "baseline_rhymes_without_target": plain["count_without_target"],
+            "recurrent_rhymes_without_target": fed["count_without_target"],
             "total_couplets": len(self.lines),
         }
 
     def _conditions_table(self) -> Table:
-        """Both scores of every condition, and which lines rhymed."""
+        """Table of the scores of every condition, and the lines that rhymed."""
         many = len(self.lines)
-        records = [
-            {
-                "name": condition.name,
-                "count": int((scores > 0).sum()),
-                "count_without_target": int((scores == 2).sum()),
-                "ended": int(ended.sum()),
-                "ids": [line.number for line, score in zip(self.lines, scores, strict=True) if score],
-                "ids_without_target": [
-                    line.number for line, score in zip(self.lines, scores, strict=True) if score == 2
-                ],
-            }
-            for condition, scores, ended in zip(self.conditions, self.scores, self.ended, strict=True)
-        ]
         return Table.of(
-            records,
+            self.records,
             ("condition", "name"),
             ("rhymes", lambda one: f"{one['count']}/{many}"),
             ("with another word", lambda one: f"{one['count_without_target']}/{many}"),
@@ -325,9 +309,9 @@ class RecurrentFeedback(ModelWorkflow):
             caption="rhymes: ends on a word of the family, the first line's own among them, so that a copied "
             f"line counts; ended: within {self.settings.max_tokens} tokens; unembed: fed at the first line's "
             "end; sustained: at every step",
-            strong=lambda one: one["name"] in ("baseline", self.told.name),
+            strong=lambda one: one["name"] in ("baseline", self.condition.name),
             sources=("trials",),
-            json={"conditions": records},
+            json={"conditions": self.records},
         )
 
     def _ends_heatmap(self) -> Heatmap:
@@ -353,13 +337,13 @@ class RecurrentFeedback(ModelWorkflow):
     def _curves(self) -> Lines | None:
         """Rhymes with another word by strength, a curve per block; None where there is no sweep."""
         by_block: dict[tuple[int, int], dict[float, int]] = {}
-        for condition, scores in zip(self.conditions, self.scores, strict=True):
+        for condition, row in zip(self.conditions, self.records, strict=True):
             if condition.strength is not None and not condition.sustained:
-                by_block.setdefault(condition.block, {})[condition.strength] = int((scores == 2).sum())
+                by_block.setdefault(condition.block, {})[condition.strength] = row["count_without_target"]
         strengths = sorted({strength for held in by_block.values() for strength in held})
         if len(strengths) < 2:
             return None
-        plain = float((self.scores[self.baseline] == 2).sum())
+        plain = float(self.records[self.baseline]["count_without_target"])
         lines = [
             Line(f"layers {start} to {end}", np.array([held.get(s, np.nan) for s in strengths], float))
             for (start, end), held in by_block.items()
@@ -377,7 +361,7 @@ class RecurrentFeedback(ModelWorkflow):
         )
 
     def _lines_tables(self) -> Iterator[Table]:
-        """Every line under the condition told: how it ends, and what was likely behind the first line."""
+        """Every line under the selected condition: how it ends, and what was likely behind the first line."""
         one, other = self._of(self.baseline), self._of(self.row)
         couplets = [self._couplet(row, one, other) for row in range(len(self.lines))]
         yield Table.of(
@@ -389,7 +373,7 @@ class RecurrentFeedback(ModelWorkflow):
             ("", "result"),
             ("second line", lambda each: format_text(each["recurrent_line"])),
             ("fed with another rhyme", "foreign_word"),
-            title=f"Every line, {self.told.told}",
+            title=f"Every line, {self.condition.description}",
             caption="OK: both rhyme; RESCUED, REGRESS: only fed, only plain; -: neither; last: where the "
             "rhyme of another line is fed, the one half of all further on",
             json={"couplets": couplets},
@@ -464,6 +448,3 @@ def _numbers(ids: Sequence[int]) -> str:
 
 def _pair(planning: Mapping[str, Any]) -> str:
     return f"{planning['baseline']['in_top_100']} -> {planning['recurrent']['in_top_100']}"
-
-
-WORKFLOW = RecurrentFeedback

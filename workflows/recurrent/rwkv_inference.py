@@ -5,9 +5,9 @@ what its heads read of each position (the attention their recurrence amounts to)
 write of one token is left out, in one layer at a time or in all at once, and when it is multiplied by
 several scales (stages/causal/state_writes.py): candle-mi's `rwkv_inference`, state knockout and steering.
 
-The write told stands beside random values as long, written in its place and left out likewise: recent writes
-are read more than old ones whatever they hold, so that other positions would be no control. Defaults: the
-layer and kind of position where such random values matter most on other shipped facts, beside the one where
+The selected write stands beside random values as long, written in its place and left out likewise: recent
+writes are read more than old ones whatever they hold, so that other positions would be no control.
+Defaults: the layer and kind of position where such random values matter most on other shipped facts, beside the one where
 they matter least (material/edge_choice.py). The write itself has no part in that choice: chosen for its own
 effect it would be the luckiest of many, in random weights too, as a token writes the same in every prompt.
 
@@ -17,7 +17,7 @@ about them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -29,9 +29,10 @@ from ...stages.causal.draws import AtOnce
 from ...stages.causal.state_writes import WRITE_SCALES, RandomWrites, StateKnockout, StateSteering
 from ...stages.logits.lens import format_probability, format_text, format_token
 from ...store.arrays import Floats
-from ..claim import Claim
-from ..material.answers import named, number, target_json, top_changed_json
-from ..material.edge_choice import ROLES, PlaceWorkflow
+from ..claim import CandidateEffects, Claim
+from ..labelled import records, values_of
+from ..material.answers import named, target_json, top_changed_json
+from ..material.edge_choice import ROLES, Indices, PlaceWorkflow
 from ..settings import MODEL_HELP, RECURRENT, ChosenPlaceSettings, Natural, setting
 from ..views import (
     Attention,
@@ -44,18 +45,17 @@ from ..views import (
     dash,
     dim,
 )
-from ..workflow import loaded
+from ..workflow import Nodes, loaded
 
 if TYPE_CHECKING:
     import xarray as xr
 
-    from ...pipeline.nodes import ResultNode
 
 __all__ = ["RwkvInference", "RwkvInferenceSettings"]
 
 OTHERS = "random values as long, written in its place"
 FEW = 4
-"""Of these in each of the other facts."""
+"""Number of random values in each of the other facts."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class RwkvInferenceSettings(ChosenPlaceSettings):
 
     model: str = setting(RECURRENT, MODEL_HELP)
     position: int | str | None = setting(
-        None, "token whose write is told; none: the kind of position that matters most on other facts"
+        None, "token whose write is shown; none: the kind of position that matters most on other facts"
     )
     controls: Natural = setting(
         20, "random values that the effect is held against, for each place; 0: none, nothing is claimed"
@@ -73,7 +73,7 @@ class RwkvInferenceSettings(ChosenPlaceSettings):
 
 
 class RwkvInference(PlaceWorkflow):
-    """One write in full, and all others for comparison."""
+    """Knockout of one write in full, and of all writes for comparison."""
 
     name = "rwkv_inference"
     question = "What does a recurrent model no longer say when one token leaves no trace in its state?"
@@ -81,23 +81,24 @@ class RwkvInference(PlaceWorkflow):
     settings_type = RwkvInferenceSettings
     settings: RwkvInferenceSettings
     rule = "kind of position whose write, were its values random, left out,"
+    beside = "random values as long, written in their place"
 
     writes = loaded("writes")
-    """Every write in every layer left out, [layer, position]."""
+    """Knockout of every write in every layer, [layer, position]."""
     controls = loaded("controls")
-    """Random values in place of those that may be told, [layer, position, draw_of_write]."""
+    """Random values in place of the candidates, [layer, position, draw_of_write]."""
     together = loaded("together")
-    """Every write left out in all layers at once, [layer = 0, position]."""
+    """Knockout of every write in all layers at once, [layer = 0, position]."""
 
-    def plan(self) -> Mapping[str, ResultNode]:
-        """Every write left out; those that may be told scaled, and random ones there; other facts."""
+    def plan(self) -> Nodes:
+        """Knockouts of every write, scaled writes and random values at the candidates, and other facts."""
         given, layers = self.settings, self.subject.config.num_layers
         shared = self.read_place("last", given.position)
         self.captured = self.subject.capture_weights(self.subject.pack([self.prompt]))
         pattern = self.captured[self.subject.attention_kind]
         response = tuple(StateSteering(positions=(key,), doses=given.scales, **shared) for key in self.keys)
         for each in response:
-            each.cells(self.subject.config)  # wrong settings are told now, not when it runs
+            each.cells(self.subject.config)  # refuse wrong settings now, before anything runs
         nodes = {
             "writes": self.on_model(StateKnockout(**shared)),
             "together": self.on_model(StateKnockout(window=layers, **shared | {"top_k": 1})),
@@ -118,11 +119,10 @@ class RwkvInference(PlaceWorkflow):
 
     def lost_here(self, key: int) -> Floats:
         """See `PlaceWorkflow`: with one write left out, [layer]."""
-        found: Floats = self.writes["kl"].sel(position=key).transpose("layer").values
-        return found
+        return values_of(self.writes["kl"].sel(position=key), "layer")
 
-    def _scored_node(self) -> dict[str, ResultNode]:
-        """The write of every role left out, in the facts on which the choice is scored."""
+    def _scored_node(self) -> Nodes:
+        """Knockouts of the write of every role in the facts that score the choice."""
         if not self.is_chosen:
             return {}
         cut = (
@@ -132,69 +132,48 @@ class RwkvInference(PlaceWorkflow):
         return {"scored": self.on_model(AtOnce(tuple(cut)))}
 
     def on_fact(self, tokens: tuple[int, ...], edges: Sequence[tuple[int, int]]) -> list[RandomWrites]:
-        """Random values in the place of every role of another fact."""
+        """Random values at every role of another fact."""
         places = tuple(key for _, key in edges)
         return [RandomWrites(tokens, positions=places, draws=FEW, seed=self.settings.seed, top_k=1)]
 
-    @cached_property
-    def random(self) -> Floats:
-        """KL of random values on other facts, in nats: [fact, layer, role, draw]."""
-        axes = ("draw", "layer", "position", "draw_of_write")
-        found: Floats = self.result("facts")["kl"].transpose(*axes).values
-        return found
-
-    @cached_property
-    def facts(self) -> Floats:
-        """Its mean over draws, [fact, layer, role]."""
-        found: Floats = self.random.mean(-1)
-        return found
+    def on_facts(self, chosen_on: Indices, scored: Indices) -> CandidateEffects:
+        """See `PlaceWorkflow`: chosen by what random values do, scored by the write itself."""
+        random = values_of(self.result("facts")["kl"], "draw", "draw_of_write", "layer", "position")
+        cut = values_of(self.result("scored")["kl"], "draw", "layer", "position")
+        return CandidateEffects(random[chosen_on].mean(1), cut[scored - self.half], random[scored])
 
     @property
     def position(self) -> int:
-        """Position whose write is told."""
+        """Position of the selected write."""
         return self.edge[1]
 
     @property
-    def told(self) -> xr.Dataset:
-        """The one write left out in the one layer."""
+    def selected(self) -> xr.Dataset:
+        """Knockout of the selected write in the selected layer."""
         return self.writes.sel(layer=self.layer, position=self.position)
 
     @cached_property
     def response(self) -> xr.Dataset:
-        """The one write at every scale, [layer, dose]."""
+        """The selected write at every scale, [layer, dose]."""
         return self.result("response").load().isel(draw=self.keys.index(self.position))
 
     def cause(self, layer: int, key: int) -> str:
         """See `PlaceWorkflow`."""
-        return f"leaving out what {self.token_told(key)} writes in layer {layer}"
+        return f"leaving out what {self.token_label(key)} writes in layer {layer}"
 
     def claim_here(self, layer: int, key: int, measure: str, text: str, **fields: Any) -> Claim:
-        """What one write left out does in this prompt, beside random ones in its place."""
+        """The claim about one write of this prompt, beside random values in its place."""
         at = {"layer": layer, "position": key}
         effect, draws = (float(self.writes.sel(at)[measure]), self.controls.sel(at)[measure].values)
         return Claim.against(text, effect, draws, OTHERS, **fields)
 
-    def on_held_out(self) -> Claim:
-        """The chosen write left out, in facts that had no part in the choice."""
-        assert self.chosen is not None
-        layer, role = self.chosen.layer, list(ROLES).index(self.chosen.role)
-        cut = self.result("scored")["kl"].transpose("draw", "layer", "position").values
-        rows = self.halves[1]
-        return Claim.over(
-            f"leaving out what {ROLES[self.chosen.role]} writes in layer {layer} changes the next token",
-            cut[rows - self.half, layer, role],
-            self.random[rows, layer, role],
-            "random values as long, written in their place",
-            self.settings,
-            unit="nats",
-            held_out=True,
-        )
+    def cause_elsewhere(self, layer: int, role: str) -> str:
+        """See `PlaceWorkflow`."""
+        return f"leaving out what {ROLES[role]} writes in layer {layer}"
 
     def views(self) -> Iterator[View]:
-        """What is claimed; what comes next; who reads whom; the one write; every write; every scale."""
-        names = [self.token_told(place) for place in range(len(self.encoding))]
-        findings = self.findings()
-        yield findings
+        """Next tokens, attention, the selected write, every write, every scale."""
+        names = [self.token_label(place) for place in range(len(self.encoding))]
         yield Data(json=self._about() | self.choice_json())
         yield self._next_tokens()
         if self.store is not None:
@@ -203,12 +182,12 @@ class RwkvInference(PlaceWorkflow):
         sweep = Heatmap.of(
             self.writes["kl"].transpose("layer", "position"),
             "What is lost without a write",
-            f"by one token in one layer; framed: {names[self.position]} in layer {self.layer}, the one told",
+            f"by one token in one layer; framed: {names[self.position]} in layer {self.layer}, as selected",
             columns=tuple(names),
             column_name="token that writes",
             low=0.0,
             framed=((self.layer, self.position) * 2,),
-            frame_name="the one told",
+            frame_name="the selected one",
             sources=("writes",),
             json={"sweep": {"kl_divergence": self.writes["kl"], "logit_diff": self.writes["logit_diff"]}},
         )
@@ -226,31 +205,30 @@ class RwkvInference(PlaceWorkflow):
         yield curves
         yield self._scales(names)
         title = f"What {self.subject.name} keeps of '{format_text(self.prompt)}'"
-        panels = (sweep, curves, findings)
+        panels = (sweep, curves, self.findings)
         yield Figure(name="rwkv_inference", title=title, panels=panels, columns=2)
 
     def _next_tokens(self) -> Table:
-        """What the model says as it is."""
-        ids = self.writes["baseline_id"].values
-        records = [
-            {"rank": rank, "token_id": int(token), "token": text, "probability": float(share)}
-            for rank, (token, text, share) in enumerate(
-                zip(ids, named(self.subject, ids), self.writes["baseline_probability"].values, strict=True), 1
-            )
+        """Table of the most likely next tokens of the unchanged model."""
+        columns = {"token_id": "baseline_id", "probability": "baseline_probability"}
+        (rank,) = self.writes["baseline_id"].dims
+        top = [
+            {"rank": place, "token": self.subject.tokenizer.decode_token(row["token_id"]), **row}
+            for place, row in enumerate(records(self.writes, str(rank), **columns), start=1)
         ]
         return Table.of(
-            records,
+            top,
             ("rank", "rank", "d"),
             ("token", lambda one: format_token(one["token"])),
             ("probability", "probability", format_probability),
             title=f"{self.subject.name} after '{format_text(self.prompt)}'",
             caption="most likely next tokens, nothing changed",
             sources=("writes",),
-            json={"top_tokens": records},
+            json={"top_tokens": top},
         )
 
     def _attention(self) -> Attention:
-        """What every head reads of every position."""
+        """Effective attention of every head to every position."""
         assert self.store is not None
         kind = self.subject.attention_kind
         pattern = unpacked(self.captured.open(self.store)[kind]).transpose("layer", "head", ...)
@@ -265,7 +243,7 @@ class RwkvInference(PlaceWorkflow):
             layers=tuple(pattern["layer"].values.tolist()),
             pattern=pattern.values,
             overview=here,
-            overview_name=f"how much {self.token_told(self.query)} reads {self.token_told(self.position)}",
+            overview_name=f"how much {self.token_label(self.query)} reads {self.token_label(self.position)}",
             layer=self.layer,
             head=int(here[self.layer].argmax()),
             query=self.query,
@@ -273,26 +251,21 @@ class RwkvInference(PlaceWorkflow):
         )
 
     def _one_write(self, names: Sequence[str]) -> Table:
-        """The tokens that one write left out changes most."""
+        """Table of the tokens whose probability the knockout of the write changes most."""
         title = f"Without what {names[self.position]} writes in layer {self.layer}"
-        return self.changed_table(self.told, title, sources=("writes",))
+        return self.changed_table(self.selected, title, sources=("writes",))
 
     def _positions(self, names: Sequence[str]) -> Table:
-        """What each token's writes are worth, in the layer where that is most, and in all at once."""
-        kl = self.writes["kl"].transpose("position", "layer").values
-        every = self.together["kl"].isel(layer=0).values
-        records = [
-            {
-                "position": place,
-                "token": name,
-                "layer": int(kl[place].argmax()),
-                "kl": float(kl[place].max()),
-                "kl_all_layers": float(every[place]),
-            }
-            for place, name in enumerate(names)
+        """Table of KL without each token's writes: in the layer of the largest KL, and in all layers."""
+        kl, every = self.writes["kl"], self.together["kl"].isel(layer=0, drop=True)
+        worth = self.writes.assign(most=kl.max("layer"), at=kl.argmax("layer"), every=every)
+        columns = {"layer": "at", "kl": "most", "kl_all_layers": "every"}
+        rows = [
+            row | {"token": names[row["position"]]}
+            for row in records(worth, "position", "position", **columns)
         ]
         return Table.of(
-            records,
+            rows,
             ("token", "token", str),
             ("KL, one layer", "kl", ".5f"),
             ("layer", "layer", lambda layer: dim(str(layer))),
@@ -301,24 +274,20 @@ class RwkvInference(PlaceWorkflow):
             caption="KL from the run as it is, in nats: the layer without whose write most is lost, and all "
             "layers at once",
             sources=("writes", "together"),
-            json={"positions": records},
+            json={"positions": rows},
         )
 
     def _scales(self, names: Sequence[str]) -> Table:
-        """The one write at every scale in the one layer."""
+        """Table of the selected write at every scale in the selected layer."""
         here = self.response.sel(layer=self.layer)
-        records = [
-            {
-                "scale": float(one["dose"]),
-                "kl_divergence": float(one["kl"]),
-                "target_logit_diff": number(one["logit_diff"]),
-                "p_target": number(np.exp(one["target_logprob"])),
-                "top_changed": top_changed_json(self.subject, one, "steered_prob"),
-            }
-            for one in (here.isel(dose=i) for i in range(here.sizes["dose"]))
+        here = here.assign(p_target=np.exp(here["target_logprob"]))
+        columns = {"scale": "dose", "kl_divergence": "kl", "target_logit_diff": "logit_diff"}
+        rows = [
+            row | {"top_changed": top_changed_json(self.subject, here.isel(dose=i), "steered_prob")}
+            for i, row in enumerate(records(here, "dose", "p_target", **columns))
         ]
         return Table.of(
-            records,
+            rows,
             ("factor", "scale", "{:g}x".format),
             ("KL", "kl_divergence", ".5f"),
             ("logit diff", lambda one: dash(one["target_logit_diff"], "+.4f"), str),
@@ -327,12 +296,12 @@ class RwkvInference(PlaceWorkflow):
             title=f"{names[self.position]} writes more or less in layer {self.layer}",
             caption="logit diff: as it is minus steered",
             sources=("response",),
-            json={"steering": records},
+            json={"steering": rows},
         )
 
     def _about(self) -> dict[str, Any]:
         """Model, prompt and the one write, under the names of candle-mi's example."""
-        told = self.told
+        selected = self.selected
         return {
             **self.subject.about,
             **target_json(self.subject, self.target, self.pieces),
@@ -340,11 +309,8 @@ class RwkvInference(PlaceWorkflow):
             "tokens": named(self.subject, self.encoding.ids),
             "target_layer": self.layer,
             "knockout_position": self.position,
-            "kl_divergence": told["kl"],
-            "target_logit_diff": number(told["logit_diff"]),
-            "baseline_p_target": number(np.exp(told["baseline_target_logprob"])),
-            "ablated_p_target": number(np.exp(told["target_logprob"])),
+            "kl_divergence": selected["kl"],
+            "target_logit_diff": selected["logit_diff"],
+            "baseline_p_target": np.exp(selected["baseline_target_logprob"]),
+            "ablated_p_target": np.exp(selected["target_logprob"]),
         }
-
-
-WORKFLOW = RwkvInference

@@ -17,7 +17,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ...stages.forward.architectures.points import STATE_ROOMS
-from ..causal.activation_patching import ActivationPatchingTrace, ActivationPatchingTraceSettings
+from ..causal.activation_patching import ActivationPatchingTrace
+from ..causal.patched_pairs import ActivationPatchingTraceSettings
 from ..material.places import in_every_layer
 from ..settings import MODEL_HELP, RECURRENT, setting
 
@@ -47,8 +48,5 @@ class StatePatching(ActivationPatchingTrace):
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """What is patched: as asked, or the states that all layers have."""
+        """Kinds of states that are patched: the setting, or the recurrent states that every layer has."""
         return self.settings.kinds or in_every_layer(self.subject.config, MEMORIES)
-
-
-WORKFLOW = StatePatching

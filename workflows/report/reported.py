@@ -24,8 +24,12 @@ class Reported(Protocol):
     """A workflow that has run, as its page sees it."""
 
     settings: Any
-    nodes: Mapping[str, ResultNode]
     store: Store | None
+
+    @property
+    def nodes(self) -> Mapping[str, ResultNode]:
+        """What was computed, by the names of the results."""
+        ...
 
     @property
     def name(self) -> str:

@@ -21,7 +21,7 @@ reason in the answer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
@@ -39,18 +39,18 @@ from ...stages.corpus.positions import first_difference, position_of
 from ...stages.features.effects.pushes import FeaturePushes, RandomFeaturePushes
 from ...stages.logits.lens import format_probability, format_text, format_token
 from ...store.errors import ConfigError, MizarrError
+from ..claim import Claim
 from ..features.sae_features import dictionary_of
-from ..material.answers import answer_pieces, counterpart, encoded, fact, named, number, target_json
+from ..material.answers import answer_pieces, counterpart, encoded, fact, named, target_json
 from ..material.convergence_batch import FIELDS, read_batch
 from ..material.push_fates import PushFates
-from ..settings import ControlSettings, Count, FactSettings, setting
-from ..views import Choice, Data, Figure, Findings, Heatmap, Line, Lines, Table, View, dash
-from ..workflow import ModelWorkflow
+from ..settings import ControlSettings, Count, FactSettings, Positive, setting
+from ..views import Choice, Data, Figure, Heatmap, Line, Lines, Table, View, dash
+from ..workflow import ModelWorkflow, Nodes
 
 if TYPE_CHECKING:
     import xarray as xr
 
-    from ...pipeline.nodes import ResultNode
     from ...stages.features.dictionary import Dictionary
     from ...stages.features.layers.layout import FeatureId
     from ...stages.forward.architectures.architecture import Architecture
@@ -64,8 +64,7 @@ ABSORBED = f"at most {RETURNED:.0%} of its largest distance left, from there to 
 class PushedStatesSettings(ControlSettings, FactSettings):
     """What `--set` can change.
 
-    Raises ConfigError for no strengths, a dictionary without a feature, and two of feature, counterparts and
-    batch_file.
+    Raises ConfigError for a dictionary without a feature, and two of feature, counterparts and batch_file.
     """
 
     contrastive: str = setting("", "counterpart of the prompt; none: one of as many tokens")
@@ -78,15 +77,13 @@ class PushedStatesSettings(ControlSettings, FactSettings):
         NEAR,
         "cosine from which on a state is near the undisturbed one; picks the layer told by strength",
     )
-    max_strength: float = setting(6.0, "largest factor of the vector")
+    max_strength: Positive = setting(6.0, "largest factor of the vector")
     strength_steps: Count = setting(12, "strengths tried, evenly spaced up to the largest")
     feature: str = setting("", "feature to push along, layer:index, in place of a counterpart")
     dictionary: str = setting("", "of the feature: directory or org/repo; none: the specimen's own")
     batch_file: str = setting("", "JSON file with several experiments, in place of prompt and contrastive")
 
     def __post_init__(self) -> None:
-        if not self.max_strength > 0:
-            raise ConfigError(f"expected max_strength above 0, found {self.max_strength}")
         if self.feature and (self.contrastive or self.batch_file):
             raise ConfigError("expected either a feature or counterparts to push along, found both")
         if self.dictionary and not self.feature:
@@ -97,7 +94,7 @@ class PushedStatesSettings(ControlSettings, FactSettings):
 
 @dataclass(frozen=True)
 class Case:
-    """One prompt, its counterpart and where it is steered."""
+    """A prompt, its counterpart, and the position that is steered."""
 
     group: str
     prompt: str
@@ -118,7 +115,7 @@ class Case:
         return f"pushes from {one!r} away from {other!r}"
 
     def first_reached(self, layer: int) -> int | None:
-        """The layer after which a push after this one may be seen at the last position."""
+        """First layer after which a push after `layer` can be seen at the last position."""
         return first_reached(self.config, layer, self.position, len(self.experiment.tokens) - 1)
 
 
@@ -130,7 +127,7 @@ class PushedStatesCases(ModelWorkflow):
     settings_type = PushedStatesSettings
     settings: PushedStatesSettings
 
-    def plan(self) -> Mapping[str, ResultNode]:
+    def plan(self) -> Nodes:
         """Of each case its pushes, the vectors they are along, and the random pushes beside them."""
         given = self.settings
         steps = given.strength_steps
@@ -138,7 +135,7 @@ class PushedStatesCases(ModelWorkflow):
         self.skipped: list[dict[str, str]] = []
         """Experiments of the batch that cannot be run: {"group", "prompt", "error"}."""
         self.cases = self._batch() if given.batch_file else [self._default()]
-        nodes: dict[str, ResultNode] = {}
+        nodes: Nodes = {}
         for i, case in enumerate(self.cases):
             nodes |= {
                 self._named("convergence", i): self.on_model(case.experiment),
@@ -212,7 +209,7 @@ class PushedStatesCases(ModelWorkflow):
             strengths=tuple(sorted({1.0, *self.sweep})),
             target=pieces,
         )
-        experiment.cells(self.subject.config)  # wrong settings are told now, not when it runs
+        experiment.cells(self.subject.config)  # refuse wrong settings now, before anything runs
         return Case(group, prompt, contrastive, target, pieces, position, experiment, self.subject.config)
 
     @cached_property
@@ -274,7 +271,7 @@ class PushedStatesCases(ModelWorkflow):
             found.append(PushFates(case.what, similarity, vectors, strengths, drawn, first, of))
         return found
 
-    def told(self, i: int) -> dict[str, Any]:
+    def document(self, i: int) -> dict[str, Any]:
         """Case `i` in the fields of candle-mi's example.
 
         `best_injection_layer`: the deepest after whose push of strength 1 a state is near the undisturbed
@@ -286,7 +283,7 @@ class PushedStatesCases(ModelWorkflow):
         def pushed(layer: int, strength: float) -> dict[str, Any]:
             here, became = found.sel(layer=layer, strength=strength), fates.of_all[layer, strength]
             return {
-                "p_target": number(np.exp(here["target_logprob"])),
+                "p_target": float(np.exp(here["target_logprob"])),
                 "kl_divergence": float(here["kl"]),
                 "absorption_layer": became.layer,
                 "fate": became.word,
@@ -307,7 +304,7 @@ class PushedStatesCases(ModelWorkflow):
             "contrastive_prompt": case.contrastive or None,
             **self._feature_json(case),
             "inject_position": case.position,
-            "baseline_p_target": number(np.exp(found["baseline_target_logprob"])),
+            "baseline_p_target": float(np.exp(found["baseline_target_logprob"])),
             "baseline_top5": [
                 {"token": token, "token_id": one, "probability": p}
                 for token, one, p in zip(named(self.subject, ids), ids, chances, strict=True)
@@ -328,8 +325,7 @@ class PushedStatesCases(ModelWorkflow):
 
     def views(self) -> Iterator[View]:
         """The first case in tables and curves; a figure per case, and for a batch a line."""
-        told = [self.told(i) for i in range(len(self.cases))]
-        yield self._findings()
+        told = [self.document(i) for i in range(len(self.cases))]
         yield from self._tables(told[0])
         yield self._batch_table(told) if self.settings.batch_file else Data(json=told[0])
         matrices = [self._matrix(i, one["label"]) for i, one in enumerate(told)]
@@ -343,16 +339,20 @@ class PushedStatesCases(ModelWorkflow):
                 panels=(matrix, *self._strengths(i, told[i]["best_injection_layer"])),
             )
 
-    def _findings(self) -> Findings:
-        """What is left of the pushes of each case; which cases have no verdict, and why."""
-        found = [each.finding for each in self.fates]
-        without = [
-            f"no verdict on {each.what}: {' or '.join(each.words)}" for each in self.fates if not each.finding
-        ]
-        return Findings.of(*(each for each in found if each is not None), caption="; ".join(without))
+    def claims(self) -> Iterator[Claim]:
+        """The share of their largest distance that the pushes of each case keep to the end."""
+        return (claim for fates in self.fates if (claim := fates.claim) is not None)
+
+    def claims_caption(self) -> str:
+        """Which cases have no verdict, and why."""
+        return "; ".join(
+            f"no verdict on {fates.what}: {' or '.join(fates.words)}"
+            for fates in self.fates
+            if fates.claim is None
+        )
 
     def _pushed(self, case: Case, place: str = "") -> str:
-        """What was done in a case."""
+        """Model, direction and position of a case, for titles."""
         token = named(self.subject, case.experiment.tokens)[case.position]
         one, other, at = format_text(case.prompt), format_text(case.contrastive), format_token(token)
         what = f"{one!r} minus {other!r}" if case.feature is None else f"{case.feature} in {one!r}"
@@ -452,6 +452,3 @@ class PushedStatesCases(ModelWorkflow):
             caption="left out: " + "; ".join(left_out) if left_out else "none left out",
             json={"results": results, "skipped": self.skipped},
         )
-
-
-WORKFLOW = PushedStatesCases

@@ -14,10 +14,10 @@ first piece (logits) and by all of them (probability), never by its last.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -31,38 +31,35 @@ from ...stages.causal.steering import (
 )
 from ...stages.logits.lens import format_text, format_token
 from ...store.arrays import Floats
-from ...store.errors import ConfigError, InterventionError
-from ..claim import Claim
-from ..material.answers import named, number, target_json, top_changed_json
-from ..material.edge_choice import EdgeWorkflow
-from ..settings import ChosenEdgeSettings, Count, setting
-from ..views import Data, Figure, Line, Lines, Table, View, dash, points
+from ...store.errors import InterventionError
+from ..claim import CandidateEffects, Claim
+from ..labelled import records
+from ..material.answers import named, target_json, top_changed_json
+from ..material.edge_choice import ROLES, EdgeWorkflow, Indices
+from ..settings import ChosenEdgeSettings, Count, Positive, setting
+from ..views import Data, Line, Lines, Table, View, dash, points, together
+from ..workflow import Nodes
 
 if TYPE_CHECKING:
     import xarray as xr
 
-    from ...pipeline.nodes import ResultNode
     from ...stages.forward.hooks.edge_interventions import Edge
     from ...stages.forward.runs.experiment import Experiment
 
 __all__ = ["SteeringDoseResponseSettings", "SteeringDoseResponse"]
 
 NEAREST = 6
-"""Edges of each other fact that the one chosen is held against."""
+"""Number of control edges in each other fact."""
 
 
 @dataclass(frozen=True)
 class SteeringDoseResponseSettings(ChosenEdgeSettings):
-    """What `--set` can change. Raises ConfigError for a ratio that is not above 0."""
+    """What `--set` can change."""
 
     doses: tuple[float, ...] = setting(DOSE_LEVELS, "factors of the edge's weight")
-    ratio: float = setting(2.0, "attention to aim at, as a multiple of what the edge has")
+    ratio: Positive = setting(2.0, "attention to aim at, as a multiple of what the edge has")
     window: Count = setting(1, "layers steered together, from each layer on")
-    sweep: bool = setting(True, "show every layer that is steered, and not only the one told")
-
-    def __post_init__(self) -> None:
-        if self.ratio <= 0:
-            raise ConfigError(f"expected ratio to be above 0, found {self.ratio}")
+    sweep: bool = setting(True, "show every layer that is steered, and not only the selected one")
 
 
 class SteeringDoseResponse(EdgeWorkflow):
@@ -75,10 +72,10 @@ class SteeringDoseResponse(EdgeWorkflow):
     settings: SteeringDoseResponseSettings
 
     rule = "kind of key whose edge, at the strongest dose,"
-    beside: ClassVar[str] = "other (layer, key) edges of each prompt, nearest in attention"
+    beside = "other (layer, key) edges of each prompt, nearest in attention"
 
-    def plan(self) -> Mapping[str, ResultNode]:
-        """Every edge that may be told at every dose, in one layer or in each; all edges at the strongest."""
+    def plan(self) -> Nodes:
+        """Candidate edges at every dose, in one layer or in each; all edges at the largest dose."""
         given = self.settings
         shared = self.read_edge(given.window) | {"window": given.window}
         layers = None if given.sweep or given.layer is None else (given.layer,)
@@ -87,7 +84,7 @@ class SteeringDoseResponse(EdgeWorkflow):
             for key in self.keys
         )
         for each in asked:
-            each.cells(self.subject.config)  # wrong settings are told now, not when it runs
+            each.cells(self.subject.config)  # refuse wrong settings now, before anything runs
         nodes = {"response": self.on_model(asked[0] if len(asked) == 1 else AtOnce(asked))}
         if not given.controls:
             return nodes
@@ -147,20 +144,22 @@ class SteeringDoseResponse(EdgeWorkflow):
         """Scaling by the strongest dose."""
         return f"scaling {query}'s attention to {key} in layer {layer} by {max(self.settings.doses):g}"
 
-    def others_beside(self, cell: int) -> Floats:
-        """Of each fact the edges whose attention is most like that of the edge chosen."""
-        attention = self.laid_out(
-            self.result("facts")["baseline_attention"].transpose("draw", "layer").values
+    def on_facts(self, chosen_on: Indices, scored: Indices) -> CandidateEffects:
+        """See `PlaceWorkflow`; beside the edges of each fact whose attention is most like that of the edge
+        chosen."""
+        lost, weights = map(self.measured_on_facts, ("kl", "baseline_attention"))
+        flat, weights = (each[scored].reshape(len(scored), -1) for each in (lost, weights))
+        near = [np.argsort(unlike(weights, own), axis=1, kind="stable") for own in range(flat.shape[1])]
+        controls = [np.take_along_axis(flat, order[:, :NEAREST], axis=1) for order in near]
+        return CandidateEffects(
+            lost[chosen_on][..., : len(ROLES)],
+            lost[scored],
+            np.stack(controls, axis=-1).reshape(len(scored), -1, *lost.shape[1:]),
         )
-        rows = self.halves[1]
-        apart = unlike(attention[rows].reshape(len(rows), -1), cell)
-        near = np.argsort(apart, axis=1, kind="stable")[:, :NEAREST]
-        found: Floats = np.take_along_axis(self.facts[rows].reshape(len(rows), -1), near, axis=1)
-        return found
 
     @property
-    def told(self) -> xr.Dataset:
-        """What doses do in the one layer that is told, [dose]."""
+    def selected(self) -> xr.Dataset:
+        """Dose-response of the selected edge in the selected layer, [dose]."""
         return self.response.sel(layer=self.layer)
 
     @property
@@ -170,23 +169,23 @@ class SteeringDoseResponse(EdgeWorkflow):
         if self.settings.window > 1:
             return None
         try:
-            return exact_factor(self.told["baseline_head_attention"].values, self.calibration.source_baseline)
+            return exact_factor(
+                self.selected["baseline_head_attention"].values, self.calibration.source_baseline
+            )
         except InterventionError:
             return None
 
     @property
     def calibration(self) -> SteeringCalibration:
-        """What the edge has, and what to aim at: `ratio` times that, at most all of the row."""
-        baseline = float(self.told["baseline_attention"])
+        """Attention weight of the edge and the weight to aim at: `ratio` times as much, at most 1."""
+        baseline = float(self.selected["baseline_attention"])
         return SteeringCalibration(min(1.0, self.settings.ratio * baseline), baseline, self.layer)
 
     def views(self) -> Iterator[View]:
         """What is claimed; the doses at the one layer, and every layer's curves."""
-        told, baseline = self.told, self.calibration.target_baseline
+        selected, baseline = self.selected, self.calibration.target_baseline
         tokens = named(self.subject, self.encoding.ids)
         reads, is_read = (f"'{format_token(tokens[place])}' ({place})" for place in self.edge)
-        findings = self.findings()
-        yield findings
         yield Data(
             json={
                 **self.choice_json(),
@@ -196,7 +195,7 @@ class SteeringDoseResponse(EdgeWorkflow):
                 "tokens": tokens,
                 "target_layer": self.layer,
                 "edge": self.edge,
-                "baseline_p_target": np.exp(told["baseline_target_logprob"]),
+                "baseline_p_target": np.exp(selected["baseline_target_logprob"]),
                 "baseline_attention": baseline,
                 "layers": lambda: [
                     {
@@ -222,34 +221,32 @@ class SteeringDoseResponse(EdgeWorkflow):
         answer = Lines.of(kl, "How far the answer moves", f"thick: layer {self.layer}", **shared)
         query, key = (repr(format_token(tokens[place])) for place in self.edge)
         title = f"{self.subject.name}: {query} reads {key} more or less in '{format_text(self.prompt)}'"
-        yield moved
-        yield answer
-        panels = (moved, answer, findings)
-        yield Figure(name="steering_dose_response", title=title, panels=panels, columns=2)
+        beside = [self.findings]
+        yield from together("steering_dose_response", title, moved, answer, beside=beside, columns=2)
 
     def _points(self, layer: int) -> list[dict[str, Any]]:
         """A layer in the fields of candle-mi's example, dose by dose."""
         here = self.response.sel(layer=layer)
-        return [
-            {
-                "scale_factor": dose,
-                "attention_level": float(one["attention"]),
-                "kl_divergence": float(one["kl"]),
-                "target_logit_diff": number(one["logit_diff"]),
-                "p_target": number(np.exp(one["target_logprob"])),
-            }
-            for dose, one in zip(here["dose"].values.tolist(), _each(here, "dose"), strict=True)
-        ]
+        columns = {
+            "scale_factor": "dose",
+            "attention_level": "attention",
+            "kl_divergence": "kl",
+            "target_logit_diff": "logit_diff",
+            "p_target": "p_target",
+        }
+        return records(here.assign(p_target=np.exp(here["target_logprob"])), "dose", **columns)
 
     def _doses(self, edge: str) -> Table:
-        """The doses at the one layer, and which of them reaches the aim."""
+        """Table of the doses in the selected layer; the caption says which factor reaches the aim."""
         calibration, exact = self.calibration, self.exact
         aim, baseline = calibration.source_baseline, calibration.target_baseline
         condition = f"edge {self.edge}"
         curve = DoseResponseCurve.of(self.response, self.layer, sample_id=self.prompt, condition=condition)
         interpolated = curve.scale_for_target(aim)
-        changed = [top_changed_json(self.subject, one, "steered_prob") for one in _each(self.told, "dose")]
-        told = [
+        changed = [
+            top_changed_json(self.subject, one, "steered_prob") for one in _each(self.selected, "dose")
+        ]
+        rows = [
             {**point, "top_changed": most}
             for point, most in zip(self._points(self.layer), changed, strict=True)
         ]
@@ -261,7 +258,7 @@ class SteeringDoseResponse(EdgeWorkflow):
             )
 
         return Table.of(
-            told,
+            rows,
             ("dose", "scale_factor", "{:g}x".format),
             ("attention", "attention_level", ".3f"),
             ("if linear", lambda point: point["scale_factor"] * baseline, ".3f"),
@@ -274,7 +271,7 @@ class SteeringDoseResponse(EdgeWorkflow):
             f"{_or(interpolated, 'outside these doses')} interpolated, {_or(exact, 'out of reach')} exactly "
             "(rows are renormalised)",
             json={
-                "points": told,
+                "points": rows,
                 "calibration": {
                     "aim": aim,
                     "scale_factor_linear": calibration.scale_factor_to_source(),
@@ -288,7 +285,7 @@ class SteeringDoseResponse(EdgeWorkflow):
 
 
 def _each(part: xr.Dataset, dim: str) -> list[xr.Dataset]:
-    """What there is at each place of a dim."""
+    """Datasets along a dim, one for each of its positions."""
     return [part.isel({dim: place}) for place in range(part.sizes[dim])]
 
 
@@ -303,6 +300,3 @@ def unlike(weights: Floats, own: int) -> Floats:
     apart: Floats = np.abs(known - known[..., [own]])
     apart[..., own] = np.inf
     return apart
-
-
-WORKFLOW = SteeringDoseResponse

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -11,9 +12,21 @@ from .view import View
 __all__ = ["Figure", "together"]
 
 
-def together(name: str, title: str, *panels: View, caption: str = "") -> tuple[View, ...]:
-    """Views, and the figure in which they are side by side."""
-    return *panels, Figure(name=name, title=title, caption=caption, panels=panels)
+def together(
+    name: str, title: str, *panels: View, caption: str = "", beside: Iterable[View] = (), columns: int = 0
+) -> tuple[View, ...]:
+    """Views, and the figure in which they are side by side.
+
+    Arguments:
+        name: of the figure's file, without its ending.
+        title: of the figure.
+        panels: the views.
+        caption: of the figure.
+        beside: further panels, which are shown elsewhere too, such as the claims.
+        columns: panels of a row at most; 0: as many as fit.
+    """
+    figure = Figure(name=name, title=title, caption=caption, panels=(*panels, *beside), columns=columns)
+    return *panels, figure
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -44,8 +44,8 @@ def points(share: float) -> str:
 
 
 def dash(value: Any, how: Any = str) -> str:
-    """A value as `how` says it (see `Table.of`), or a dash for one there is not."""
-    if value is None:
+    """A value as `how` says it (see `Table.of`), or a dash for one there is not: None or NaN."""
+    if value is None or value != value:  # noqa: PLR0124 - NaN alone differs from itself
         return "–"
     return str(how(value)) if callable(how) else format(value, how)
 

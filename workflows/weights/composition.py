@@ -12,11 +12,9 @@ heads work together: nothing says that what is written is ever large, or that th
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
-
-import numpy as np
 
 from ...stages.weights.circuits import has_scores
 from ...stages.weights.composition import MODES, composition_scores
@@ -24,14 +22,14 @@ from ...stages.weights.matrices import attending, require_outputs
 from ...stages.weights.stored import StoredMatrices
 from ...store.errors import ConfigError
 from ..claim import Claim
+from ..labelled import largest
 from ..settings import ControlSettings, Count, ModelSettings, setting
-from ..views import Figure, Findings, Heatmap, Table, View
-from ..workflow import ModelWorkflow, loaded
+from ..views import Heatmap, Table, View, together
+from ..workflow import ModelWorkflow, Nodes, loaded
 
 if TYPE_CHECKING:
     import xarray as xr
 
-    from ...pipeline.nodes import ResultNode
 
 __all__ = ["Composition", "CompositionSettings"]
 
@@ -62,7 +60,7 @@ class Composition(ModelWorkflow):
     scores = loaded("scores")
     """`composition_scores`, in memory."""
 
-    def plan(self) -> Mapping[str, ResultNode]:
+    def plan(self) -> Nodes:
         """The scores. ConfigError for a model with fewer than two layers whose heads are matrices."""
         given, config = self.settings, self.subject.config
         require_outputs(config)
@@ -83,45 +81,34 @@ class Composition(ModelWorkflow):
 
     def best(self, mode: str) -> list[dict[str, Any]]:
         """The pairs with the largest scores, largest first."""
-        found = self.scores.sel(mode=mode)
-        score = found["score"].values
-        order = np.argsort(-np.where(np.isnan(score), -np.inf, score), axis=None, kind="stable")
-        rows = []
-        for flat in order[: min(self.settings.top, int(np.isfinite(score).sum()))]:
-            a, i, b, j = (int(each) for each in np.unravel_index(flat, score.shape))
-            rows.append(
-                {
-                    "source_layer": int(found["source_layer"].values[a]),
-                    "source_head": i,
-                    "layer": int(found["layer"].values[b]),
-                    "head": j,
-                    "score": float(score[a, i, b, j]),
-                    "control": float(found["control"].values[a, i, b, j]),
-                    "share_as_large": float(found["share_as_large"].values[a, i, b, j])
-                    if self.settings.controls
-                    else None,
-                }
-            )
-        return rows
+        scores = self.scores.sel(mode=mode)
+        names = ("score", "control", "share_as_large")
+        without: dict[str, Any] = {} if self.settings.controls else {"share_as_large": None}
+        return [row | without for row in largest(scores, scores["score"], self.settings.top, *names)]
 
-    def _claim(self, mode: str, best: dict[str, Any]) -> Claim:
-        pairs = int(self.scores["score"].sel(mode=mode).notnull().sum())
-        return Claim.against(
-            f"{_head(best)} reads what {_head(best, 'source_')} writes, {READS[mode]} (composition score)",
-            best["score"],
-            self.scores["largest_control"].sel(mode=mode).values,
-            f"draws of all heads writing elsewhere as much, each its best of {pairs} pairs",
-        )
+    claim_sources = ("scores",)
+
+    def claims(self) -> Iterator[Claim]:
+        """The pair of heads with the largest score of each mode, beside the largest of every draw."""
+        for mode in self.modes:
+            best, scores = self.best(mode)[0], self.scores.sel(mode=mode)
+            reader, writer = _head(best), _head(best, "source_")
+            yield Claim.against(
+                f"{reader} reads what {writer} writes, {READS[mode]} (composition score)",
+                best["score"],
+                scores["largest_control"].values,
+                "draws of all heads writing elsewhere as much, each its best of "
+                f"{int(scores['score'].notnull().sum())} pairs",
+            )
+
+    def claims_caption(self) -> str:
+        """What scores of matrices leave open."""
+        return "matrices that fit are no proof that heads work together"
 
     def views(self) -> Iterator[View]:
         """The best pairs of each mode, and all pairs."""
         model, given = self.subject.name, self.settings
         best = {mode: self.best(mode) for mode in self.modes}
-        yield Findings.of(
-            *(self._claim(mode, best[mode][0]) for mode in self.modes),
-            caption="matrices that fit are no proof that heads work together",
-            sources=("scores",),
-        )
         records = [{"mode": mode} | row for mode in self.modes for row in best[mode]]
         yield Table.of(
             [
@@ -152,13 +139,8 @@ class Composition(ModelWorkflow):
             },
         )
         panels = [self._heatmap(mode) for mode in self.modes]
-        yield from panels
-        yield Figure(
-            name="composition",
-            title=f"What heads of {model} read of each other, above chance",
-            panels=tuple(panels),
-            columns=len(panels),
-        )
+        title = f"What heads of {model} read of each other, above chance"
+        yield from together("composition", title, *panels, columns=len(panels))
 
     def _heatmap(self, mode: str) -> Heatmap:
         """Scores above those of heads turned at random; of many heads the best pair of each two layers."""
@@ -197,6 +179,3 @@ class Composition(ModelWorkflow):
 
 def _head(row: dict[str, Any], which: str = "") -> str:
     return f"L{row[f'{which}layer']}H{row[f'{which}head']}"
-
-
-WORKFLOW = Composition

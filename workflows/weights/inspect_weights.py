@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from ...pipeline import Estimate, SourceNode
 from ...store.errors import ConfigError
+from ..labelled import labelled
 from ..material.answers import number
 from ..settings import FileSettings, setting
 from ..subject import Subject
@@ -182,8 +183,6 @@ class InspectWeights(Workflow):
 
     def views(self) -> Iterator[View]:
         """What layers consist of, their norms, and the tensors outside of layers."""
-        import xarray as xr
-
         config, facts, layers, name = self.subject.config, self.facts, self.layers, self.subject.name
         by_layer: dict[int, list[dict[str, Any]]] = {OUTSIDE: []}
         for layer, _, fact in facts:
@@ -226,12 +225,8 @@ class InspectWeights(Workflow):
             caption=f"not finite: {', '.join(broken[:3])}{more}" if broken else "",
         )
         unit = "root mean square" if self.settings.rms else "Frobenius norm"
-        drawn = xr.DataArray(
-            self.norms(rms=self.settings.rms).T,
-            {"matrix": self.short, "layer": layers},
-            ("matrix", "layer"),
-            attrs={"long_name": unit},
-        )
+        norms = self.norms(rms=self.settings.rms)
+        drawn = labelled(norms.T, unit, matrix=self.short, layer=layers)
         ranks = {matrix: len(fact.shape) for _, matrix, fact in facts}
         is_matrix = np.array([ranks[matrix] > 1 for matrix in self.matrices], bool)
         kinds = {"Matrices": drawn[is_matrix], "Vectors: norms and biases": drawn[~is_matrix]}
@@ -285,6 +280,3 @@ def _cell(name: Any, row: dict[Any, Any]) -> str:
 def _fact_json(fact: TensorFacts) -> dict[str, Any]:
     names = ("name", "shape", "dtype", "norm", "mean", "std")
     return {name: getattr(fact, name) for name in names}
-
-
-WORKFLOW = InspectWeights

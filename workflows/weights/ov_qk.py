@@ -12,9 +12,9 @@ of all heads stands beside the best and the worst of all in each such draw.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -28,13 +28,11 @@ from ...stages.weights.singular import singular_directions
 from ...stages.weights.stored import StoredMatrices
 from ...store.errors import ConfigError
 from ..claim import Claim
+from ..labelled import largest, records
 from ..material.answers import named
 from ..settings import ControlSettings, Count, ModelSettings, Natural, setting
-from ..views import Figure, Findings, Heatmap, Table, View
-from ..workflow import ModelWorkflow, loaded
-
-if TYPE_CHECKING:
-    from ...pipeline.nodes import ResultNode
+from ..views import Heatmap, Table, View, together
+from ..workflow import ModelWorkflow, Nodes, loaded
 
 __all__ = ["OvQk", "OvQkSettings"]
 
@@ -65,8 +63,8 @@ class OvQk(ModelWorkflow):
     copying = loaded("copying")
     """`copying_scores`, in memory."""
 
-    def plan(self) -> Mapping[str, ResultNode]:
-        """Scores of all heads, and the directions of one."""
+    def plan(self) -> Nodes:
+        """Copying scores of all heads, and singular directions of one head."""
         given, config = self.settings, self.subject.config
         require_outputs(config)
         require_embedding(config)
@@ -86,7 +84,7 @@ class OvQk(ModelWorkflow):
                     f"expected a head in 0..{count - 1} of layer {given.layer}, found {given.head}"
                 )
             asked |= {"layer": given.layer, "head": given.head}
-        nodes: dict[str, ResultNode] = {
+        nodes: Nodes = {
             "copying": copying,
             "ov": singular_directions.on(weights=folded, circuit="OV", **asked),
         }
@@ -100,8 +98,10 @@ class OvQk(ModelWorkflow):
                 )
         return nodes
 
-    def _findings(self) -> Findings:
-        """The head that copies most and the one that copies least, each beside the extreme of every draw."""
+    claim_sources = ("copying",)
+
+    def claims(self) -> Iterator[Claim]:
+        """The heads with the largest and the smallest copying score, beside the extremes of every draw."""
         copying = self.copying.transpose(..., "draw")
         scores, control = copying["copying"].values, copying["control"].values
         heads = int(np.isfinite(scores).sum())
@@ -113,41 +113,26 @@ class OvQk(ModelWorkflow):
             of = f"draws of all heads writing elsewhere, each the {of} of {heads}"
             return Claim.against(text, scores[layer, head], extreme(control, axis=(0, 1)), of, side=side)
 
-        return Findings.of(
-            claim(np.nanmax, np.nanargmax, "copies", "best", "above"),
-            claim(np.nanmin, np.nanargmin, "lowers", "lowest", "below"),
-            caption="of a token that is read with weight 1; nothing is said of where heads look",
-            sources=("copying",),
-        )
+        yield claim(np.nanmax, np.nanargmax, "copies", "best", "above")
+        yield claim(np.nanmin, np.nanargmin, "lowers", "lowest", "below")
+
+    def claims_caption(self) -> str:
+        """What copying scores leave open."""
+        return "of a token that is read with weight 1; nothing is said of where heads look"
 
     def heads(self) -> list[dict[str, Any]]:
         """Every head, by copying score, highest first."""
         found = self.copying.transpose(..., "draw")
-        order = np.argsort(-found["copying"].values, axis=None, kind="stable")
-        rows = []
-        for flat in order:
-            a, b = (int(each) for each in np.unravel_index(flat, found["copying"].shape))
-            here = found.isel(layer=a, head=b)
-            null, score = Null(here["control"].values, "the head elsewhere"), float(here["copying"])
-            low, high = null.bound()
-            rows.append(
-                {
-                    "layer": int(found["layer"].values[a]),
-                    "head": b,
-                    "copying": score,
-                    "control_low": low,
-                    "control_high": high,
-                    "quantile": float((null.values < score).mean()) if null.is_run else float("nan"),
-                    "ov_norm": float(here["ov_norm"]),
-                    "top_share": float(here["top_share"]),
-                }
-            )
+        rows = largest(found, found["copying"], None, "copying", "ov_norm", "top_share", "control")
+        for row in rows:
+            null = Null(np.array(row.pop("control")), "the head elsewhere")
+            row["control_low"], row["control_high"] = null.bound()
+            row["quantile"] = float((null.values < row["copying"]).mean()) if null.is_run else float("nan")
         return rows
 
     def views(self) -> Iterator[View]:
-        """What copies, every head, and what one of them is made of."""
+        """Copying scores of all heads, and the singular directions of one head."""
         model, given = self.subject.name, self.settings
-        yield self._findings()
         rows = self.heads()
         shown = rows if len(rows) <= 2 * given.top else [*rows[: given.top], *rows[-given.top :]]
         elsewhere: tuple[tuple[Any, ...], ...] = (
@@ -176,8 +161,7 @@ class OvQk(ModelWorkflow):
             low=-1.0,
             high=1.0,
         )
-        yield by_head
-        yield Figure(name="ov_qk", title=f"Which heads of {model} copy what they read", panels=(by_head,))
+        yield from together("ov_qk", f"Which heads of {model} copy what they read", by_head)
         yield self._directions("ov", "OV", ("what it reads", "what it then writes"))
         if "qk" in self.nodes:
             yield self._directions("qk", "QK", ("where it stands", "what it looks for"))
@@ -187,55 +171,40 @@ class OvQk(ModelWorkflow):
     def _directions(self, node: str, circuit: str, sides: tuple[str, str]) -> Table:
         found = self.result(node).load()
         layer, head = int(found["told_layer"]), int(found["told_head"])
-        records = []
-        for d in range(found.sizes["direction"]):
-            here = found.isel(direction=d)
-            told = {
-                side: named(self.subject, here[f"{side}_token"].values.tolist())
-                for side in ("read", "written")
-            }
-            records.append(
-                {"share": float(here["share"]), "singular_value": float(here["singular_value"]), **told}
-            )
+        columns = {"read": "read_token", "written": "written_token"}
+        directions = [
+            row | {side: named(self.subject, row[side]) for side in columns}
+            for row in records(found, "direction", "share", "singular_value", **columns)
+        ]
         apart = (
             f", {self.settings.offset} positions apart" if circuit == "QK" and self.settings.offset else ""
         )
         return Table.of(
-            records,
+            directions,
             ("share", "share", ".1%"),
             (sides[0], lambda row: " ".join(format_token(token) for token in row["read"])),
             (sides[1], lambda row: " ".join(format_token(token) for token in row["written"])),
             title=f"Singular directions of {circuit} of L{layer}H{head}{apart}",
             caption="tokens farthest along each side; share: of the squared norm",
             sources=(node,),
-            json={node: {"layer": layer, "head": head, "directions": records}},
+            json={node: {"layer": layer, "head": head, "directions": directions}},
         )
 
     def _positions(self) -> Table:
         """Where heads look by positions alone."""
-        found = self.result("positions")["weight"].load().transpose("layer", "head", "offset")
+        found = self.result("positions").load().transpose("layer", "head", "offset")
         offsets = found["offset"].values.tolist()
-        records = [
-            {"layer": int(layer), "head": head, "offset": offsets, "weight": found.values[i, head].tolist()}
-            for i, layer in enumerate(found["layer"].values)
-            for head in range(found.sizes["head"])
-        ]
+        heads = largest(found, found["weight"].sel(offset=1), None, "offset", "weight")
 
         def back(offset: int) -> Any:
             return lambda row: row["weight"][offsets.index(offset)]
 
-        previous = back(1)
-        records.sort(key=lambda row: -previous(row))
-
         return Table.of(
-            records[: self.settings.top],
+            heads[: self.settings.top],
             ("head", lambda row: f"L{row['layer']}H{row['head']}"),
             *((f"{k} back" if k >= 0 else f"{-k} ahead", back(k), ".2f") for k in offsets),
             title="Where heads look by position alone",
             caption="mean attention by distance if every token were the mean token; best at 1 back first",
             sources=("positions",),
-            json={"positions": records},
+            json={"positions": heads},
         )
-
-
-WORKFLOW = OvQk

@@ -12,7 +12,7 @@ ship with mizarr, other models the capital of France.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Self
@@ -34,13 +34,12 @@ from ..material.answers import FRANCE, encoded, named
 from ..settings import ModelSettings, Natural, setting
 from ..subject import shipped_facts, shipped_prose
 from ..views import Figure, Heatmap, Table, Text, Tokens, View, bold
-from ..workflow import ModelWorkflow, loaded
+from ..workflow import ModelWorkflow, Nodes, loaded
 from .denoising import denoising_views
 
 if TYPE_CHECKING:
     import xarray as xr
 
-    from ...pipeline.nodes import ResultNode
     from ...stages.forward.generation.generate import NewToken
     from ...stages.forward.text.tokens import Encoding
     from ...store import Store
@@ -88,7 +87,7 @@ class Generate(ModelWorkflow):
     """token_id, logprob [prompt, step], generated_text, finish_reason [prompt]; in memory. Of a model that
     fills in masks what `Denoising` gives."""
 
-    def plan(self) -> Mapping[str, ResultNode]:
+    def plan(self) -> Nodes:
         """The prompts continued, or filled in; where something is silenced, by the whole model too."""
         settings = self.settings
         self.texts = settings.prompts or default_prompts(settings.model)
@@ -117,8 +116,8 @@ class Generate(ModelWorkflow):
     def _encoded(self, text: str) -> Encoding:
         return encoded(self.subject, text, chat=self.settings.chat)
 
-    def _asked(self, whole: Continuation | Denoising) -> Mapping[str, ResultNode]:
-        """What is asked of the whole model, and where something is silenced, of what is left."""
+    def _asked(self, whole: Continuation | Denoising) -> Nodes:
+        """Nodes of the whole model and, where hook points are set to zero, of the silenced model."""
         if not self.settings.zero:
             return {"generation": self.on_model(whole)}
         silenced = replace(whole, hooks=self._silenced())
@@ -135,8 +134,8 @@ class Generate(ModelWorkflow):
                 f"{found[0]}={getattr(given, found[0])!r}; leave it out"
             )
 
-    def _filled_in(self) -> Mapping[str, ResultNode]:
-        """Masks of the prompts, or behind them, filled in."""
+    def _filled_in(self) -> Nodes:
+        """Nodes that fill in masks of the prompts, or masks behind them."""
         given, subject = self.settings, self.subject
         prompts = tuple(tuple(subject.masked(self._encoded(text), given.max_tokens)) for text in self.texts)
         self._text_of, self._live = {}, None
@@ -175,7 +174,7 @@ class Generate(ModelWorkflow):
 
     @cached_property
     def unchanged(self) -> xr.Dataset | None:
-        """The same of the whole model, where something was silenced; else None."""
+        """Results of the whole model, where hook points are set to zero; else None."""
         return self.result("unchanged").load() if self.settings.zero else None
 
     def views(self) -> Iterator[View]:
@@ -234,7 +233,7 @@ class Generate(ModelWorkflow):
         return Figure(name="generate", title=title, caption=caption, panels=(cells,))
 
     def _said(self, row: int) -> Iterator[Text]:
-        """What was generated, and what the whole model said."""
+        """Generated text, and the text of the whole model where hook points are set to zero."""
         for word, found in (("", self.generation), ("unchanged: ", self.unchanged)):
             if found is not None:
                 one = _one(found, row)
@@ -297,7 +296,7 @@ def default_prompts(model: str) -> tuple[str, ...]:
 
 
 def _one(dataset: xr.Dataset, row: int) -> xr.Dataset:
-    """One prompt, its own steps only."""
+    """Results of one prompt, without padding steps."""
     one = dataset.isel(prompt=row)
     return one.isel(step=slice(int((one["token_id"] >= 0).sum())))
 
@@ -306,6 +305,3 @@ def _tail(text: str, room: int = 60) -> str:
     """The end of a prompt, on one line."""
     shown = format_text(text)
     return shown if len(shown) <= room else "…" + shown[-room:]
-
-
-WORKFLOW = Generate

@@ -185,6 +185,3 @@ def read_span(written: str) -> tuple[str, int, int]:
 
 def _given(asked: tuple[Any, ...] | None, otherwise: tuple[Any, ...]) -> tuple[Any, ...]:
     return otherwise if asked is None else asked
-
-
-WORKFLOW = TokenPositions

@@ -158,7 +158,7 @@ print(json.dumps(done.to_json()))
         ({"sequence": 4}, "expected sequences of 3, as the tensors say, found 4 asked for"),
         ({"heads": 2}, "expected no heads of an RNN, found heads=2"),
         ({"budgets": [1500]}, "multiples of 1000"),
-        ({"sigmas": [0.0]}, "expected sigmas above 0"),
+        ({"sigmas": [0.0]}, "expected sigmas to be a list of float of more than 0"),
         ({"samples": 0}, "expected samples to be int of at least 1"),
     ],
 )

@@ -184,7 +184,7 @@ def test_what_a_model_does_not_know_has_no_part_in_the_choice(tiny_model, tmp_pa
     texts = [each.encoding.text for each in done.others]
     choice = done.to_json()["choice"]
     assert choice["chosen_on"] == [texts[0], texts[2]] and choice["scored_on"] == texts[4:]
-    mean = done.facts[[0, 2], :, :3].mean(axis=0)
+    mean = done.measured_on_facts("kl")[[0, 2], :, :3].mean(axis=0)
     assert choice["lost"] == pytest.approx(mean.max())
     assert done.to_json()["findings"][0]["prompts"] == 2
 

@@ -257,8 +257,8 @@ def test_the_specimen_is_traced_through_pairs_of_its_own_facts(tmp_path: Path):
 @pytest.mark.parametrize(
     ("given", "match"),
     [
-        ({"prompt": "it was"}, "one without the other"),
-        ({"corrupted": ["it was"]}, "one without the other"),
+        ({"prompt": "it was"}, "found prompt without corrupted"),
+        ({"corrupted": ["it was"]}, "found corrupted without prompt"),
         ({"answer": "of"}, "expected a prompt"),
         ({"kinds": ["resid_pots"]}, "nearest is 'resid_post'"),
         ({"kinds": ["result"]}, "expected kinds among"),

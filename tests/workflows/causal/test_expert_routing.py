@@ -56,7 +56,7 @@ def test_shares_are_those_of_plain_passes(model, tmp_path):
 
 
 def test_the_expert_told_is_needed_and_beyond_chance(done):
-    over, _, quiet = done.findings().findings
+    over, _, quiet = done.findings.findings
     assert over.verdict == "beyond chance" and over.held_out and over.prompts >= 2
     assert quiet.verdict == "no more than chance"
     used = done.use["share"].transpose("layer", "expert").values.ravel() >= 0.01
@@ -89,7 +89,7 @@ def test_random_weights_are_said_to_need_no_expert_more_than_chance(tmp_path):
         for file in ("tokenizer.json", "tokenizer_config.json"):
             shutil.copy(SPECIMEN / file, folder)
         given = {"store": tmp_path / "store", "model": str(folder), "pieces": 4, "seed": seed}
-        assert not compute("expert_routing", **given).findings().findings
+        assert not compute("expert_routing", **given).findings.findings
         found = compute_as_known("expert_routing", **given)
-        verdicts += [each.verdict == "beyond chance" for each in found.findings().findings[:1]]
+        verdicts += [each.verdict == "beyond chance" for each in found.findings.findings[:1]]
     assert sum(verdicts) <= binom.ppf(0.999, len(verdicts), CHANCE), verdicts

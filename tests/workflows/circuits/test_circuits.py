@@ -42,7 +42,7 @@ def evaluation(store):
 
 
 def test_copying_and_facts_are_kept_by_their_circuits_and_by_no_random_one(discovery):
-    claims = discovery.findings().findings
+    claims = discovery.findings.findings
     assert [each.verdict for each in claims] == ["beyond chance"] * 2
     assert [each.held_out for each in claims] == [True] * 2
     copying, facts = claims
@@ -58,7 +58,7 @@ def test_the_copying_circuit_has_the_heads_that_were_trained_to_copy(discovery):
     assert "L1H0" in discovery.trained_with_help and "L3H0" in discovery.trained_with_help
     circuit = discovery.circuit("copying").pruned()
     assert "a1.h0->a3.h0<k>" in circuit and "a3.h0->logits" in circuit
-    by_effect = sorted(discovery.told("copying")["edges"], key=lambda each: each["exact_effect"])
+    by_effect = sorted(discovery.document("copying")["edges"], key=lambda each: each["exact_effect"])
     assert {"m0->a3.h0<v>", "m0->a1.h0<v>", "a1.h0->a3.h0<k>"} <= {each["edge"] for each in by_effect[:6]}
 
 
@@ -116,7 +116,7 @@ def test_a_circuit_of_every_edge_is_the_model_and_leaves_nothing(evaluation):
     x, f = np.array(told["sizes"]) / 2188, np.array(told["faithfulness_percent"]) / 100
     assert told["cpr"] == pytest.approx(np.trapezoid(f, x))
     assert told["cmd"] == pytest.approx(np.trapezoid(np.abs(1 - f), x))
-    (claim,) = evaluation.findings().findings
+    (claim,) = evaluation.findings.findings
     assert claim.verdict == "beyond chance" and claim.effect == pytest.approx(100 * told["cpr"])
     (curve,) = [view for view in evaluation.shown if isinstance(view, Lines)]
     assert curve.log_x and curve.x == pytest.approx(100 * x)
@@ -145,7 +145,7 @@ def test_random_weights_claim_nothing_of_what_they_do_not_do(seeds, tmp_path):
         for file in ("tokenizer.json", "tokenizer_config.json"):
             shutil.copy(SPECIMEN / file, folder)
         done = compute("circuit_discovery", store=tmp_path / "store", model=str(folder), **FEW)
-        told = done.findings()
+        told = done.findings
         assert not told.findings and told.caption.startswith("The model does not do copying: ")
 
 

@@ -44,11 +44,11 @@ def test_the_induction_head_says_the_answer_and_hears_the_previous_token_head(co
     assert heard["the logits"]["told"][0]["sender"] == "a3.h0"
     assert heard["a3.h0<k>"]["told"][0]["sender"] == "a1.h0"
     assert {each["sender"] for each in heard["a3.h0<v>"]["told"]} >= {"input"}
-    first, further, quiet, queries, keys, values = copying.findings().findings
+    first, further, quiet, queries, keys, values = copying.findings.findings
     assert [each.verdict for each in (first, further, keys, values)] == ["beyond chance"] * 4
     assert "a1.h0, the strongest" in keys.text and "input, the strongest" in values.text
     assert [each.verdict for each in (quiet, queries)] == ["no more than chance"] * 2
-    assert all(each.held_out for each in copying.findings().findings)
+    assert all(each.held_out for each in copying.findings.findings)
 
 
 def test_what_is_told_is_the_difference_from_random_changes_in_each_pair(copying):
@@ -64,14 +64,14 @@ def test_what_is_told_is_the_difference_from_random_changes_in_each_pair(copying
     assert record["chosen_effect"] == pytest.approx(chosen) and chosen < 0
     assert record["further"] == pytest.approx((-effect - np.abs(random).mean(1)).mean())
     assert record["random"]["median"] == pytest.approx(np.median(random.mean(0)))
-    assert copying.findings().findings[0].effect == pytest.approx(record["further"])
+    assert copying.findings.findings[0].effect == pytest.approx(record["further"])
     others = found["effect"].sel(receiver="logits")
     heads = [str(name) for name in others["sender"].values if str(name)[0] == "a" and name != "a3.h0"]
     beyond = -effect - np.abs(others.sel(sender=heads)).mean("sender").values
-    assert copying.findings().findings[1].effect == pytest.approx(beyond.mean())
+    assert copying.findings.findings[1].effect == pytest.approx(beyond.mean())
     told = by_receiver(copying)["the logits"]
     assert (told["heads_looked_at"], told["senders_looked_at"]) == (36, 43)
-    assert "the strongest of 36 heads" in copying.findings().findings[0].text
+    assert "the strongest of 36 heads" in copying.findings.findings[0].text
 
 
 def test_other_receivers_are_asked_as_an_experiment_would(store):
@@ -139,11 +139,11 @@ def test_random_weights_claim_nothing(seeds, tmp_path, monkeypatch):
         for file in ("tokenizer.json", "tokenizer_config.json"):
             shutil.copy(SPECIMEN / file, folder)
         done = compute("path_patching", store=tmp_path / "store", model=str(folder), **FEW)
-        told = done.findings()
+        told = done.findings
         assert not told.findings and told.caption.startswith("The model does not do copying: ")
         with monkeypatch.context() as patched:
             patched.setattr(TaskWorkflow, "is_done", lambda self, values: True)
-            claims += [each.is_beyond_chance for each in done.findings().findings]
+            claims += [each.is_beyond_chance for each in done.findings.findings]
     assert len(claims) >= 4 * seeds
     assert sum(claims) <= binom.ppf(0.99, len(claims), CHANCE)
 

@@ -127,7 +127,7 @@ def test_no_feature_of_random_weights_is_said_to_carry_anything(seed, tmp_path):
     held = save_random_plt(tmp_path / "dictionary", layers=2, hidden=32, features=64, seed=seed)
     asked = {"model": str(model), "dictionary": str(held), "pairs": 2, "verify": 2, "draws": 2}
     done = compute("feature_attribution", store=tmp_path / "store", **asked)
-    assert done.to_json()["findings"] == [] and "nothing is claimed" in done.findings().caption
+    assert done.to_json()["findings"] == [] and "nothing is claimed" in done.findings.caption
 
 
 @pytest.mark.parametrize("name", ["attribution_patching", "feature_attribution", "integrated_gradients"])
@@ -150,14 +150,18 @@ def test_nothing_is_claimed_of_a_model_that_knows_nothing(name, tmp_path):
     done = compute(name, store=tmp_path / "store", model=str(model), pairs=2)
     found = done.to_json()
     assert found["findings"] == []
-    assert "nothing is claimed" in done.findings().caption
+    assert "nothing is claimed" in done.findings.caption
 
 
 @pytest.mark.parametrize(
     ("name", "given", "told"),
     [
-        ("attribution_patching", {"prompt": "The law in"}, "expected prompt, corrupted and answer together"),
-        ("attribution_patching", SPEAKERS, "expected a prompt and the wrong answer together"),
+        (
+            "attribution_patching",
+            {"prompt": "The law in"},
+            "expected prompt, corrupted, answer and wrong together",
+        ),
+        ("attribution_patching", SPEAKERS, "expected prompt, corrupted, answer and wrong together"),
         ("attribution_patching", SPEAKERS | {"wrong": "English"}, "begin with different tokens"),
         (
             "attribution_patching",
@@ -172,7 +176,7 @@ def test_nothing_is_claimed_of_a_model_that_knows_nothing(name, tmp_path):
                 ("feature_attribution", {"wrong": "French"}),
             )
         ),
-        ("feature_attribution", SPEAKERS, "expected a prompt and the wrong answer together"),
+        ("feature_attribution", SPEAKERS, "expected prompt, corrupted, answer and wrong together"),
         ("integrated_gradients", {"answer": "x"}, "expected prompt, corrupted and answer together"),
         ("integrated_gradients", {"steps": 0}, "expected steps to be int of at least 1"),
     ],

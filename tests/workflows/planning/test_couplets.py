@@ -62,7 +62,7 @@ def asked(store, tmp_path_factory):
 def test_what_is_built_in_is_what_is_found(asked, name, verdict, beyond):
     """A line break that knows the rhyme and that nobody reads (`relays`) is no plan."""
     done = asked(name)
-    rhymes, *found, on_the_way = done.found
+    rhymes, *found, on_the_way = done.claims()
     assert rhymes.is_beyond_chance and done.verdict.startswith(verdict)
     assert tuple(each.is_beyond_chance for each in found) == beyond
     # Tokens behind the break say the rhyme already, so that the planned one changes what comes between.
@@ -88,7 +88,7 @@ def test_without_a_plan_nothing_before_line_2_moves_anything(asked):
 def test_what_is_said_to_turn_the_end_is_a_share_of_the_whole(asked, store):
     """Either way does about half of what both do."""
     both = asked("does_both")
-    _, _, before, _, direct, _ = both.found
+    _, _, before, _, direct, _ = both.claims()
     assert (
         0.3 * both.total
         < min(before.effect, direct.effect)
@@ -151,7 +151,7 @@ def test_an_effect_is_that_of_plain_runs(asked):
     assert told["layer"] == layer
     assert told["effect"] == pytest.approx(np.mean(np.array(effects)[known]), abs=1e-3)
     assert told["own"] == pytest.approx(np.mean(np.array(own_effects)[known]), abs=1e-3)
-    assert done.found[1].effect == pytest.approx(told["effect"])
+    assert done.claims()[1].effect == pytest.approx(told["effect"])
     assert told["interval_95"] == pytest.approx(interval(np.array(effects)[known]), abs=1e-3)
 
 
@@ -172,13 +172,13 @@ def test_the_place_is_chosen_on_pairs_that_are_not_scored(asked):
     chosen = done.read["choice"].effects[done.read["choice"].is_known].mean(0)[:, list(PLAN)]
     layer, role = done.site
     assert chosen[layer, PLAN.index(role)] == chosen.max()
-    assert all(each.held_out for each in done.found[1:])
+    assert all(each.held_out for each in done.claims()[1:])
 
 
 def test_told_is_the_strictest_of_three_nulls(asked):
     done = asked("does_both")
     for way, told in enumerate(done.to_json()["ways"]):
-        finding = done.found[2 + way]
+        finding = done.claims()[2 + way]
         shares = []
         for kind in ("third", "same", "random"):
             drawn = done.values(kind, lambda read, way=way: read.ways[:, way])
@@ -222,7 +222,7 @@ def test_random_weights_claim_nothing(seeds, tmp_path, monkeypatch):
         assert not told.findings and told.caption.endswith(": nothing is claimed.")
         with monkeypatch.context() as patched:
             patched.setattr(PairsRead, "is_known", property(lambda read: np.ones(len(read.total), bool)))
-            claims += [each.is_beyond_chance for each in compute("couplet_planning", **given).found]
+            claims += [each.is_beyond_chance for each in compute("couplet_planning", **given).claims()]
     assert len(claims) == 6 * seeds
     assert sum(claims) <= binom.ppf(0.99, len(claims), CHANCE)
 
@@ -234,7 +234,7 @@ def test_of_a_model_that_knows_no_couplets_nothing_is_claimed_and_it_is_said_why
         done.read[name]._found["unpatched_top"][:] = 0
     document = done.to_json()
     assert document["findings"] == [] and "verdict" not in document
-    assert "in 0 of 6 pairs to choose on and 0 of 6 to score on" in done.refusal
+    assert "in 0 of 6 pairs to choose on and 0 of 6 to score on" in done.not_claimed
 
 
 # -- the material

@@ -226,7 +226,7 @@ def test_a_file_of_another_form_is_one_clear_line(subject, labelled, entry, erro
         ({"kind": "classes"}, ConfigError, "auto, label or number"),
         ({"point": "resid"}, ConfigError, "found 'resid'"),
         ({"layers": [7]}, HookPointNotFound, "7"),
-        ({"widths": [1]}, ConfigError, "at least 2 characters"),
+        ({"widths": [1]}, ConfigError, "a list of int of at least 2"),
         ({"examples": -1}, ConfigError, "examples to be int of at least 0"),
     ],
 )

@@ -262,7 +262,7 @@ def test_chosen_among_many_on_these_lines_the_null_pays_for_it():
     workflow.preset, workflow.lines = PRESETS["anacrousis"], PRESETS["anacrousis"].lines[:4]
     for strength, looked_at in ((None, 27), (3.0, 1)):
         workflow.settings = RecurrentFeedback.settings_type(preset="anacrousis", strength=strength)
-        workflow.told = workflow._told_condition()
+        workflow.condition = workflow._selected_condition()
         claim = workflow._claim("claim", np.ones(4), np.zeros((4, 4)), np.zeros(4))
         assert claim.null.looked_at == looked_at
 

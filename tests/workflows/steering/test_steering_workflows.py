@@ -175,7 +175,7 @@ def test_an_edge_nobody_named_is_the_one_that_moves_other_facts_most(tiny_model,
         nearest = [i for i in np.argsort(apart) if i != cell][:6]
         causes.append([*one.ravel()[nearest], one[layer, role]])
     means = np.add.outer(*causes).ravel() / 2
-    drawn = done.findings().findings[0].null.values
+    drawn = done.findings.findings[0].null.values
     assert len(drawn) == 200
     nearest_mean = np.abs(np.subtract.outer(drawn, means)).argmin(1)
     np.testing.assert_allclose(drawn, means[nearest_mean], rtol=1e-3)
@@ -465,11 +465,11 @@ def test_tables_and_figures_name_the_results(name, doses, pushes, tmp_path, caps
         ("steering_dose_response", {"layer": 2, "window": 2}, r"layer in 0\.\.1 \(with a window of 2\)"),
         ("steering_dose_response", {"doses": []}, "expected doses that is not empty"),
         ("steering_dose_response", {"doses": [-1.0]}, "factor >= 0"),
-        ("steering_dose_response", {"ratio": 0.0}, "ratio to be above 0"),
+        ("steering_dose_response", {"ratio": 0.0}, "ratio to be float of more than 0"),
         ("steering_dose_response", {"query": 1, "key": 2}, "no weight there"),
         ("steering_convergence", {"contrastive": None}, "name one: contrastive="),
         ("steering_convergence", {"strength_steps": 0}, "strength_steps to be int of at least 1"),
-        ("steering_convergence", {"max_strength": 0.0}, "max_strength above 0"),
+        ("steering_convergence", {"max_strength": 0.0}, "max_strength to be float of more than 0"),
         ("steering_convergence", {"threshold": 2.0}, "threshold"),
         ("steering_convergence", {"inject_position": 99}, "found 99"),
         ("steering_convergence", {"batch_file": "x.json"}, "found both"),

@@ -104,6 +104,9 @@ def test_a_candidate_is_chosen_on_one_half_and_scored_on_the_other():
     scored_on = np.arange(16.0).reshape(2, 2, 4)
     candidates = CandidateEffects(chosen_on, scored_on)
     assert (candidates.best, candidates.weakest) == ((1, 2), (0, 3))
+    in_the_first_layer = np.arange(8).reshape(2, 4) < 4
+    assert CandidateEffects(chosen_on, scored_on, among=in_the_first_layer).best == (0, 0)
+    assert CandidateEffects(np.array([[-3.0, 1.0, -0.5]]), np.ones((1, 3))).quietest == (2,)
     claim = candidates.claim("cutting a head", candidates.best, "another head", SETTINGS)
     assert (claim.effect, claim.prompts, claim.held_out) == (10.0, 2, True)
     # Means over both prompts of one of eight candidates each: 0 to 7 and 8 to 15.

@@ -206,5 +206,5 @@ def test_means_are_of_text_that_is_not_scored(store):
 def test_questions_that_make_no_sense_are_refused(tmp_path):
     with pytest.raises(ConfigError, match="one of zero, mean and dictionary, found zero and dictionary"):
         build("evaluate", zero=["hook_embed"], dictionary="specimen/clt")
-    with pytest.raises(ConfigError, match="at least 2 tokens"):
+    with pytest.raises(ConfigError, match="expected length to be int of at least 2, found 1"):
         build("evaluate", length=1)

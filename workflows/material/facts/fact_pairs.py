@@ -18,6 +18,7 @@ from ....stages.causal.factual_routing import FactualRouting
 from ....store.errors import ConfigError
 from ...settings import PairSettings, SubjectRule
 from ...subject import shipped_facts
+from ...workflow import Nodes
 from ..answers import named, require_next
 from ..relations import relation_of
 from ..unrelated import Unrelated
@@ -25,7 +26,6 @@ from .fact_data import FIELDS, SHIPPED_DATA, read_records
 from .known import CHOSEN_ON, SCORED, KnownWorkflow
 
 if TYPE_CHECKING:
-    from ....pipeline.nodes import ResultNode
     from ...subject import Subject
 
 __all__ = [
@@ -158,7 +158,7 @@ class PairWorkflow(KnownWorkflow):
         self.blocks = blocks_of(layers, self.block_size)
         return {"pairs": tuple(each.pair for each in self.pairs), "block_size": self.block_size}
 
-    def control_nodes(self) -> dict[str, ResultNode]:
+    def control_nodes(self) -> Nodes:
         """The subject patched in other pairs, to choose on, and from unrelated prompts in these pairs; and
         which of all these pairs the model knows. None where no control is asked for."""
         given = self.settings

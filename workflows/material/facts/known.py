@@ -10,7 +10,7 @@ Border: token ids and stored ranks; loads no model and never imports torch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from itertools import chain
 from typing import TYPE_CHECKING, Any, ClassVar, Self
@@ -20,13 +20,11 @@ import numpy.typing as npt
 
 from ....stages.causal.answer_ranks import AnswerRanks, AskedPrompt
 from ....store.errors import ConfigError
-from ...claim import Claim
 from ...views import Findings
-from ...workflow import ModelWorkflow
+from ...workflow import ModelWorkflow, Nodes
 from ..answers import KNOWN
 
 if TYPE_CHECKING:
-    from ....pipeline.nodes import ResultNode
     from ....store import Store
 
 __all__ = ["CHOSEN_ON", "NO_CONTROLS", "SCORED", "KnownWorkflow"]
@@ -52,7 +50,7 @@ class KnownWorkflow(ModelWorkflow):
     groups: Mapping[str, int]
     """Number of prompts in each group, by what it is for: {"to choose on": 8}; set by `known_node`."""
 
-    def known_node(self, groups: Mapping[str, Sequence[AskedPrompt]]) -> dict[str, ResultNode]:
+    def known_node(self, groups: Mapping[str, Sequence[AskedPrompt]]) -> Nodes:
         """The node that measures which prompts the model knows.
 
         groups: prompts by what they are for, in words that follow "8 facts": {"to choose on": ...}. A claim
@@ -97,29 +95,16 @@ class KnownWorkflow(ModelWorkflow):
             "model alone with controls=0."
         )
 
-    def claims(self) -> Iterator[Claim]:
-        """The claims, the most important first; asked only where controls were run and enough is known."""
-        raise NotImplementedError
-
-    def claims_caption(self) -> str:
-        """How the causes of the claims were chosen, in a sentence."""
-        return ""
-
-    claim_sources: tuple[str, ...] = ()
-    """Names of the nodes that the claims are read from; empty for all."""
-
+    @cached_property
     def findings(self) -> Findings:
         """The claims, or the reason why nothing is claimed."""
-        if self.not_claimed:
-            return self.unclaimed()
-        sources = self.claim_sources or tuple(self.nodes)
-        return Findings.of(*self.claims(), caption=self.claims_caption(), sources=sources)
+        return self.unclaimed() if self.not_claimed else super().findings
 
     def unclaimed(self) -> Findings:
         """The reason why nothing is claimed, in place of claims."""
         return Findings.none(self.not_claimed, (NODE,) if NODE in self.nodes else ())
 
-    def first_nodes(self) -> Mapping[str, ResultNode]:
+    def first_nodes(self) -> Nodes:
         """See `Workflow`: ranks, where a claim hangs on them."""
         return {NODE: self.nodes[NODE]} if NODE in self.nodes and self.only_claims else {}
 

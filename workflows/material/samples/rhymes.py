@@ -60,7 +60,7 @@ class Condition:
         )
 
     @property
-    def told(self) -> str:
+    def description(self) -> str:
         """What people read of it."""
         start, end = self.block
         if self.depth == 1:
@@ -77,7 +77,7 @@ class RhymePreset:
     """Lines and recurrences for one model.
 
     blocks, strengths: a pass twice through each, and each fed at every strength. sustained: block and
-    strengths fed at every step. chosen: the condition that is told, by name; looked_at: among how many it
+    strengths fed at every step. chosen: name of the selected condition; looked_at: among how many it
     was chosen on these lines; found: how, in a sentence.
     """
 
