@@ -67,7 +67,7 @@ class Catalog:
         else:
             name = unique_name(key, self.key_names(key), "key", self)
         if (found := self.lookup(name)) is None:
-            self.files.require_there()
+            self.files.require_store()
             raise EntryNotFound(f"nothing is stored under {key!r} in {self.address}; compute it first")
         return found
 
@@ -131,7 +131,7 @@ def unique_name(prefix: str, names: list[str], kind: str, catalog: Catalog) -> s
     if prefix in names:
         return prefix
     if not names:
-        catalog.files.require_there()
+        catalog.files.require_store()
         raise EntryNotFound(
             f"no {kind} in {catalog.address} starts with {prefix!r}; `mizarr ls` shows what is there"
         )

@@ -246,7 +246,7 @@ class Store(Catalog):
         tried = [entry_path(entry_digest(run, kind)) for kind in ([dtype] if dtype else sorted(DTYPES))]
         there = [path for path in tried if self.files.get(f"{path}/zarr.json") is not None]
         if len(there) != 1:
-            self.files.require_there()
+            self.files.require_store()
             found = (
                 f"{len(there)} entries, in several dtypes: name one" if there else "nothing: capture it first"
             )

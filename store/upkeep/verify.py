@@ -87,7 +87,7 @@ def _strangers(store: Catalog) -> list[Damage]:
     """Links that lead nowhere, pipes, folders named as files: what a reader, or a writer, stumbles over."""
     found = []
     for part, steps in _PARTS.items():
-        for name, what in store.files.strangers(part):
+        for name, what in store.files.non_files(part):
             if what == "a folder" and f"/{DATASET}/" in name:
                 continue  # a variable of a result, which may have any name
             words = name.split("/")
