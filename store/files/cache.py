@@ -64,6 +64,7 @@ class ReadCache:
         if self._quota:
             with suppress(OSError):
                 return self._named(self._path(name, stamp), size)
+        # Anonymous: the kernel removes it with the last descriptor, even after a kill.
         with tempfile.TemporaryFile() as file:
             handle = os.dup(file.fileno())
         os.ftruncate(handle, size)
@@ -71,6 +72,7 @@ class ReadCache:
 
     def added(self, nbytes: int) -> None:
         """Count `nbytes` that were downloaded, and evict files when enough has come together."""
+        # The scan below runs outside the lock: it walks the whole cache and must not stall other downloads.
         with self._lock:
             self._fetched += nbytes
             if not self._quota or self._fetched < self._quota / _SHARE:
@@ -83,6 +85,8 @@ class ReadCache:
         path.parent.mkdir(parents=True, exist_ok=True)
         # O_NOFOLLOW: in a shared folder somebody may have put a link to a file that is not ours to write.
         handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+        # A file of another length can only be somebody's edit: cut or extend it, and let the checksums
+        # decide.
         if os.fstat(handle).st_size != size:
             os.ftruncate(handle, size)
         os.utime(handle)  # mtime is the time of last use: atime is off on many mounts

@@ -69,7 +69,7 @@ def normalised(address: str) -> str:
 
 
 _in_memory: dict[str, ObjectStore] = {}
-"""The objects of memory:// stores in this process. This is the data itself, so it has no eviction."""
+"""Content of memory:// stores in this process: data, not a cache, hence no eviction."""
 
 
 def connected(address: str) -> ObjectStore:
@@ -102,9 +102,12 @@ def _connected(address: str) -> ObjectStore:
         raise StoreError(f"expected seconds in {TIMEOUT}, found {reason!r}; set it to a number") from None
     scheme = address.partition("://")[0]
     client: ClientConfig = {
+        # A wrong host should fail in seconds; a slow transfer may take the whole time-out.
         "connect_timeout": timedelta(seconds=min(5.0, seconds)),
         "timeout": timedelta(seconds=seconds),
     }
+    # obstore refuses http:// by default, as credentials would travel in the clear; allowed only for a named
+    # emulator.
     if _is_plain_http(scheme):
         client["allow_http"] = True
     retry: RetryConfig = {"max_retries": _RETRIES, "retry_timeout": timedelta(seconds=seconds)}
@@ -139,6 +142,7 @@ def _is_plain_http(scheme: str) -> bool:
 
 def _aws_credentials() -> dict[str, Any]:
     """Credentials from boto3 (profiles, SSO, roles), where it is installed and the environment has no key."""
+    # boto3 is imported only if obstore would find nothing by itself; it also reads profiles in ~/.aws.
     alone = ("AWS_ACCESS_KEY_ID", "AWS_SKIP_SIGNATURE", "AWS_WEB_IDENTITY_TOKEN_FILE")
     if any(name in os.environ for name in alone) or find_spec("boto3") is None:
         return {}
@@ -158,6 +162,7 @@ def is_worth_a_retry(error: BaseException) -> bool:
     if (status := _status(error)) is not None:
         return status in (408, 429) or status >= 500
     message = _message(error)
+    # First the permanent errors: some of their texts also contain words of the transient ones below.
     if re.search("dns error|builder error|NoSuchBucket|AccessDenied|token request", message):
         return False  # permanent: a retry would get the same answer
     kinds = (
@@ -177,6 +182,8 @@ def as_store_error(error: Exception, url: str) -> StoreError:
     keys = CREDENTIALS.get(url.partition("://")[0], "those of the provider")
     if "NoSuchBucket" in message or "ContainerNotFound" in message:
         return StoreFormatError(f"{url}: expected a bucket that exists, found none of that name; create it")
+    # obstore's messages are the only source: it raises one class for all HTTP failures. The tests against
+    # emulators and a fault proxy fail if a new version rephrases them.
     if "token request" in message or (status is None and re.search("(?i)credential", message)):
         return StoreUnreachable(
             f"{url}: expected credentials in the environment, a profile or the role of this machine, found "

@@ -64,9 +64,9 @@ def checked(name: str) -> str:
     return name
 
 
-def free_bytes_at(path: Path) -> int:
-    """Bytes free for this user on the file system of `place`, a path that need not exist yet."""
-    return shutil.disk_usage(next(path for path in (path, *path.parents) if path.exists())).free
+def free_bytes_at(location: Path) -> int:
+    """Bytes free for this user on the file system of `location`, which need not exist yet."""
+    return shutil.disk_usage(next(path for path in (location, *location.parents) if path.exists())).free
 
 
 class Folder(ABC):
@@ -192,6 +192,7 @@ class Folder(ABC):
     def walk(self, folder: str) -> Iterator[tuple[str, Stat]]:
         """Path (relative to the root) and `Stat` of all files below `folder`, temporary ones included."""
 
+    # On a local disk, a pipe or folder in the place of a file is not found by listing files.
     def non_files(self, folder: str) -> Iterator[tuple[str, str]]:
         """Things below `folder` that are no regular files but stand where files should: path, and kind in
         words ("a pipe"). Empty for object stores, which have nothing but objects.

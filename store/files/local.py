@@ -36,6 +36,7 @@ from .stamps import Stat
 __all__ = ["LocalFolder", "as_store_error"]
 
 _REMEMBERED = 20_000  # folders kept in each of the two caches of a LocalFolder
+# The limits below bound memory, open descriptors and lost work; none of them changes what is written.
 _WORTH_AN_EARLY_START = 1 << 20  # bytes; a smaller file gains nothing from writeback before its fsync
 _AT_ONCE = 64  # buffers per writev; every system takes that many
 _OPEN = 128  # files open at once, well below the usual limit of 1024 descriptors
@@ -55,6 +56,8 @@ _KINDS = {
     stat.S_IFCHR: "a device",
     stat.S_IFBLK: "a device",
 }
+# A directory with such a name blocks the writer of the file: creating it reports "exists", reading it
+# "missing", and a run would compute that segment for ever. `verify` reports these.
 _NAMED_AS_FILES = (".json", ".claim")
 
 
@@ -249,6 +252,8 @@ class LocalFolder(Folder):
         appear in the order of `files`, and are durable when this returns.
         """
         created: set[str] = set()
+        # A run of small files in one batch shares one journal commit; the batch limits bound what a crash can
+        # lose.
         batches = list(_batches(files))
         for batch in batches:
             with self.writing(next(iter(batch))):
@@ -261,6 +266,7 @@ class LocalFolder(Folder):
     def _put_batch(
         self, files: Mapping[str, Sequence[Buffer]], threads: int, handed_over: Callable[[], None]
     ) -> list[str]:
+        # Only saves work: the link below decides, also if another writer creates a name from here on.
         names = [name for name in files if not self.path(name).exists()]
         with ExitStack() as stack:
             temporaries = {name: stack.enter_context(self._temporary(name)) for name in names}
@@ -272,6 +278,7 @@ class LocalFolder(Folder):
                     _start_writing(handle)
                 return handle
 
+            # Not even a pool of one thread: it would take its turns from a computation that runs meanwhile.
             if threads > 1:
                 with ThreadPoolExecutor(threads) as pool:
                     handles = list(pool.map(write, names))
@@ -332,6 +339,8 @@ class LocalFolder(Folder):
         """Path and metadata of all files below `folder`, temporary ones included."""
         with suppress(FileNotFoundError, NotADirectoryError), self._scanned(folder) as entries:
             for entry in entries:
+                # The scan yields entries one by one instead of a list, because a large run has 16,000 shards
+                # per layer.
                 name = f"{folder}/{entry.name}" if folder else entry.name
                 if not is_below(entry.name):
                     continue
@@ -398,6 +407,8 @@ class LocalFolder(Folder):
             files = dict(
                 zip((str(path.relative_to(top)) for path in paths), pool.map(settle, paths), strict=True)
             )
+        # A file's name lives in its directory, so a synced file can vanish in a power cut unless that is
+        # synced, too.
         for folder in {path.parent for path in paths} | {top, top.parent}:
             self._sync_folder(folder)
         return files
@@ -427,11 +438,14 @@ class LocalFolder(Folder):
         self._settled.clear()
         self._folders.clear()
         path = self.path(folder)
+        # The random suffix lets two processes that remove the same folder both succeed.
         dying = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
         # Renamed before it is emptied, so that a writer that comes back meanwhile starts with an empty folder
         # instead of adding files to one that is being removed.
         with suppress(OSError):
             path.rename(dying)
+        # On NFS a file that a reader has open leaves a placeholder, so the folder cannot go now; gc removes
+        # it later.
         shutil.rmtree(dying if dying.exists() else path, ignore_errors=True)
 
     @contextmanager
@@ -493,6 +507,8 @@ class LocalFolder(Folder):
 
     def _sync_parents(self, names: Collection[str]) -> None:
         """Make the names of new files durable: sync their directories, and the parents of new directories."""
+        # Fsync of a directory costs a disk flush even if nothing in it changed, so directories known to be
+        # durable are skipped.
         if self.durability != "disk" or not names:
             return
         changed, settled = {str(Path(name).parent) for name in names}, {}
@@ -518,6 +534,8 @@ class LocalFolder(Folder):
         """A temporary name in the directory of `name`, removed in the end; its directory exists."""
         target = self.path(name)
         self._make_folder(target.parent)
+        # Same directory, because `link` does not cross file systems. PID and random part: no two writers
+        # share a name.
         temporary = target.parent / f".{target.name}.{os.getpid()}.{secrets.token_hex(4)}"
         try:
             yield temporary
@@ -551,6 +569,7 @@ def as_store_error(error: OSError, root: Path, name: str) -> OSError:
         return ReadOnlyStore(
             f"cannot write {name} in {root}: {error.strerror}. Open it with mode='r' to read"
         )
+    # EMLINK: ext4 allows 65,000 links to one file, which many runs with a common start may reach.
     if error.errno in (errno.ENOTSUP, errno.EMLINK, errno.ENOSYS):
         return StoreError(
             f"cannot write {name} in {root}: {error.strerror}. A store needs a file system with hard links; "
@@ -574,6 +593,8 @@ def _write_new(path: Path, parts: Sequence[Buffer]) -> int:
     GiB)."""
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
     try:
+        # writev takes the shard's parts from where they are, so that rows, checksums and index are never
+        # joined in memory.
         remaining = [memoryview(part) for part in parts if len(part)]
         while remaining:
             written = os.writev(handle, remaining[:_AT_ONCE])
@@ -592,6 +613,7 @@ def _link_new(temporary: Path, target: Path) -> bool:
     try:
         os.link(temporary, target)
     except FileExistsError:
+        # "Taken" by a link would make the caller measure a file outside the store.
         if target.is_symlink():
             raise CorruptEntry(
                 f"{target}: expected a file, found {_LINK}; move that away, or {REPAIR}"
@@ -601,7 +623,8 @@ def _link_new(temporary: Path, target: Path) -> bool:
 
 
 def _kind(item: os.DirEntry[str]) -> str | None:
-    """Kind, in words, of a directory entry that is not a regular file or plain directory; None for those."""
+    """Kind of a special directory entry (link, pipe, socket, device, misnamed folder); None for a plain
+    one."""
     try:
         mode = item.stat(follow_symlinks=False).st_mode
     except OSError:

@@ -57,6 +57,7 @@ class Fetched(Mapped):
             mmap.mmap(handle, size, access=mmap.ACCESS_READ) if size else mmap.mmap(-1, 1), size, where
         )
         self._handle, self._read, self._cache = handle, read, cache
+        # The map alone keeps the pages, but fetch needs the descriptor as long as anyone holds rows.
         weakref.finalize(self, os.close, handle)
 
     def fetch(self, ranges: Sequence[tuple[int, int]]) -> None:

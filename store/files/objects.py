@@ -67,6 +67,8 @@ class ObjectFolder(Folder):
         self.read_only, self.is_store = read_only, is_store
         self._address = normalised(address)
         self._is_memory = self._address.startswith("memory://")
+        # Without this cache every read of a shard would cost three requests (zarr.json, shard, group) for
+        # being unchanged. Objects are never modified, so the worst case is seeing a new one two seconds late.
         self._stats: dict[str, tuple[float, Stat | None]] = {}
         self._listings: dict[str, tuple[float, list[tuple[str, Stat]]]] = {}
         self._lock = threading.Lock()
@@ -111,6 +113,7 @@ class ObjectFolder(Folder):
         local."""
         if self._is_memory:
             return None
+        # SQLite needs a real file with locks, so the index cannot be an object.
         folder = cache_folder() / "indices"
         with suppress(OSError):
             folder.mkdir(parents=True, exist_ok=True)
@@ -125,6 +128,7 @@ class ObjectFolder(Folder):
         """Offset of the server's clock from `time.monotonic`, in seconds, measured with a temporary
         object."""
         local_offset = time.time() - time.monotonic()
+        # A read-only store may not create the probe object, so its clock is only as good as this machine's.
         if self._is_memory or self.read_only:
             return local_offset
         name = f"leases/.clock-{secrets.token_hex(4)}"
@@ -283,7 +287,7 @@ class ObjectFolder(Folder):
         return self._put(name, data)
 
     def touch(self, name: str) -> None:
-        """Rewrite an object with its own content, which is the only way to renew its modification time.
+        """Rewrite an object with unchanged content; object stores have no other way to renew a timestamp.
 
         The PUT is conditional on the version read, so a concurrent writer is never overwritten.
         """
@@ -320,6 +324,7 @@ class ObjectFolder(Folder):
             names = sorted(
                 str(path.relative_to(folder_path)) for path in folder_path.rglob("*") if path.is_file()
             )
+            # Metadata last, as in put_all: a reader that meets it finds the chunks.
             names.sort(key=lambda name: name.endswith(".json"))
 
             def upload(name: str) -> list[int | str]:
@@ -339,6 +344,8 @@ class ObjectFolder(Folder):
         """Copy an object, or all objects below a prefix, to another name and delete the original."""
         import obstore
 
+        # No rename in object stores. A crash between copy and delete leaves both, which the next call
+        # repairs.
         names = {source} if self.stat(source) is not None else {name for name, _ in self.walk(source)}
         with self.writing(source):
             for name in sorted(names):
@@ -391,6 +398,8 @@ class ObjectFolder(Folder):
                     name,
                     bytes(data),
                     mode="create",
+                    # A multipart upload cannot be conditional on all providers; one PUT is atomic and takes
+                    # up to 5 GiB.
                     use_multipart=False,
                     attributes={WRITE_ID: token},
                 )
@@ -448,6 +457,8 @@ class ObjectFolder(Folder):
                     return request()
             except StoreError as error:
                 cause = error.__cause__
+                # Errors without a cause are our own (read-only store, checks), for which a retry is
+                # pointless.
                 if cause is None or attempt == _ATTEMPTS - 1 or not is_worth_a_retry(cause):
                     raise
                 time.sleep(_PAUSE * 4**attempt)
@@ -461,6 +472,8 @@ class ObjectFolder(Folder):
         try:
             yield
         except FileNotFoundError as error:
+            # A missing bucket is reported as FileNotFoundError like a missing object, but is a wrong address,
+            # not a cache miss.
             if "NoSuchBucket" in str(error) or "ContainerNotFound" in str(error):
                 raise as_store_error(error, self._address) from error
             raise
@@ -489,6 +502,7 @@ def _stat(meta: ObjectMeta) -> Stat:
     ETag, the size and the whole second.
     """
     modified = meta["last_modified"].timestamp()
+    # Weak markers and quotes differ between LIST, HEAD and GET, see above.
     tag = (meta["e_tag"] or "").removeprefix("W/").strip('"')
     return Stat(meta["size"], modified, (tag, meta["size"], int(modified)), True)
 

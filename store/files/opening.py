@@ -42,6 +42,7 @@ def _local(address: Path) -> Path:
     """The absolute path of a folder that exists or can be created. StoreError for any other address."""
     try:
         path = address.expanduser().absolute()
+        # mkdir on a dangling link fails with an error that does not mention the link.
         if path.is_symlink() and not path.exists():
             raise StoreError(
                 f"expected a folder at {path}, found a link to {path.readlink()}, which is not there; make "

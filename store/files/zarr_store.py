@@ -47,7 +47,9 @@ class FolderStore(Store):
     async def get(
         self, key: str, prototype: BufferPrototype, byte_range: ByteRequest | None = None
     ) -> Buffer | None:
-        """Bytes of a key, or of a byte range of it; None for a missing key."""
+        """Content of a key, or of a byte range; None for a missing key."""
+        # Folder is synchronous; without a thread a slow request would block zarr's event loop for all other
+        # chunks.
         data = await asyncio.to_thread(self._read, f"{self._folder}/{key}", byte_range)
         return None if data is None else prototype.buffer.from_bytes(data)
 
