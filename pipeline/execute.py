@@ -57,7 +57,7 @@ def run(
         require_kind(
             cluster, str, "cluster as an address", "write it such as tcp://127.0.0.1:8786", PlanError
         )
-    store.files.require_there()
+    store.files.require_store()
     ordered, budget = in_order(nodes), as_bytes(memory)
     cores = threads or os.cpu_count() or 1
     planned = plan(ordered, store, Context(cores, cluster, budget, workers=workers))

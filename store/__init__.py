@@ -1,11 +1,12 @@
-"""What runs and stages leave behind: digests, keys, arrays on disk. Never imports torch.
+"""Storage of activations and results: content-addressed keys, Zarr arrays on disk, checksums. Never imports
+torch.
 
     store = open_store("activations")
     record = store.lookup(key)          # what is published under a key, or None
     store.put_result(key, dataset)      # a labelled result, first one wins
     store[key]                          # labelled and lazy
 
-Names are loaded when first used, so that importing the package stays free of xarray and zarr.
+Names are imported on first use, so that `import mizarr` does not import xarray and zarr.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    # Cached in globals, so that __getattr__ runs once per name.
     value = getattr(importlib.import_module(_HOME[name], __name__), name)
     globals()[name] = value
     return value

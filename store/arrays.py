@@ -1,10 +1,7 @@
-"""Arrays: names for signatures (what is in them, not their shapes, which docstrings say), and the readers of
-arguments: indices into arrays (positions, layers, heads and whatever else is chosen by number), counts,
-numbers, paths and objects, read exactly or refused in one line.
+"""Array type aliases, and validation of arguments: indices, counts, numbers, flags, paths.
 
-One reader for all of them, so that none is rounded, and neither a mask nor a text is taken for numbers.
-
-Border: Python, numpy and torch values; knows no axes. Never imports torch.
+All functions and commands use these validators, so that no value is rounded silently, and neither a mask nor
+a text is mistaken for numbers. They accept Python, numpy and torch values; torch is never imported.
 """
 
 from __future__ import annotations
@@ -45,48 +42,60 @@ Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 
 
-def as_index(value: Any, what: str, error: type[MizarrError] = ConfigError) -> int:
-    """A whole number of Python, numpy or torch as an int.
+def as_index(value: Any, name: str, error: type[MizarrError] = ConfigError) -> int:
+    """Validate an integer of Python, numpy or torch.
 
-    value: 3, np.int64(3), torch.tensor(3). what: where the number stands, as the message begins: "Zero:
-    positions". error: class of the error.
-    Raises `error` for anything else: floats, even whole ones, booleans, texts, slices.
+    Arguments:
+        value: Such as 3, np.int64(3) or torch.tensor(3).
+        name: Names the argument at the start of the message, such as "Zero: positions".
+        error: Class of the error.
+
+    Raises:
+        error: For anything else, including whole floats, booleans, texts and slices.
     """
     if type(value) is int:
         return value
+    # By name of the dtype, so that torch need not be imported to recognise its booleans.
     is_bool = isinstance(value, bool) or "bool" in str(getattr(value, "dtype", ""))
     if not is_bool and getattr(value, "ndim", 0) == 0:
         try:
+            # operator.index accepts exact integers of numpy and torch, but no floats.
             return operator.index(value)
         except TypeError:
             pass
-    raise error(f"{what}: expected whole numbers, found {shown(value)}{_remedy(value)}")
+    raise error(f"{name}: expected whole numbers, found {shown(value)}{_remedy(value)}")
 
 
-def as_indices(values: Any, what: str, error: type[MizarrError] = ConfigError) -> tuple[int, ...]:
-    """One whole number or several, in their order; of a set, ascending.
+def as_indices(values: Any, name: str, error: type[MizarrError] = ConfigError) -> tuple[int, ...]:
+    """Validate one or several integers; returns them in order, those of a set ascending.
 
-    values: 3, [0, -1], range(4), an integer array or tensor of one axis. what, error: see `as_index`.
-    Raises `error` for anything else, a slice or a mask of booleans among them.
+    Arguments:
+        values: Such as 3, [0, -1], range(4), or a one-dimensional integer array or tensor.
+        name: Names the argument, see `as_index`.
+        error: Class of the error.
+
+    Raises:
+        error: For anything else, including slices and boolean masks.
     """
     if type(values) is tuple and all(type(value) is int for value in values):
         return values
     if not is_several(values):
-        return (as_index(values, what, error),)
+        return (as_index(values, name, error),)
     if "bool" in str(getattr(values, "dtype", "")):
-        raise error(f"{what}: expected whole numbers, found {shown(values)}{_remedy(values)}")
-    indices = tuple(as_index(value, what, error) for value in values)
+        raise error(f"{name}: expected whole numbers, found {shown(values)}{_remedy(values)}")
+    indices = tuple(as_index(value, name, error) for value in values)
     return tuple(sorted(indices)) if isinstance(values, set | frozenset) else indices
 
 
 def is_several(value: Any) -> bool:
-    """Whether a value is several ones: iterable, but no text, bytes, mapping, and no array without axes."""
+    """Whether a value is a collection of values: iterable, but no text, bytes, mapping or 0-dimensional
+    array."""
     is_one = isinstance(value, str | bytes | bytearray | Mapping) or not hasattr(value, "__iter__")
     return not is_one and getattr(value, "ndim", 1) > 0
 
 
 def as_list(value: Any) -> list[Any]:
-    """One value or several, as a list; numbers of an array or a tensor as numbers of Python.
+    """One value or several, as a list; numpy and torch scalars become Python numbers.
 
     >>> as_list("a"), as_list(("a", b"b")), as_list(np.arange(2)), as_list(np.int64(2))
     (['a'], ['a', b'b'], [0, 1], [2])
@@ -96,7 +105,7 @@ def as_list(value: Any) -> list[Any]:
 
 
 def shown(value: Any) -> str:
-    """A value in one short line; of an array its dtype and shape."""
+    """A value in one short line for messages; an array is shown by dtype and shape."""
     shape = getattr(value, "shape", ())
     if isinstance(shape, tuple) and shape and hasattr(value, "dtype"):
         return f"{type(value).__name__} of {str(value.dtype).removeprefix('torch.')} of shape {list(shape)}"
@@ -104,7 +113,7 @@ def shown(value: Any) -> str:
 
 
 def _remedy(value: Any) -> str:
-    """What to write instead."""
+    """Advice on what to write instead of an invalid index."""
     if isinstance(value, slice):
         ends = [part for part in (value.start or 0, value.stop, value.step) if part is not None]
         is_known = value.stop is not None and all(type(part) is int and part >= 0 for part in ends)
@@ -123,51 +132,75 @@ def require_kind(
     remedy: str,
     error: type[MizarrError] = ConfigError,
 ) -> None:
-    """Raise `error` unless a value is an instance of one of these classes.
+    """Validate the type of an argument.
 
     Arguments:
-        expected: the argument and what it holds, as the message begins: "hooks as a HookSpec".
-        remedy: what to write instead.
+        value: The argument.
+        kinds: Allowed classes.
+        expected: The argument and what it should be, as the message begins: "hooks as a HookSpec".
+        remedy: What to write instead.
+        error: Class of the error.
+
+    Raises:
+        error: The value is no instance of these classes.
     """
     if not isinstance(value, kinds):
         raise error(f"expected {expected}, found {shown(value)}; {remedy}")
 
 
 def as_count(
-    value: Any, what: str, least: int = 1, most: int | None = None, error: type[MizarrError] = ConfigError
+    value: Any, name: str, least: int = 1, most: int | None = None, error: type[MizarrError] = ConfigError
 ) -> int:
-    """A whole number in [least, most] of Python, numpy or torch as an int.
+    """Validate an integer within bounds.
 
-    what: name of the argument. Raises `error` for anything else, booleans and whole floats among them.
+    Arguments:
+        value: The argument.
+        name: Its name.
+        least: Smallest allowed value.
+        most: Largest allowed value; None for no limit.
+        error: Class of the error.
+
+    Raises:
+        error: For anything else, including booleans and whole floats.
     """
     try:
-        number = as_index(value, what)
+        number = as_index(value, name)
     except ConfigError:
         raise error(
-            f"expected {what} to be a whole number, found {shown(value)}; write {what}={max(least, 1)}"
+            f"expected {name} to be a whole number, found {shown(value)}; write {name}={max(least, 1)}"
         ) from None
     if number < least:
-        raise error(f"expected {what} of at least {least}, found {number}")
+        raise error(f"expected {name} of at least {least}, found {number}")
     if most is not None and number > most:
-        raise error(f"expected {what} of at most {most}, found {number}")
+        raise error(f"expected {name} of at most {most}, found {number}")
     return number
 
 
-def require_flag(value: Any, what: str, *, optional: bool = False) -> None:
-    """Raise ConfigError unless a value is True or False, or None where that is allowed.
+def require_flag(value: Any, name: str, *, optional: bool = False) -> None:
+    """Validate a boolean flag.
 
     Arguments:
-        what: name of the argument.
-        optional: whether None is a value, too.
+        value: The argument.
+        name: Its name.
+        optional: Whether None is allowed as well.
+
+    Raises:
+        ConfigError: The value is anything else.
     """
     if not (isinstance(value, bool) or (optional and value is None)):
-        raise ConfigError(f"expected {what} as True or False, found {shown(value)}; leave it out")
+        raise ConfigError(f"expected {name} as True or False, found {shown(value)}; leave it out")
 
 
-def as_number(value: Any, what: str, error: type[MizarrError] = ConfigError) -> float:
-    """A real number of Python, numpy or torch as a float; NaN and infinities are left to the caller.
+def as_number(value: Any, name: str, error: type[MizarrError] = ConfigError) -> float:
+    """Validate a real number of Python, numpy or torch; NaN and infinity are allowed.
 
-    what: name of the argument. Raises `error` for anything else, booleans and texts among them.
+    Arguments:
+        value: The argument.
+        name: Its name.
+        error: Class of the error.
+
+    Raises:
+        error: For anything else, including booleans and texts.
     """
     is_number = isinstance(value, int | float | np.integer | np.floating) or (
         getattr(value, "ndim", None) == 0 and "bool" not in str(getattr(value, "dtype", "bool"))
@@ -179,11 +212,17 @@ def as_number(value: Any, what: str, error: type[MizarrError] = ConfigError) -> 
             pass
         except OverflowError:
             return math.inf
-    raise error(f"expected {what} to be a number, found {shown(value)}; write a float")
+    raise error(f"expected {name} to be a number, found {shown(value)}; write a float")
 
 
-def as_path(value: Any, what: str, error: type[MizarrError] = ConfigError) -> Path:
-    """A path from a text or a Path, with `~` expanded. what: name of the argument."""
+def as_path(value: Any, name: str, error: type[MizarrError] = ConfigError) -> Path:
+    """Validate a path given as a text or Path; expands `~`.
+
+    Arguments:
+        value: The argument.
+        name: Its name.
+        error: Class of the error.
+    """
     if not isinstance(value, str | PathLike) or not str(value):
-        raise error(f"expected {what} as a text or a Path, found {shown(value)}; name a file or folder")
+        raise error(f"expected {name} as a text or a Path, found {shown(value)}; name a file or folder")
     return Path(value).expanduser()

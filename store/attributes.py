@@ -1,12 +1,10 @@
-"""Attributes of datasets and variables: as plain JSON values, as a digest takes them, and as they are stored.
+"""Attributes of datasets: as plain JSON values, in digests, and protected from decoding in stored files.
 
-xarray's decoding takes some attributes for its own: `dtype: bool` makes booleans of numbers, `scale_factor`
-scales them, `coordinates` moves variables, units such as "days since 2000-01-01" make dates. Where a stage
-gave one of those, it is stored under `SHIELD`, where no reader decodes it, and put back when the store opens
-the result. Plain `xr.open_zarr` then reads the right values, too, and shows such attributes under that
-name; so do exported files.
-
-Border: mappings and datasets; knows no file and no key.
+xarray interprets some attributes when it opens a file: `dtype: bool` converts numbers to booleans,
+`scale_factor` scales them, `coordinates` moves variables, units such as "days since 2000-01-01" make dates.
+If a stage sets one of these, it is stored under `SHIELD`, where no reader interprets it, and restored when
+the store opens the result. So plain `xr.open_zarr` reads the right values as well; it shows these attributes
+under that name, as do exported files.
 """
 
 from __future__ import annotations
@@ -26,9 +24,11 @@ if TYPE_CHECKING:
 __all__ = ["SHIELD", "attribute_record", "plain", "shielded", "unshielded"]
 
 SHIELD = "mizarr:attributes"
-"""Attribute that holds those which readers of Zarr and NetCDF would decode: name -> record of its value."""
+"""Attribute that holds attributes which readers of Zarr and NetCDF would interpret: name -> record of the
+value."""
 SPACED = "mizarr:coordinates"
-"""Attribute of a dataset: names of coordinates with a space, which the `coordinates` of CF cannot hold."""
+"""Attribute of a dataset: coordinates with a space in their name, which CF's space-separated list cannot
+hold."""
 DECODED = frozenset(
     (
         *("dtype", "missing_value", "scale_factor", "add_offset", "calendar", "coordinates"),
@@ -41,22 +41,23 @@ DECODED = frozenset(
         *("mizarr", "escaped", SHIELD, SPACED),
     )
 )
-"""Attributes that readers of Zarr and NetCDF take for their own, as they do all that start with "_"."""
+"""Attributes that readers of Zarr and NetCDF interpret, as they do all names that start with "_"."""
 TIME_UNITS = frozenset(("days", "hours", "minutes", "seconds", "milliseconds", "microseconds", "nanoseconds"))
-"""Units that make durations of numbers, as xarray spells them."""
+"""Units from which xarray makes durations, as it spells them."""
 _LARGEST = 2**53
 _TAGS = ("float", "str", "dict")
 
 
 def plain(attrs: Mapping[Hashable, Any]) -> dict[str, Any]:
-    """Attributes as plain JSON values, sorted by name: numpy scalars and arrays unpacked, tuples as lists.
+    """Convert attributes to JSON values, sorted by name: numpy values unpacked, tuples as lists.
 
-    Args:
-        attrs: of a dataset or a variable.
+    Arguments:
+        attrs: Attributes of a dataset or variable.
 
     Raises:
-        ShapeError: for values that JSON does not hold, and for two names of one spelling (1 and "1").
+        ShapeError: A value has no JSON form, or two names have one spelling (1 and "1").
     """
+    # JSON has text names only, so 1 and "1" would collide silently.
     names = {str(name): name for name in attrs}
     if len(names) < len(attrs):
         raise ShapeError(f"expected attributes of different names, found {list(attrs)!r:.120}; rename one")
@@ -64,10 +65,10 @@ def plain(attrs: Mapping[Hashable, Any]) -> dict[str, Any]:
 
 
 def attribute_record(value: Any) -> Any:
-    """A plain value as canonical JSON tells it from every other; `_value_of` reads it again.
+    """Encode a value so that canonical JSON distinguishes it from every other; `_value_of` decodes it.
 
-    Args:
-        value: as `plain` gives it.
+    Arguments:
+        value: A value as returned by `plain`.
     """
     if isinstance(value, float | str):
         return exact(value)
@@ -80,14 +81,18 @@ def attribute_record(value: Any) -> Any:
 
 
 def shielded(dataset: xr.Dataset) -> xr.Dataset:
-    """A copy whose attributes are plain and leave nothing to decode: the rest is under `SHIELD`.
+    """Move attributes that readers would interpret to `SHIELD`.
 
-    Args:
-        dataset: a dataset whose variables' attributes may be anything that `plain` takes.
+    Arguments:
+        dataset: A dataset with any attributes that `plain` accepts.
+
+    Returns:
+        A copy that can be stored.
 
     Raises:
-        ShapeError: as `plain`.
+        ShapeError: See `plain`.
     """
+    # CF lists auxiliary coordinates in one attribute, separated by spaces.
     spaced = sorted(str(name) for name in set(dataset.coords) - set(dataset.dims) if " " in str(name))
     changed = dataset.reset_coords(spaced) if spaced else dataset.copy(deep=False)
     changed.attrs = _shield(dataset.attrs) | ({SPACED: spaced} if spaced else {})
@@ -97,10 +102,10 @@ def shielded(dataset: xr.Dataset) -> xr.Dataset:
 
 
 def unshielded(dataset: xr.Dataset) -> xr.Dataset:
-    """The dataset that `shielded` was given, from the decoded one that it became.
+    """Restore the dataset that `shielded` was given.
 
-    Args:
-        dataset: as xarray decoded it.
+    Arguments:
+        dataset: The stored dataset, decoded by xarray.
     """
     spaced = dataset.attrs.get(SPACED, [])
     restored = dataset.set_coords(spaced) if spaced else dataset.copy(deep=False)
@@ -123,13 +128,14 @@ def _restored(attrs: Mapping[Hashable, Any]) -> dict[str, Any]:
 
 
 def _is_decoded(name: str, value: Any) -> bool:
+    # xarray and netCDF4 use the underscore for their own (_FillValue, _Unsigned, _ARRAY_DIMENSIONS).
     if name in DECODED or name.startswith("_") or not _is_json(value):
         return True
     return name == "units" and isinstance(value, str) and ("since" in value or value in TIME_UNITS)
 
 
 def _is_json(value: Any) -> bool:
-    """Whether a plain value is in JSON as every reader reads it, NaN and infinity left out."""
+    """Whether all JSON readers agree on a plain value; NaN and infinity are excluded."""
     if isinstance(value, float):
         return math.isfinite(value)
     if isinstance(value, list | dict):
@@ -146,7 +152,7 @@ def _is_utf8(text: str) -> bool:
 
 
 def _value_of(record: Any) -> Any:
-    """The value whose `attribute_record` this is."""
+    """Decode an `attribute_record`."""
     if isinstance(record, list):
         return [_value_of(item) for item in record]
     if isinstance(record, dict):
@@ -170,6 +176,7 @@ def _plain(name: str, value: Any) -> Any:
         return value
     if isinstance(value, str):
         if _is_utf8(value):
+            # A plain str also for subclasses such as numpy's str_ and StrEnum, whose own __str__ may differ.
             return str.__str__(value)
         raise ShapeError(f"expected text that UTF-8 can hold in attribute {name!r}, found {value!r:.80}")
     if isinstance(value, float):

@@ -1,10 +1,10 @@
-"""The logical digest R of a labelled result: what was computed, not how it lies on disk.
+"""R, the content digest of a labelled result: covers what was computed, not how it is stored.
 
-Border: values and labels in, a digest out. Chunks, compression, file names, string widths and byte order do
-not matter; a value, a name, a dim, a coordinate, an attribute or a dtype does.
+Chunks, compression, file names, string widths and byte order do not change R; a value, name, dimension,
+coordinate, attribute or dtype does. So downstream results stay cached when an input is merely rechunked.
 
-Arrays are read a slab at a time along their first axis, so that a result larger than memory is digested in a
-few chunks' worth of it.
+Arrays are read in slabs along their first axis, so a result larger than memory needs only a few chunks at a
+time.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ if TYPE_CHECKING:
     import xarray as xr
 
 NUMBERS = {np.dtype(code).name for code in "?bBhHiIqQefdFD"}
-"""Names of the dtypes of numbers that can be stored: those that numpy and zarr both know."""
+"""Names of the numeric dtypes that can be stored: those known to both numpy and zarr."""
 TEXT = np.dtypes.StringDType()
 _SLAB = 16 << 20  # bytes of an array in memory at once while it is digested
 
 
 def content_of(dataset: xr.Dataset) -> str:
-    """`sha256:…` of a dataset: its attributes, and of every variable name, role, dims, dtype, shape, bytes,
+    """Digest `sha256:…` of a dataset: attributes, and per variable name, role, dims, dtype, shape, bytes,
     attributes.
 
-    Integers, floats, complex and bool arrays enter by their C-order little-endian bytes, strings by length
-    and UTF-8. Orders of variables and attributes do not enter: `as_digested` gives the one order.
+    Numbers enter as C-order little-endian bytes, strings by length and UTF-8. The order of variables and
+    attributes does not matter: `as_digested` gives the order that is used.
 
-    Args:
-        dataset: of variables and dims whose names are text.
+    Arguments:
+        dataset: A dataset whose variables and dimensions have text names.
 
     Raises:
-        ShapeError: for other names and dtypes, for objects that are no text, and for attributes that are not
-            plain values.
+        ShapeError: Other names, unsupported dtypes, objects that are no text, or attributes without a JSON
+            form.
     """
     _require_names(dataset)
     parts = []
@@ -61,22 +61,23 @@ def content_of(dataset: xr.Dataset) -> str:
                 _bytes(name, variable),
             ]
         )
+    # The tag is part of every R: a change of this format must get a new one.
     text = canonical_json(["mizarr-result/1", attribute_record(plain(dataset.attrs)), parts])
     return f"sha256:{hashlib.sha256(text.encode()).hexdigest()}"
 
 
 def as_digested(dataset: xr.Dataset) -> xr.Dataset:
-    """The dataset as `content_of` describes it and nothing else, for code whose result is keyed by that.
+    """Reduce a dataset to what `content_of` digests, for code whose result is keyed by that digest.
 
-    Variables and attributes in one order; attributes as plain values; text as numpy's StringDType, numbers in
-    native byte order and C order; default indexes; an encoding that says only where it was opened from. What
-    is in memory is copied, so that whoever gets it may change it; what is lazy stays lazy.
+    Variables and attributes are in digest order, attributes are plain values, text is numpy's StringDType,
+    numbers are in native byte order and C order, indexes are the default ones, and the encoding keeps only
+    the origin. Arrays in memory are copied, so the caller may modify them; lazy arrays stay lazy.
 
-    Args:
-        dataset: as `content_of` takes it.
+    Arguments:
+        dataset: See `content_of`.
 
     Raises:
-        ShapeError: as `content_of`.
+        ShapeError: See `content_of`.
     """
     import xarray as xr
 
@@ -92,14 +93,14 @@ def as_digested(dataset: xr.Dataset) -> xr.Dataset:
 
 
 def as_text(name: str, variable: xr.Variable) -> Any:
-    """A variable's text as numpy's StringDType; lazy where dask is to compute it.
+    """Convert a text variable to numpy's StringDType; a dask array stays lazy.
 
-    Args:
-        name: of the variable, for messages.
-        variable: of dtype "U", "O" or StringDType.
+    Arguments:
+        name: Name of the variable, for messages.
+        variable: Variable of dtype "U", "O" or StringDType.
 
     Raises:
-        ShapeError: for objects that are no str, when they are read.
+        ShapeError: An object is no str; for dask arrays raised when they are computed.
     """
     if variable.chunks is not None:
         return variable.data.map_blocks(_text_block, variable=name, dtype=TEXT, meta=np.empty(0, TEXT))
@@ -107,7 +108,11 @@ def as_text(name: str, variable: xr.Variable) -> Any:
 
 
 def storable_dtype(name: str, dtype: np.dtype[Any]) -> str:
-    """Name under which a dtype is digested and stored: numpy's own, or "string" for any kind of text."""
+    """Name of a dtype in digests and files: numpy's name, or "string" for any kind of text.
+
+    Raises:
+        ShapeError: The dtype cannot be stored.
+    """
     if dtype.kind in "UTO":  # objects are checked to be str when they are written
         return "string"
     if dtype.name in NUMBERS:
@@ -121,11 +126,13 @@ def storable_dtype(name: str, dtype: np.dtype[Any]) -> str:
 def slabs(
     shape: tuple[int, ...], itemsize: int, chunk: int, limit: int = _SLAB
 ) -> Iterator[tuple[slice, ...]]:
-    """Cut an array into C-ordered slabs of at most `limit` bytes, whole chunks of the first axis where they
-    fit.
+    """Cut an array into C-ordered slabs, of whole chunks along the first axis where they fit.
 
-    chunk: length of a stored chunk along the first axis.  A row larger than the limit is cut along the next
-    axes.
+    Arguments:
+        shape: Shape of the array.
+        itemsize: Bytes of one element.
+        chunk: Length of a stored chunk along the first axis.
+        limit: Maximum bytes of a slab; a row larger than that is cut along the next axes.
     """
     if not shape or math.prod(shape) == 0:
         yield ()
@@ -137,6 +144,7 @@ def slabs(
                 yield (slice(i, i + 1), *inner)
         return
     step = max(1, limit // row)
+    # Whole stored chunks: a slab that ends inside a chunk would make the next slab read it again.
     if step > chunk:
         step -= step % chunk
     for start in range(0, shape[0], step):
@@ -144,11 +152,11 @@ def slabs(
 
 
 def _require_names(dataset: xr.Dataset) -> None:
-    """ShapeError for names that are no text: 1 and "1" are two variables here and one in a store."""
-    for what, names in (("variables", dataset.variables), ("dims", dataset.dims)):
+    """Raise ShapeError for non-text names: variables 1 and "1" would become a single folder."""
+    for kind, names in (("variables", dataset.variables), ("dims", dataset.dims)):
         for name in names:
             if not isinstance(name, str):
-                raise ShapeError(f"expected text as names of {what}, found {name!r:.80}; rename it")
+                raise ShapeError(f"expected text as names of {kind}, found {name!r:.80}; rename it")
 
 
 def _as_digested(name: str, variable: xr.Variable) -> xr.Variable:
@@ -169,7 +177,7 @@ def _origin(encoding: Mapping[Any, Any]) -> dict[Any, Any]:
 
 
 def _text_block(values: npt.NDArray[Any], variable: str) -> npt.NDArray[Any]:
-    # As text, numpy would quietly take 1 for "1".
+    # astype to text would silently turn the number 1 into "1", so objects are checked first.
     is_object = values.dtype.kind == "O"
     if wrong := [value for value in values.ravel() if is_object and not isinstance(value, str)]:
         kind = type(wrong[0]).__name__
@@ -183,11 +191,12 @@ def _bytes(name: str, variable: xr.Variable) -> str:
     state = hashlib.sha256()
     itemsize = 16 if variable.dtype.kind in "OT" else variable.dtype.itemsize
     chunk = (variable.encoding.get("chunks") or variable.shape or (1,))[0]
-    for at in slabs(variable.shape, itemsize, chunk):
-        block = np.asarray(variable[at].values)
+    for slab in slabs(variable.shape, itemsize, chunk):
+        block = np.asarray(variable[slab].values)
         if variable.dtype.kind in "UTO":
             for text in _text_block(block, name).ravel():
                 raw = str(text).encode()
+                # Length-prefixed, so that ["ab", "c"] and ["a", "bc"] differ.
                 state.update(len(raw).to_bytes(8, "little"))
                 state.update(raw)
         else:

@@ -1,13 +1,13 @@
-"""Plain values and bytes -> digests that mean the same on every machine, in every process, in ten years.
+"""Digests of plain values, arrays and files that are equal on every machine, in every process, for years.
 
-Border: JSON values, numpy arrays and files; never a torch tensor, a pickle, a repr or an address. What cannot
-be written down canonically is refused, because a key that is guessed is a key that returns somebody else's
-activations.
+Accepted are JSON values, numpy arrays and files; never torch tensors, pickles, reprs or addresses. A value
+without a canonical form is refused, because a guessed key could return somebody else's activations.
 
 Canonical JSON: UTF-8, sorted keys, no spaces; floats as `float.hex()` strings with -0.0 folded into 0.0; no
-NaN or infinity; integers within 2**53; enums by name; numpy dtypes by their Zarr name; sets sorted. Two kinds
-of digest come out: `digest`, 64 hex digits, names a request; `content_digest` and its kin, "sha256:<hex>",
-name bytes.
+NaN or infinity; integers within 2**53; enums by name; numpy dtypes by their Zarr name; sets sorted.
+
+Two kinds of digest: `digest`, 64 hex digits, identifies a request; `content_digest` and the others,
+"sha256:<hex>", identify bytes.
 """
 
 from __future__ import annotations
@@ -26,16 +26,18 @@ import numpy as np
 import numpy.typing as npt
 
 LARGEST = 2**53
-"""Largest integer of a key: every JSON reader keeps it exactly."""
+"""Largest integer in a key, up to which every JSON reader is exact."""
 _HEX_FLOAT = re.compile(r"-?0x")
 """Start of the text that canonical JSON writes for a float."""
 Buffer = bytes | bytearray | memoryview
 
 
 def canonical_json(value: Any) -> str:
-    """The one spelling of a plain value.
+    """The canonical JSON text of a plain value.
 
-    Raises TypeError for what has none, ValueError for NaN, infinity and integers beyond 2**53.
+    Raises:
+        TypeError: The value has no canonical form.
+        ValueError: NaN, infinity, or an integer beyond 2**53.
 
     >>> canonical_json({"b": 1, "a": [0.5, None, True]})
     '{"a":["0x1.0000000000000p-1",null,true],"b":1}'
@@ -46,13 +48,13 @@ def canonical_json(value: Any) -> str:
 
 
 def exact(value: float | str) -> Any:
-    """A float or a text as canonical JSON tells it from every other, floats from texts included.
+    """Encode a float or text so that canonical JSON distinguishes it from every other value.
 
-    Canonical JSON by itself folds -0.0 into 0.0, writes 1.5 as a text that is a text, too, and refuses NaN
-    and infinity. Those few become a mapping of one entry; all others are themselves.
+    Canonical JSON by itself folds -0.0 into 0.0, writes 1.5 as a text that could also be a text, and refuses
+    NaN and infinity. Those few values become a mapping of one entry; all others stay as they are.
 
-    Args:
-        value: a built-in float or str.
+    Arguments:
+        value: A built-in float or str.
 
     >>> exact(-0.0), exact(0.5), exact("0x1p+0")
     ({'float': '-0.0'}, 0.5, {'str': '0x1p+0'})
@@ -64,12 +66,12 @@ def exact(value: float | str) -> Any:
 
 
 def digest(kind: str, *parts: Any) -> str:
-    """64 hex digits for plain values; equal parts of another kind digest to something else."""
+    """64 hex digits for plain values; the same values under another `kind` give another digest."""
     return hashlib.sha256(canonical_json([kind, *parts]).encode()).hexdigest()
 
 
 def content_digest(*parts: Buffer) -> str:
-    """`sha256:<hex>` of bytes, laid end to end."""
+    """`sha256:<hex>` of the concatenated buffers."""
     state = hashlib.sha256()
     for part in parts:
         state.update(part)
@@ -77,28 +79,31 @@ def content_digest(*parts: Buffer) -> str:
 
 
 def array_digest(array: npt.NDArray[Any]) -> str:
-    """`sha256:<hex>` of dtype, shape and bytes (C order, little-endian) of numbers; else TypeError."""
+    """`sha256:<hex>` of an array's dtype, shape and bytes (C order, little-endian). TypeError for no
+    numbers."""
     name = _dtype_name(array.dtype)
     little = np.ascontiguousarray(array, array.dtype if name == "bfloat16" else array.dtype.newbyteorder("<"))
+    # Dtype and shape first, so that equal bytes of another type or shape get another digest.
     state = hashlib.sha256(canonical_json(["array", name, list(array.shape)]).encode())
     state.update(little.reshape(-1).view(np.uint8).data)
     return f"sha256:{state.hexdigest()}"
 
 
 def file_digest(path: Path) -> str:
-    """`sha256:<hex>` of a file's bytes, read in blocks."""
+    """`sha256:<hex>` of a file's content, read in blocks."""
     with path.open("rb") as file:
         return open_file_digest(file)
 
 
 def open_file_digest(file: BufferedIOBase | RawIOBase) -> str:
-    """`sha256:<hex>` of the bytes of a file that is open, from where it is on."""
+    """`sha256:<hex>` of an open file from its current position to its end."""
     return f"sha256:{hashlib.file_digest(file, 'sha256').hexdigest()}"
 
 
 def _plain(value: Any) -> Any:
-    """`value` as JSON values whose JSON text is unique."""
-    kind = type(value)  # exactly, and most often first: a plan asks this of millions of values
+    """Convert `value` to JSON values with a unique JSON text."""
+    # Exact types first, most frequent ones in front: planning a run digests millions of values.
+    kind = type(value)
     if kind is int:
         return _integer(value)
     if kind is str or kind is bool or value is None:
@@ -109,7 +114,7 @@ def _plain(value: Any) -> Any:
         return {_name(key): _plain(item) for key, item in value.items()}
     if kind is float:
         return _float(value)
-    if isinstance(value, enum.Enum):  # before str and int: a StrEnum is an enum, too
+    if isinstance(value, enum.Enum):  # before str and int: a StrEnum is both
         return value.name
     if value is None or isinstance(value, str | bool):
         return value
@@ -126,6 +131,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
     if isinstance(value, set | frozenset):
+        # By canonical text: items of a set may be of types that cannot be compared.
         return sorted((_plain(item) for item in value), key=canonical_json)
     raise TypeError(
         f"expected plain values (numbers, strings, lists, mappings), found {type(value).__name__} "
@@ -154,7 +160,7 @@ def _name(key: Any) -> str:
 
 
 def _dtype_name(dtype: np.dtype[Any]) -> str:
-    """The name Zarr v3 gives a dtype of numbers, the same for either byte order; else TypeError."""
+    """Zarr v3's name of a numeric dtype, without the byte order; TypeError for other dtypes."""
     if dtype.kind not in "biufc" and dtype.name != "bfloat16":
         raise TypeError(f"expected a dtype of numbers, found {dtype}; its bytes do not say what it holds")
     return str(dtype.name)

@@ -1,11 +1,10 @@
-"""What xarray opens a stored run or result with when it is told `engine="mizarr"`.
+"""xarray backend: `xarray.open_dataset(FOLDER, engine="mizarr")` opens a stored run or result.
 
     xarray.open_dataset("activations/data/35/35be…", engine="mizarr")
 
-Needs no import of mizarr: the engine is found by its entry point. Plain `xarray.open_zarr` reads the same
-folders but for runs in bfloat16, which zarr does not know; here those are float32, as a store opens them.
-
-Border: a folder in, a lazy dataset out; which run or result lies where, a store tells.
+Works without importing mizarr, through the entry point in pyproject.toml. Plain `xarray.open_zarr` reads the
+same folders, except bfloat16 runs, whose dtype zarr does not know; here they are float32, as a store opens
+them.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ __all__ = ["MizarrBackend"]
 
 
 class MizarrBackend(BackendEntrypoint):
-    """Folders of a store, by path."""
+    """xarray backend for the folders of runs and results."""
 
     description: ClassVar[str] = "Open a stored run or result of mizarr, labelled and lazy"
     open_dataset_parameters: ClassVar[tuple[str, ...]] = ("filename_or_obj", "drop_variables")
@@ -34,35 +33,37 @@ class MizarrBackend(BackendEntrypoint):
     def open_dataset(
         self, filename_or_obj: Any, *, drop_variables: str | Iterable[str] | None = None
     ) -> xr.Dataset:
-        """The dataset of one folder, with `.mi`; values are read when they are asked for.
+        """Open one folder, lazy, with the `.mi` accessor.
 
-        Raises EntryNotFound for a path at which neither a run nor a result lies.
+        Raises:
+            EntryNotFound: The path is not the folder of a run or result.
         """
-        found = _opened(filename_or_obj)
+        dataset = _opened(filename_or_obj)
         dropped = [drop_variables] if isinstance(drop_variables, str) else list(drop_variables or ())
-        return found.drop_vars(dropped, errors="ignore")
+        return dataset.drop_vars(dropped, errors="ignore")
 
 
-def _opened(place: Any) -> xr.Dataset:
+def _opened(path: Any) -> xr.Dataset:
     from .reading import accessor  # noqa: F401 - registers ds.mi
     from .reading.datasets import entry_at, open_entry
     from .results import DATASET, read_result_at
 
-    if isinstance(place, str | os.PathLike):
-        told = os.fspath(place)
-        # What a result's dataset says it was opened from is the Zarr group in its folder.
-        source = (told if is_remote(told) else str(Path(told).expanduser().absolute())).rstrip("/")
+    if isinstance(path, str | os.PathLike):
+        address = os.fspath(path)
+        # encoding["source"] of a result is the Zarr group inside its folder; accepted here as well.
+        source = (address if is_remote(address) else str(Path(address).expanduser().absolute())).rstrip("/")
         source = source.removesuffix(f"/{DATASET}")
-        found = None
+        location = None
+        # Any other path is simply not ours: xarray then gets one clear error below.
         with suppress(ValueError):
-            found = folder_at(source)
-        if found is not None:
-            held = set(found[0].subfolders(found[1]))
-            if "manifest" in held:
+            location = folder_at(source)
+        if location is not None:
+            subfolders = set(location[0].subfolders(location[1]))
+            if "manifest" in subfolders:
                 return open_entry(entry_at(source), chunks=None)
-            if DATASET in held:
-                return read_result_at(*found)
+            if DATASET in subfolders:
+                return read_result_at(*location)
     raise EntryNotFound(
-        f"expected the folder of a stored run or result, such as STORE/data/35/35be…, found {str(place)!r}; "
+        f"expected the folder of a stored run or result, such as STORE/data/35/35be…, found {str(path)!r}; "
         "dataset.encoding['source'] tells where one lies, and `mizarr capture --json` as \"data\""
     )

@@ -1,4 +1,4 @@
-"""Every error mizarr raises on purpose, each also a built-in so that it is caught by either name.
+"""All errors that mizarr raises on purpose. Each is also a built-in exception, so either name catches it.
 
 Messages have three parts: what was expected, what was found, what to do next. The command line prints them as
 one line and exits with code 2.
@@ -36,11 +36,11 @@ REPAIR = (
     "run `mizarr verify --quarantine`, which sets aside what is damaged; the next capture or compute makes "
     "just that again"
 )
-"""What to do about bytes that are not what was committed."""
+"""Advice in every message about damaged files."""
 
 
 class MizarrError(Exception):
-    """Base of every error raised on purpose."""
+    """Base class of all errors of this package."""
 
     def __str__(self) -> str:
         # KeyError would otherwise print the repr of its message, quotes and escapes included.
@@ -56,7 +56,7 @@ class WeightsError(MizarrError, ValueError):
 
 
 class TokenizerError(MizarrError, ValueError):
-    """Text cannot be turned into the tokens asked for."""
+    """Text cannot be converted to the requested tokens."""
 
 
 class PromptError(MizarrError, ValueError):
@@ -64,19 +64,19 @@ class PromptError(MizarrError, ValueError):
 
 
 class DictionaryError(MizarrError, ValueError):
-    """Transcoders or autoencoders cannot be read, or do not fit what they are used with."""
+    """Transcoders or autoencoders cannot be read, or do not fit the model."""
 
 
 class ModelNotFound(MizarrError, FileNotFoundError):
-    """No model under that name: not a directory, not in the local cache, not on the hub."""
+    """Unknown model name: no directory, not cached locally, not on the hub."""
 
 
 class DownloadError(MizarrError, OSError):
-    """The hub did not deliver what was asked; what arrived is kept and resumed."""
+    """A download from the hub failed; the part that arrived is kept, and the next attempt resumes."""
 
 
 class HookPointNotFound(MizarrError, KeyError):
-    """The model, or a stored run, has no such hook point."""
+    """The model, or a stored run, does not have this hook point."""
 
 
 class InterventionError(MizarrError, ValueError):
@@ -88,15 +88,15 @@ class ShapeError(MizarrError, ValueError):
 
 
 class NotFinite(MizarrError, ArithmeticError):
-    """A pass, or what is to be stored of it, gave NaN or infinity."""
+    """A forward pass or an array to be stored contains NaN or infinity."""
 
 
 class StageError(MizarrError, ValueError):
-    """A stage is declared or called in a way it cannot run."""
+    """A stage is declared or called in an invalid way."""
 
 
 class SourceChanged(StageError):
-    """Files, weights or functions are no longer what a key was made of; nothing is kept under that key."""
+    """Files, weights or functions changed since their key was computed; nothing is stored under that key."""
 
 
 class PlanError(MizarrError, ValueError):
@@ -104,15 +104,15 @@ class PlanError(MizarrError, ValueError):
 
 
 class MissingExtra(MizarrError, ImportError):
-    """An optional dependency is needed; the message names the extra to install."""
+    """An optional dependency is missing; the message names the extra to install."""
 
 
 class StoreError(MizarrError, OSError):
-    """Base of what can go wrong with a store on disk."""
+    """Base class of errors of a store."""
 
 
 class StoreFormatError(StoreError):
-    """The folder is not a store, or one of another format."""
+    """The folder is no store, or has an unsupported format version."""
 
 
 class ReadOnlyStore(StoreError):
@@ -120,7 +120,7 @@ class ReadOnlyStore(StoreError):
 
 
 class StoreUnreachable(StoreError):
-    """An object store does not answer, or not to these credentials; what was committed stays."""
+    """An object store does not answer, or refuses the credentials; committed data stays."""
 
 
 class StoreFull(StoreError):
@@ -128,7 +128,7 @@ class StoreFull(StoreError):
 
 
 class EntryNotFound(StoreError, KeyError):
-    """No entry under that key."""
+    """Nothing is stored under this key."""
 
 
 class CorruptEntry(StoreError):
@@ -136,6 +136,6 @@ class CorruptEntry(StoreError):
 
 
 def nearest(name: str, candidates: Iterable[str]) -> str | None:
-    """The candidate spelled most like `name`, or None if nothing comes close."""
-    found = difflib.get_close_matches(str(name), list(candidates), n=1, cutoff=0.5)
-    return found[0] if found else None
+    """The candidate with the most similar spelling; None if nothing is similar."""
+    matches = difflib.get_close_matches(str(name), list(candidates), n=1, cutoff=0.5)
+    return matches[0] if matches else None

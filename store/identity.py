@@ -1,9 +1,8 @@
-"""Whose activations these are: the model a labelled array comes from, and that two come from the same.
+"""Model identity of labelled arrays: attributes, display name, and a consistency check.
 
-Border: attributes of labelled arrays. What the digest is made of is in keys.py; arrays without the
-attribute, such as results of most stages, say nothing and fit everything. A model's name is for people and
-stays out of attributes, where it would make two stores of the same activations differ: it is looked up when
-an error needs it.
+An array carries the digest of its model as an attribute (`keys.py` defines the digest). Arrays without it,
+such as most results, fit every model. The model's name is not an attribute, because attributes are digested:
+the same activations captured under two names would differ. It is looked up when a message needs it.
 """
 
 from __future__ import annotations
@@ -20,25 +19,27 @@ if TYPE_CHECKING:
 __all__ = ["DIGEST", "model_name", "model_of", "require_same_model"]
 
 DIGEST = "model_digest"
-"""Attribute of activations: the digest that identifies the model, of files or as somebody declared it."""
+"""Attribute of activations: digest of the model, computed from its files or declared by the user."""
 SOURCE = "source"
-"""Encoding of activations: the folder of the run they were opened from."""
+"""Encoding of activations: address of the folder they were opened from. Not an attribute, because attributes
+are digested, and a path would make the digest depend on where a store lies."""
 
 
 def model_of(array: xr.DataArray | xr.Dataset) -> dict[str, str]:
-    """What an array says of its model, to hand on to what is made of it; empty where it says nothing."""
+    """Model attributes of an array, to be copied to derived arrays; {} without a model."""
     return {DIGEST: str(array.attrs[DIGEST])} if DIGEST in array.attrs else {}
 
 
 def model_name(array: xr.DataArray | xr.Dataset) -> str | None:
-    """The model's name, as noted when the run was stored; None where that cannot be told."""
+    """Model name noted when the run was stored; None if unknown."""
     if SOURCE not in array.encoding:
         return None
     try:
         files, data = folder_at(array.encoding[SOURCE])
-    except ValueError:  # opened from another program's file
+    except ValueError:  # not a folder of a store: opened from a file of another program
         return None
     notes = get_provenance(files, data)
+    # Not every note names the model: notes of workflows lie in the same folder.
     note = next((note for note in notes if isinstance(note.get("model"), str)), None)
     if note is None:
         return None
@@ -46,21 +47,24 @@ def model_name(array: xr.DataArray | xr.Dataset) -> str | None:
 
 
 def require_same_model(**arrays: Any) -> None:
-    """StageError, naming both, if two labelled arrays come from different models.
+    """Check that labelled arrays come from one model.
 
-    arrays: by the name they have where they meet; those that do not say, or are no labelled arrays, are
-    passed over.
+    Arguments:
+        arrays: By the name for messages. Arrays without a model and other values are ignored.
+
+    Raises:
+        StageError: Two come from different models; the message names both.
     """
-    said = {name: array for name, array in arrays.items() if DIGEST in getattr(array, "attrs", {})}
-    for name, array in said.items():
-        first = next(iter(said))
-        if array.attrs[DIGEST] != said[first].attrs[DIGEST]:
+    identified = {name: array for name, array in arrays.items() if DIGEST in getattr(array, "attrs", {})}
+    for name, array in identified.items():
+        first_name = next(iter(identified))
+        if array.attrs[DIGEST] != identified[first_name].attrs[DIGEST]:
             raise StageError(
-                f"expected arrays of one model, found {first!r} of {_told(said[first])} and {name!r} of "
-                f"{_told(array)}; capture both with the same weights and dtype"
+                f"expected arrays of one model, found {first_name!r} of {_describe(identified[first_name])} "
+                f"and {name!r} of {_describe(array)}; capture both with the same weights and dtype"
             )
 
 
-def _told(array: xr.DataArray | xr.Dataset) -> str:
+def _describe(array: xr.DataArray | xr.Dataset) -> str:
     digest, name = str(array.attrs[DIGEST]).rpartition(":")[2][:12], model_name(array)
     return digest if name is None else f"{name} ({digest})"

@@ -1,12 +1,11 @@
-"""SQLite caches: where a prompt was stored, when a folder was last used, what a file digested to or a check
-found.
+"""SQLite caches: location of prompts, last use of folders, digests of files, results of slow checks.
 
-Border: caches, never the truth. Every answer of a store's index is checked by its reader against the records
-on disk, and deleting `index.sqlite` loses nothing but time. So no failure in here is an error: a locked,
-damaged or unwritable database reads as empty and forgets what it is told.
+Caches only, never the truth. Readers check every answer of a store's index against the records on disk, and
+deleting `index.sqlite` costs only time. So no failure here is an error: a locked, damaged or unwritable
+database reads as empty and drops writes.
 
-One SQLite file, safe for many processes (its own locks, short transactions, no write-ahead log, so that a
-reader without write permission needs no side files). A read-only store opens it read-only, or works without.
+One SQLite file, safe for many processes through SQLite's own locks and short transactions. No write-ahead
+log, because its side files would need write permission even for readers.
 """
 
 from __future__ import annotations
@@ -28,18 +27,19 @@ from .files import cache_folder, is_settled, stamp
 T = TypeVar("T")
 C = TypeVar("C", bound="_Cache")
 
-_USE_RESOLUTION = 60.0  # seconds; a use within this of the last one is not written again
-_BLOCKS, _BLOCK = 16, 4096  # of a file, and bytes of each
-_ATTEMPTS = 3  # to digest a file that is being written
-_MOST_ENCODINGS = 64 << 20  # bytes of the file; a prompt of 100 tokens takes 2 KB
-_VARIABLES = 500  # bound parameters per statement; old SQLite allows 999
+_USE_RESOLUTION = 60.0  # seconds; a use within this time of the last noted one is not written
+_BLOCKS, _BLOCK = 16, 4096  # number and bytes of the blocks sampled from a file
+_ATTEMPTS = 3  # attempts to digest a file that changes while it is read
+_MOST_ENCODINGS = 64 << 20  # bytes of the cache file; a prompt of 100 tokens takes 2 KB
+_VARIABLES = 500  # bound parameters per SQL statement; old SQLite allows 999
 
 
 class _Cache:
-    """A SQLite file that may be lost, locked or damaged at any moment.
+    """A SQLite file that may be locked, damaged or deleted at any moment.
 
-    path: created on first write; None keeps the cache in memory for this process only.
-    A `read_only` cache answers from an existing file and ignores writes.
+    Arguments:
+        path: Created on first write; None keeps the cache in memory of this process.
+        read_only: Whether writes are ignored; a missing file then reads as empty.
     """
 
     schema = ""
@@ -56,7 +56,7 @@ class _Cache:
         return _reopen, (type(self), self._path, self._read_only)
 
     def close(self) -> None:
-        """Let go of the file; the next question opens it again."""
+        """Close the file; the next access opens it again."""
         self._closing()
         self._connection = None
 
@@ -76,17 +76,19 @@ class _Cache:
                 try:
                     db = self._connect()
                     if db is not None:
+                        # One transaction: readers see all rows of an entry or none.
                         with db:
                             change(db)
                     return
                 except sqlite3.OperationalError:
-                    return  # locked for long, disk full, not writable: forget it
+                    return  # locked for long, disk full, or not writable: drop the write
                 except sqlite3.DatabaseError:
-                    self._discard()  # not a database any more: start afresh, once
+                    self._discard()  # damaged: delete the file and try once with a new one
                     if attempt:
                         return
 
     def _connect(self) -> sqlite3.Connection | None:
+        # A SQLite connection used after a fork corrupts the database.
         if self._connection is not None and self._pid == os.getpid():
             return self._connection
         # SQLite connections do not survive a fork; the parent's is dropped here without being closed.
@@ -95,7 +97,7 @@ class _Cache:
         if self._path is None:
             db = sqlite3.connect(":memory:", check_same_thread=False)
         elif self._path.exists() and not self._path.is_file():
-            return None  # SQLite waits for whoever writes into a pipe
+            return None  # opening a pipe as a database would block until somebody writes into it
         elif self._read_only:
             if not self._path.exists():
                 return None
@@ -105,10 +107,10 @@ class _Cache:
         else:
             db = sqlite3.connect(self._path, timeout=5.0, check_same_thread=False)
         if not self._read_only:
-            db.execute("PRAGMA synchronous = OFF")  # a lost index is rebuilt; never wait for the disk
+            db.execute("PRAGMA synchronous = OFF")  # a lost index is rebuilt, so no fsync
             db.executescript(self.schema)
         self._connection = db
-        # When nobody holds this any more, or at exit, before modules are taken down: __del__ may come later.
+        # weakref.finalize also runs at interpreter exit while modules still exist, unlike __del__.
         self._closing = weakref.finalize(self, _close, db, self._pid)
         return db
 
@@ -120,7 +122,7 @@ class _Cache:
 
 
 class StoreIndex(_Cache):
-    """The rebuildable index of one store: prompt -> entry and row, folder -> last use."""
+    """Index of one store: prompt -> entry and row, folder -> last use."""
 
     schema = """
         CREATE TABLE IF NOT EXISTS prompts (family TEXT, prompt TEXT, data TEXT, row INTEGER,
@@ -133,47 +135,51 @@ class StoreIndex(_Cache):
         self._used: dict[str, float] = {}
 
     def add_prompts(self, family: str, data: str, prompts: Iterable[str]) -> None:
-        """Remember that row i of entry `data` holds the i-th of `prompts` (digests).
+        """Record that row i of entry `data` is the i-th of `prompts`.
 
-        family: digest of what else the run depends on (model, interventions, numeric policy).
+        Arguments:
+            family: Digest of all else that the run depends on (model, interventions, numerics, dtype).
+            data: Folder of the entry.
+            prompts: Digests of its prompts.
         """
         rows = [(family, prompt, data, row) for row, prompt in enumerate(prompts)]
         self._write(lambda db: db.executemany("INSERT OR IGNORE INTO prompts VALUES (?, ?, ?, ?)", rows))
 
     def find_prompts(self, family: str, prompts: Sequence[str]) -> dict[str, dict[str, int]]:
-        """Where the prompts were seen: entry -> {prompt digest: row}, for entries that hold at least one."""
+        """Entries that contain some of the prompts: folder -> {prompt digest: row}."""
 
         def read(db: sqlite3.Connection) -> dict[str, dict[str, int]]:
-            found: dict[str, dict[str, int]] = {}
+            rows_by_entry: dict[str, dict[str, int]] = {}
             for start in range(0, len(prompts), _VARIABLES):
-                part = prompts[start : start + _VARIABLES]
-                marks = ",".join("?" * len(part))
+                batch = prompts[start : start + _VARIABLES]
+                marks = ",".join("?" * len(batch))
                 query = f"SELECT data, prompt, row FROM prompts WHERE family = ? AND prompt IN ({marks})"
-                for data, prompt, row in db.execute(query, (family, *part)):
-                    # It may hold anything.
+                for data, prompt, row in db.execute(query, (family, *batch)):
+                    # The file may have been tampered with, so types are checked before use.
                     if isinstance(data, str) and data.isprintable() and isinstance(row, int):
-                        found.setdefault(data, {})[prompt] = row
-            return found
+                        rows_by_entry.setdefault(data, {})[prompt] = row
+            return rows_by_entry
 
         return self._read(read, {})
 
     def touch(self, data: str) -> None:
-        """Note that the folder `data` was used now."""
+        """Note that a folder is in use now."""
         now = time.time()
         if now - self._used.get(data, 0.0) < _USE_RESOLUTION:
             return
+        # In memory first: otherwise a loop over one run would write a row per access.
         self._used[data] = now
         self._write(lambda db: db.execute("INSERT OR REPLACE INTO uses VALUES (?, ?)", (data, now)))
 
     def last_used(self) -> dict[str, float]:
-        """Seconds since the epoch of the last noted use, by data folder."""
+        """Time of the last noted use, seconds since the epoch, by folder."""
         nothing: list[tuple[str, object]] = []
         now, query = time.time(), "SELECT data, at FROM uses"
         uses = self._read(lambda db: db.execute(query).fetchall(), nothing)
         return {data: min(at, now) for data, at in uses if isinstance(at, float)}
 
     def forget(self, data: str) -> None:
-        """Drop all that is known about the folder `data`."""
+        """Remove all rows about a folder."""
         self._used.pop(data, None)
 
         def drop(db: sqlite3.Connection) -> None:
@@ -183,18 +189,18 @@ class StoreIndex(_Cache):
         self._write(drop)
 
     def clear(self) -> None:
-        """Empty the index, to be filled again from the entries."""
+        """Empty the index."""
         self._used.clear()
         self._write(lambda db: db.executescript("DELETE FROM prompts; DELETE FROM uses;"))
 
 
 class FileDigests(_Cache):
-    """sha256 of files, computed once: remembered by real path, stamp (device, inode, size, mtime, ctime) and
-    a digest of sixteen blocks spread over the file.
+    """Cache of sha256 digests of files, by real path, stamp and a digest of sixteen blocks spread over the
+    file.
 
-    A file changed within one tick of the clock before it was looked at, or dated in the future, is digested
-    but not remembered: its next change might not show. The blocks are for file systems on which the stamp can
-    be kept while the file is written over: without a ctime that every change moves, or through another clock.
+    A file that changed within one clock tick before it was read, or is dated in the future, is not cached, as
+    its next change might not change the stamp. The blocks are for file systems on which a stamp can survive a
+    change: without a reliable ctime, or with the clock of another machine.
     """
 
     schema = """
@@ -202,43 +208,43 @@ class FileDigests(_Cache):
     """
 
     def digest(self, path: Path) -> str:
-        """`sha256:…` of the file's bytes; OSError when it cannot be read."""
+        """`sha256:…` of a file; OSError if it cannot be read."""
         real = path.resolve()
         for _ in range(_ATTEMPTS):
             before, now = real.stat(), time.time()
             state = _state(real, before)
-            if (known := self._known(real, state)) is not None:
-                return known
-            found = file_digest(real)
+            if (cached := self._known(real, state)) is not None:
+                return cached
+            computed = file_digest(real)
+            # Otherwise the file was written while it was digested, and the digest belongs to no version of
+            # it.
             if stamp(real.stat()) == stamp(before):
                 if is_settled(before, now):
-                    self._remember(real, state, found)
-                return found
+                    self._remember(real, state, computed)
+                return computed
         raise OSError(f"{real} is being written while it is digested; wait until it is whole")
 
     @staticmethod
     def state(path: Path) -> tuple[str, bool]:
-        """What a file is remembered by, and whether its next change would show in that: then its digest is
-        what it was as long as it keeps this. OSError when it cannot be read."""
+        """Cache key of a file's content, and whether its next change is certain to change the key. OSError if
+        unreadable."""
         real, now = path.resolve(), time.time()
-        found = real.stat()
-        return _state(real, found), is_settled(found, now)
+        status = real.stat()
+        return _state(real, status), is_settled(status, now)
 
     def _known(self, real: Path, state: str) -> str | None:
         query = "SELECT digest FROM files WHERE path = ? AND stat = ?"
-        known = self._read(lambda db: db.execute(query, (str(real), state)).fetchone(), None)
-        return None if known is None else str(known[0])
+        row = self._read(lambda db: db.execute(query, (str(real), state)).fetchone(), None)
+        return None if row is None else str(row[0])
 
-    def _remember(self, real: Path, state: str, found: str) -> None:
-        row = (str(real), state, found)
+    def _remember(self, real: Path, state: str, file_digest: str) -> None:
+        row = (str(real), state, file_digest)
         self._write(lambda db: db.execute("INSERT OR REPLACE INTO files VALUES (?, ?, ?)", row))
 
 
 class Verdicts(_Cache):
-    """Answers that took long to find: of a case, by its digest, according to a witness, by name and version.
-
-    A verdict is a text; what it says is its reader's business.
-    """
+    """Cache of slow checks: subject (a digest) and witness (name and version of the check) -> verdict, a
+    text."""
 
     schema = """
         CREATE TABLE IF NOT EXISTS verdicts (subject TEXT, witness TEXT, verdict TEXT,
@@ -246,7 +252,7 @@ class Verdicts(_Cache):
     """
 
     def find(self, subject: str) -> dict[str, str]:
-        """Every verdict on a case, by witness."""
+        """All verdicts on a subject, by witness."""
         return self._read(
             lambda db: dict(
                 db.execute("SELECT witness, verdict FROM verdicts WHERE subject = ?", (subject,)).fetchall()
@@ -255,7 +261,7 @@ class Verdicts(_Cache):
         )
 
     def add(self, subject: str, witness: str, verdict: str) -> None:
-        """Remember what a witness says of a case."""
+        """Store the verdict of a witness on a subject."""
         self._write(
             lambda db: db.execute(
                 "INSERT OR REPLACE INTO verdicts VALUES (?, ?, ?)", (subject, witness, verdict)
@@ -264,17 +270,18 @@ class Verdicts(_Cache):
 
 
 def file_digests() -> FileDigests:
-    """The memo shared by all stores of a user, in the folder $MIZARR_CACHE or else ~/.cache/mizarr."""
+    """The user's cache of file digests, shared by all stores, in $MIZARR_CACHE or ~/.cache/mizarr."""
     return FileDigests(_user_cache() / "digests.sqlite")
 
 
 def layout_verdicts() -> Verdicts:
-    """Which models of unknown family compute what transformers computes, beside the file digests."""
+    """The user's cache of checks of unknown model families against transformers."""
     return Verdicts(_user_cache() / "layouts.sqlite")
 
 
 def encodings() -> Verdicts:
-    """What texts were encoded to, by tokenizers that take long to make; begun afresh when it is large."""
+    """The user's cache of encoded texts, for tokenizers that are slow to load; deleted when it grows too
+    large."""
     path = _user_cache() / "encodings.sqlite"
     with suppress(OSError):
         if path.stat().st_size > _MOST_ENCODINGS:
@@ -289,15 +296,16 @@ def _user_cache() -> Path:
     return folder
 
 
-def _state(real: Path, found: os.stat_result) -> str:
-    return f"{':'.join(map(str, stamp(found)))}:{_sample(real, found.st_size)}"
+def _state(real: Path, status: os.stat_result) -> str:
+    return f"{':'.join(map(str, stamp(status)))}:{_sample(real, status.st_size)}"
 
 
 def _sample(path: Path, size: int) -> str:
-    """Hex digest of blocks spread evenly over a file, its first and its last among them."""
+    """Hex digest of blocks spread evenly over a file, including its first and last."""
     state = hashlib.sha256()
     with path.open("rb", buffering=0) as file:
         for i in range(_BLOCKS):
+            # Evenly spaced from the first block to the last; for short files the blocks overlap.
             file.seek(max(0, size - _BLOCK) * i // (_BLOCKS - 1))
             state.update(file.read(_BLOCK))
     return state.hexdigest()

@@ -1,11 +1,9 @@
-"""Keys: small immutable values that say what was computed; their digests name it.
+"""Keys: immutable values that identify a computation; their digest is the name it is stored under.
 
-In a key is everything that decides a number: the model (weights, config, declared version of the forward
-pass, dtype, attention), the token ids, the interventions, a stage's version and parameters, the content of
-what it reads. Not in a key: device, batch size, chunking, compression, worker count, library versions; those
-are provenance.
-
-Border: digests of models, prompts and hooks arrive as strings; how they were made is known elsewhere.
+A key contains everything that decides a number: the model (weights, config, version of the forward pass,
+dtype, attention), token ids, interventions, version and parameters of a stage, contents of its inputs. It
+does not contain device, batch size, chunking, compression, number of workers or library versions; those are
+provenance.
 """
 
 from __future__ import annotations
@@ -19,117 +17,121 @@ from typing import Any
 from .digest import digest
 
 NUMERIC = {"batching": "by length, right-padded, from the corpus alone", "deterministic": True}
-"""How batches are made is part of what a stored number is: other batches give other last bits."""
+"""Part of every run key: how batches are formed, because other batches give other last bits."""
 
 
 class _Key:
-    """What keys have in common: a request of plain values, and the digest of it."""
+    """Base class of keys: a request of plain values and its digest."""
 
     kind = "key"
 
     def request(self) -> dict[str, Any]:
-        """The key as plain values, as provenance records it."""
+        """The key as plain values, as digested and noted in provenance."""
         raise NotImplementedError
 
     @cached_property
     def digest(self) -> str:
-        """Of kind and request, 64 hex digits."""
+        """Digest of kind and request, 64 hex digits."""
         return digest(self.kind, self.request())
 
     @property
     def short(self) -> str:
-        """First 12 digits, for people."""
+        """First 12 digits of the digest, for display."""
         return self.digest[:12]
 
 
 @dataclass(frozen=True)
 class ModelIdentity(_Key):
-    """Which model: never its name, which two models may share.
-
-    weights: "sha256:…" over the digests of the weight files. config: digest of the configuration the forward
-    pass reads. forward: its declared version, e.g. "transformer/1". dtype: of the computation. attention: how
-    attention is computed where nothing is asked of it.
-    """
+    """Model identity: digests of weights and config, forward version, dtype. Names are not unique."""
 
     weights: str
+    """"sha256:…" over the digests of the weight files."""
     config: str
+    """Digest of the configuration that the forward pass reads."""
     forward: str
+    """Version of the forward pass, e.g. "transformer/1"."""
     dtype: str
+    """Dtype of the computation."""
     attention: str = "sdpa"
+    """Implementation of attention where no hook point of it is captured."""
 
     kind = "model"
 
     def request(self) -> dict[str, Any]:
-        """The five fields."""
+        """All fields by name."""
         return asdict(self)
 
 
 @dataclass(frozen=True)
 class RunKey(_Key):
-    """Which forward passes: one model over one set of prompts under one set of interventions.
-
-    model: `ModelIdentity.digest`. prompt: digest of the packed token ids. hooks: digest of the canonical
-    interventions; captures are a selection from the run and not part of it.
-    """
+    """Identity of a run: one model over one set of prompts under one set of interventions."""
 
     model: str
+    """`ModelIdentity.digest`."""
     prompt: str
+    """`PackedTokens.digest`."""
     hooks: str
+    """Digest of the canonical interventions. Captures only select from a run, so they are not part of it."""
 
     kind = "run"
 
     @classmethod
-    def of_request(cls, told: Mapping[str, Any]) -> RunKey:
-        """The key whose `request` this is; KeyError where a digest is not told."""
-        return cls(told["model"], told["prompt"], told["hooks"])
+    def of_request(cls, request: Mapping[str, Any]) -> RunKey:
+        """Parse a `request`; KeyError if a digest is missing."""
+        return cls(request["model"], request["prompt"], request["hooks"])
 
     def request(self) -> dict[str, Any]:
-        """The three digests, and how numbers are made."""
+        """The three digests, and how batches are formed."""
         return {"model": self.model, "prompt": self.prompt, "hooks": self.hooks, "numeric": NUMERIC}
 
 
 @dataclass(frozen=True)
 class ActivationKey(_Key):
-    """Which stored array: one variable of a run at one layer, in one storage dtype.
-
-    layer: None where there is no layer axis.
-    """
+    """Identity of a stored array: one variable of a run at one layer, in one storage dtype."""
 
     run: RunKey
     variable: str
     layer: int | None
+    """None without a layer axis."""
     dtype: str
+    """Storage dtype of the run."""
 
     kind = "activation"
 
     def request(self) -> dict[str, Any]:
-        """The run by its digest, and the array."""
+        """Digest of the run, and the array's fields."""
         return {"run": self.run.digest, "variable": self.variable, "layer": self.layer, "dtype": self.dtype}
 
 
 @dataclass(frozen=True, eq=False)
 class ResultKey(_Key):
-    """Which result of a stage: its version, its parameters, and the content (never the key) of each input.
+    """Identity of a stage's result.
 
-    Takes its own copy of the parameters and is digested at once: whatever happens to them later, the key
-    stays what it was.
-    Raises TypeError or ValueError for parameters that are not plain values.
+    The parameters are copied and digested at once, so later changes to them do not affect the key.
+
+    Raises:
+        TypeError: A parameter is not a plain value.
+        ValueError: A parameter is NaN, infinite or an integer beyond 2**53.
     """
 
     stage: str
     version: int | str
+    """Declared version of the stage; moves when its numbers move."""
     params: Mapping[str, Any] = field(default_factory=dict)
     inputs: Mapping[str, str] = field(default_factory=dict)
+    """Content digest R of each input. Never its key: a recomputed input with equal content then changes
+    nothing downstream (early cutoff)."""
 
     kind = "result"
 
     def __post_init__(self) -> None:
+        # Frozen dataclass; deepcopy, because a nested list could still be changed by the caller.
         object.__setattr__(self, "params", deepcopy(dict(self.params)))
         object.__setattr__(self, "inputs", dict(self.inputs))
         self.digest  # noqa: B018 - computed and kept
 
     def request(self) -> dict[str, Any]:
-        """Stage, version, parameters, inputs."""
+        """All fields by name."""
         return {
             "stage": self.stage,
             "version": self.version,
@@ -138,7 +140,7 @@ class ResultKey(_Key):
         }
 
     def __eq__(self, other: object) -> bool:
-        # Not field by field: 1 == 1.0 == True in Python, but they are other parameters.
+        # Field by field would be wrong: 1 == 1.0 == True in Python, but they are different parameters.
         return self.digest == other.digest if isinstance(other, ResultKey) else NotImplemented
 
     def __hash__(self) -> int:

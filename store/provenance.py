@@ -1,7 +1,7 @@
-"""How a result came about: what was asked, from what, with which versions, by whom; and walks back along it.
+"""Provenance notes: request, inputs, versions, host and time of a computation, stored beside its data.
 
-Border: plain values beside the data, for people and for `lineage`. Nothing in here enters a key or decides a
-cache hit, so it may say what keys must not: host, time, library versions. Notes check themselves (sealed.py).
+For people and for `lineage`. No key and no cache decision depends on a note, so it may contain what keys must
+not.
 """
 
 from __future__ import annotations
@@ -20,34 +20,36 @@ from .files import Folder
 from .sealed import sealed, unsealed
 
 LABELS = "labels-"
-"""Begins the names of files beside the notes that hold labels of prompts (runs/prompt_labels.py)."""
+"""Prefix of files in the same folder that hold prompt labels (runs/prompt_labels.py) instead of notes."""
 _LIBRARIES = ("mizarr", "torch", "zarr", "xarray", "dask", "numpy")
 
 
 def put_provenance(files: Folder, data: str, note: Mapping[str, Any]) -> None:
-    """Add a note, plain JSON values, to what is known about the folder `data`."""
+    """Add a note (plain JSON values) on the folder `data`."""
     now = datetime.now(UTC)
+    # Names sort by time, and the random part lets two processes write in the same microsecond.
     name = f"{data}/provenance/{now:%Y%m%dT%H%M%S.%f}-{secrets.token_hex(3)}.json"
-    told = {"at": now.isoformat(timespec="seconds"), **environment(), **note}
-    files.put_new(name, sealed(dict(sorted(told.items()))))
+    fields = {"at": now.isoformat(timespec="seconds"), **environment(), **note}
+    files.put_new(name, sealed(dict(sorted(fields.items()))))
 
 
 def get_provenance(files: Folder, data: str) -> list[dict[str, Any]]:
-    """All notes on the folder `data`, oldest first. Raises CorruptEntry for one that is not as written."""
+    """All notes on the folder `data`, oldest first. CorruptEntry for a damaged note."""
     names = [name for name in note_names(files, data) if not name.rpartition("/")[2].startswith(LABELS)]
     texts = ((name, files.get(name)) for name in names)
     return [unsealed(name, text) for name, text in texts if text is not None]
 
 
 def note_names(files: Folder, data: str) -> list[str]:
-    """The files of all notes on a folder, oldest first, and of labels of prompts."""
+    """Paths of all notes and prompt labels of a folder, oldest first."""
     names = files.children(f"{data}/provenance")
     return sorted(f"{data}/provenance/{name}" for name in names if name != "zarr.json")
 
 
 @cache
 def environment() -> dict[str, Any]:
-    """Versions, host and process of this computation; read from package metadata, so nothing is imported."""
+    """Versions of Python and libraries, host and process. From package metadata, so no library is
+    imported."""
     versions = {"python": platform.python_version()}
     for name in _LIBRARIES:
         try:
@@ -63,5 +65,5 @@ def environment() -> dict[str, Any]:
 
 
 def as_json(value: Mapping[str, Any]) -> bytes:
-    """A small JSON file: sorted, indented, one line break at the end; TypeError for what is not plain."""
+    """Format a small JSON file: sorted, indented, with a final newline. TypeError for non-JSON values."""
     return json.dumps(value, sort_keys=True, indent=1, allow_nan=False).encode() + b"\n"

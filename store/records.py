@@ -1,11 +1,8 @@
-"""The small file that makes a result visible: `keys/<ab>/<key>.json`.
+"""Key files, `keys/<ab>/<key>.json`: the records that make data visible.
 
-Border: names and plain values; who writes the file, and when, is decided by the entry or the result it points
-to.
-
-A key file says where the data lies and what its bytes digest to. It is created once, never changed, and is
-the only thing a reader starts from: data without a key file does not exist. Downstream keys are made of
-`content`, never of `key`, so an upstream recompute that gives the same bytes stops there (early cutoff).
+A key file gives the folder and content digest of published data. It is created once and never changed.
+Readers start from key files only: data without one does not exist for them. Downstream keys contain
+`content`, never `key`, so recomputing an input with equal bytes changes nothing downstream (early cutoff).
 """
 
 from __future__ import annotations
@@ -25,31 +22,29 @@ _FIELDS = ("kind", "data", "content", "created", "label")
 
 @dataclass(frozen=True)
 class Record:
-    """One published array or result.
-
-    key: 64 hex, digest of the request (the file's name).
-    kind: "activation" or "result".
-    data: folder that holds it, relative to the store, e.g. "data/ab/ab12…".
-    content: R, "sha256:…" over what was computed.
-    created: UTC, ISO 8601, seconds.
-    label: for people, e.g. "resid_post/5" or "logit_lens/1".
-    """
+    """One published array or result."""
 
     key: str
+    """Digest of the request, 64 hex digits; also the file name."""
     kind: str
+    """`ACTIVATION` or `RESULT`."""
     data: str
+    """Folder of the data, relative to the store, e.g. "data/ab/ab12…"."""
     content: str
+    """R, "sha256:…" over what was computed."""
     created: str
+    """UTC, ISO 8601, to the second."""
     label: str = ""
+    """Readable name, e.g. "resid_post/5" or "logit_lens/1"."""
 
     @property
     def short(self) -> str:
-        """First 12 digits of the key."""
+        """First 12 digits of the key, for display."""
         return self.key[:12]
 
     @property
     def path(self) -> str:
-        """Name of the key file, relative to the store."""
+        """Path of the key file, relative to the store."""
         return key_path(self.key)
 
     def to_bytes(self) -> bytes:
@@ -58,21 +53,22 @@ class Record:
 
     @classmethod
     def from_bytes(cls, key: str, text: bytes) -> Record:
-        """The record in a key file; CorruptEntry if it is not one, or not what was written."""
+        """Parse a key file; CorruptEntry if it is damaged."""
         fields = unsealed(key_path(key), text, _FIELDS)
-        found = cls(key, **{name: str(fields[name]) for name in _FIELDS})
-        if not _DATA.fullmatch(found.data) or ".." in found.label:
+        record = cls(key, **{name: str(fields[name]) for name in _FIELDS})
+        # The path comes from a file that may have been manipulated; it must stay inside `data/`.
+        if not _DATA.fullmatch(record.data) or ".." in record.label:
             raise CorruptEntry(
-                f"{key_path(key)}: expected a folder of the store, found {found.data!r:.80}; {REPAIR}"
+                f"{key_path(key)}: expected a folder of the store, found {record.data!r:.80}; {REPAIR}"
             )
-        return found
+        return record
 
 
 def key_path(key: str) -> str:
-    """Where the key file of `key` (64 hex) lies, relative to the store."""
+    """Path of a key file, relative to the store."""
     return f"keys/{key[:2]}/{key}.json"
 
 
 def now() -> str:
-    """Current time as records write it: UTC, ISO 8601, whole seconds."""
+    """Current time in the form of records: UTC, ISO 8601, whole seconds."""
     return datetime.now(UTC).isoformat(timespec="seconds")

@@ -1,7 +1,4 @@
-"""A function that a thread of its own calls now and then; the thread ends whenever an interrupt comes.
-
-Border: functions and seconds; knows no store.
-"""
+"""Call a function periodically on a background thread, such as renewing a lease; safe against interrupts."""
 
 from __future__ import annotations
 
@@ -14,24 +11,26 @@ __all__ = ["Repeated"]
 
 
 class Repeated:
-    """Calls a function every so many seconds on a thread of its own: from `start` to `stop`, or in a block.
+    """Background thread that calls a function at intervals, from `start` to `stop`, or within a `with` block.
 
-    The thread also ends when nobody holds this object any more: an interrupt may come between `start` and the
-    line that would have remembered to stop it. So the function must not hold whoever holds this.
+    The thread also ends when this object is garbage-collected, because an interrupt (Ctrl-C) may come between
+    `start` and the line that would have stored the object. So the function must not hold a reference to the
+    owner.
     """
 
     def __init__(self, seconds: float, action: Callable[[], object], name: str) -> None:
-        """Args:
-        seconds: between two calls, and before the first one.
-        action: that is called; what it raises ends the thread.
-        name: of the thread.
+        """
+        Arguments:
+            seconds: Between two calls, and before the first.
+            action: Function to call; an exception ends the thread.
+            name: Name of the thread.
         """
         self._stopped = threading.Event()
-        about = weakref.ref(self), self._stopped, seconds, action
-        self._thread = threading.Thread(target=_repeat, args=about, name=name, daemon=True)
+        arguments = weakref.ref(self), self._stopped, seconds, action
+        self._thread = threading.Thread(target=_repeat, args=arguments, name=name, daemon=True)
 
     def start(self) -> None:
-        """Begin; once."""
+        """Start the thread; may be called once."""
         try:
             self._thread.start()
         except BaseException:
@@ -39,10 +38,10 @@ class Repeated:
             raise
 
     def stop(self, *, wait: bool = True) -> None:
-        """End; harmless when asked again.
+        """End the thread; may be called again.
 
-        Args:
-            wait: until the last call is over. Not from within a lock that the function takes.
+        Arguments:
+            wait: Whether to wait for a running call. Not while holding a lock that the function takes.
         """
         self._stopped.set()
         if wait and self._thread.ident is not None:
@@ -63,5 +62,6 @@ class Repeated:
 def _repeat(
     owner: weakref.ref[Any], stopped: threading.Event, seconds: float, action: Callable[[], object]
 ) -> None:
+    # A weak reference: with a strong one the thread itself would keep the object alive for ever.
     while not stopped.wait(seconds) and owner() is not None:
         action()

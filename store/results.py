@@ -1,21 +1,19 @@
-"""Derived results: labelled datasets of any size, written once and found again by key.
+"""Derived results: labelled datasets of any size, written once and found by key.
 
-Border: labels and bytes; what a stage computed, and whether it should run at all, is decided in the pipeline.
-
-Every attempt to store a result is a folder of its own with an ordinary Zarr v3 group in it, which plain
-`xr.open_zarr` reads. It becomes the result when `keys/<key>.json` names it. The first attempt to get there
-wins and the others remove themselves, so no file is ever written by two, and a killed attempt is a stray
-folder that nobody reads.
+Every attempt to store a result writes a folder of its own with an ordinary Zarr v3 group, which plain
+`xr.open_zarr` reads. The attempt becomes the result when `keys/<key>.json` names it. The first attempt wins
+and the others remove their folders. So no file has two writers, no lock is needed, and a killed attempt is a
+stray folder nobody reads.
 
     data/<ab>/<key>.<random>/
-        dataset/                  the Zarr group, by itself, as Zarr warns of strangers among its arrays
+        dataset/                  the Zarr group, one level down, as Zarr warns of other members in a group
         manifest.json             R and, for `verify`, {path: [size, digest]}
-        provenance/<when>.json    request, parents, versions: how it came about; never part of R
+        provenance/<when>.json    request, parents, versions; never part of R
 
-Text is stored as Zarr's `string`: fixed-length unicode has no Zarr v3 specification and other readers refuse
-it. Values are stored as they are: no fill values, no scaling, no compression (float activations gain at most
-9 %), and every chunk with its crc32c, which any reader of Zarr checks. What describes the arrays is compared
-with the manifest when a result is opened.
+Text is stored as Zarr's `string`, because fixed-length unicode has no Zarr v3 specification and other readers
+refuse it. Values are stored without fill values, scaling or compression (float activations would gain at most
+9 %); every chunk has a crc32c. The metadata of arrays is verified against the manifest when a result is
+opened.
 """
 
 from __future__ import annotations
@@ -48,13 +46,14 @@ log = logging.getLogger(__name__)
 
 DATASET = "dataset"
 _DESCRIPTION = "/zarr.json"
-_WHOLE = 64 << 20  # bytes up to which an in-memory array is one chunk, and a result opens without dask
-_LONGEST_NAME = 200  # bytes of UTF-8; a file system takes 255, of which names of temporary files take some
-_CHUNK = 16 << 20  # bytes of a chunk of larger in-memory arrays
+# bytes up to which an in-memory array is stored as one chunk, and a result opens without dask
+_WHOLE = 64 << 20
+_LONGEST_NAME = 200  # bytes of UTF-8: file systems allow 255, and temporary file names add some
+_CHUNK = 16 << 20  # bytes per chunk of larger in-memory arrays
 
 
 def require_storable_names(names: Iterable[object]) -> None:
-    """Raise ShapeError for a name of a variable that no folder can have: each variable is stored in one."""
+    """Raise ShapeError for a variable whose name cannot be a folder name, as each is stored in a folder."""
     for name in names:
         is_plain = isinstance(name, str) and "/" not in name and is_below(name) and not name.startswith(".")
         if not is_plain or f"/{name}" == _DESCRIPTION or not _fits(str(name)):
@@ -72,11 +71,17 @@ def _fits(name: str) -> bool:
 
 
 def prepare(dataset: xr.Dataset) -> tuple[xr.Dataset, dict[str, dict[str, Any]]]:
-    """The dataset in storable form, and the Zarr encoding of each variable.
+    """Convert a dataset to storable form without computing it.
 
-    Nothing is computed. ShapeError for names and dtypes that cannot be stored.
+    Returns:
+        The dataset, and the Zarr encoding of each variable.
+
+    Raises:
+        ShapeError: A name or dtype cannot be stored.
     """
     require_storable_names(dataset.variables)
+    # The encoding describes the file the dataset was opened from (chunks, filters) and must not shape this
+    # one.
     dataset = shielded(dataset.drop_encoding())
     texts = {}
     for name, variable in dataset.variables.items():
@@ -110,12 +115,24 @@ def write_result(
     provenance: Mapping[str, Any],
     confirm: Callable[[], None] = lambda: None,
 ) -> Record:
-    """Store `dataset` under `key` unless it is there already; returns the record that stands.
+    """Store a dataset, unless its key is published already.
 
-    Chunked (dask) variables are computed and written chunk by chunk.  provenance: plain values.  confirm:
-    called before the key is; what it raises ends the attempt.
-    Raises ShapeError for what cannot be stored, StoreFull, ReadOnlyStore; a failed attempt leaves nothing
-    behind.
+    Dask variables are computed and written chunk by chunk. A failed attempt leaves nothing behind.
+
+    Arguments:
+        files: The store's files.
+        key: Key of the result.
+        dataset: The result.
+        provenance: Plain values.
+        confirm: Called after writing and before publishing; an exception abandons the attempt.
+
+    Returns:
+        The published record, which may be another writer's.
+
+    Raises:
+        ShapeError: The dataset cannot be stored.
+        StoreFull: The disk or quota is full.
+        ReadOnlyStore: The store cannot be written.
     """
     ready, encoding = prepare(dataset)
     data = f"data/{key.digest[:2]}/{key.digest}.{secrets.token_hex(4)}"
@@ -123,15 +140,16 @@ def write_result(
     try:
         record = _attempt(files, data, key, ready, encoding, provenance)
         confirm()
+        # The only step that makes the result visible, and atomic.
         if files.put_new(record.path, record.to_bytes()):
             return record
     except BaseException:
-        # An interrupt may come when the key is there already: then it leads to what was written.
+        # If the interrupt came after the key was created, the key refers to this folder, which must stay.
         if record is None or files.get(record.path) != record.to_bytes():
             files.remove_tree(data)
         raise
     files.remove_tree(data)
-    return _lost(files, record, provenance)
+    return _earlier_record(files, record, provenance)
 
 
 def _attempt(
@@ -142,20 +160,24 @@ def _attempt(
     encoding: Mapping[str, Mapping[str, Any]],
     provenance: Mapping[str, Any],
 ) -> Record:
-    """Write everything of an attempt but the key."""
+    """Write data, manifest and provenance of an attempt; everything except the key."""
     from .group.written import are_plain, write_arrays
 
     contents = []
 
     def fill(folder: Path) -> None:
-        place = folder / DATASET
+        group_folder = folder / DATASET
         if are_plain(ready, _WHOLE):
-            contents.append(content_of(_decoded(write_arrays(place, ready))))
+            # R from what would be read back, so that writing and reading agree on it by construction.
+            contents.append(content_of(_decoded(write_arrays(group_folder, ready))))
             return
-        ready.to_zarr(place, zarr_format=3, consolidated=False, encoding=encoding, align_chunks=True)
-        found = {file.parent: file.read_bytes() for file in place.glob(f"**{_DESCRIPTION}")}
-        described = {"" if at == place else at.name: text for at, text in found.items()}
-        contents.append(content_of(read_group(open_folder(folder), DATASET, described, key.stage)))
+        ready.to_zarr(group_folder, zarr_format=3, consolidated=False, encoding=encoding, align_chunks=True)
+        texts = {file.parent: file.read_bytes() for file in group_folder.glob(f"**{_DESCRIPTION}")}
+        metadata = {
+            "" if array_folder == group_folder else array_folder.name: text
+            for array_folder, text in texts.items()
+        }
+        contents.append(content_of(read_group(open_folder(folder), DATASET, metadata, key.stage)))
 
     written = files.build(data, fill)
     (content,) = contents
@@ -167,45 +189,49 @@ def _attempt(
     return Record(key.digest, records.RESULT, data, content, records.now(), label)
 
 
-def _lost(files: Folder, record: Record, provenance: Mapping[str, Any]) -> Record:
-    """The record that came first; a difference in content is noted beside it, for people."""
+def _earlier_record(files: Folder, record: Record, provenance: Mapping[str, Any]) -> Record:
+    """Record of the earlier writer; a different content is logged and noted as non-determinism."""
     text = files.get(record.path)
     if text is None:
         raise CorruptEntry(
             f"{record.path} vanished while it was read: gc or quarantine ran; compute it again"
         )
-    first = Record.from_bytes(record.key, text)
-    if first.content != record.content:
+    published = Record.from_bytes(record.key, text)
+    if published.content != record.content:
         log.warning(
             "%s %s gave %s where %s is stored: it is not deterministic; the stored result stands",
             record.label,
             record.short,
             record.content,
-            first.content,
+            published.content,
         )
         note = {"key": record.key, "label": record.label, "nondeterministic": record.content}
-        put_provenance(files, first.data, {**provenance, **note})
-    return first
+        put_provenance(files, published.data, {**provenance, **note})
+    return published
 
 
-def read_group(files: Folder, folder: str, described: Mapping[str, bytes], what: str) -> xr.Dataset:
-    """A result's Zarr group as a lazy dataset, values exactly as stored, variables by name.
+def read_group(files: Folder, folder: str, metadata: Mapping[str, bytes], label: str) -> xr.Dataset:
+    """Open the Zarr group of a result, lazy, values exactly as stored, variables sorted by name.
 
-    described: the `zarr.json` of each array, by name, and of the group itself as "".  what: the result, for
-    people.
+    Arguments:
+        files: The store's files.
+        folder: Path of the group.
+        metadata: `zarr.json` of each array by name, and of the group under "".
+        label: Names the result in error messages.
     """
     import xarray as xr
 
     from .group.stored import stored_variables
     from .reading import accessor  # noqa: F401 - registers ds.mi
 
-    arrays = {name: described[name] for name in sorted(described) if name}
-    attributes = json.loads(described[""]).get("attributes", {})
-    return _decoded(xr.Dataset(stored_variables(files, folder, arrays, what), attrs=attributes))
+    arrays = {name: metadata[name] for name in sorted(metadata) if name}
+    attributes = json.loads(metadata[""]).get("attributes", {})
+    return _decoded(xr.Dataset(stored_variables(files, folder, arrays, label), attrs=attributes))
 
 
 def _decoded(raw: xr.Dataset) -> xr.Dataset:
-    """Arrays as they are stored -> variables as they were given."""
+    """Decode stored arrays (text, coordinates, shielded attributes), but neither fill values, scales nor
+    times."""
     import xarray as xr
 
     decoded: xr.Dataset = xr.decode_cf(raw, mask_and_scale=False, decode_times=False)
@@ -213,14 +239,17 @@ def _decoded(raw: xr.Dataset) -> xr.Dataset:
 
 
 def read_result(files: Folder, record: Record) -> xr.Dataset:
-    """A stored result, lazy: straight over the files when it is small, chunked by dask when it is not.
+    """Open a stored result, lazy: directly over the files if it is small, as dask arrays otherwise.
 
-    Raises CorruptEntry when the folder the record names is gone, cannot be read or is not described as it was
-    written; and, when values are read, where a chunk is not what its checksum says.
+    Raises:
+        CorruptEntry: The folder is missing or its metadata does not match the manifest; on reading values,
+            also if a chunk does not match its checksum.
     """
     dataset = _read(files, record.data, f"{record.label} {record.short}")
     if dataset.nbytes <= _WHOLE:
         return dataset
+    # Named by folder, so that dask recognises equal arrays of separately opened datasets without hashing
+    # them.
     chunked = {
         str(name): variable.chunk(
             dict(zip(variable.dims, variable.encoding["chunks"], strict=True)),
@@ -233,58 +262,58 @@ def read_result(files: Folder, record: Record) -> xr.Dataset:
 
 
 def read_result_at(files: Folder, data: str) -> xr.Dataset:
-    """The result in a folder of a store, lazy straight over its files; raises as `read_result`."""
+    """Open the result in a folder of a store, lazy, without dask; raises like `read_result`."""
     return _read(files, data, f"result {data.rpartition('/')[2][:12]}")
 
 
-def _read(files: Folder, data: str, what: str) -> xr.Dataset:
-    """A result by its folder, relative to the store, checked as far as it can be without reading values."""
-    from .group.stored import told_as_damage
+def _read(files: Folder, data: str, label: str) -> xr.Dataset:
+    """Open a result by its folder, verifying all that can be verified without reading values."""
+    from .group.stored import damage_errors
 
     folder = f"{data}/{DATASET}"
-    described = _descriptions(files, data, what)
-    with told_as_damage(what, files.where(folder)):
-        return read_group(files, folder, described, what)
+    metadata = _descriptions(files, data, label)
+    with damage_errors(label, files.where(folder)):
+        return read_group(files, folder, metadata, label)
 
 
-def _descriptions(files: Folder, data: str, what: str) -> dict[str, bytes]:
-    """The `zarr.json` of each array by name, of the group as "".
+def _descriptions(files: Folder, data: str, label: str) -> dict[str, bytes]:
+    """Read and verify the `zarr.json` of each array by name, and of the group under "".
 
-    Raises CorruptEntry unless each is the one the manifest lists, and chunks have their sizes: a chunk that
-    is gone would read as zeros.
+    Raises:
+        CorruptEntry: One differs from the manifest, or a chunk file has another size. (A missing chunk file
+            would otherwise read as zeros.)
     """
     name = f"{data}/manifest.json"
     text = files.get(name)
     if text is None:
-        raise CorruptEntry(f"{what}: expected its list of files, {name}, found none; {REPAIR}")
+        raise CorruptEntry(f"{label}: expected its list of files, {name}, found none; {REPAIR}")
     listed = files_of(name, unsealed(name, text))
+    # Sizes only; reading values later verifies each chunk's crc32c.
     lengths = files.sizes(data, [file for file in listed if not file.endswith(_DESCRIPTION)])
-    described = {}
-    for file, (size, told) in listed.items():
+    metadata = {}
+    for file, (size, checksum) in listed.items():
         if file.endswith(_DESCRIPTION):
-            there = files.get(f"{data}/{file}")
-            expected, found = told, "none" if there is None else content_digest(there)
-            described[file.removeprefix(DATASET).removesuffix(_DESCRIPTION).strip("/")] = there or b""
+            content = files.get(f"{data}/{file}")
+            expected, actual = checksum, "none" if content is None else content_digest(content)
+            metadata[file.removeprefix(DATASET).removesuffix(_DESCRIPTION).strip("/")] = content or b""
         else:
             expected, length = f"{size} bytes", lengths[file]
-            found = "none" if length is None else f"{length} bytes"
-        if found != expected:
-            raise CorruptEntry(f"{what}: {data}/{file}: expected {expected}, found {found}; {REPAIR}")
-    _expect_bounded(described, listed, f"{what}: {data}/{DATASET}")
-    return described
+            actual = "none" if length is None else f"{length} bytes"
+        if actual != expected:
+            raise CorruptEntry(f"{label}: {data}/{file}: expected {expected}, found {actual}; {REPAIR}")
+    _expect_bounded(metadata, listed, f"{label}: {data}/{DATASET}")
+    return metadata
 
 
-def _expect_bounded(
-    described: Mapping[str, bytes], listed: Mapping[str, tuple[int, str]], where: str
-) -> None:
-    """Raise CorruptEntry for an array that is larger than its files can hold, or in chunks that none has."""
+def _expect_bounded(metadata: Mapping[str, bytes], listed: Mapping[str, tuple[int, str]], where: str) -> None:
+    """Raise CorruptEntry for arrays larger than their files can hold, or with invalid chunks."""
     from .group.grids import expect_bounded
 
     stored: Counter[str] = Counter()
     for file, (size, _) in listed.items():
         if not file.endswith(_DESCRIPTION):
             stored[file.removeprefix(f"{DATASET}/").partition("/")[0]] += int(size)
-    for name, text in described.items():
+    for name, text in metadata.items():
         try:
             if name:
                 expect_bounded(read_json(text), stored[name])
@@ -296,5 +325,5 @@ def _expect_bounded(
 
 def _with_variables(dataset: xr.Dataset, changed: Mapping[str, xr.Variable]) -> xr.Dataset:
     labels = {name: variable for name, variable in changed.items() if name in dataset.coords}
-    data = {name: variable for name, variable in changed.items() if name not in labels}
-    return dataset.assign_coords(labels).assign(data)
+    arrays = {name: variable for name, variable in changed.items() if name not in labels}
+    return dataset.assign_coords(labels).assign(arrays)

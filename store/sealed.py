@@ -1,9 +1,7 @@
-"""Small JSON files that can be checked: the last field digests the bytes before it.
+"""Sealed records: small JSON files that end in a checksum of themselves.
 
-Border: text in, text out; what a file says, and where it lies, is known elsewhere.
-
-A flipped bit in a file that says where numbers lie, or what they are, would be as bad as one in the numbers.
-So a record ends in `"check": "sha256:…"` over every byte in front of that field.
+A flipped bit in a file that says where numbers are is as harmful as one in the numbers. So the last field of
+a record is `"check": "sha256:…"` over all bytes before that field.
 """
 
 from __future__ import annotations
@@ -19,17 +17,18 @@ from .files import is_below
 
 _CHECK = re.compile(rb',\s*"check": ?"(sha256:[0-9a-f]{64})"\s*\}\s*\Z')
 _LONGEST_CHECK = 200
-"""Bytes at the end of a record that hold its check: field name, digest and white space."""
+"""Upper limit on the bytes of that last field: name, digest and white space."""
 
 
 def sealed(fields: Mapping[str, Any]) -> bytes:
-    """The JSON file of these fields, in this order, with its check; TypeError for what is not plain."""
+    """Format a record: a JSON file of these fields, in order, with its check. TypeError for non-JSON
+    values."""
     head = json.dumps(fields, indent=1, allow_nan=False).encode().removesuffix(b"\n}")
     return head + f',\n "check": "{content_digest(head)}"\n}}\n'.encode()
 
 
 def read_json(text: str | bytes) -> Any:
-    """The value in a JSON file somebody may have made; ValueError for whatever is none, or has no end."""
+    """Parse an untrusted JSON file. ValueError if it is not JSON or nested too deeply."""
     try:
         return json.loads(text)
     except RecursionError:
@@ -37,15 +36,20 @@ def read_json(text: str | bytes) -> Any:
 
 
 def unsealed(name: str, text: bytes, required: Collection[str] = ()) -> dict[str, Any]:
-    """The fields of a record without its check.
+    """Verify and parse a record.
 
     Arguments:
-        name: of the file, as an error names it.
-        required: fields that the record has to have.
+        name: Name of the file, for messages.
+        text: Its content.
+        required: Fields that it must have.
+
+    Returns:
+        The fields without the check.
 
     Raises:
-        CorruptEntry: for a file that is not what was written, or lacks a required field.
+        CorruptEntry: The check does not match, or a required field is missing.
     """
+    # Searched from the end: a field of the record may itself contain the word check.
     check = _CHECK.search(text, max(0, len(text) - _LONGEST_CHECK))
     if check is None:
         raise CorruptEntry(f"{name}: expected a record that ends in its check, found none; {REPAIR}")
@@ -62,10 +66,18 @@ def unsealed(name: str, text: bytes, required: Collection[str] = ()) -> dict[str
 
 
 def files_of(name: str, fields: Mapping[str, Any], listed: str = "files") -> dict[str, tuple[int, str]]:
-    """The files that a record, in the file `name`, lists: path below its folder -> (size, "sha256:…").
+    """Parse the file list of a record.
 
-    listed: the field that lists them.
-    Raises CorruptEntry for what is no such list, or leads out of the folder.
+    Arguments:
+        name: Name of the record's file, for messages.
+        fields: Fields of the record.
+        listed: Field with the list.
+
+    Returns:
+        Path relative to the record's folder -> (size, "sha256:…").
+
+    Raises:
+        CorruptEntry: The list is invalid, or a path leaves the folder.
     """
     try:
         files = {str(file): (int(size), str(digest)) for file, (size, digest) in fields[listed].items()}

@@ -1,20 +1,18 @@
-"""A store: the folder that keeps what runs and stages leave behind, and the one object through which it is
+"""`Store`: the folder (or bucket prefix) with all runs and results, and the object through which they are
 used.
 
-Border: keys and labelled data; which stage made them, and when it should run, is decided in the pipeline.
-
     store.json            format version; its presence makes a folder a store
-    keys/<ab>/<K>.json    what has been published (`records.py`); readers start here and nowhere else
-    data/<ab>/<D>/        one run: shards on a packed token axis (`entries.py`)
+    keys/<ab>/<K>.json    what is published (`records.py`); readers start here only
+    data/<ab>/<D>/        one run: shards on a packed token axis (`runs/entries.py`)
     data/<ab>/<K>.<x>/    one attempt at a derived result (`results.py`)
     pins/<name>.json      keys that gc must keep
-    annotations/          what people say of what is stored (`upkeep/annotations.py`)
-    quarantine/           what `verify` found damaged
+    annotations/          labels that people give to stored things (`upkeep/annotations.py`)
+    quarantine/           damaged files that were set aside
     vocabularies/         token strings by tokenizer digest
     index.sqlite          a cache of lookups (`index.py`); may be deleted at any time
 
-Any number of processes and threads may use one store at once. Small files are created, never changed; whoever
-comes second finds the first one's and takes it.
+Any number of processes and threads may use one store at once. Small files are created and never changed; the
+first writer of a file wins, and the others use its file.
 """
 
 from __future__ import annotations
@@ -49,23 +47,29 @@ if TYPE_CHECKING:
     from .upkeep.verify import Damage
 
 FORMAT = 1
-"""Number of the layout of files that this version reads and writes."""
-_SHARD, _CORPUS_SHARD = 64 << 20, 256 << 20  # bytes of a shard below and above
+"""Version of the on-disk format that this package reads and writes."""
+_SHARD, _CORPUS_SHARD = 64 << 20, 256 << 20  # bytes of a shard for runs below and above _CORPUS
 _CORPUS = 10_000_000  # tokens
-_TOKENS = ("tokenizer", "token_ids")  # of what is noted about a run, what decides how its tokens are shown
-_INDEXED = 100_000  # prompts up to which an entry's prompts are indexed one by one
+_TOKENS = ("tokenizer", "token_ids")  # run attributes that decide how tokens are shown, stored with the group
+_INDEXED = 100_000  # runs with more prompts are not indexed, which would take one row per prompt
 
 Mode = Literal["a", "r"]
 Durability = Literal["disk", "process"]
 
 
 def open_store(path: str | Path, mode: Mode = "a", durability: Durability = "disk") -> Store:
-    """Open the store in a folder, or create it there.
+    """Open the store in a folder, or create one.
 
-    mode: "a" reads, writes and creates; "r" only reads and leaves no trace in the folder.
-    durability: "disk" survives a power cut; "process" skips fsync and survives any kill of the process.
-    Raises ConfigError for another mode or durability, StoreError for a path that cannot be a folder's, and
-    StoreFormatError when the folder holds something else, or a store of another format.
+    Arguments:
+        path: A folder, or a URL such as s3://BUCKET/PREFIX.
+        mode: "a" reads, writes and creates; "r" only reads and leaves no trace in the folder.
+        durability: "disk" survives a power cut; "process" skips fsync and survives a kill of the process
+            only.
+
+    Raises:
+        ConfigError: Unknown mode or durability.
+        StoreError: The path cannot be a folder.
+        StoreFormatError: The folder holds other things, or a store of another format.
     """
     if mode not in ("a", "r"):
         raise ConfigError(
@@ -74,6 +78,7 @@ def open_store(path: str | Path, mode: Mode = "a", durability: Durability = "dis
         )
     if durability not in ("disk", "process"):
         raise ConfigError(f"expected durability 'disk' or 'process', found {durability!r:.80}")
+    # The format is checked before `as_store`, which would refuse to create store.json.
     files = open_folder(path, durability, mode == "r")
     _check_format(files)
     return Store(files.as_store())
@@ -81,10 +86,10 @@ def open_store(path: str | Path, mode: Mode = "a", durability: Durability = "dis
 
 @contextmanager
 def requested_store(path: str | Path, durability: Durability = "disk") -> Iterator[Store]:
-    """The store in a folder, or a new one, for a request that may still be refused.
+    """Open or create a store for a request that may still fail.
 
-    A store that was created here, and in which nothing is stored, is removed again when the block raises.
-    Another process that opened it meanwhile is told so at its next write.
+    A store that was created here and is still empty is removed again if the block raises. Another process
+    that opened it in the meantime gets an error at its next write.
     """
     is_new = open_folder(path, read_only=True).get(DESCRIPTION) is None
     store = open_store(path, durability=durability)
@@ -97,7 +102,7 @@ def requested_store(path: str | Path, durability: Durability = "disk") -> Iterat
 
 
 def require_store(value: Any) -> None:
-    """Raise ConfigError unless a value is a store that was opened."""
+    """Raise ConfigError unless a value is an open store."""
     require_kind(
         value,
         Store,
@@ -107,7 +112,7 @@ def require_store(value: Any) -> None:
 
 
 class Store(Catalog):
-    """Runs and results by key. Made by `open_store`; cheap to send to another process."""
+    """Runs and results by key. Create with `open_store`; cheap to pickle for another process."""
 
     def __repr__(self) -> str:
         return f"Store({self.address!r}, mode={'r' if self.read_only else 'a'!r})"
@@ -118,17 +123,17 @@ class Store(Catalog):
     def __hash__(self) -> int:
         return hash(self.files)
 
-    # -- what is there
+    # -- lookup
 
     def names_run(self, prefix: str) -> bool:
-        """Whether some run's digest starts so, and no key does."""
+        """Whether a digest prefix belongs to some run and to no key."""
         return not self.key_names(prefix) and bool(self._entry_names(prefix))
 
     def __getitem__(self, key: Key) -> xr.Dataset:
-        """The labelled data under a key or a unique prefix of one, lazy.
+        """Labelled lazy data under a key, or a unique prefix of one.
 
-        A prefix of no key may be one of a run's digest (DATA of `mizarr ls`): then all that the run holds.
-        The key of scales of int8 gives what they are scales of.
+        If no key has the prefix, it may be one of a run's digest (DATA of `mizarr ls`), which opens the whole
+        run. The key of an int8 scale array opens the variable it belongs to.
         """
         if isinstance(key, str) and self.names_run(key):
             return self.entry(key).open()
@@ -149,20 +154,33 @@ class Store(Catalog):
         provenance: Mapping[str, Any] | None = None,
         confirm: Callable[[], None] = lambda: None,
     ) -> Record:
-        """Store a labelled result; returns the record that stands, which is the first one ever published.
+        """Store a labelled result.
 
-        Chunked variables are computed and written chunk by chunk, in bounded memory. Text may be any kind of
-        string array; times are refused (numbers with a unit in attrs["units"] instead).
-        provenance: plain values on how it came about (code hash, seconds); recorded beside it, never
-        digested. confirm: called when all is written and nothing visible yet; what it raises withdraws the
-        attempt, as when what the key was made of has changed meanwhile.
+        Dask variables are computed and written chunk by chunk, in bounded memory. Any kind of string array is
+        allowed; times are refused (store numbers, with the unit in attrs["units"]).
+
+        Arguments:
+            key: Key of the result.
+            dataset: The result.
+            provenance: Plain values on how it was computed (code hash, seconds); stored beside it, never
+                digested.
+            confirm: Called when all is written and nothing is visible yet; an exception withdraws the
+                attempt. Used to check that the sources in the key are unchanged.
+
+        Returns:
+            The published record: this one, or that of an earlier writer.
+
+        Raises:
+            ShapeError: The dataset cannot be stored.
+            StoreFull: The disk or quota is full.
+            ReadOnlyStore: The store cannot be written.
         """
         from .results import write_result
 
         return write_result(self.files, key, dataset, provenance or {}, confirm)
 
     def open_result(self, key: Key | Record) -> xr.Dataset:
-        """A stored result, labelled and lazy; large ones come chunked."""
+        """Open a stored result, labelled and lazy; large ones as dask arrays."""
         from .results import read_result
 
         record = key if isinstance(key, Record) else self.record(key)
@@ -181,22 +199,29 @@ class Store(Catalog):
         attrs: Mapping[str, Any] | None = None,
         codec: str = "",
     ) -> LabelledEntry:
-        """The entry that holds a run's activations, made if it is new; arrays it does not have yet are added.
+        """Open the entry for a run's activations; create it if it is new, and declare arrays that it lacks.
 
-        segment_tokens: length of a segment; by default as long as makes files of about 64 MiB (256 MiB from
-        ten million tokens on). An entry keeps the length it was made with.
-        attrs: plain values for people (model name, hooks, versions), recorded as provenance and never
-        digested; "tokenizer", a digest, also leads to the token strings (`put_vocabulary`); "token_ids":
-        "unknown" says that the ids are none, and are not to be shown.
-        codec: "zstd" for new arrays in fewer bytes, as `copy_to` makes them.
-        Raises PromptError when `tokens` are not those the run was keyed by, ShapeError for arrays that do not
-        fit.
+        Arguments:
+            run: Key of the run.
+            tokens: Its prompts.
+            arrays: Variables to declare, all of one storage dtype.
+            segment_tokens: Tokens per segment of a new entry; by default such that files have about 64 MiB
+                (256 MiB from ten million tokens on).
+            attrs: Plain values (model name, hooks, versions), stored as provenance and never digested.
+                "tokenizer", a digest, leads to the token strings (`put_vocabulary`); "token_ids": "unknown"
+                says that the ids are meaningless and must not be shown.
+            codec: "zstd" compresses new arrays, as `copy_to` does.
+
+        Raises:
+            PromptError: `tokens` are not those in the key.
+            ShapeError: Arrays do not fit.
         """
         from .reading.labelled import LabelledEntry
         from .runs.coordinates import record_metadata, write_coordinates
         from .runs.entries import dtype_of, entry_digest, entry_path, with_scales
 
-        names = [spec.variable for spec in with_scales(arrays)]  # refuses before anything is written
+        names = [spec.variable for spec in with_scales(arrays)]  # raises before anything is written
+        # A wrong pairing would publish correct-looking activations under the key of other prompts.
         if tokens.digest != run.prompt:
             raise PromptError(
                 f"expected the tokens the run is keyed by ({run.prompt}), found tokens {tokens.digest}"
@@ -206,6 +231,7 @@ class Store(Catalog):
         length = segment_tokens or default_segment_tokens(tokens, arrays)
         if is_new and arrays:
             layers = next((spec.layers for spec in arrays if spec.layers is not None), None)
+            # Before the group, which marks a run as begun: from then on its tokens can be read.
             write_coordinates(self.files, path, tokens, layers, pairs=length >= tokens.n_tokens)
         entry = LabelledEntry.create(
             self.files,
@@ -228,116 +254,136 @@ class Store(Catalog):
     def planned_entry(
         self, run: RunKey, tokens: PackedTokens, arrays: Sequence[ArraySpec], segment_tokens: int
     ) -> LabelledEntry:
-        """The entry that `create_entry` would make where there is none yet; writes nothing."""
+        """The entry that `create_entry` would make if none exists yet; writes nothing."""
         from .reading.labelled import LabelledEntry
 
         return LabelledEntry.planned(self.files, run, tokens, arrays, segment_tokens=segment_tokens)
 
     def entry(self, run: RunKey | str, dtype: str | None = None) -> LabelledEntry:
-        """The entry of a run, by its key and storage dtype, or by a unique prefix of the entry's digest.
+        """Open the entry of a run.
 
-        A RunKey without `dtype` finds the one entry there is. Raises EntryNotFound.
+        Arguments:
+            run: Key of the run, or a unique prefix of the entry's digest.
+            dtype: Storage dtype; may be None if the run is stored in only one.
+
+        Raises:
+            EntryNotFound: There is no such entry, or there are several.
         """
         from .runs.entries import entry_digest, entry_path
         from .runs.shards import DTYPES
 
         if isinstance(run, str):
             return self._entry_in(self._run_path(run))
-        tried = [entry_path(entry_digest(run, kind)) for kind in ([dtype] if dtype else sorted(DTYPES))]
-        there = [path for path in tried if self.files.get(f"{path}/zarr.json") is not None]
-        if len(there) != 1:
-            self.files.require_there()
-            found = (
-                f"{len(there)} entries, in several dtypes: name one" if there else "nothing: capture it first"
+        candidates = [entry_path(entry_digest(run, kind)) for kind in ([dtype] if dtype else sorted(DTYPES))]
+        existing = [path for path in candidates if self.files.get(f"{path}/zarr.json") is not None]
+        if len(existing) != 1:
+            self.files.require_store()
+            description = (
+                f"{len(existing)} entries, in several dtypes: name one"
+                if existing
+                else "nothing: capture it first"
             )
-            raise EntryNotFound(f"expected one entry of run {run.short} in {self.address}, found {found}")
-        return self._entry_in(there[0])
+            raise EntryNotFound(
+                f"expected one entry of run {run.short} in {self.address}, found {description}"
+            )
+        return self._entry_in(existing[0])
 
     def entries(self) -> Iterator[LabelledEntry]:
-        """Every run that has been begun, in order of digest."""
+        """All runs, complete or not, in order of digest."""
         from .runs.entries import entry_path
 
         for name in self._entry_names(""):
             yield self._entry_in(entry_path(name))
 
     def find_prompts(
-        self, run: RunKey, tokens: PackedTokens, dtype: str, wanted: Iterable[tuple[str, int | None]] = ()
+        self, run: RunKey, tokens: PackedTokens, dtype: str, cells: Iterable[tuple[str, int | None]] = ()
     ) -> tuple[LabelledEntry, list[int]] | None:
-        """An entry of another run of the same kind that holds all these prompts, and their rows in it.
+        """Look up an entry containing all these prompts, for equal model and interventions.
 
-        Same model, same interventions, other or more prompts; `wanted` (variable, layer)s must be published
-        in it.
-        None when there is none, or the index has forgotten: then the run is computed, no more.
+        Arguments:
+            run: Key of the requested run.
+            tokens: Its prompts.
+            dtype: Storage dtype.
+            cells: Cells (variable, layer) that must be published in the entry.
+
+        Returns:
+            The entry and the rows of the prompts in it. None if the index knows none; the run is then
+            computed.
         """
         if tokens.n_prompts > _INDEXED:
             return None
         digests = [tokens.prompt_digest(i) for i in range(tokens.n_prompts)]
-        asked = list(wanted)
+        required = list(cells)
         for path, rows in self.index.find_prompts(_family(run, dtype), digests).items():
+            # The index found only some of the prompts in that entry.
             if len(rows) < len(set(digests)):
                 continue
             try:
                 entry = self._entry_in(path)
-                chosen = [rows[digest] for digest in digests]
-                # The index may lie; the ids do not.
-                if entry.tokens.select(chosen) == tokens and all(entry.record(*cell) for cell in asked):
-                    return entry, chosen
+                rows_found = [rows[digest] for digest in digests]
+                # The index is only a cache, so its answer is checked against the stored ids.
+                if entry.tokens.select(rows_found) == tokens and all(
+                    entry.record(*cell) for cell in required
+                ):
+                    return entry, rows_found
             except (EntryNotFound, PromptError):
                 self.index.forget(path)
         return None
 
     def find_start(self, run: RunKey, tokens: PackedTokens, dtype: str) -> LabelledEntry | None:
-        """The run of the same kind that shares the most prompts with this one, from the first on; None where
-        none does. Looks at every run, which is no use of it."""
+        """Run of the same model and interventions with the longest common prefix of prompts, or None.
+
+        Reads the description of every run, without marking them as used.
+        """
         from .runs.entries import entry_path, group_attributes
 
-        best, most = None, 0
+        best, longest = None, 0
         for name in self._entry_names(""):
             path = entry_path(name)
-            about = group_attributes(self.files, path)["mizarr"]
-            if (about["run"]["model"], about["run"]["hooks"], about["dtype"]) != (
+            attributes = group_attributes(self.files, path)["mizarr"]
+            if (attributes["run"]["model"], attributes["run"]["hooks"], attributes["dtype"]) != (
                 run.model,
                 run.hooks,
                 dtype,
             ):
                 continue
             entry = self._look_at(path)
-            if entry.run != run and (shared := tokens.shared_start(entry.tokens)) > most:
-                best, most = entry, shared
+            if entry.run != run and (shared := tokens.shared_start(entry.tokens)) > longest:
+                best, longest = entry, shared
         return best
 
     def rebuild_index(self) -> None:
-        """Fill the index again from the entries; after it was deleted, or when it seems to lie."""
+        """Fill the index from the entries, after it was deleted or damaged."""
         self.index.clear()
         for entry in self.entries():
             self._remember(entry)
 
     def put_vocabulary(self, tokenizer: str, tokens: Sequence[str]) -> None:
-        """Keep the token strings of a tokenizer (by digest), so that datasets show them without it."""
+        """Store the token strings of a tokenizer (by digest), so that datasets can show them without it."""
         put_vocabulary(self.files, tokenizer, tokens)
 
     def vocabulary(self, tokenizer: str) -> list[str] | None:
-        """Token strings by id, as kept; None if they are not."""
+        """Token strings by id; None if they are not stored."""
         return read_vocabulary(self.files, tokenizer)
 
-    # -- what people say
+    # -- annotations
 
-    def annotate(self, subject: str, said: Mapping[str, str], author: str = "") -> None:
-        """Keep short texts, by item, about a subject (a digest): upkeep/annotations.py. In no key."""
+    def annotate(self, subject: str, texts: Mapping[str, str], author: str = "") -> None:
+        """Attach short texts to items of a subject (a digest); see upkeep/annotations.py. Part of no key."""
         from .upkeep.annotations import annotate
 
-        annotate(self.files, subject, said, author)
+        annotate(self.files, subject, texts, author)
 
     def annotations(self, subject: str) -> list[Annotation]:
-        """Everything said about a subject, oldest first."""
-        from .upkeep.annotations import said_of
+        """All annotations of a subject, oldest first."""
+        from .upkeep.annotations import annotations_of
 
-        return said_of(self.files, subject)
+        return annotations_of(self.files, subject)
 
-    # -- where it came from
+    # -- provenance
 
     def provenance(self, key: Key | Record) -> list[dict[str, Any]]:
-        """What is noted about the data under a key, or a run's, oldest first: requests, parents, versions,
+        """Provenance notes on the data under a key, or on a run, oldest first: requests, parents, versions,
         times."""
         if isinstance(key, str) and self.names_run(key):
             return get_provenance(self.files, self._run_path(key))
@@ -345,17 +391,19 @@ class Store(Catalog):
         return get_provenance(self.files, record.data)
 
     def lineage(self, content: str) -> dict[str, Any]:
-        """Where a content digest R came from: its record, its request and, in turn, each of its inputs."""
+        """Trace a content digest R back: its record, its request and, recursively, its inputs."""
         from .upkeep.lineage import lineage
 
         return lineage(self, content)
 
-    # -- upkeep (`upkeep/`)
+    # -- maintenance (`upkeep/`)
 
     def verify(self, quick: bool = False, progress: Callable[[int, int], None] | None = None) -> list[Damage]:
-        """Files that are not what was committed; `quick` looks at existence and size only.
+        """Compare committed files with their recorded sizes and checksums.
 
-        progress: called with bytes done and bytes in all.
+        Arguments:
+            quick: Whether to check only existence and size.
+            progress: Called with (bytes verified, bytes in total).
         """
         from .upkeep.verify import verify
 
@@ -363,21 +411,31 @@ class Store(Catalog):
         return verify(self, quick=quick, progress=progress)
 
     def quarantine(self, damage: Damage) -> None:
-        """Set a damaged file aside and withdraw what it belonged to; the next run computes just that."""
+        """Move a damaged file aside and withdraw what depended on it; the next capture recomputes only
+        that."""
         from .upkeep.quarantine import quarantine
 
         quarantine(self, damage)
 
     def gc(self, grace: float = 24 * 3600.0, quota: int | None = None, dry_run: bool = False) -> GcReport:
-        """Remove leftovers older than `grace` seconds; above `quota` bytes, what was unused for longest."""
+        """Remove leftovers of killed writers, then the least recently used data above the quota.
+
+        Arguments:
+            grace: Seconds for which new files are safe.
+            quota: Bytes that may remain; None for no limit.
+            dry_run: Whether to report only.
+        """
         from .upkeep.collect import gc
 
         require_flag(dry_run, "dry_run")
         return gc(self, grace=grace, quota=quota, dry_run=dry_run)
 
     def runs(self, measured: Sequence[Usage] | None = None) -> list[ListedRun]:
-        """Runs with their model, prompts, hook points and sizes, the one used last first. measured: `usage`,
-        where it is known already, as it looks at every file."""
+        """Runs with model, prompts, hook points and sizes, most recently used first.
+
+        Arguments:
+            measured: Result of `usage`, if the caller has it, as computing it looks at every file.
+        """
         from .upkeep.listing import runs
 
         return runs(self, self.usage() if measured is None else measured)
@@ -389,45 +447,51 @@ class Store(Catalog):
         progress: Callable[[int], None] = lambda done: None,
         codec: str | None = None,
     ) -> Copied:
-        """Put what is published here into another store, by default all; what is there already stays.
+        """Copy published data to another store. What exists there stays; an interrupted copy resumes.
 
-        A run's keys go with its labels, every file compared with its digest; cut off, it resumes. progress:
-        called with bytes written. codec: "zstd" for runs in fewer bytes, which are decoded when they are read
-        instead of mapped, "none" for plain ones again; keys and contents stay. Raises ConfigError for another
-        codec, CorruptEntry for a file that is not what was recorded.
+        Arguments:
+            target: The other store.
+            keys: Keys or records to copy; None for all.
+            progress: Called with the bytes written so far.
+            codec: "zstd" compresses shards of runs (smaller, but decoded instead of mapped on reading),
+                "none" decompresses them, None keeps them as they are. Keys and contents stay the same.
+
+        Raises:
+            ConfigError: The codec is unknown.
+            CorruptEntry: A file does not match its checksum.
         """
         from .upkeep.copying import copy
 
-        asked = (
+        records = (
             self.records() if keys is None else (k if isinstance(k, Record) else self.record(k) for k in keys)
         )
-        before = set(target._entry_names(""))
-        done = copy(self, target, asked, progress, codec)
-        for name in set(target._entry_names("")) - before:
+        runs_before = set(target._entry_names(""))
+        outcome = copy(self, target, records, progress, codec)
+        for name in set(target._entry_names("")) - runs_before:
             target._remember(target.entry(name))
-        return done
+        return outcome
 
     def usage(self) -> list[Usage]:
-        """Bytes by run and result, largest first."""
+        """Disk usage by run and result, largest first."""
         from .upkeep.collect import usage
 
         return usage(self)
 
     @contextmanager
     def lease(self, key: Key | Record) -> Iterator[None]:
-        """Within: gc leaves what is stored under the key alone; for scans that take hours."""
+        """Protect what is stored under a key from gc within the block, for scans that take hours."""
         from .upkeep.collect import lease
 
         with lease(self, key if isinstance(key, Record) else self.record(key)):
             yield
 
     def remove_unused(self) -> None:
-        """Remove this store if nothing was ever stored in it: neither data, keys nor vocabularies."""
+        """Remove this store if nothing was ever stored in it: no data, keys or vocabularies."""
         self.index.close()
-        own = (DESCRIPTION, "leases", "index.sqlite", "index.sqlite-journal")
-        others = [name for name in self.files.children("") if name not in own]
+        internal = (DESCRIPTION, "leases", "index.sqlite", "index.sqlite-journal")
+        other_names = [name for name in self.files.children("") if name not in internal]
         folders = set(self.files.subfolders(""))
-        if all(name in folders and next(iter(self.files.list(name)), None) is None for name in others):
+        if all(name in folders and next(iter(self.files.list(name)), None) is None for name in other_names):
             self.files.remove_tree("")
 
     def _entry_in(self, path: str) -> LabelledEntry:
@@ -442,7 +506,7 @@ class Store(Catalog):
         return LabelledEntry.load(self.files, path, read_tokens(self.files, path))
 
     def _run_path(self, prefix: str) -> str:
-        """Where the one run lies whose digest starts so."""
+        """Folder of the only run whose digest has this prefix."""
         from .runs.entries import entry_path
 
         return entry_path(unique_name(prefix, self._entry_names(prefix), "run", self))
@@ -451,9 +515,9 @@ class Store(Catalog):
         if not may_begin_digest(prefix):
             return []
         tops = [prefix[:2]] if len(prefix) >= 2 else list(self.files.subfolders("data"))
-        found = ((top, name) for top in tops for name in self.files.subfolders(f"data/{top}"))
-        # The name of a result's folder has a dot in it.
-        runs = [(top, name) for top, name in found if name.startswith(prefix) and "." not in name]
+        folders = ((top, name) for top in tops for name in self.files.subfolders(f"data/{top}"))
+        # Folders of results have a dot in their names, folders of runs do not.
+        runs = [(top, name) for top, name in folders if name.startswith(prefix) and "." not in name]
         return sorted(
             name for top, name in runs if self.files.size(f"data/{top}/{name}/zarr.json") is not None
         )
@@ -466,53 +530,55 @@ class Store(Catalog):
 
 
 def default_segment_tokens(tokens: PackedTokens, arrays: Sequence[ArraySpec]) -> int:
-    """Tokens per segment: the power of two whose largest shard is nearest 64 MiB, 256 MiB for large corpora.
+    """Tokens per segment: the power of two whose largest shard is nearest 64 MiB (256 MiB for large corpora).
 
-    Fewer prompts than that are one segment.
+    A run with fewer tokens than that is a single segment.
     """
     target = _SHARD if tokens.n_tokens < _CORPUS else _CORPUS_SHARD
     per_token = [spec.row_bytes * spec.rows_per_token(tokens) for spec in arrays]
-    best = 2 ** max(0, round(math.log2(target / max(per_token, default=1))))
-    return int(min(best, 2 ** (tokens.n_tokens - 1).bit_length()))
+    # A power of two, so that inner chunks of a power of two divide it.
+    n_tokens = 2 ** max(0, round(math.log2(target / max(per_token, default=1))))
+    return int(min(n_tokens, 2 ** (tokens.n_tokens - 1).bit_length()))
 
 
 def _family(run: RunKey, dtype: str) -> str:
-    """What two runs share that differ in their prompts only."""
+    """Digest of what runs share that differ in their prompts only."""
     from .runs.entries import entry_digest
 
     return entry_digest(replace(run, prompt=""), dtype)
 
 
 def _group_attributes(attrs: Mapping[str, Any]) -> dict[str, Any]:
-    """Attributes of the Zarr group: which arrays are labels, and whose tokens. The rest is provenance."""
+    """Attributes of a run's Zarr group: names of coordinates, and the tokenizer. The rest is provenance."""
     from .runs.coordinates import NAMES
 
     return {"coordinates": " ".join(NAMES), **{k: v for k, v in attrs.items() if k in _TOKENS}}
 
 
 def _description(files: Folder) -> bytes:
-    """The text of `store.json`, made where there is none and that is allowed."""
+    """Content of `store.json`; created if it is missing and the store may be written."""
     if (text := files.get(DESCRIPTION)) is not None:
         return text
     if files.read_only:
         raise StoreFormatError(f"expected a store in {files.address}, found no {DESCRIPTION}; check the path")
-    # Hidden names are ignored: they may be another process's store.json on its way.
-    other = list(files.children(""))
-    if other and DESCRIPTION not in other:
+    # Temporary files are not counted: they may be another process's store.json being written.
+    existing = list(files.children(""))
+    if existing and DESCRIPTION not in existing:
         raise StoreFormatError(
-            f"expected a store or an empty folder at {files.address}, found {len(other)} other things "
-            f"({', '.join(sorted(other)[:3])}); name a new folder"
+            f"expected a store or an empty folder at {files.address}, found {len(existing)} other things "
+            f"({', '.join(sorted(existing)[:3])}); name a new folder"
         )
+    # put_new: of two processes that create one store at once, both then read the same description.
     files.put_new(DESCRIPTION, sealed({"format": FORMAT, "digest": "sha256", "created": now()}))
     return files.get(DESCRIPTION) or b""
 
 
 def _check_format(files: Folder) -> None:
-    """Make sure the folder is a store of the format we read, creating it where that is allowed."""
+    """Check that the folder is a store of our format; create the store if allowed."""
     try:
         text = _description(files)
         number = int(read_json(text)["format"])
-        # Another format may describe itself otherwise: its number is all that is read.
+        # A later format may seal its description differently, so only the number is read of other formats.
         if number == FORMAT:
             unsealed(DESCRIPTION, text)
     except (ValueError, KeyError, TypeError, OverflowError, CorruptEntry) as error:
@@ -528,5 +594,5 @@ def _check_format(files: Folder) -> None:
 
 
 def _before_advice(error: Exception) -> str:
-    """What was expected and found; a store that cannot be opened cannot be mended from within."""
+    """Message of an error without its advice: `mizarr verify` cannot repair a store that does not open."""
     return str(error).partition("; ")[0]

@@ -1,3 +1,3 @@
-"""The version of mizarr, at the bottom of the house, so that every room can tell it."""
+"""Version of mizarr; in the lowest package, so that all others can import it."""
 
 __version__ = "0.1.0"

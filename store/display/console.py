@@ -1,6 +1,7 @@
-"""What rich draws, tables and bars: its own escape sequences reach the terminal, those in the text do not.
+"""Rich console that escapes control characters in text. Importing this module imports rich.
 
-Border: as `terminal.py`. Importing this module imports rich.
+Rich's own escape sequences (colours, cursor movement of bars) must reach the terminal; those inside text must
+not.
 """
 
 from __future__ import annotations
@@ -18,13 +19,17 @@ __all__ = ["EscapingConsole"]
 
 
 class EscapingConsole(Console):
-    """A console of rich for text that others wrote: its control characters are shown."""
+    """Rich console for text from untrusted files: control characters are shown as escapes."""
 
     def render_str(self, text: str, **options: Any) -> Text:
-        """As rich does it. `Text` would drop some control characters, and columns would be too narrow."""
+        """Escape a text, then render it.
+
+        Escaped here as well, because `Text` drops some control characters, and column widths would be too
+        small.
+        """
         return super().render_str(escaped(text), **options)
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
-        """As rich does it; segments with `control` are moves of the cursor that rich itself asks for."""
+        """Escape the text of each segment; segments with `control` are rich's own cursor movements."""
         for segment in super().render(renderable, options):
             yield segment if segment.control else segment._replace(text=escaped(segment.text))

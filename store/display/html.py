@@ -1,7 +1,4 @@
-"""Small HTML for notebooks: titles, tables and captions, everything given as plain text and escaped here.
-
-Border: text in, text out; knows nothing of what is shown.
-"""
+"""HTML fragments for notebooks: titles, tables and captions. Arguments are plain text and escaped here."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ __all__ = ["details", "shown", "table"]
 
 
 def shown(title: str, body: str, caption: str = "") -> str:
-    """What stands between a title and a caption; body is HTML.
+    """A block with a title above and a caption below `body`, which is HTML.
 
     >>> shown("a < b", "<hr>")
     '<div><p><b>a &lt; b</b></p><hr></div>'
@@ -23,13 +20,21 @@ def shown(title: str, body: str, caption: str = "") -> str:
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[object]], right: Iterable[int] = ()) -> str:
-    """Rows of cells under heads; right: numbers of columns aligned to the right."""
-    chosen = set(right)
-    sides = ["right" if i in chosen else "left" for i in range(len(columns))]
+    """An HTML table.
+
+    Arguments:
+        columns: Column heads.
+        rows: Cells, converted with `str`.
+        right: Numbers of the columns that are aligned to the right.
+    """
+    right_columns = set(right)
+    alignments = ["right" if i in right_columns else "left" for i in range(len(columns))]
 
     def line(cells: Iterable[object], tag: str) -> str:
-        pairs = zip(cells, sides, strict=True)
-        inner = (f'<{tag} style="text-align:{side}">{escape(str(cell))}</{tag}>' for cell, side in pairs)
+        pairs = zip(cells, alignments, strict=True)
+        inner = (
+            f'<{tag} style="text-align:{alignment}">{escape(str(cell))}</{tag}>' for cell, alignment in pairs
+        )
         return f"<tr>{''.join(inner)}</tr>"
 
     body = "".join(line(row, "td") for row in rows)
@@ -37,5 +42,5 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[object]], right: Itera
 
 
 def details(summary: str, body: str) -> str:
-    """HTML that opens on a click."""
+    """A collapsed block that opens on a click; `body` is HTML."""
     return f"<details><summary>{escape(summary)}</summary>{body}</details>"

@@ -1,11 +1,11 @@
-"""Text on its way to a terminal.
+"""Safe output of text to a terminal.
 
-Names, labels and texts come from files that others wrote, and a terminal obeys what it is sent: an escape
-sequence can clear the screen, rewrite lines above, or set the clipboard. Everything the package prints passes
-here, or `console.py` for what rich draws: characters that steer a terminal are shown (`\\x1b`), not sent. A
-test of the house refuses every other way to print.
+Names, labels and texts come from files that others wrote. A terminal obeys escape sequences in what it is
+sent: they can clear the screen, rewrite earlier lines or set the clipboard. So everything the package prints
+goes through this module (or `console.py` for rich), which shows control characters as escapes such as
+`\\x1b`. A test refuses other ways to print.
 
-Border: text in, standard streams out; knows nothing of what is printed. rich is not imported.
+Wrapping stdout instead was considered and dropped: rich writes its own escape sequences to the same stream.
 """
 
 from __future__ import annotations
@@ -29,13 +29,16 @@ _STEERING = re.compile(
 
 
 def escaped(text: str, *, one_line: bool = False) -> str:
-    """A text whose control characters are spelt out, so that a terminal shows them.
+    r"""Replace control characters by visible escapes.
 
-    one_line: newline and tab are spelt out as well.
+    Arguments:
+        text: Any text.
+        one_line: Whether newlines and tabs are escaped as well.
 
     >>> escaped("a\\x1b[2Jb")
     'a\\\\x1b[2Jb'
     """
+    # Bidirectional marks are included: they can display a file name in an order that hides its suffix.
     text = _STEERING.sub(_spelt, text)
     return text.replace("\n", "\\n").replace("\t", "\\t") if one_line else text
 
@@ -55,10 +58,12 @@ def echo(text: object = "", *, err: bool = False, nl: bool = True) -> None:
 
 def escape_reports_of_python() -> None:
     """Let what Python itself prints in this process pass here: warnings, uncaught errors, unhandled logs."""
+    # Error messages quote names and texts from files, too.
     sys.excepthook = _report_error
     threading.excepthook = lambda args: _report_error(args.exc_type, args.exc_value, args.exc_traceback)
     warnings.showwarning = _report_warning
     if logging.lastResort is not None:
+        # The handler Python uses where the application has configured no logging.
         logging.lastResort.setFormatter(_EscapingFormatter())
 
 

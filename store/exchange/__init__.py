@@ -1,1 +1,1 @@
-"""Files that other programs read and write."""
+"""Import from and export to the file formats of other programs."""

@@ -1,16 +1,16 @@
-"""A labelled dataset as a folder of Hugging Face `datasets`, as `Dataset.load_from_disk` opens it.
+"""Export a run as a folder of Hugging Face `datasets`, for `Dataset.load_from_disk`.
 
-    datasets   a row per prompt, as long as it is: `input_ids`, `text` where there is one, and a column per
-               hook point [position, width]
+    datasets   a row per prompt, of its own length: `input_ids`, `text` if stored, and a column per hook point
+               [position, width]
     saelens    what `CacheActivationsRunner` of SAELens writes, for its `cached_activations_path`: a row per
-               context of equal length, a column per hook point [position, width] and `token_ids`
-    sparsify   a row per context with `input_ids` and nothing else, as sparsify runs the model itself
+    context
+               of equal length, a column per hook point [position, width], and `token_ids`
+    sparsify   a row per context with `input_ids` only, as sparsify runs the model itself
 
-Contexts are cut from the start of each prompt on and lie in no two; what is left of a prompt behind its last
-whole context is not written. Rows keep the order of the store; both trainers shuffle what they read.
+Contexts are cut from the start of each prompt and do not overlap; the incomplete context at its end is left
+out. Rows keep the order of the store, as both trainers shuffle what they read.
 
-Border: labels and columns; file names and provenance are exports.py's. Written by pyarrow alone: an Arrow
-stream and two JSON files, in the layout of datasets 2.14 and later.
+Written with pyarrow alone: an Arrow stream and two JSON files, in the layout of datasets 2.14 and later.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ __all__ = ["FOLDERS", "write_dataset_folder"]
 FOLDERS = ("datasets", "saelens", "sparsify")
 _IDS = {"datasets": "input_ids", "saelens": "token_ids", "sparsify": "input_ids"}
 _FILE = "data-00000-of-00001.arrow"
-_GROUP = 16 << 20  # bytes of values in a record batch
+_GROUP = 16 << 20  # bytes of values per record batch
 
 Indices = npt.NDArray[np.int64]
 
@@ -43,11 +43,20 @@ Indices = npt.NDArray[np.int64]
 def write_dataset_folder(
     dataset: xr.Dataset, folder: Path, kind: str, note: Mapping[str, Any], context: int | None
 ) -> None:
-    """Write a new folder. kind: of FOLDERS. note: into the description. context: tokens of a row; by default
-    those of a prompt, where all are as long.
+    """Write a new folder.
 
-    Raises ShapeError for what has no row per token, for prompts of unlike lengths without a context, and for
-    prompts that are all shorter; ConfigError for a context of ragged rows; MissingExtra without pyarrow.
+    Arguments:
+        dataset: An opened run.
+        folder: The new folder.
+        kind: One of FOLDERS.
+        note: Plain values for the description.
+        context: Tokens per row; None for the length of a prompt, if all have the same length.
+
+    Raises:
+        ShapeError: A variable has no row per token; prompts differ in length and no context is given; or all
+            prompts are shorter than the context.
+        ConfigError: A context was given for rows of one prompt each.
+        MissingExtra: pyarrow is not installed.
     """
     try:
         import pyarrow as pa
@@ -64,14 +73,16 @@ def write_dataset_folder(
         "homepage": "",
         "license": "",
     }
-    about = {"info": {"features": features}}
-    schema = _schema(dataset, columns, kind, length, pa).with_metadata({"huggingface": json.dumps(about)})
+    metadata = {"info": {"features": features}}
+    schema = _schema(dataset, columns, kind, length, pa).with_metadata({"huggingface": json.dumps(metadata)})
     folder.mkdir()
     with (folder / _FILE).open("wb") as file, pa.ipc.new_stream(file, schema) as writer:
-        for some in _groups(sizes, 4 * width * max(1, len(columns))):
-            writer.write_batch(_batch(dataset, columns, kind, starts, sizes, some, schema, pa))
+        # Batches by bytes, because a context of a wide model can have gigabytes.
+        for rows in _groups(sizes, 4 * width * max(1, len(columns))):
+            writer.write_batch(_batch(dataset, columns, kind, starts, sizes, rows, schema, pa))
     state: dict[str, Any] = {
         "_data_files": [{"filename": _FILE}],
+        # The datasets library caches by fingerprint, so it must depend on the content only.
         "_fingerprint": digest("dataset folder", json.dumps(note, sort_keys=True), features, kind)[:16],
         "_format_columns": None,
         "_format_kwargs": {},
@@ -86,7 +97,7 @@ def write_dataset_folder(
 
 
 def _rows(dataset: xr.Dataset, kind: str, context: int | None) -> tuple[Indices, Indices]:
-    """(first token, tokens) of each row."""
+    """First token and number of tokens of each row, int64."""
     if "token" not in dataset.dims or "row_size" not in dataset.coords:
         raise ShapeError(
             f"expected a run with prompts on a token axis for {kind}, found none; export to zarr"
@@ -108,19 +119,20 @@ def _rows(dataset: xr.Dataset, kind: str, context: int | None) -> tuple[Indices,
         context = int(sizes[0])
     if context < 1:
         raise ConfigError(f"expected a context of at least 1 token, found {context}")
-    parts = sizes // context
-    if not parts.any():
+    n_contexts = sizes // context
+    if not n_contexts.any():
         raise ShapeError(
             f"expected a prompt of at least {context} tokens, found at most {sizes.max()}; give a smaller "
             "context"
         )
-    nth = np.arange(parts.sum()) - np.repeat(np.cumsum(parts) - parts, parts)
-    return np.repeat(starts, parts) + nth * context, np.full(parts.sum(), context, np.int64)
+    # Number of the context within its prompt: 0, 1, … for each prompt.
+    nth = np.arange(n_contexts.sum()) - np.repeat(np.cumsum(n_contexts) - n_contexts, n_contexts)
+    return np.repeat(starts, n_contexts) + nth * context, np.full(n_contexts.sum(), context, np.int64)
 
 
 def _columns(dataset: xr.Dataset) -> dict[str, xr.DataArray]:
-    """Hook point -> what was captured there [token, ...]."""
-    found: dict[str, xr.DataArray] = {}
+    """Arrays to export, [token, ...], by the hook point they were captured at, one per layer."""
+    columns: dict[str, xr.DataArray] = {}
     for name, array in dataset.data_vars.items():
         if "token" not in array.dims:
             raise ShapeError(
@@ -130,41 +142,42 @@ def _columns(dataset: xr.Dataset) -> dict[str, xr.DataArray]:
         dim = next((dim for dim in array.dims if str(dim).startswith("layer")), None)
         if dim is None:
             label = hook.format(int(array["layer"])) if "layer" in array.coords else hook
-            found[label] = array.transpose("token", ...)
+            columns[label] = array.transpose("token", ...)
             continue
-        for place, layer in enumerate(array[dim].values.tolist()):
+        for index, layer in enumerate(array[dim].values.tolist()):
+            # Two layers of a variable without a placeholder in its hook point still need two names.
             label = hook.format(layer) if "{}" in hook else f"{hook}.{layer}"
-            found[label] = array.isel({dim: place}).transpose("token", ...)
-    return found
+            columns[label] = array.isel({dim: index}).transpose("token", ...)
+    return columns
 
 
 def _groups(sizes: Indices, token_bytes: int) -> Iterator[slice]:
-    """Rows of about `_GROUP` bytes each, at least one."""
-    ends, first = np.cumsum(sizes) * token_bytes, 0
-    while first < len(sizes):
-        before = int(ends[first - 1]) if first else 0
-        stop = max(first + 1, int(np.searchsorted(ends, before + _GROUP, side="right")))
-        yield slice(first, stop)
-        first = stop
+    """Yield ranges of rows of about `_GROUP` bytes, at least one row each."""
+    ends, start = np.cumsum(sizes) * token_bytes, 0
+    while start < len(sizes):
+        written_bytes = int(ends[start - 1]) if start else 0
+        stop = max(start + 1, int(np.searchsorted(ends, written_bytes + _GROUP, side="right")))
+        yield slice(start, stop)
+        start = stop
 
 
 def _features(
     dataset: xr.Dataset, columns: Mapping[str, xr.DataArray], kind: str, length: int | None
 ) -> dict[str, Any]:
-    """As dataset_info.json says what the columns are."""
-    found: dict[str, Any] = {}
+    """Column types in the form of dataset_info.json."""
+    features: dict[str, Any] = {}
     for label, array in columns.items():
         width, dtype = math.prod(array.shape[1:]), str(array.dtype)
         if length is not None:
-            found[label] = {"shape": [length, width], "dtype": dtype, "_type": "Array2D"}
+            features[label] = {"shape": [length, width], "dtype": dtype, "_type": "Array2D"}
         else:
             row = {"feature": {"dtype": dtype, "_type": "Value"}, "length": width, "_type": "List"}
-            found[label] = {"feature": row, "_type": "List"}
+            features[label] = {"feature": row, "_type": "List"}
     ids: dict[str, Any] = {"feature": {"dtype": "int32", "_type": "Value"}, "_type": "List"}
-    found[_IDS[kind]] = ids if length is None else ids | {"length": length}
+    features[_IDS[kind]] = ids if length is None else ids | {"length": length}
     if _has_text(dataset, kind):
-        found["text"] = {"dtype": "string", "_type": "Value"}
-    return found
+        features["text"] = {"dtype": "string", "_type": "Value"}
+    return features
 
 
 def _schema(
@@ -176,12 +189,12 @@ def _schema(
         if length is None:
             fields.append(pa.field(label, pa.list_(pa.list_(number, width))))
             continue
-        # Arrays of two axes are an extension type that datasets registers; to others it is a list of lists.
-        told = {
+        # Array2D is an extension type that the datasets library registers; other readers see a list of lists.
+        extension = {
             "ARROW:extension:name": "datasets.features.features.Array2DExtensionType",
             "ARROW:extension:metadata": json.dumps([[length, width], str(array.dtype)]),
         }
-        fields.append(pa.field(label, pa.list_(pa.list_(number)), metadata=told))
+        fields.append(pa.field(label, pa.list_(pa.list_(number)), metadata=extension))
     fields.append(
         pa.field(_IDS[kind], pa.list_(pa.int32()) if length is None else pa.list_(pa.int32(), length))
     )
@@ -196,30 +209,31 @@ def _batch(
     kind: str,
     starts: Indices,
     sizes: Indices,
-    some: slice,
+    rows_slice: slice,
     schema: Any,
     pa: Any,
 ) -> Any:
-    counts = sizes[some]
+    counts = sizes[rows_slice]
     ends = np.concatenate([[0], np.cumsum(counts)])
-    tokens = np.repeat(starts[some] - ends[:-1], counts) + np.arange(ends[-1])
-    made = []
+    tokens = np.repeat(starts[rows_slice] - ends[:-1], counts) + np.arange(ends[-1])
+    arrays = []
     for array in columns.values():
         rows = np.ascontiguousarray(array.isel(token=tokens).values).reshape(len(tokens), -1)
         flat, width = pa.array(rows.reshape(-1)), rows.shape[1]
         if kind == "datasets":
             inner = pa.FixedSizeListArray.from_arrays(flat, width)
         else:
+            # Array2D is stored as a list of lists, not of fixed-size lists.
             inner = pa.ListArray.from_arrays(np.arange(len(rows) + 1, dtype=np.int32) * width, flat)
-        made.append(pa.ListArray.from_arrays(ends.astype(np.int32), inner))
+        arrays.append(pa.ListArray.from_arrays(ends.astype(np.int32), inner))
     ids = pa.array(dataset["token_id"].values[tokens].astype(np.int32))
     if kind == "datasets":
-        made.append(pa.ListArray.from_arrays(ends.astype(np.int32), ids))
+        arrays.append(pa.ListArray.from_arrays(ends.astype(np.int32), ids))
     else:
-        made.append(pa.FixedSizeListArray.from_arrays(ids, int(counts[0])))
+        arrays.append(pa.FixedSizeListArray.from_arrays(ids, int(counts[0])))
     if _has_text(dataset, kind):
-        made.append(pa.array([str(text) for text in dataset["text"][some].values], pa.string()))
-    return pa.RecordBatch.from_arrays(made, schema=schema)
+        arrays.append(pa.array([str(text) for text in dataset["text"][rows_slice].values], pa.string()))
+    return pa.RecordBatch.from_arrays(arrays, schema=schema)
 
 
 def _has_text(dataset: xr.Dataset, kind: str) -> bool:

@@ -1,14 +1,10 @@
-"""Stored runs and results as files other programs read: NetCDF, Zarr, Parquet, safetensors, npz, and folders
-of Hugging Face `datasets`.
+"""Export runs and results to NetCDF, Zarr, Parquet, safetensors, npz, and folders of Hugging Face `datasets`.
 
-Border: a labelled dataset in, one file (for Zarr: one folder) out; which key it is of, and how that came
-about, is told by the caller and goes along as one JSON note.
-
-Every format is written block by block, so that memory does not grow with the corpus, under a temporary name
-that becomes the final one when all is written: a killed export leaves nothing that looks like a file.
-bfloat16, which only safetensors has, is widened to float32 elsewhere: the same values. How rows lie in a
-Parquet file is said in parquet.py; tensors of safetensors and npz are named after hook points, one per
-layer, so that the file can be imported again.
+Every format is written block by block, so memory does not grow with the corpus, and under a temporary name
+that is renamed at the end: a killed export leaves nothing that looks complete. bfloat16, which only
+safetensors has, is widened to float32 elsewhere, without loss. Tensors in safetensors and npz are named after
+hook points, one per layer, so that the file can be imported again. Where the data came from is stored in the
+file as one JSON note.
 """
 
 from __future__ import annotations
@@ -52,19 +48,17 @@ FORMATS = {
     "npz": (".npz",),
     **dict.fromkeys(FOLDERS, ()),
 }
-"""Format -> suffixes that say it; a folder of `datasets` has none."""
+"""Format -> file name suffixes; folders of `datasets` have none."""
 TableLayout = Literal["long", "wide"]
 NOTE = "mizarr"
-"""Where the note is in a file: an attribute, a metadata entry, or (npz) the array of bytes `mizarr.json`."""
+"""Place of the note in a file: attribute, metadata entry, or (npz) `mizarr.json`, an array of bytes."""
 TEXT_SUFFIX = ".json"
-"""Texts in files that hold numbers only: the UTF-8 bytes of a JSON list, under their name with this
-suffix.
-"""
+"""Suffix of text arrays in formats without text: the UTF-8 bytes of a JSON list."""
 _BF16 = np.dtype(ml_dtypes.bfloat16)
-_BLOCK = 16 << 20  # bytes in memory at once
-_SPARE = 1 << 20  # bytes of labels and headers
-_SPELLED_OUT = 1_000_000  # tokens up to which a file holds their strings
-_READERS = 2  # threads that read chunks ahead of the one that writes; each holds one
+_BLOCK = 16 << 20  # bytes in memory per block
+_SPARE = 1 << 20  # bytes for labels and headers in the check of free space
+_SPELLED_OUT = 1_000_000  # runs with more tokens are exported without token strings
+_READERS = 2  # threads that read ahead of the writer; each holds a chunk in memory
 
 
 def export_key(
@@ -78,11 +72,21 @@ def export_key(
     layout: TableLayout = "long",
     context: int | None = None,
 ) -> Path:
-    """Write what is stored under a key to a file; returns its path.
+    """Export what is stored under a key.
 
-    key: a unique start of a key (one array, or a result), or of a run's digest (DATA of `mizarr ls`), then
-    all of the run.  variables, layers: of a run, by default all.  Otherwise as `export`; the note tells key,
-    content and provenance.
+    Arguments:
+        store: The store.
+        key: Unique prefix of a key (one array, or a result), or of a run's digest (DATA of `mizarr ls`) for
+            the whole run.
+        path: The new file.
+        format: See `export`.
+        variables: Variables of a run; None for all.
+        layers: Layers of a run; None for all.
+        layout: See `export`.
+        context: See `export`.
+
+    Returns:
+        The path. The note in the file has key, content and provenance.
     """
     dataset, note, dtype = _opened(store, key, variables, layers)
     return export(dataset, path, format=format, layout=layout, note=note, dtype=dtype, context=context)
@@ -98,15 +102,26 @@ def export(
     dtype: str | None = None,
     context: int | None = None,
 ) -> Path:
-    """Write a labelled dataset to a file; returns its path.
+    """Export a labelled dataset.
 
-    format: netcdf, zarr, parquet, safetensors or npz, by default as the suffix says; datasets, saelens or
-    sparsify, of which each is a folder (dataset_folders.py).  context: of the latter two, tokens of a row.
-     layout: of Parquet,
-    "long" or "wide".  note: plain values on where it comes from.  dtype: in which safetensors holds float32
-    variables, "bfloat16" for states that were computed so.
-    Raises ConfigError for an unknown format or a path that is taken, ShapeError for what the format cannot
-    hold, StoreFull where the disk has no room, MissingExtra.
+    Arguments:
+        dataset: The dataset.
+        path: The new file.
+        format: netcdf, zarr, parquet, safetensors or npz; None decides by the suffix. Or datasets, saelens or
+            sparsify, which are folders (dataset_folders.py).
+        layout: For Parquet, "long" or "wide".
+        note: Plain values on the origin of the data.
+        dtype: Dtype for float32 variables in safetensors; "bfloat16" for states that were computed in it.
+        context: For saelens and sparsify, tokens per row.
+
+    Returns:
+        The path.
+
+    Raises:
+        ConfigError: Unknown format, or the path exists.
+        ShapeError: The format cannot hold the dataset.
+        StoreFull: Not enough free disk space.
+        MissingExtra: The format's library is not installed.
     """
     import xarray as xr
 
@@ -125,79 +140,82 @@ def export(
     _expect_new(path)
     ready = _with_strings(dataset)
     ready = ready if kind == "safetensors" else _widened(ready)
-    if kind == "sparsify":  # which runs the model itself: ids are all it reads
+    if kind == "sparsify":  # it runs the model itself, so only token ids are written
         ready = ready.drop_vars(list(ready.data_vars))
+    # float32 in memory is written as bfloat16 in this case.
     halved = dtype == "bfloat16" and kind == "safetensors"
     _check_room(path, ready.nbytes // 2 if halved else ready.nbytes)
-    told = {"format": 1, **(note or {})}
+    full_note = {"format": 1, **(note or {})}
 
-    def write(to: Path) -> None:
+    def write(target: Path) -> None:
         import dask
 
         from ..reading.direct import unchunked
 
+        # dask's default of one thread per core would hold one chunk each in memory.
         with dask.config.set(num_workers=_READERS):
             if kind == "zarr":
-                _write_zarr(ready, to, told)
+                _write_zarr(ready, target, full_note)
             elif kind == "netcdf":
                 from .netcdf import write_netcdf
 
-                write_netcdf(ready, to, {NOTE: json.dumps(told, sort_keys=True)})
+                write_netcdf(ready, target, {NOTE: json.dumps(full_note, sort_keys=True)})
             elif kind in FOLDERS:
-                write_dataset_folder(unchunked(ready), to, kind, told, context)
+                write_dataset_folder(unchunked(ready), target, kind, full_note, context)
             elif kind == "parquet":
                 from .parquet import write_parquet
 
-                write_parquet(unchunked(ready), to, layout, told)
+                write_parquet(unchunked(ready), target, layout, full_note)
             else:
-                _write_tensors(unchunked(ready), to, told, kind, dtype)
+                _write_tensors(unchunked(ready), target, full_note, kind, dtype)
 
     return _atomically(path, write)
 
 
 def format_of(path: Path, format: str | None) -> str:
-    """The format by name or by suffix; ConfigError with the nearest for an unknown one."""
+    """Format by name or file suffix; ConfigError, which suggests the nearest name, for an unknown one."""
     if format is not None:
         if format not in FORMATS:
             near = nearest(format, FORMATS)
             hint = f"; did you mean {near!r}?" if near else ""
             raise ConfigError(f"expected a format among {', '.join(FORMATS)}, found {format!r}{hint}")
         return format
-    found = next((name for name, suffixes in FORMATS.items() if path.suffix.lower() in suffixes), None)
-    if found is None:
-        known = ", ".join(suffix for suffixes in FORMATS.values() for suffix in suffixes[:1])
+    matching = next((name for name, suffixes in FORMATS.items() if path.suffix.lower() in suffixes), None)
+    if matching is None:
+        suffixes_text = ", ".join(suffix for suffixes in FORMATS.values() for suffix in suffixes[:1])
         raise ConfigError(
-            f"expected a file named by its format ({known}), found {path.name!r}; rename it, or give --format"
+            f"expected a file named by its format ({suffixes_text}), found {path.name!r}; rename it, or give "
+            "--format"
         )
-    return found
+    return matching
 
 
 def _opened(
     store: Store, key: str, variables: Sequence[str] | None, layers: Sequence[int] | None
 ) -> tuple[xr.Dataset, dict[str, Any], str | None]:
-    """What a key names, a note on it, and the dtype its states are stored in."""
+    """Dataset of a key, note on its origin, and storage dtype (None for results)."""
     if store.names_run(key):
         return _run(store.entry(key), variables, layers, store)
     record = store.record(key)
-    about = {"key": record.key, "label": record.label, "content": record.content}
-    about |= _portable(store.provenance(record))
+    note = {"key": record.key, "label": record.label, "content": record.content}
+    note |= _portable(store.provenance(record))
     if record.kind == RESULT:
         if layers is not None:
             raise ConfigError(
                 f"expected layers of a run only, found a result ({record.label}); leave --layers out"
             )
         dataset = store.open_result(record)
-        return (dataset if variables is None else _chosen(dataset, variables)), about, None
+        return (dataset if variables is None else _chosen(dataset, variables)), note, None
     name, _, layer = record.label.partition("/")
     entry = store.entry(record.data.rpartition("/")[2])
-    if unlike := [each for each in variables or () if each != name] + [
-        str(each) for each in layers or () if str(each) != layer
+    if others := [item for item in variables or () if item != name] + [
+        str(item) for item in layers or () if str(item) != layer
     ]:
         raise EntryNotFound(
             f"expected parts of {record.label}, which is all that key {record.short} names, found "
-            f"{', '.join(unlike)}; name the whole run: {entry.digest[:12]}"
+            f"{', '.join(others)}; name the whole run: {entry.digest[:12]}"
         )
-    return entry.open([name], [int(layer)] if layer else None, chunks="segment"), about, entry.dtype
+    return entry.open([name], [int(layer)] if layer else None, chunks="segment"), note, entry.dtype
 
 
 def _run(
@@ -206,13 +224,14 @@ def _run(
     cells = [(name, layer, entry.content(name, layer)) for name, layer in entry.published()]
     if not cells:
         raise EntryNotFound(f"nothing of run {entry.digest[:12]} is complete yet; capture it again first")
-    about = {"run": entry.digest, "arrays": [list(cell) for cell in cells]}
-    about |= _portable(store.provenance(entry.key(*cells[0][:2]).digest))
-    return entry.open(variables, layers, chunks="segment"), about, entry.dtype
+    note = {"run": entry.digest, "arrays": [list(cell) for cell in cells]}
+    note |= _portable(store.provenance(entry.key(*cells[0][:2]).digest))
+    return entry.open(variables, layers, chunks="segment"), note, entry.dtype
 
 
 def _with_strings(dataset: xr.Dataset) -> xr.Dataset:
-    """With the strings of its tokens, where the vocabulary is known and they are few enough for memory."""
+    """Add the coordinate `token_string`, if the vocabulary is known and the tokens are few enough for
+    memory."""
     from ..reading import accessor  # noqa: F401 - registers ds.mi
 
     ids = dataset.coords.get("token_id")
@@ -224,19 +243,19 @@ def _with_strings(dataset: xr.Dataset) -> xr.Dataset:
 
 
 def _check_names(dataset: xr.Dataset, kind: str) -> None:
-    """ShapeError for a dataset of no variables, and for names the format takes for paths."""
+    """Raise ShapeError for a dataset without variables, or variable names that look like paths."""
     if not dataset.data_vars:
         raise ShapeError("expected a dataset with variables, found none; name some to export")
     paths = [str(name) for name in (*dataset.variables, *dataset.dims) if "/" in str(name)]
     if paths and kind in ("netcdf", "zarr"):
         raise ShapeError(f"expected names without '/', found {paths[0]!r}, a path in {kind}; rename it")
-    cut = [str(name) for name in (*dataset.variables, *dataset.dims) if "\0" in str(name)]
-    if cut and kind in ("netcdf", "zarr"):
-        raise ShapeError(f"expected names without NUL, found {cut[0]!r}, which no file holds; rename it")
+    with_nul = [str(name) for name in (*dataset.variables, *dataset.dims) if "\0" in str(name)]
+    if with_nul and kind in ("netcdf", "zarr"):
+        raise ShapeError(f"expected names without NUL, found {with_nul[0]!r}, which no file holds; rename it")
 
 
 def _widened(dataset: xr.Dataset) -> xr.Dataset:
-    """bfloat16 as float32: the same values."""
+    """Convert bfloat16 variables to float32, which is exact."""
     halves = {name: array for name, array in dataset.data_vars.items() if array.dtype == _BF16}
     return dataset.assign({name: array.astype(np.float32) for name, array in halves.items()})
 
@@ -244,17 +263,19 @@ def _widened(dataset: xr.Dataset) -> xr.Dataset:
 def _chosen(dataset: xr.Dataset, variables: Sequence[str]) -> xr.Dataset:
     for name in variables:
         if name not in dataset.data_vars:
-            held = [str(each) for each in dataset.data_vars]
+            variables_present = [str(variable) for variable in dataset.data_vars]
             raise EntryNotFound(
-                f"no variable {name!r}; there are {', '.join(held)}, nearest {nearest(name, held)!r}"
+                f"no variable {name!r}; there are {', '.join(variables_present)}, nearest "
+                f"{nearest(name, variables_present)!r}"
             )
     return dataset[list(variables)]
 
 
 def _portable(notes: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Provenance without the names of machines and folders, which are nobody's business elsewhere."""
+    """Provenance without host, process and platform, which are private."""
     return {
         "provenance": [
+            # An exported file leaves the machine; host names and process ids should not.
             {name: value for name, value in note.items() if name not in ("host", "pid", "platform")}
             for note in notes
         ]
@@ -262,7 +283,7 @@ def _portable(notes: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _check_room(path: Path, needed: int) -> None:
-    """StoreFull if the disk cannot hold the values; a folder that is not there is an error of its own."""
+    """StoreFull for insufficient disk space, ConfigError for a missing parent folder."""
     if not path.parent.is_dir():
         raise ConfigError(
             f"expected a folder to write into, found none at {str(path.parent)!r}; make it first"
@@ -276,13 +297,15 @@ def _check_room(path: Path, needed: int) -> None:
 
 
 def _atomically(path: Path, write: Callable[[Path], None]) -> Path:
-    """`write` under a temporary name, which becomes `path` when it is done; nothing is left of a failure."""
+    """Run `write` on a temporary path, then rename that to `path`; leaves nothing on failure."""
+    # Same folder, so that the final rename is atomic.
     hidden = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
     try:
         write(hidden)
-        _expect_new(path)  # once more: writing takes a while
+        _expect_new(path)  # checked again, because writing took a while
         hidden.rename(path)
     except OSError as error:
+        # EFBIG: the limit of FAT is 4 GiB per file.
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise
         raise StoreFull(
@@ -319,8 +342,8 @@ def _write_tensors(
     dataset: xr.Dataset, path: Path, note: Mapping[str, Any], kind: str, dtype: str | None
 ) -> None:
     tensors = [*_labels(dataset), *_values(dataset, dtype)]
-    about = {**note, "dims": {t.name: dims for t, dims in tensors}, "attrs": plain(dataset.attrs)}
-    text = json.dumps(about, sort_keys=True)
+    full_note = {**note, "dims": {t.name: dims for t, dims in tensors}, "attrs": plain(dataset.attrs)}
+    text = json.dumps(full_note, sort_keys=True)
     if kind == "safetensors":
         write_safetensors(path, [tensor for tensor, _ in tensors], {NOTE: text})
     else:
@@ -328,21 +351,24 @@ def _write_tensors(
 
 
 def _values(dataset: xr.Dataset, dtype: str | None) -> Iterator[tuple[Tensor, list[str]]]:
-    """Every variable; under the name of its hook point, one tensor per layer, where no other claims it."""
+    """Yield tensors with their dimensions: named by hook point, one per layer, or by variable if that is
+    ambiguous."""
     hooks = Counter(array.attrs.get("hook") for array in dataset.data_vars.values())
     for name, array in dataset.data_vars.items():
         kind = _BF16 if dtype == "bfloat16" and array.dtype == np.float32 else array.dtype
         hook = str(array.attrs.get("hook", name))
         layers = _layers(array) if "{}" in hook else {}
+        # Two variables of one hook point (e.g. a selection of tokens beside the whole) would otherwise share
+        # a name.
         if hooks[hook] > 1 or ("{}" in hook and not layers):
             hook, layers = str(name), {}
-        parts = {hook.format(layer): array.variable[at] for layer, at in layers.items()}
-        for called, part in (parts or {hook: array.variable}).items():
-            yield _tensor(called, part, kind), list(map(str, part.dims))
+        variables = {hook.format(layer): array.variable[index] for layer, index in layers.items()}
+        for tensor_name, variable in (variables or {hook: array.variable}).items():
+            yield _tensor(tensor_name, variable, kind), list(map(str, variable.dims))
 
 
 def _layers(array: xr.DataArray) -> dict[int, dict[Hashable, int]]:
-    """Every layer of an array, and where it lies; empty where the array does not say."""
+    """Layer number -> index into the array; {} for an array without layer coordinate."""
     dim = next((dim for dim in array.dims if str(dim).startswith("layer")), None)
     if dim is not None:
         return {int(layer): {dim: i} for i, layer in enumerate(array[dim].values)}
@@ -350,7 +376,7 @@ def _layers(array: xr.DataArray) -> dict[int, dict[Hashable, int]]:
 
 
 def _labels(dataset: xr.Dataset) -> Iterator[tuple[Tensor, list[str]]]:
-    """Coordinates that are not counted by themselves; texts as JSON."""
+    """Yield coordinates as tensors with their dimensions, except index dimensions; texts as JSON."""
     for name, coord in dataset.coords.items():
         if coord.dtype.kind in "UTO":
             text = json.dumps(np.asarray(coord.values).tolist())
@@ -366,8 +392,8 @@ def _tensor(name: str, variable: xr.Variable, dtype: npt.DTypeLike) -> Tensor:
 
     def blocks() -> Iterator[npt.NDArray[Any]]:
         chunk = variable.chunks[0][0] if variable.chunks else (variable.shape or (1,))[0]
-        for at in slabs(variable.shape, variable.dtype.itemsize, chunk, _BLOCK):
-            yield np.asarray(variable[at].values).astype(kind, copy=False)
+        for slab in slabs(variable.shape, variable.dtype.itemsize, chunk, _BLOCK):
+            yield np.asarray(variable[slab].values).astype(kind, copy=False)
 
     return Tensor(name, kind, variable.shape, blocks())
 

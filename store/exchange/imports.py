@@ -1,12 +1,10 @@
-"""Activations that were harvested elsewhere, stored as a run like any other, under an identity somebody
-declared.
+"""Import activations that another program computed, as a run with a declared identity.
 
-Border: named arrays in memory or mapped, with the hook point each holds already told
-(workflows/exchange.py); files in, an entry out.
+How such numbers were computed cannot be verified. So the key of the run is a digest of what the user
+declared, in a namespace of its own, and of the files: it never equals the key of a run computed here, or of
+an import of other files.
 
-What such numbers were computed with cannot be checked. So the key of the run is made of what was declared,
-in a namespace of its own, together with the digests of the files: it can never be taken for a run that was
-computed here, nor for an import of another file.
+Which hook point an array belongs to is decided in workflows/exchange.py.
 """
 
 from __future__ import annotations
@@ -36,78 +34,101 @@ __all__ = ["Imported", "declared_arrays", "declared_run", "pack_imported", "stor
 
 FLOATS = ("float32", "bfloat16", "float16", "float64")
 MOST_LAYERS = 10_000
-"""Layers of a model at most: more is a layer's number misread."""
-_AT_ONCE = 128 << 20  # bytes of a segment's arrays in memory at once
-_BLOCK = 4 << 20  # bytes of a mapping that are read before its pages are let go of
+"""Limit on the number of layers: a larger number is a misread name."""
+_AT_ONCE = 128 << 20  # bytes of a segment's arrays that are in memory together
+_BLOCK = 4 << 20  # bytes that are read from a memory map before its pages are released
 
 
 @dataclass(frozen=True)
 class Imported:
-    """One array of a file and what it holds.
-
-    name: in the file.  values: [token, *tail] or [prompt, position, *tail], positions before heads.
-    """
+    """One array of an imported file, with its hook point and layer."""
 
     name: str
+    """Name in the file."""
     variable: str
+    """Name in the run."""
     layer: int | None
+    """Layer number; None for an array without a layer."""
     hook: str
+    """Hook point."""
     meaning: str
+    """Description, stored as `long_name`."""
     dims: tuple[str, ...]
-    """Of one token: ("hidden",), ("head", "d_head"), () for a number."""
+    """Dimensions of one token's values: ("hidden",), ("head", "d_head"), () for a number."""
     values: Array
+    """[token, *dims], or [prompt, position, *dims] padded on the right."""
 
     @property
     def cell(self) -> VariableLayer:
-        """What it is in a run: variable and layer."""
+        """Variable and layer in the run."""
         return self.variable, self.layer
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one token."""
+        """Bytes per token."""
         return math.prod(self.tail) * self.values.dtype.itemsize
 
     @property
     def is_batch(self) -> bool:
-        """Whether prompts are an axis of their own."""
+        """Whether the array has a prompt axis, as opposed to packed tokens."""
         return self.values.ndim == len(self.dims) + 2
 
     @property
     def tail(self) -> tuple[int, ...]:
-        """Shape of one token's values."""
+        """Shape of the values of one token."""
         return self.values.shape[self.values.ndim - len(self.dims) :]
 
     def spec(self, layers: int) -> ArraySpec:
-        """How it is stored: in the file's dtype, without a unit. layers: of the model."""
-        front = () if self.layer is None else ("layer",)
+        """Description of the stored array, in the dtype of the file.
+
+        Arguments:
+            layers: Number of layers of the model.
+        """
+        layer_dims = () if self.layer is None else ("layer",)
         sizes = dict(zip(self.dims, self.tail, strict=True))
         return ArraySpec(
-            self.variable, self.hook, (*front, "token", *self.dims), sizes, self.values.dtype.name,
+            self.variable, self.hook, (*layer_dims, "token", *self.dims), sizes, self.values.dtype.name,
             None if self.layer is None else layers, self.meaning, "1",
         )  # fmt: skip
 
-    def blocks(self, tokens: PackedTokens, here: range) -> Iterator[Array]:
-        """The values of a range of packed tokens, some after the other, in memory of their own; of a batch,
-        without its padding.
+    def blocks(self, tokens: PackedTokens, token_range: range) -> Iterator[Array]:
+        """Yield copies of the values of a token range in blocks, without padding.
+
+        Arguments:
+            tokens: All tokens of the run.
+            token_range: Range of packed tokens.
         """
         step = max(1, _BLOCK // max(1, self.row_bytes))
-        for start in range(here.start, here.stop, step):
-            at = slice(start, min(start + step, here.stop))
-            index = (tokens.prompt_of(at), tokens.position_of(at)) if self.is_batch else at
+        for start in range(token_range.start, token_range.stop, step):
+            token_slice = slice(start, min(start + step, token_range.stop))
+            index = (
+                (tokens.prompt_of(token_slice), tokens.position_of(token_slice))
+                if self.is_batch
+                else token_slice
+            )
+            # A copy: digest and write must see the same bytes, even if the file changes in between.
             yield np.array(self.values[index], self.values.dtype.newbyteorder("="), order="C", subok=False)
+            # Otherwise pages of the whole file would stay in memory while it is streamed.
             release(self.values)
 
-    def digest(self, tokens: PackedTokens, here: range) -> str:
-        """Digest of the values of a range of packed tokens."""
-        return content_digest(*(_bytes(block) for block in self.blocks(tokens, here)))
+    def digest(self, tokens: PackedTokens, token_range: range) -> str:
+        """Content digest of the values of a token range."""
+        return content_digest(*(_bytes(block) for block in self.blocks(tokens, token_range)))
 
-    def rows(self, tokens: PackedTokens, here: range, digest: str) -> Array:
-        """The values of a range of packed tokens, in memory of their own. Raises SourceChanged unless they
-        have this digest.
+    def rows(self, tokens: PackedTokens, token_range: range, digest: str) -> Array:
+        """Copy the values of a token range.
+
+        Arguments:
+            tokens: All tokens of the run.
+            token_range: Range of packed tokens.
+            digest: Their expected digest.
+
+        Raises:
+            SourceChanged: The digest differs, as the file was overwritten meanwhile.
         """
-        rows = np.empty((len(here), *self.tail), self.values.dtype.newbyteorder("="))
+        rows = np.empty((len(token_range), *self.tail), self.values.dtype.newbyteorder("="))
         start = 0
-        for block in self.blocks(tokens, here):
+        for block in self.blocks(tokens, token_range):
             rows[start : start + len(block)] = block
             start += len(block)
         if content_digest(_bytes(rows)) != digest:
@@ -123,7 +144,7 @@ def _bytes(rows: Array) -> memoryview:
 
 
 def declared_identity(model: str, revision: str | None) -> str:
-    """Digest of a model somebody names; never equal to that of one whose files were seen."""
+    """Digest of a declared model; never equal to that of a model whose files were read."""
     return digest("declared-model", model, revision)
 
 
@@ -134,27 +155,36 @@ def pack_imported(
     texts: Sequence[str] | None,
     offsets: tuple[Array | None, Array | None] = (None, None),
 ) -> tuple[PackedTokens, bool]:
-    """The tokens the arrays are of, and whether their ids are known (else they are 0, and not to be shown).
+    """Work out the tokens that the arrays belong to.
 
-    ids: packed, [prompt, position] with padding on the right, or a list per prompt.  row_size: tokens per
-    prompt; without it they are counted in the lists of ids, or else packed arrays are one prompt and every
-    position of a batch is a token.  offsets: (start, end) of the tokens in
-    their texts.
-    Raises ShapeError, PromptError for what does not fit together.
+    Arguments:
+        arrays: Arrays of the files.
+        ids: Token ids: packed, [prompt, position] padded on the right, or a list per prompt; None if unknown.
+        row_size: Tokens per prompt. None counts them in lists of ids; otherwise packed arrays are one prompt,
+            and every position of a batch is a token.
+        texts: Prompts as text.
+        offsets: First character and end of each token in its text.
+
+    Returns:
+        The tokens, and whether their ids are known (unknown ids are 0 and must not be shown).
+
+    Raises:
+        ShapeError: Arrays do not fit together or to the tokens.
+        PromptError: Token ids or sizes are invalid.
     """
-    given = ids if ids is None or isinstance(ids, np.ndarray) else [np.asarray(one) for one in ids]
-    if isinstance(given, list) and (not given or any(one.ndim != 1 for one in given)):
+    prompt_ids = ids if ids is None or isinstance(ids, np.ndarray) else [np.asarray(row) for row in ids]
+    if isinstance(prompt_ids, list) and (not prompt_ids or any(row.ndim != 1 for row in prompt_ids)):
         raise PromptError("expected token ids as one list per prompt, found another shape; nest them so")
-    first = arrays[0]
+    first_array = arrays[0]
     for array in arrays:
         axes = array.values.ndim - len(array.dims)
-        if axes not in (1, 2) or array.is_batch != first.is_batch:
+        if axes not in (1, 2) or array.is_batch != first_array.is_batch:
             raise ShapeError(
                 f"expected {array.name!r} as [token, {', '.join(array.dims)}] or [prompt, position, "
                 f"{', '.join(array.dims)}], all alike, found {list(array.values.shape)}; positions come "
                 "before heads"
             )
-    sizes = _row_sizes(first, given, row_size)
+    sizes = _row_sizes(first_array, prompt_ids, row_size)
     if sizes.ndim != 1 or sizes.dtype.kind not in "iu" or not sizes.size:
         raise PromptError(
             f"expected row_size as a row of integers, found {sizes.dtype} of shape {list(sizes.shape)}; give "
@@ -167,16 +197,21 @@ def pack_imported(
                 f"of {int(sizes.max())}, found {list(array.values.shape)}; check token ids and row_size (or "
                 "attention_mask)"
             )
-    tokens = PackedTokens(_flat_ids(given, sizes), sizes, None if texts is None else list(texts), *offsets)
-    return tokens, given is not None
+    tokens = PackedTokens(
+        _flat_ids(prompt_ids, sizes), sizes, None if texts is None else list(texts), *offsets
+    )
+    return tokens, prompt_ids is not None
 
 
 def declared_arrays(arrays: Sequence[Imported], n_layers: int | None) -> list[ArraySpec]:
-    """How the arrays are stored.
+    """Descriptions of the stored arrays.
 
-    n_layers: of the model, by default up to the last one there is.
-    Raises ShapeError for arrays of several dtypes, of one that is no float, of unlike or empty shapes, or
-    that hold the same.
+    Arguments:
+        arrays: Arrays of the files.
+        n_layers: Number of layers of the model; None for the highest layer + 1.
+
+    Raises:
+        ShapeError: Several dtypes, no floats, unequal or empty shapes, or two arrays for one cell.
     """
     dtypes = sorted({array.values.dtype.name for array in arrays})
     if len(dtypes) != 1 or dtypes[0] not in FLOATS:
@@ -192,12 +227,13 @@ def declared_arrays(arrays: Sequence[Imported], n_layers: int | None) -> list[Ar
         )
     if count > MOST_LAYERS:
         raise ShapeError(f"expected at most {MOST_LAYERS} layers, found {count}; check names and n_layers")
+    # The first array of a variable defines its shape; the layers must agree.
     specs: dict[str, ArraySpec] = {}
-    first: dict[VariableLayer, Imported] = {}
+    array_of_cell: dict[VariableLayer, Imported] = {}
     for array in arrays:
-        same = first.setdefault(array.cell, array)
-        if same is not array:
-            raise ShapeError(f"{same.name!r} and {array.name!r} both hold {array.hook}; leave one out")
+        earlier = array_of_cell.setdefault(array.cell, array)
+        if earlier is not array:
+            raise ShapeError(f"{earlier.name!r} and {array.name!r} both hold {array.hook}; leave one out")
         spec = specs.setdefault(array.variable, array.spec(count))
         if array.spec(count) != spec:
             raise ShapeError(
@@ -209,22 +245,31 @@ def declared_arrays(arrays: Sequence[Imported], n_layers: int | None) -> list[Ar
 
 
 def _expect_one_length_per_axis(arrays: Sequence[Imported]) -> None:
-    """ShapeError for axes of one name and several lengths, or of none: those arrays are of several models."""
+    """ShapeError if an axis is empty or differs in length between arrays, which then are from different
+    models."""
     lengths: dict[str, tuple[int, str]] = {}
     for array in arrays:
         for dim, length in zip(array.dims, array.tail, strict=True):
-            other, name = lengths.setdefault(dim, (length, array.name))
-            if length != other or not length:
+            expected_length, name = lengths.setdefault(dim, (length, array.name))
+            if length != expected_length or not length:
                 raise ShapeError(
                     f"expected axis {dim!r} of one length, at least 1, in all arrays, found {length} in "
-                    f"{array.name!r} and {other} in {name!r}; leave one of them out, or check what they hold"
+                    f"{array.name!r} and {expected_length} in {name!r}; leave one of them out, or check "
+                    "what they hold"
                 )
 
 
 def declared_run(
     tokens: PackedTokens, model: str, revision: str | None, content: Mapping[str, Any]
 ) -> RunKey:
-    """The key of a run somebody brings. content: digests of its files, and how their names were read."""
+    """Key of an imported run.
+
+    Arguments:
+        tokens: Its tokens.
+        model: Declared name of the model.
+        revision: Declared revision.
+        content: Digests of the files, and how names were mapped to hook points.
+    """
     return RunKey(declared_identity(model, revision), tokens.digest, digest("imported", dict(content)))
 
 
@@ -237,15 +282,24 @@ def store_imported(
     attrs: Mapping[str, Any],
     require_unchanged: Callable[[], None],
 ) -> LabelledEntry:
-    """Write the arrays as a run, some of a segment at a time; what stands already is not written again.
+    """Write the arrays as a run, in groups of limited size per segment. Existing shards are not written
+    again.
 
-    The arrays are mappings of files that somebody may write over meanwhile, and the key digests these files.
-    So the numbers are digested while the files are still those of the key, and again as they are written.
+    The arrays are memory maps, and somebody may overwrite the files while they are read. So each segment's
+    rows are digested while the files still have the digests in the key, and digested again as they are
+    written.
 
-    specs: as `declared_arrays` gives them.
-    attrs: of `Store.create_entry`.
-    require_unchanged: raises SourceChanged where the files are not those of the key any more.
-    Raises SourceChanged, with nothing of it published, for a file that is written over meanwhile.
+    Arguments:
+        store: Where to store the run.
+        run: Its key.
+        tokens: Its tokens.
+        arrays: Arrays of the files.
+        specs: Result of `declared_arrays`.
+        attrs: See `Store.create_entry`.
+        require_unchanged: Raises SourceChanged if the files are not those of the key any more.
+
+    Raises:
+        SourceChanged: A file was overwritten; nothing is published.
     """
     cells = {array.cell: array for array in arrays}
     entry = store.create_entry(run, tokens, specs, attrs=attrs)
@@ -253,33 +307,40 @@ def store_imported(
     digests = {
         (n, cell): cells[cell].digest(tokens, entry.segments[n]) for n in missing for cell in missing[n]
     }
+    # After the digests and before the first write: from here on `rows` compares with these digests.
     require_unchanged()
     for n, absent in missing.items():
-        here = entry.segments[n]
-        for some in _together(absent, [cells[cell].row_bytes * len(here) for cell in absent]):
-            entry.write_segment(n, {cell: cells[cell].rows(tokens, here, digests[n, cell]) for cell in some})
+        token_range = entry.segments[n]
+        for group in _together(absent, [cells[cell].row_bytes * len(token_range) for cell in absent]):
+            entry.write_segment(
+                n, {cell: cells[cell].rows(tokens, token_range, digests[n, cell]) for cell in group}
+            )
     entry.publish(cells)
     return entry
 
 
 def _together(cells: Sequence[VariableLayer], sizes: Sequence[int]) -> Iterator[list[VariableLayer]]:
-    """Consecutive cells of at most `_AT_ONCE` bytes, at least one."""
+    """Group consecutive cells of at most `_AT_ONCE` bytes together, at least one cell per group."""
     group: list[VariableLayer] = []
-    held = 0
+    group_bytes = 0
     for cell, size in zip(cells, sizes, strict=True):
-        if group and held + size > _AT_ONCE:
+        if group and group_bytes + size > _AT_ONCE:
             yield group
-            group, held = [], 0
+            group, group_bytes = [], 0
         group.append(cell)
-        held += size
+        group_bytes += size
     yield group
 
 
 def _fits(shape: tuple[int, ...], sizes: npt.NDArray[Any], is_batch: bool, *, padded: bool) -> bool:
-    """Whether arrays of this shape hold prompts of these sizes.
+    """Whether an array of this shape fits prompts of these sizes.
 
-    padded: somebody said that there may be padding. Ids that end before the positions do are else mostly
-    those of a start token missing.
+    Arguments:
+        shape: Shape of the array.
+        sizes: Tokens per prompt.
+        is_batch: Whether the array has a prompt axis.
+        padded: Whether padding was declared. Otherwise the longest prompt must fill the position axis: ids
+            that are shorter usually lack a start token.
     """
     if not is_batch:
         return shape[0] == int(sizes.sum())
@@ -287,36 +348,37 @@ def _fits(shape: tuple[int, ...], sizes: npt.NDArray[Any], is_batch: bool, *, pa
     return shape[0] == len(sizes) and (longest <= shape[1] if padded else longest == shape[1])
 
 
-def _row_sizes(first: Imported, ids: Array | list[Array] | None, row_size: Any) -> Array:
-    """Tokens per prompt, from what says so most directly."""
+def _row_sizes(first_array: Imported, ids: Array | list[Array] | None, row_size: Any) -> Array:
+    """Tokens per prompt, from the most explicit source: row_size, lists of ids, batch shape, ids."""
     if row_size is not None:
         return np.asarray(row_size)
     if isinstance(ids, list):
-        return np.array([len(one) for one in ids], np.int64)
-    if first.is_batch:
-        return np.full(first.values.shape[0], first.values.shape[1], np.int64)
+        return np.array([len(row) for row in ids], np.int64)
+    if first_array.is_batch:
+        return np.full(first_array.values.shape[0], first_array.values.shape[1], np.int64)
     if ids is not None and ids.ndim == 2:
         return np.full(ids.shape[0], ids.shape[1], np.int64)
-    return np.array([first.values.shape[0]], np.int64)
+    return np.array([first_array.values.shape[0]], np.int64)
 
 
 def _flat_ids(ids: Array | list[Array] | None, sizes: npt.NDArray[Any]) -> Array:
-    """Packed token ids; zeros where none are known."""
+    """Packed token ids, int32; zeros for unknown ids."""
     total = int(sizes.sum())
     if ids is None:
         return np.zeros(total, np.int32)
     if isinstance(ids, list):
-        held = [len(one) for one in ids]
-        found = f"{sum(held)} in {len(held)}"
-        flat = np.concatenate(ids) if held == sizes.tolist() else None
+        lengths = [len(row) for row in ids]
+        ids_text = f"{sum(lengths)} in {len(lengths)}"
+        # Compared by lengths per prompt, as an equal total could still be cut differently.
+        flat = np.concatenate(ids) if lengths == sizes.tolist() else None
     else:
-        found = f"ids of shape {list(ids.shape)}"
+        ids_text = f"ids of shape {list(ids.shape)}"
         if ids.ndim == 2 and len(ids) == len(sizes) and ids.shape[1] >= sizes.max():
             ids = ids[np.arange(ids.shape[1]) < sizes[:, None]]
         flat = ids if ids.shape == (total,) else None
     if flat is None:
         raise PromptError(
-            f"expected a token id for each of {total} tokens of {len(sizes)} prompts, found {found}; check "
-            "row_size and the lengths of the prompts"
+            f"expected a token id for each of {total} tokens of {len(sizes)} prompts, found {ids_text}; "
+            "check row_size and the lengths of the prompts"
         )
     return flat

@@ -1,10 +1,9 @@
-"""A labelled dataset as a NetCDF file (version 4, through h5netcdf), written a chunk at a time.
+"""Export a dataset as a NetCDF 4 file through h5netcdf, chunk by chunk.
 
-Border: a dataset in, one file out; file names and provenance are exports.py's.
-
-HDF5 does not survive a disk that fills up: it keeps what it could not write, tries again when the file is
-closed, and once more when the process ends, which then crashes. So it writes through a file that keeps the
-system's first refusal to itself and takes the rest for written; the refusal is raised when HDF5 is done.
+HDF5 cannot handle a full disk: it keeps data that it could not write, tries again on closing the file, and
+once more at the end of the process, which then crashes. So it writes through a file object that reports
+success to HDF5, records the system's first error and discards the rest; the error is raised when HDF5 has
+finished.
 """
 
 from __future__ import annotations
@@ -27,24 +26,24 @@ if TYPE_CHECKING:
 __all__ = ["write_netcdf"]
 
 ESCAPED = "\\0 stands for NUL, \\\\ for \\"
-"""How to read texts of a variable that holds a NUL."""
+"""Value of the attribute `escaped`: how to decode the texts of a variable with a NUL."""
 
 
 def write_netcdf(dataset: xr.Dataset, path: Path, note: Mapping[str, str]) -> None:
-    """Write a new NetCDF file; float16, which NetCDF has not, becomes float32.
+    """Write a new NetCDF file. float16, which NetCDF lacks, becomes float32.
 
-    A text ends at its first NUL in HDF5. A variable with such texts (token strings of bytes, say) is escaped
-    as a whole, and says so in its attribute `escaped`.
+    HDF5 ends a text at its first NUL. All texts of a variable that contains one (such as token strings of
+    bytes) are escaped, which its attribute `escaped` says.
 
-    Args:
-        dataset: labelled, in any encoding.
-        path: of a file that is not there yet.
-        note: attributes of the file beside those of the dataset.
+    Arguments:
+        dataset: Labelled dataset, in any encoding.
+        path: The new file.
+        note: Attributes of the file besides those of the dataset.
 
     Raises:
-        ShapeError: for complex numbers.
-        MissingExtra: without h5netcdf or h5py.
-        OSError: as the system says.
+        ShapeError: A variable is complex.
+        MissingExtra: h5netcdf or h5py is not installed.
+        OSError: The file cannot be written.
     """
     try:
         import h5netcdf  # noqa: F401 - xarray's engine
@@ -56,6 +55,7 @@ def write_netcdf(dataset: xr.Dataset, path: Path, note: Mapping[str, str]) -> No
     for name, variable in ready.variables.items():
         variable.attrs = _attributes(variable.attrs)
         if variable.dtype.kind in "UTO":
+            # h5netcdf writes objects as variable-length strings; numpy's StringDType it does not know.
             texts = np.asarray(variable.values, object)
             if any("\0" in str(text) for text in texts.flat):
                 texts, variable.attrs = _escaped(texts), {**variable.attrs, "escaped": ESCAPED}
@@ -67,6 +67,7 @@ def write_netcdf(dataset: xr.Dataset, path: Path, note: Mapping[str, str]) -> No
     labels = {name: value for name, value in changed.items() if name in ready.coords}
     ready = ready.assign_coords(labels).assign({n: v for n, v in changed.items() if n not in labels})
     ready.attrs = {**_attributes(ready.attrs), **note}
+    # Otherwise xarray writes NaN as fill value, and readers mask NaN activations.
     encoding = {name: {"_FillValue": None} for name, v in ready.variables.items() if v.dtype.kind == "f"}
     with _PatientFile(path) as file:
         ready.to_netcdf(file, engine="h5netcdf", encoding=encoding)
@@ -75,7 +76,7 @@ def write_netcdf(dataset: xr.Dataset, path: Path, note: Mapping[str, str]) -> No
 
 
 def _attributes(attrs: Mapping[Any, Any]) -> dict[str, Any]:
-    """Attributes as NetCDF has them, numbers and texts; others as JSON, and none for None."""
+    """Convert attributes for NetCDF: numbers and texts unchanged, other values as JSON text, None dropped."""
     values = {name: value for name, value in attrs.items() if value is not None}
     return {name: value if _is_attribute(value) else json.dumps(value) for name, value in values.items()}
 
@@ -85,15 +86,15 @@ def _is_attribute(value: Any) -> bool:
 
 
 def _escaped(texts: npt.NDArray[np.object_]) -> npt.NDArray[np.object_]:
-    """Texts without a NUL, as ESCAPED says."""
+    """Escape NUL and backslash in texts, as described by ESCAPED."""
     escaped = np.empty_like(texts)
-    for at, text in np.ndenumerate(texts):
-        escaped[at] = str(text).replace("\\", r"\\").replace("\0", r"\0")
+    for index, text in np.ndenumerate(texts):
+        escaped[index] = str(text).replace("\\", r"\\").replace("\0", r"\0")
     return escaped
 
 
 class _PatientFile(io.RawIOBase):
-    """A new file that takes every write; the first one the system refused is in `refusal`."""
+    """File object that accepts every write and keeps the system's first error in `refusal`."""
 
     def __init__(self, path: Path) -> None:
         self.refusal: OSError | None = None
@@ -116,14 +117,15 @@ class _PatientFile(io.RawIOBase):
 
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
-        done = 0
-        while done < len(view) and self.refusal is None:
+        written = 0
+        while written < len(view) and self.refusal is None:
             try:
-                done += self._file.write(view[done:])
+                written += self._file.write(view[written:])
             except OSError as error:
                 self.refusal = error
         if self.refusal is not None:
-            self._file.seek(len(view) - done, io.SEEK_CUR)
+            # HDF5 tracks positions itself, so they must advance as if the write had succeeded.
+            self._file.seek(len(view) - written, io.SEEK_CUR)
         return len(view)
 
     def truncate(self, size: int | None = None) -> int:

@@ -1,11 +1,9 @@
-"""Files that somebody else wrote: their bytes, and the JSON in them, within bounds.
+"""Read files that others wrote, JSON in particular, within safe limits.
 
-Border: paths and bytes in, plain values out; every reader of a config, an index, a header or settings asks
-here. What a value means is its reader's business. Records that mizarr wrote itself are read in `sealed.py`.
-
-Anything may be in such a file. Values nested a hundred thousand deep overflow the stack of whoever walks them
-later, `NaN` and integers that no float holds end up in a number, one name with two values is read differently
-by every reader, and a file in the hub's cache may differ from the digest that is its name.
+Used for configs, shard indices, headers and settings. (Records of mizarr itself: `sealed.py`.) Such files can
+contain anything: nesting of a hundred thousand levels overflows the stack of later code, `NaN` and huge
+integers end up in numbers, duplicate names are resolved differently by every reader, and a file in the hub's
+cache may differ from the digest in its name.
 """
 
 from __future__ import annotations
@@ -35,12 +33,12 @@ __all__ = [
 ]
 
 MOST_DEPTH = 100
-"""Levels of nesting at most; configs have five, serde_json stops at 128."""
+"""Maximum nesting of JSON values; real configs have five levels, serde_json stops at 128."""
 MOST_BYTES = 32 << 20
-"""Of a JSON file that describes something; the largest index of shards known has 10 MB."""
+"""Maximum size of a descriptive JSON file in bytes; the largest known shard index has 10 MB."""
 _LARGEST = 2**53
 LFS_POINTER = b"version https://git-lfs.github.com/spec/"
-"""What a file starts with whose content git-lfs has not fetched."""
+"""First bytes of a file whose content git-lfs has not fetched."""
 _BLOB = re.compile(r"(?:sha256-)?([0-9a-f]{64})")
 _SHOWN = 40  # characters of a value in a message
 
@@ -48,14 +46,16 @@ _SHOWN = 40  # characters of a value in a message
 def json_object(
     path: Path, error: type[MizarrError], advice: str = "fetch it again", *, large_integers: bool = False
 ) -> dict[str, Any]:
-    """The object in a JSON file.
+    """Read a JSON file that contains an object.
 
-    path: of a file that is there.
-    error: class of what is raised.
-    advice: what to do about a file that is damaged.
-    large_integers: take integers beyond 2**53 too; tokenizers write 10**30 for "no limit".
-    Raises `error` for a file that cannot be read, holds something else, or differs from the digest in its
-    name.
+    Arguments:
+        path: The file.
+        error: Class of the error.
+        advice: What to do about a damaged file.
+        large_integers: Whether integers beyond 2**53 are allowed; tokenizers write 10**30 for "no limit".
+
+    Raises:
+        error: The file cannot be read, contains another value, or differs from the digest in its name.
     """
     data = read_outside(path, error, advice, most=MOST_BYTES)
     value = _value_in(path, data, error, advice, large_integers=large_integers)
@@ -65,12 +65,15 @@ def json_object(
 
 
 def json_file(path: Path, error: type[MizarrError], advice: str = "correct it, or name another file") -> Any:
-    """The value in a JSON file of any length that a user names.
+    """Read a JSON file of any length that the user named.
 
-    path: of the file.
-    error: class of what is raised.
-    advice: what to do about a file that is damaged.
-    Raises `error` for a file that cannot be read or holds something else.
+    Arguments:
+        path: The file.
+        error: Class of the error.
+        advice: What to do about a damaged file.
+
+    Raises:
+        error: The file cannot be read or is not JSON.
     """
     return _value_in(path, read_outside(path, error, advice), error, advice)
 
@@ -87,18 +90,22 @@ def _value_in(
 def read_outside(
     path: Path, error: type[MizarrError], advice: str = "fetch it again", *, most: int | None = None
 ) -> bytes:
-    """The bytes of a file.
+    """Read a whole file.
 
-    path: of the file.
-    error: class of what is raised.
-    advice: what to do about a file that is damaged.
-    most: bytes it may have, None for any number.
-    Raises `error` for a file that cannot be read, is longer, a pointer of git-lfs, or differs from the digest
-    in its name.
+    Arguments:
+        path: The file.
+        error: Class of the error.
+        advice: What to do about a damaged file.
+        most: Maximum size in bytes; None for no limit.
+
+    Raises:
+        error: The file cannot be read, is too long, is a git-lfs pointer, or differs from the digest in its
+            name.
     """
     require_content(path, error, advice)
     try:
         with path.open("rb") as file:
+            # One byte more than allowed tells too long a file, whatever its size was when it was looked at.
             data = file.read() if most is None else file.read(most + 1)
     except OSError as reason:
         raise error(f"expected a file at {path}, found {_reason(reason)}; {advice}") from reason
@@ -114,13 +121,16 @@ def read_outside(
 
 
 def path_below(folder: Path, name: object, error: type[MizarrError], holder: Path | str) -> Path:
-    """Where something lies that a file names: the one way from a name in somebody's file to a path.
+    """Resolve a file name that was read from somebody else's file. All such names go through here.
 
-    folder: that the name is relative to, and has to stay below.
-    name: as the file holds it.
-    error: class of what is raised.
-    holder: what holds the name, for the message.
-    Raises `error` for a name that is no text, is absolute, has a step "..", or control characters.
+    Arguments:
+        folder: The folder that the name is relative to, and may not leave.
+        name: The name.
+        error: Class of the error.
+        holder: Where the name was found, for messages.
+
+    Raises:
+        error: The name is no text, is absolute, contains ".." or control characters.
     """
     if not isinstance(name, str) or not is_below(name):
         raise error(
@@ -130,24 +140,32 @@ def path_below(folder: Path, name: object, error: type[MizarrError], holder: Pat
 
 
 def named_digest(path: Path) -> str | None:
-    """The sha256 (hex) in the name of the blob behind a link, as the caches of Hugging Face (`<sha256>`) and
-    Ollama (`sha256-<sha256>`) name files; None where it is named otherwise.
+    """sha256 (hex) in the name of a linked cache blob; None for ordinary files.
+
+    The caches of Hugging Face (`<sha256>`) and Ollama (`sha256-<sha256>`) name their blobs so.
     """
     if not path.is_symlink():
         return None
+    # Only links: a plain file that happens to have a hex name makes no promise about its content.
     blob = path.resolve()
     match = _BLOB.fullmatch(blob.name) if blob.parent.name == "blobs" else None
     return None if match is None else match[1]
 
 
 def require_content(path: Path, error: type[MizarrError], advice: str = "fetch it again") -> bool:
-    """Whether there is a file at a path; one that is there has content.
+    """Check for a regular, non-empty file with real content.
 
-    path: where a file may lie.
-    error: class of what is raised.
-    advice: what to do about a file that is damaged.
-    Raises `error` in one line for a link to nothing, a folder or a pipe in a file's place, an empty file, one
-    that may not be read, and a pointer that git-lfs left.
+    Arguments:
+        path: Path of the file.
+        error: Class of the error.
+        advice: What to do about a damaged file.
+
+    Returns:
+        False if nothing is there.
+
+    Raises:
+        error: A dangling link, a folder, pipe or other non-file, an empty or unreadable file, a git-lfs
+            pointer.
     """
     try:
         if not os.path.lexists(path):
@@ -177,12 +195,15 @@ def require_content(path: Path, error: type[MizarrError], advice: str = "fetch i
 
 
 def json_value(data: bytes | bytearray | memoryview, *, large_integers: bool = False) -> Any:
-    """The value in the bytes of a JSON file: UTF-8, with or without a byte order mark.
+    """Parse JSON bytes: UTF-8, with or without a byte order mark.
 
-    large_integers: take integers beyond 2**53.
-    Raises ValueError, saying what was found, for what is no JSON, is nested deeper than `MOST_DEPTH`, holds
-    NaN, a number that is too large, or one name with two values. Infinity is taken: configs of Mamba 2 have
-    it.
+    Arguments:
+        data: The bytes.
+        large_integers: Whether integers beyond 2**53 are allowed.
+
+    Raises:
+        ValueError: Not JSON, nested deeper than `MOST_DEPTH`, NaN, a number that overflows, or a name with
+            two different values. Infinity is allowed, because configs of Mamba 2 contain it.
     """
     try:
         text = bytes(data).decode("utf-8-sig")
@@ -202,12 +223,17 @@ def json_value(data: bytes | bytearray | memoryview, *, large_integers: bool = F
 
 
 def bounded_depth(value: Any, most: int) -> Any:
-    """A plain value as it is; ValueError if it is nested deeper than `MOST_DEPTH`.
+    """Check the nesting of a parsed value and return it.
 
-    value: lists, mappings and what is in them.
-    most: values it may have in all, as the length of its text says; YAML refers to one list many times, and
-    whoever walks those walks 2**depth of them.
+    Arguments:
+        value: Lists, mappings and their items.
+        most: Maximum number of values, such as the length of the text. YAML can refer to one list many times,
+            so that a small file expands to 2**depth values.
+
+    Raises:
+        ValueError: Nested deeper than `MOST_DEPTH`, or too many values.
     """
+    # Level by level instead of recursively: recursion is what deep nesting would overflow.
     level, count = [value], 0
     for _ in range(MOST_DEPTH + 1):
         level = [
@@ -225,13 +251,14 @@ def bounded_depth(value: Any, most: int) -> Any:
 
 
 def _reason(error: OSError | ValueError) -> str:
-    """What the system says, without the path, which a message names already."""
+    """Text of a system error without the path, which messages name already."""
     return (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     values = dict(pairs)
     if len(values) < len(pairs):
+        # Duplicates with equal values are tolerated, as some tokenizer files have them.
         last: dict[str, Any] = {}
         for name, value in pairs:
             if name in last and not _is_same(last[name], value):
@@ -240,14 +267,15 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return values
 
 
-def _is_same(one: Any, other: Any) -> bool:
+def _is_same(left_value: Any, right_value: Any) -> bool:
     try:
-        return type(one) is type(other) and bool(one == other)
+        return type(left_value) is type(right_value) and bool(left_value == right_value)
     except RecursionError:
         return False
 
 
 def _constant(text: str) -> float:
+    # parse_constant also receives Infinity and -Infinity, which are allowed.
     if text == "NaN":
         raise ValueError("NaN, which is no number")
     return float(text)
@@ -261,6 +289,7 @@ def _float(text: str) -> float:
 
 
 def _integer(text: str) -> int:
+    # Python needs quadratic time for long integers, so the length is checked first.
     number = int(text) if len(text) <= len(str(_LARGEST)) + 1 else _LARGEST + 1
     if abs(number) > _LARGEST:
         raise ValueError(f"the integer {text[:_SHOWN]}, which is beyond 2**53")

@@ -1,15 +1,14 @@
-"""A labelled dataset as rows of a Parquet file, written a range of tokens at a time.
+"""Export a dataset as a Parquet file, a range of tokens at a time.
 
-Border: labels and columns; file names and provenance are exports.py's.
+A dataset with a token axis (a run, or a result per token) has one row per token. Labels of tokens, the number
+(`prompt`) and text of the prompt, and labels of the whole dataset are columns. Layouts:
 
-Datasets with a token axis (runs, and results per token) have one row per token. Its labels are columns, the
-number (`prompt`) and the text of its prompt among them, and what labels the whole dataset:
+    long  a row per (layer, token): column `layer`, and a column per variable with the vector of that token at
+    that
+          layer (fixed-size list, flattened in C order), null if the variable lacks the layer
+    wide  a row per token: a column per variable and layer, named "resid_post.5"
 
-    long  (layer, token): `layer`, and a column per variable with the vector of that token at that layer (a
-          list of fixed size, flattened in C order); null where a variable has no such layer
-    wide  (token): a column per variable and layer, named "resid_post.5"
-
-Other results become one row per number, with a column per axis (long only).
+Other results have a row per number, with a column per axis (long only).
 """
 
 from __future__ import annotations
@@ -32,15 +31,23 @@ if TYPE_CHECKING:
 __all__ = ["write_parquet"]
 
 ROWS = 20_000_000
-"""Numbers of a result without tokens up to which it is written, one row each."""
-_GROUP = 16 << 20  # bytes of values in a row group
+"""Maximum rows of a result without a token axis."""
+_GROUP = 16 << 20  # bytes of values per row group
 
 
 def write_parquet(dataset: xr.Dataset, path: Path, layout: str, note: Mapping[str, Any]) -> None:
-    """Write a new Parquet file. note: goes into the file's metadata, under "mizarr".
+    """Write a new Parquet file.
 
-    Raises ShapeError for attention patterns, which have two tokens per number, for states behind prompts,
-    which have none, and for results too large to be one row per number; MissingExtra without pyarrow.
+    Arguments:
+        dataset: Run or result.
+        path: The new file.
+        layout: "long" or "wide".
+        note: Plain values for the file's metadata, under "mizarr".
+
+    Raises:
+        ShapeError: Attention patterns (two tokens per number), states after prompts (no token), or a result
+            with too many numbers for one row each.
+        MissingExtra: pyarrow is not installed.
     """
     try:
         import pyarrow as pa
@@ -49,23 +56,26 @@ def write_parquet(dataset: xr.Dataset, path: Path, layout: str, note: Mapping[st
         raise MissingExtra("Parquet needs pyarrow: pip install 'mizarr[corpora]'") from error
     matrices = dict.fromkeys(("pair", "square"), "attention patterns")
     packed = {**matrices, "prompt_id": "what prompts leave behind"}
-    held = {str(dim) for array in dataset.data_vars.values() for dim in array.dims}
-    refused = held & set(packed) if "token" in dataset.dims else held & set(matrices)
-    if other := min(refused, default=None):
+    dims = {str(dim) for array in dataset.data_vars.values() for dim in array.dims}
+    refused = dims & set(packed) if "token" in dataset.dims else dims & set(matrices)
+    if refused_dim := min(refused, default=None):
         raise ShapeError(
-            f"expected variables with one token per number, found {packed[other]} ({other}); leave them out "
-            "with --variables, or export to zarr, netcdf or npz"
+            f"expected variables with one token per number, found {packed[refused_dim]} ({refused_dim}); "
+            "leave them out with --variables, or export to zarr, netcdf or npz"
         )
     tables = (
         _token_tables(dataset, layout, pa) if "token" in dataset.dims else _number_tables(dataset, layout, pa)
     )
-    about = {**note, "layout": layout, "attrs": plain(dataset.attrs)}
+    metadata = {**note, "layout": layout, "attrs": plain(dataset.attrs)}
     writer = None
     try:
         for table in tables:
             if writer is None:
-                schema = table.schema.with_metadata({b"mizarr": json.dumps(about, sort_keys=True).encode()})
+                schema = table.schema.with_metadata(
+                    {b"mizarr": json.dumps(metadata, sort_keys=True).encode()}
+                )
                 writer = parquet.ParquetWriter(path, schema)
+            # Later ranges may infer another type, for example null for a column without values.
             writer.write_table(table.cast(writer.schema))
     finally:
         if writer is not None:
@@ -74,30 +84,30 @@ def write_parquet(dataset: xr.Dataset, path: Path, layout: str, note: Mapping[st
 
 def _token_tables(dataset: xr.Dataset, layout: str, pa: Any) -> Iterator[Any]:
     layers = _layers(dataset)
-    for here in _ranges(dataset, len(layers) if layout == "long" and layers else 1):
-        part = dataset.isel(token=here)
-        labels = _labels(part, pa)
+    for token_range in _ranges(dataset, len(layers) if layout == "long" and layers else 1):
+        token_slice = dataset.isel(token=token_range)
+        labels = _labels(token_slice, pa)
         if layout == "wide":
             values = {
                 label: _vectors(array, pa)
-                for name in part.data_vars
-                for label, array in _by_layer(part, str(name), layers)
+                for name in token_slice.data_vars
+                for label, array in _by_layer(token_slice, str(name), layers)
             }
             yield pa.table(labels | values)
             continue
-        own: list[int | None] = [*layers] or [None]
-        for layer in own:
-            rows = part.sizes["token"]
+        layers_or_none: list[int | None] = [*layers] or [None]
+        for layer in layers_or_none:
+            rows = token_slice.sizes["token"]
             columns = {} if layer is None else {"layer": pa.array(np.full(rows, layer))}
-            for name in part.data_vars:
-                array = _at(part, str(name), layer)
-                nothing = pa.nulls(rows, _type(part[name], pa))
-                columns[str(name)] = nothing if array is None else _vectors(array, pa)
+            for name in token_slice.data_vars:
+                array = _at(token_slice, str(name), layer)
+                nulls = pa.nulls(rows, _type(token_slice[name], pa))
+                columns[str(name)] = nulls if array is None else _vectors(array, pa)
             yield pa.table(labels | columns)
 
 
 def _labels(part: xr.Dataset, pa: Any) -> dict[str, Any]:
-    """Columns of labels of a range of tokens."""
+    """Label columns for a range of tokens."""
     rows = part.sizes["token"]
     columns = {}
     for name, coord in part.coords.items():
@@ -107,10 +117,12 @@ def _labels(part: xr.Dataset, pa: Any) -> dict[str, Any]:
             columns[str(name)] = _column(np.full(rows, coord.values), pa)
     if "prompt" not in part.coords or "prompt_id" not in part.coords:
         return columns
-    held, prompt = np.unique(part["prompt"].values, return_inverse=True)
-    columns["prompt"] = _column(part["prompt_id"].values[held][prompt], pa)
+    # Only the texts of this range are read.
+    prompt_rows, prompt = np.unique(part["prompt"].values, return_inverse=True)
+    columns["prompt"] = _column(part["prompt_id"].values[prompt_rows][prompt], pa)
     if "text" in part.coords:
-        texts = _column(part["text"][held].values, pa)
+        texts = _column(part["text"][prompt_rows].values, pa)
+        # Dictionary encoding: each text is stored once instead of once per token.
         columns["text"] = pa.DictionaryArray.from_arrays(pa.array(prompt, pa.int32()), texts)
     return columns
 
@@ -132,16 +144,16 @@ def _number_tables(dataset: xr.Dataset, layout: str, pa: Any) -> Iterator[Any]:
 
 
 def _ranges(dataset: xr.Dataset, rows: int) -> Iterator[slice]:
-    """Token ranges of about `_GROUP` bytes in a row group, of which each range makes `rows`."""
+    """Token ranges that make row groups of about `_GROUP` bytes, if each token has `rows` rows."""
     n = dataset.sizes["token"]
     wide = sum(array.nbytes for array in dataset.data_vars.values()) // (max(n, 1) * rows)
     step = max(1, _GROUP // max(wide, 1))
-    for first in range(0, max(n, 1), step):
-        yield slice(first, min(first + step, n))
+    for start in range(0, max(n, 1), step):
+        yield slice(start, min(start + step, n))
 
 
 def _layers(dataset: xr.Dataset) -> list[int]:
-    """Every layer any variable has."""
+    """Layer numbers that occur in any variable, sorted."""
     dims = [dim for dim in dataset.dims if str(dim).startswith("layer")]
     return sorted({int(layer) for dim in dims for layer in dataset[dim].values})
 
@@ -151,7 +163,8 @@ def _layer_dim(array: xr.DataArray) -> str | None:
 
 
 def _at(dataset: xr.Dataset, name: str, layer: int | None) -> xr.DataArray | None:
-    """A variable at a layer; itself where it has none, None where it lacks that one."""
+    """Select a layer of a variable; None if it lacks the layer, the variable itself if it has no layer
+    axis."""
     array = dataset[name]
     dim = _layer_dim(array)
     if dim is None:
@@ -160,22 +173,22 @@ def _at(dataset: xr.Dataset, name: str, layer: int | None) -> xr.DataArray | Non
 
 
 def _by_layer(dataset: xr.Dataset, name: str, layers: list[int]) -> Iterator[tuple[str, xr.DataArray]]:
-    own: list[int | None] = [*layers] if _layer_dim(dataset[name]) is not None else [None]
-    for layer in own:
+    layers_or_none: list[int | None] = [*layers] if _layer_dim(dataset[name]) is not None else [None]
+    for layer in layers_or_none:
         array = _at(dataset, name, layer)
         if array is not None:
             yield name if layer is None else f"{name}.{layer}", array
 
 
 def _type(array: xr.DataArray, pa: Any) -> Any:
-    """The Parquet type of what a variable holds per token and layer."""
+    """Parquet type of a variable's values per token and layer: a number or a fixed-size list."""
     dims = [dim for dim in array.dims if dim != "token" and not str(dim).startswith("layer")]
     kind = pa.from_numpy_dtype(array.dtype)
     return pa.list_(kind, math.prod(array.sizes[dim] for dim in dims)) if dims else kind
 
 
 def _vectors(array: xr.DataArray, pa: Any) -> Any:
-    """One entry per token: a number, or a list of fixed size."""
+    """Values as one Parquet entry per token: a number or a fixed-size list."""
     if "token" not in array.dims:
         raise ShapeError(
             f"expected {array.name!r} with a token axis, found {array.dims}; leave it out with --variables"

@@ -1,11 +1,11 @@
-"""Files of named arrays: safetensors and npz, read by mapping and written block by block, bfloat16 included.
+"""safetensors and npz files: read through memory maps, written block by block, including bfloat16.
 
-Border: names, dtypes, shapes and bytes; what an array means is told by whoever reads or writes it. The
-libraries of both formats want whole files in memory (and safetensors' numpy reader has no bfloat16), which a
-run of a corpus is not.
+The libraries of both formats need whole files in memory, which is too much for a run over a corpus, and the
+numpy reader of safetensors has no bfloat16.
 
-The format of safetensors: 8 bytes of header length, the header as JSON, the data. npz: a zip of npy files;
-numpy has no bfloat16, so there an array of 2-byte values is taken for one only when that is said.
+safetensors: 8 bytes of header length, a JSON header, the data. npz: a zip archive of npy files; numpy has no
+    bfloat16,
+so 2-byte values in npz are read as bfloat16 only on request.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ __all__ = [
 
 METADATA = "__metadata__"
 FLOATS = ("F64", "F32", "F16", "BF16")
-"""Plain floating-point numbers, as safetensors spells them; weights of other kinds are quantised."""
+"""Codes of the plain floating-point dtypes in safetensors; weights of other dtypes are quantised."""
 CODES: dict[str, np.dtype[Any]] = {
     "F64": np.dtype("<f8"),
     "F32": np.dtype("<f4"),
@@ -62,7 +62,7 @@ CODES: dict[str, np.dtype[Any]] = {
     "U64": np.dtype("<u8"),
     "BOOL": np.dtype("bool"),
 }
-"""Dtypes of safetensors by their codes."""
+"""Numpy dtypes by safetensors code."""
 _BITS = {code: 8 * dtype.itemsize for code, dtype in CODES.items()} | {
     "F8_E4M3": 8,
     "F8_E5M2": 8,
@@ -74,19 +74,19 @@ _BITS = {code: 8 * dtype.itemsize for code, dtype in CODES.items()} | {
     "F6_E3M2": 6,
     "C64": 64,
 }
-"""Bits of one number of every dtype that the format has, those that numpy lacks among them."""
+"""Bits per number of all dtypes in the format, including those that numpy lacks."""
 _MOST_HEADER = 100_000_000
-"""Bytes of a header of safetensors; the format's own library reads no longer one."""
+"""Maximum bytes of a safetensors header, the limit of the reference implementation."""
 _MOST_NPY_HEADER = 10_000
-"""Bytes of a header of npy; numpy reads no longer one."""
+"""Maximum bytes of an npy header, numpy's limit."""
 _DEFLATE = 1032
-"""Bytes that deflate makes of one byte at most (zlib, technical details)."""
-_AT_ONCE = 1 << 20  # bytes of a member that are read at once
+"""Maximum compression ratio of deflate (zlib, technical details)."""
+_AT_ONCE = 1 << 20  # bytes per read of an archive member
 
 
 @dataclass(frozen=True)
 class Tensor:
-    """One array to write: blocks follow each other in C order and together have this shape."""
+    """One array to write, as consecutive blocks in C order that together have this shape."""
 
     name: str
     dtype: np.dtype[Any]
@@ -95,15 +95,19 @@ class Tensor:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all blocks."""
+        """Bytes of the whole array."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 def read_header(path: Path) -> tuple[dict[str, Any], int]:
-    """Entries of a safetensors file by tensor name, and where its data begin.
+    """Parse and verify the header of a safetensors file.
 
-    Every entry has a dtype, a shape and a range of bytes that is as long as these say; ranges follow each
-    other without overlap or gap, and end where the file does. Raises WeightsError for any other file.
+    Returns:
+        Entries by tensor name, and the offset of the data. Every entry has a dtype, a shape and a byte range
+        of the matching length; the ranges cover the rest of the file without overlap or gap.
+
+    Raises:
+        WeightsError: Any other file.
     """
     header, start = _header(path)
     header.pop(METADATA, None)
@@ -111,37 +115,46 @@ def read_header(path: Path) -> tuple[dict[str, Any], int]:
 
 
 def mapped_tensor(path: Path, entry: Mapping[str, Any], start: int, name: str) -> Array:
-    """One tensor of a safetensors file, memory-mapped; WeightsError for a dtype numpy cannot hold.
+    """Memory-map one tensor of a safetensors file.
 
-    entry, start: as `read_header` gives them.
+    Arguments:
+        path: The file.
+        entry: Entry of the tensor, from `read_header`.
+        start: Offset of the data, from `read_header`.
+        name: Name of the tensor, for messages.
+
+    Raises:
+        WeightsError: Numpy lacks the dtype.
     """
     if entry["dtype"] not in CODES:
         raise WeightsError(
             f"expected {name!r} as one of {', '.join(CODES)}, found {entry['dtype']}; convert the file"
         )
-    first, end = entry["data_offsets"]
-    if end == first:  # nothing can be mapped of an empty array
+    begin, end = entry["data_offsets"]
+    if end == begin:  # mmap refuses length 0
         return np.empty(entry["shape"], CODES[entry["dtype"]])
-    mapped = np.memmap(path, np.uint8, "r", offset=start + first, shape=(end - first,))
-    found: Array = mapped.view(CODES[entry["dtype"]]).reshape(entry["shape"])
-    return found
+    # Mapped as bytes and viewed: offsets in safetensors may be unaligned for the dtype.
+    mapped = np.memmap(path, np.uint8, "r", offset=start + begin, shape=(end - begin,))
+    tensor: Array = mapped.view(CODES[entry["dtype"]]).reshape(entry["shape"])
+    return tensor
 
 
 def read_safetensors(path: Path) -> tuple[dict[str, Array], dict[str, str]]:
-    """All tensors of a file by name, memory-mapped, and its metadata. Raises WeightsError."""
+    """Memory-map all tensors of a file by name, and return its metadata. WeightsError for an invalid file."""
     header, start = _header(path)
     metadata = {str(name): str(value) for name, value in header.pop(METADATA, {}).items()}
     return {name: mapped_tensor(path, entry, start, name) for name, entry in header.items()}, metadata
 
 
 def write_safetensors(path: Path, tensors: Sequence[Tensor], metadata: Mapping[str, str]) -> None:
-    """A new file of these tensors, block by block. Raises ShapeError for a dtype the format does not have."""
+    """Write a new file, block by block. ShapeError for a dtype that the format lacks."""
     codes = {dtype: code for code, dtype in CODES.items()}
     header: dict[str, Any] = {METADATA: dict(metadata)} if metadata else {}
     start = 0
     for tensor in tensors:
         if tensor.dtype.newbyteorder("<") not in codes:
             raise ShapeError(f"expected {tensor.name!r} as one of {', '.join(CODES)}, found {tensor.dtype}")
+        # Offsets are relative to the end of the header, so they can be computed before it is written.
         header[tensor.name] = {
             "dtype": codes[tensor.dtype.newbyteorder("<")],
             "shape": list(tensor.shape),
@@ -149,7 +162,7 @@ def write_safetensors(path: Path, tensors: Sequence[Tensor], metadata: Mapping[s
         }
         start += tensor.nbytes
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # data begin at a multiple of eight, so that they can be mapped
+    text += b" " * (-len(text) % 8)  # pads the header, so that the data are aligned for memory maps
     with path.open("xb") as file:
         file.write(struct.pack("<Q", len(text)) + text)
         for tensor in tensors:
@@ -159,32 +172,32 @@ def write_safetensors(path: Path, tensors: Sequence[Tensor], metadata: Mapping[s
 
 @dataclass(frozen=True)
 class NpyLayout:
-    """Where the array of one member of an npz file lies, as its header says."""
+    """Position and form of the array in an npy member of an npz file."""
 
     dtype: np.dtype[Any]
-    """Of its numbers."""
     shape: tuple[int, ...]
-    """Sizes of its axes."""
     order: Literal["C", "F"]
-    """C for rows after each other, F for columns."""
+    """C for row-major, F for column-major."""
     start: int
-    """Bytes of the member before the numbers."""
+    """Bytes of header before the data."""
 
 
 def read_npz(path: Path) -> dict[str, Array]:
-    """The arrays of an npz file by name, memory-mapped where it is not compressed, with their checksums
-    compared.
+    """Arrays of an npz file by name, memory-mapped if uncompressed, with verified checksums.
 
-    Raises ConfigError for another file, for one that is damaged, and for arrays of Python objects.
+    Raises:
+        ConfigError: The file is damaged, is no npz file, or contains Python objects.
     """
     with _opened_npz(path, ConfigError, "write it with np.savez, arrays by name") as (archive, file):
         return {name: _npy(archive, member, file, "r") for name, member in _members(archive, file).items()}
 
 
 def npz_layouts(path: Path, error: type[MizarrError]) -> dict[str, NpyLayout]:
-    """Arrays of an npz file by name, from their headers.
+    """Form of the arrays in an npz file by name, read from their headers.
 
-    error: class of what is raised for a file that is damaged.
+    Arguments:
+        path: The file.
+        error: Class of the error for a damaged file.
     """
     with _opened_npz(path, error, "fetch it again") as (archive, file):
         layouts = {}
@@ -195,33 +208,37 @@ def npz_layouts(path: Path, error: type[MizarrError]) -> dict[str, NpyLayout]:
 
 
 def npz_array(path: Path, name: str, error: type[MizarrError]) -> Array:
-    """One array of an npz file: mapped where it is not compressed, with its checksum compared. Writing to it
-    changes no file.
+    """One array of an npz file, memory-mapped copy-on-write if uncompressed, with verified checksum.
 
-    error: class of what is raised for a file that is damaged.
+    Arguments:
+        path: The file.
+        name: Name of the array.
+        error: Class of the error for a damaged file.
     """
     with _opened_npz(path, error, "fetch it again") as (archive, file):
         return _npy(archive, _members(archive, file)[name], file, "c")
 
 
 def write_npz(path: Path, tensors: Sequence[Tensor]) -> None:
-    """A new, uncompressed npz file of these arrays, block by block; bfloat16 is widened to float32."""
+    """Write a new, uncompressed npz file, block by block; bfloat16 is widened to float32."""
     with zipfile.ZipFile(path, "x", zipfile.ZIP_STORED, allowZip64=True) as archive:
         for tensor in tensors:
             dtype = np.dtype("<f4") if tensor.dtype == CODES["BF16"] else tensor.dtype.newbyteorder("<")
+            # Blocks are streamed, so the size is not known in advance, and members over 2 GiB need ZIP64.
             with archive.open(f"{tensor.name}.npy", "w", force_zip64=True) as file:
-                about = {
+                npy_header = {
                     "descr": np.lib.format.dtype_to_descr(dtype),
                     "fortran_order": False,
                     "shape": tensor.shape,
                 }
-                np.lib.format.write_array_header_2_0(file, about)
+                # Version 2 has 4 bytes for the header length; version 1 is limited to 64 KiB.
+                np.lib.format.write_array_header_2_0(file, npy_header)
                 for block in _bytes(Tensor(tensor.name, dtype, tensor.shape, tensor.blocks)):
                     file.write(block)
 
 
 def as_bfloat16(array: Array, name: str) -> Array:
-    """An array of 2-byte values read as bfloat16, nothing copied; ShapeError for other values."""
+    """Reinterpret 2-byte values as bfloat16 without a copy; ShapeError for other values."""
     if array.dtype == CODES["BF16"]:
         return array
     if array.dtype.itemsize != 2 or array.dtype.kind not in "uiV":
@@ -230,26 +247,29 @@ def as_bfloat16(array: Array, name: str) -> Array:
 
 
 def release(array: Array) -> None:
-    """Let go of the pages a mapped array has brought into memory; they come back when they are read."""
-    found: Any = array
-    while isinstance(found, np.ndarray):
-        found = found.base
-    if isinstance(found, mmap.mmap):
-        found.madvise(mmap.MADV_DONTNEED)
+    """Release the pages of a memory-mapped array from this process; they are mapped again on access."""
+    base: Any = array
+    while isinstance(base, np.ndarray):
+        base = base.base
+    if isinstance(base, mmap.mmap):
+        # Read-only file maps: dropped pages are read again from the file.
+        base.madvise(mmap.MADV_DONTNEED)
 
 
 @contextmanager
 def _opened_npz(
     path: Path, error: type[MizarrError], advice: str
 ) -> Iterator[tuple[zipfile.ZipFile, BinaryIO]]:
-    """The archive in a file, and the file itself; `error` for whatever its members turn out not to be."""
+    """Open an npz file as (archive, raw file); anything the block raises about its content becomes
+    `error`."""
     require_content(path, error, advice)
     try:
         with zipfile.ZipFile(path) as archive, path.open("rb") as file:
             yield archive, file
     except MizarrError:
         raise
-    # Whatever zlib, zipfile and numpy's reader of headers (a parser of Python) raise for bytes of any kind.
+    # zlib, zipfile and numpy's header reader (which evaluates Python literals) raise many types on invalid
+    # bytes.
     except Exception as reason:
         raise error(
             f"expected an npz file of named arrays at {path}, found one that cannot be read "
@@ -258,7 +278,7 @@ def _opened_npz(
 
 
 def _members(archive: zipfile.ZipFile, file: BinaryIO) -> dict[str, zipfile.ZipInfo]:
-    """Members with an array by the array's name; ValueError for lengths that the file is too short for."""
+    """Archive members by array name; ValueError for duplicates, encryption, or sizes the file cannot have."""
     size = file.seek(0, 2)
     members: dict[str, zipfile.ZipInfo] = {}
     for member in archive.infolist():
@@ -267,10 +287,12 @@ def _members(archive: zipfile.ZipFile, file: BinaryIO) -> dict[str, zipfile.ZipI
         name = member.filename.removesuffix(".npy")
         if name in members:
             raise ValueError(f"two arrays {name!r:.80}")
+        # Bit 0 of the general purpose flags marks encryption (APPNOTE 4.4.4).
         if member.flag_bits & 1:
             raise ValueError(f"{name!r:.80} is encrypted")
         if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
             raise ValueError(f"{name!r:.80} is compressed in another way than np.savez_compressed does")
+        # A zip bomb claims more than deflate can produce from its bytes.
         ratio = 1 if member.compress_type == zipfile.ZIP_STORED else _DEFLATE
         if member.compress_size > size or member.file_size > member.compress_size * ratio:
             raise ValueError(f"{name!r:.80} would have {member.file_size} bytes, more than the file can hold")
@@ -279,7 +301,7 @@ def _members(archive: zipfile.ZipFile, file: BinaryIO) -> dict[str, zipfile.ZipI
 
 
 def _layout(head: bytes, member: zipfile.ZipInfo) -> NpyLayout:
-    """What the header of an npy member says; ValueError where the member is not as long as that."""
+    """Parse an npy header; ValueError for Python objects, or if the member has another length."""
     stream = io.BytesIO(head)
     version = np.lib.format.read_magic(stream)
     read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
@@ -300,55 +322,63 @@ def _layout(head: bytes, member: zipfile.ZipInfo) -> NpyLayout:
 
 
 def _npy(archive: zipfile.ZipFile, member: zipfile.ZipInfo, file: BinaryIO, mode: Literal["r", "c"]) -> Array:
-    """The array of one member of an npz file.
+    """Read the array of one archive member, verifying its checksum.
 
-    mode: "r" for an array that cannot be written to, "c" for one whose changes stay in memory.
+    Arguments:
+        archive: The npz archive.
+        member: The member.
+        file: The raw file, for memory maps.
+        mode: "r" for a read-only array, "c" for copy-on-write.
     """
     is_stored = member.compress_type == zipfile.ZIP_STORED
     parts = []
-    with archive.open(member) as stream:  # without a seek, after which zipfile compares no checksum
-        part = stream.read(_AT_ONCE)
-        layout = _layout(part, member)
-        while part:
+    with archive.open(member) as stream:  # read sequentially: after a seek zipfile verifies no checksum
+        data = stream.read(_AT_ONCE)
+        layout = _layout(data, member)
+        while data:
             if not is_stored:
-                parts.append(part)
-            part = stream.read(_AT_ONCE)
-    if math.prod(layout.shape) * layout.dtype.itemsize == 0:  # nothing can be mapped of an empty array
+                parts.append(data)
+            data = stream.read(_AT_ONCE)
+    if math.prod(layout.shape) * layout.dtype.itemsize == 0:  # mmap refuses length 0
         return np.empty(layout.shape, layout.dtype)
     if is_stored:
         offset = _data_offset(file, member) + layout.start
-        shape = layout.shape or (1,)  # numpy maps no scalar
+        shape = layout.shape or (1,)  # np.memmap has no scalars
         mapped: Array = np.memmap(file, layout.dtype, mode, offset, shape, layout.order)
         return mapped.reshape(layout.shape, order=layout.order)
-    whole = bytearray(b"".join(parts))
-    if len(whole) != member.file_size:
+    # bytearray, so that the array is writable without a further copy.
+    content = bytearray(b"".join(parts))
+    if len(content) != member.file_size:
         raise ValueError(f"{member.filename!r:.80} is cut short")
-    flat: Array = np.frombuffer(whole, layout.dtype, offset=layout.start)
+    flat: Array = np.frombuffer(content, layout.dtype, offset=layout.start)
     return flat.reshape(layout.shape, order=layout.order)
 
 
 def _data_offset(file: BinaryIO, member: zipfile.ZipInfo) -> int:
-    """Where the bytes of a member of a zip file begin: its own header, which precedes them, may be longer
-    than the list of members says (APPNOTE 4.3.7).
+    """Offset of a member's bytes in the zip file.
+
+    Its local header comes first, and may be longer than that in the central directory (APPNOTE 4.3.7).
     """
+    # Fields at 26 and 28 of the local header: lengths of name and extra field.
     file.seek(member.header_offset + 26)
     name, extra = struct.unpack("<HH", file.read(4))
     return int(member.header_offset + 30 + name + extra)
 
 
 def _require_lengths(shape: Sequence[int]) -> None:
-    """ValueError unless these are sizes of axes that some array has; an axis of size 0 excuses no other."""
+    """ValueError for impossible shapes; an axis of length 0 does not make other lengths valid."""
     if any(length < 0 for length in shape) or math.prod(length or 1 for length in shape) >= 1 << 60:
         raise ValueError(f"expected sizes of axes, found {list(shape)!s:.80}")
 
 
 def _header(path: Path) -> tuple[dict[str, Any], int]:
-    """Header of a safetensors file, metadata included, every entry checked; and where the data begin."""
+    """Parse and verify a safetensors header, including metadata; returns it and the offset of the data."""
     require_content(path, WeightsError)
     size = path.stat().st_size
     with path.open("rb") as file:
         start = file.read(8)
         length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
+        # Checked before reading: eight arbitrary bytes would otherwise be taken as a length.
         if not 0 < length <= min(size - 8, _MOST_HEADER):
             raise WeightsError(
                 f"{path} is no complete safetensors file: expected a header of {length} bytes, found "
@@ -375,14 +405,17 @@ def _header(path: Path) -> tuple[dict[str, Any], int]:
 
 
 def _checked_ranges(entries: Mapping[str, Any]) -> int:
-    """Where the last range of some entries ends; ValueError for an entry that is none, for a range of another
-    length than dtype and shape say, and for ranges that overlap or leave a gap.
+    """Verify the entries of a header; returns the end of the last byte range.
+
+    Raises:
+        ValueError: An entry is malformed, its range has another length than dtype and shape require, or
+            ranges overlap or leave gaps.
     """
     ranges = []
     for name, entry in entries.items():
         match entry:
-            case {"dtype": str(dtype), "shape": list(shape), "data_offsets": [first, end]} if all(
-                type(number) is int for number in (*shape, first, end)
+            case {"dtype": str(dtype), "shape": list(shape), "data_offsets": [begin, end]} if all(
+                type(number) is int for number in (*shape, begin, end)
             ):
                 pass
             case _:
@@ -391,28 +424,29 @@ def _checked_ranges(entries: Mapping[str, Any]) -> int:
             raise ValueError(f"{name!r:.80} of dtype {dtype!r:.40}, which the format does not have")
         _require_lengths(shape)
         bits = math.prod(shape) * _BITS[dtype]
-        if not 0 <= first <= end or bits != 8 * (end - first):
+        if not 0 <= begin <= end or bits != 8 * (end - begin):
             raise ValueError(
-                f"bytes {first} to {end} for {name!r:.80}, which as {dtype} of shape {shape!s:.80} has "
+                f"bytes {begin} to {end} for {name!r:.80}, which as {dtype} of shape {shape!s:.80} has "
                 f"{-(-bits // 8)}"
             )
-        ranges.append((first, end, name))
-    here = 0
-    for first, end, name in sorted(ranges):
-        if first != here:
+        ranges.append((begin, end, name))
+    expected = 0
+    # Overlapping ranges could hide data or expose the same bytes under two names; the format forbids them.
+    for begin, end, name in sorted(ranges):
+        if begin != expected:
             raise ValueError(
-                f"{name!r:.80} at byte {first}, where {here} was expected: ranges overlap or leave gaps"
+                f"{name!r:.80} at byte {begin}, where {expected} was expected: ranges overlap or leave gaps"
             )
-        here = end
-    return here
+        expected = end
+    return expected
 
 
 def _bytes(tensor: Tensor) -> Iterator[bytes | memoryview]:
-    """The blocks as little-endian bytes; ShapeError if together they are not the tensor."""
-    done = 0
+    """Yield the blocks as little-endian bytes; ShapeError if their total size is not that of the tensor."""
+    written = 0
     for block in tensor.blocks:
         ready = np.ascontiguousarray(block, tensor.dtype.newbyteorder("<"))
-        done += ready.nbytes
+        written += ready.nbytes
         yield ready.reshape(-1).view(np.uint8).data
-    if done != tensor.nbytes:
-        raise ShapeError(f"expected {tensor.nbytes} bytes of {tensor.name!r}, found {done}")
+    if written != tensor.nbytes:
+        raise ShapeError(f"expected {tensor.nbytes} bytes of {tensor.name!r}, found {written}")

@@ -5,10 +5,10 @@ from .folder import (
     DESCRIPTION as DESCRIPTION,
     THREADS as THREADS,
     Folder as Folder,
-    Measured as Measured,
+    ManifestFiles as ManifestFiles,
     Watched as Watched,
+    free_bytes_at as free_bytes_at,
     is_below as is_below,
-    room_at as room_at,
 )
 from .local import LocalFolder as LocalFolder
 from .mapped import Mapped as Mapped

@@ -1,13 +1,13 @@
-"""What was read from object stores, kept on this machine up to a quota: a folder anybody may delete.
+"""Local cache of byte ranges downloaded from object stores, with a quota; anybody may delete the folder.
 
-Border: names of objects with their stamps in, open files out; what is in them is checked by who reads it,
-each chunk by its checksum, so a file that is wrong costs a request and decides nothing.
+A cached object is a sparse file of the object's length, with holes where nothing was downloaded yet. There is
+no index of what is present: readers verify each chunk by its checksum, so a hole or a damaged file costs one
+more request and never a wrong value. The file name is a digest of URL and stamp, so an object that was
+deleted and written anew gets another file.
 
-A file is as long as its object and has holes where nothing was fetched yet. Its name digests which object it
-is, stamp included: an object that was deleted and written anew has another. What was used least lately goes
-first; who still has a file open keeps reading it. Any number of processes share the folder: bytes of one
-range are the same whoever writes them. Between two looks the quota may be exceeded, by a sixteenth of it per
-process.
+Several processes may share the folder, as all of them write the same bytes to the same ranges. The least
+recently used files are evicted first; a process that has one open keeps reading it. Between two evictions a
+process may exceed the quota by a sixteenth.
 """
 
 from __future__ import annotations
@@ -26,45 +26,53 @@ from .stamps import Stamp
 __all__ = ["QUOTA", "ReadCache", "cache_folder"]
 
 QUOTA = "MIZARR_CACHE_QUOTA"
-"""Environment variable: bytes to keep, as 10GB; 0 keeps none. By default 10 GiB."""
+"""Environment variable: size of the cache, such as 10GB; 0 disables it. Default: 10 GiB."""
 _DEFAULT = 10 << 30
-_SHARE = 16  # part of the quota that is fetched between two looks at the folder
+_SHARE = 16  # the cache is scanned after every sixteenth of the quota that was downloaded
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 
 
 def cache_folder() -> Path:
-    """Where what is remembered of files lies: $MIZARR_CACHE, else ~/.cache/mizarr."""
+    """Folder of all caches on this machine: $MIZARR_CACHE, else ~/.cache/mizarr."""
     return Path(os.environ.get("MIZARR_CACHE") or Path.home() / ".cache" / "mizarr")
 
 
 class ReadCache:
-    """Parts of objects on this machine. folder: made when it is needed. quota: bytes, 0 for none at all."""
+    """Sparse local copies of objects.
+
+    Arguments:
+        folder: Where they lie; created when needed.
+        quota: Bytes; 0 keeps nothing beyond the process.
+    """
 
     def __init__(self, folder: Path, quota: int) -> None:
         self._folder, self._quota = folder, quota
-        self._fetched = quota  # look before anything is added
+        self._fetched = quota  # so the first use scans what earlier processes have left
         self._lock = threading.Lock()
 
     @classmethod
     def of_user(cls) -> ReadCache:
-        """The one in the user's cache folder. StoreError for a quota that is no size."""
+        """The cache in the user's cache folder. StoreError for an invalid $MIZARR_CACHE_QUOTA."""
         return cls(cache_folder() / "objects", quota())
 
     def open(self, name: str, stamp: Stamp, size: int) -> int:
-        """A file of `size` bytes, open for reading and writing: with what was fetched before, else all holes.
+        """Descriptor of a file of `size` bytes, for reading and writing: earlier downloads, holes elsewhere.
 
-        Where nothing can be kept it has no name, and goes with its last user.
+        Without a quota, or on a disk that refuses, the file is anonymous and vanishes with its last
+        descriptor.
         """
         if self._quota:
             with suppress(OSError):
                 return self._named(self._path(name, stamp), size)
+        # Anonymous: the kernel removes it with the last descriptor, even after a kill.
         with tempfile.TemporaryFile() as file:
             handle = os.dup(file.fileno())
         os.ftruncate(handle, size)
         return handle
 
     def added(self, nbytes: int) -> None:
-        """Say that so many bytes were fetched; now and then this makes room."""
+        """Count `nbytes` that were downloaded, and evict files when enough has come together."""
+        # The scan below runs outside the lock: it walks the whole cache and must not stall other downloads.
         with self._lock:
             self._fetched += nbytes
             if not self._quota or self._fetched < self._quota / _SHARE:
@@ -75,40 +83,43 @@ class ReadCache:
     def _named(self, path: Path, size: int) -> int:
         self.added(0)
         path.parent.mkdir(parents=True, exist_ok=True)
-        # Never through a link that somebody put there.
+        # O_NOFOLLOW: in a shared folder somebody may have put a link to a file that is not ours to write.
         handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+        # A file of another length can only be somebody's edit: cut or extend it, and let the checksums
+        # decide.
         if os.fstat(handle).st_size != size:
             os.ftruncate(handle, size)
-        os.utime(handle)
+        os.utime(handle)  # mtime is the time of last use: atime is off on many mounts
         return handle
 
     def _path(self, name: str, stamp: Stamp) -> Path:
-        told = hashlib.sha256(repr((name, stamp)).encode()).hexdigest()
-        return self._folder / told[:2] / told
+        digest = hashlib.sha256(repr((name, stamp)).encode()).hexdigest()
+        return self._folder / digest[:2] / digest
 
     def _make_room(self) -> None:
-        """Remove what was used least lately, down to the quota."""
-        found = []
+        """Evict the least recently used files until the rest fits the quota."""
+        files = []
         for top, _, names in os.walk(self._folder):
             for name in names:
                 with suppress(OSError):
                     stat = (Path(top) / name).stat(follow_symlinks=False)
-                    found.append((stat.st_mtime, stat.st_blocks * 512, Path(top) / name))
-        held = sum(nbytes for _, nbytes, _ in found)
-        for _, nbytes, path in sorted(found):
-            if held <= self._quota:
+                    # st_blocks, not st_size: the files are sparse.
+                    files.append((stat.st_mtime, stat.st_blocks * 512, Path(top) / name))
+        total = sum(nbytes for _, nbytes, _ in files)
+        for _, nbytes, path in sorted(files):
+            if total <= self._quota:
                 return
             with suppress(OSError):
                 path.unlink()
-            held -= nbytes
+            total -= nbytes
 
 
 def quota() -> int:
-    """Bytes that $MIZARR_CACHE_QUOTA allows; StoreError for what is no size."""
-    told = os.environ.get(QUOTA)
-    if not told:
+    """Bytes that $MIZARR_CACHE_QUOTA allows. StoreError if it is no size."""
+    setting = os.environ.get(QUOTA)
+    if not setting:
         return _DEFAULT
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)i?b?\s*", told.lower())
-    if found is None:
-        raise StoreError(f"expected a size such as 10GB in {QUOTA}, found {told!r}; set it so, or to 0")
-    return int(float(found[1]) * _UNITS[found[2]])
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)i?b?\s*", setting.lower())
+    if match is None:
+        raise StoreError(f"expected a size such as 10GB in {QUOTA}, found {setting!r}; set it so, or to 0")
+    return int(float(match[1]) * _UNITS[match[2]])

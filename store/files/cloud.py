@@ -1,8 +1,7 @@
-"""From a URL to a connection with an object store: which ones, with what patience, by whose leave.
+"""Connections to object stores: URLs, timeouts and retries, credentials, and the meaning of server errors.
 
-Border: addresses, connections, and what servers answer when they refuse; which objects are asked for is known
-elsewhere. Credentials come from where the tools of each provider look for them (environment, profiles, roles)
-and are never in an address, so that no key, log or note can repeat them.
+Credentials come from where the tools of each provider look for them (environment, profiles, roles). They are
+never part of an address, so that no key, log or provenance note can repeat them.
 """
 
 from __future__ import annotations
@@ -23,27 +22,32 @@ if TYPE_CHECKING:
 __all__ = ["as_store_error", "connected", "is_worth_a_retry", "normalised"]
 
 SCHEMES = ("s3", "gs", "az", "memory")
-"""Of the URLs a store can have."""
+"""URL schemes that a store can have."""
 TIMEOUT = "MIZARR_TIMEOUT"
-"""Environment variable: seconds one request may take, by default 120."""
+"""Environment variable: seconds that one request may take; default 120."""
 ENDPOINTS = {
     "s3": ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT"),
     "az": ("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT"),
     "gs": ("GOOGLE_BASE_URL",),
 }
-"""Environment variables in which obstore looks for another server than the provider's."""
+"""Environment variables from which obstore takes another server than the provider's, per scheme."""
 CREDENTIALS = {
     "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE",
     "az": "AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY",
     "gs": "GOOGLE_APPLICATION_CREDENTIALS",
 }
-"""What to set where there are none; the page on remote stores has them all."""
+"""What an error message tells users to set, per scheme; docs on remote stores list all ways."""
 _RETRIES = 4
+# Server messages may quote parts of a signed request: values of these fields are not shown.
 _DETAILS = re.compile(r"(?i)(signature|credential|token|accesskeyid|sig|key)[^\s,;]*\s*[=:]\s*[^\s,;<>]+")
 
 
 def normalised(address: str) -> str:
-    """The one spelling of an address. StoreFormatError for what can be none, or has credentials in it."""
+    """The canonical spelling of a store URL.
+
+    Raises:
+        StoreFormatError: The URL has another scheme, no bucket, an unsafe prefix, credentials or options.
+    """
     parts = urlsplit(address)
     if parts.scheme not in SCHEMES:
         some = ", ".join(f"{scheme}://" for scheme in SCHEMES)
@@ -65,20 +69,24 @@ def normalised(address: str) -> str:
 
 
 _in_memory: dict[str, ObjectStore] = {}
-"""What memory:// addresses of this process hold: data, not connections, so that none is ever let go."""
+"""Content of memory:// stores in this process: data, not a cache, hence no eviction."""
 
 
 def connected(address: str) -> ObjectStore:
-    """The connection behind a normalised address; nothing is asked yet.
+    """Client for a normalised address; sends no request yet.
 
-    Raises MissingExtra, and StoreError for settings that lead nowhere.
+    Raises:
+        MissingExtra: obstore is not installed.
+        StoreError: The environment's settings are invalid.
     """
     if find_spec("obstore") is None:
         raise MissingExtra(f"{address} needs obstore, not installed here; pip install 'mizarr[remote]'")
     if address.startswith("memory://"):
         from obstore.store import MemoryStore
 
-        return _in_memory.setdefault(address, MemoryStore())  # at once, for any number of threads
+        return _in_memory.setdefault(
+            address, MemoryStore()
+        )  # setdefault is atomic: one store for all threads
     return _connected(address)
 
 
@@ -90,13 +98,16 @@ def _connected(address: str) -> ObjectStore:
     try:
         seconds = float(os.environ.get(TIMEOUT) or 120)
     except ValueError:
-        found = os.environ[TIMEOUT]
-        raise StoreError(f"expected seconds in {TIMEOUT}, found {found!r}; set it to a number") from None
+        reason = os.environ[TIMEOUT]
+        raise StoreError(f"expected seconds in {TIMEOUT}, found {reason!r}; set it to a number") from None
     scheme = address.partition("://")[0]
     client: ClientConfig = {
+        # A wrong host should fail in seconds; a slow transfer may take the whole time-out.
         "connect_timeout": timedelta(seconds=min(5.0, seconds)),
         "timeout": timedelta(seconds=seconds),
     }
+    # obstore refuses http:// by default, as credentials would travel in the clear; allowed only for a named
+    # emulator.
     if _is_plain_http(scheme):
         client["allow_http"] = True
     retry: RetryConfig = {"max_retries": _RETRIES, "retry_timeout": timedelta(seconds=seconds)}
@@ -104,18 +115,19 @@ def _connected(address: str) -> ObjectStore:
     try:
         return from_url(address, client_options=client, retry_config=retry, **options)
     except (BaseError, ValueError) as error:
-        # Without names and what is quoted: a key may have been put where that of its file should be.
-        found = re.sub(r"""(["'`]).*?\1|(?<=file from ).*(?=: )""", "…", _first_line(error))[:300]
+        # Quoted parts are cut: a user may have put a key where the path of a key file belongs.
+        reason = re.sub(r"""(["'`]).*?\1|(?<=file from ).*(?=: )""", "…", _first_line(error))[:300]
         raise StoreUnreachable(
             f"{address}: expected settings in the environment that lead to the store, found some that do not "
-            f"({found}); set {CREDENTIALS[scheme]}"
+            f"({reason}); set {CREDENTIALS[scheme]}"
         ) from None
 
 
 def _is_plain_http(scheme: str) -> bool:
-    """Whether the environment names a server that is spoken to without TLS, as emulators are.
+    """Whether the environment names an endpoint without TLS, as emulators have.
 
-    StoreError for one that is no address.
+    Raises:
+        StoreError: The endpoint is no http:// or https:// URL.
     """
     names = [name for name in ENDPOINTS[scheme] if os.environ.get(name)]
     for name in names:
@@ -129,7 +141,8 @@ def _is_plain_http(scheme: str) -> bool:
 
 
 def _aws_credentials() -> dict[str, Any]:
-    """Profiles and whatever else boto3 knows, where it is installed and the environment holds no key."""
+    """Credentials from boto3 (profiles, SSO, roles), where it is installed and the environment has no key."""
+    # boto3 is imported only if obstore would find nothing by itself; it also reads profiles in ~/.aws.
     alone = ("AWS_ACCESS_KEY_ID", "AWS_SKIP_SIGNATURE", "AWS_WEB_IDENTITY_TOKEN_FILE")
     if any(name in os.environ for name in alone) or find_spec("boto3") is None:
         return {}
@@ -145,60 +158,69 @@ def _aws_credentials() -> dict[str, Any]:
 
 
 def is_worth_a_retry(error: BaseException) -> bool:
-    """Whether the same request may succeed: an overloaded server, a connection that was cut, a time-out."""
+    """Whether the same request may succeed later: server overloaded, connection cut, timeout."""
     if (status := _status(error)) is not None:
         return status in (408, 429) or status >= 500
-    said = _said(error)
-    if re.search("dns error|builder error|NoSuchBucket|AccessDenied|token request", said):
-        return False  # asked again, the answer would be the same
+    message = _message(error)
+    # First the permanent errors: some of their texts also contain words of the transient ones below.
+    if re.search("dns error|builder error|NoSuchBucket|AccessDenied|token request", message):
+        return False  # permanent: a retry would get the same answer
     kinds = (
         "timed? ?out|connection|reset|incomplete|closed|body|server error|internal ?error|SlowDown|HTTP error"
     )
-    return re.search(f"(?i){kinds}", said) is not None
+    return re.search(f"(?i){kinds}", message) is not None
 
 
-def as_store_error(error: Exception, what: str) -> StoreError:
-    """What a server, or the way to it, said, in one line. what: the URL of the object."""
-    said, status = _said(error), _status(error)
-    keys = CREDENTIALS.get(what.partition("://")[0], "those of the provider")
-    if "NoSuchBucket" in said or "ContainerNotFound" in said:
-        return StoreFormatError(f"{what}: expected a bucket that exists, found none of that name; create it")
-    if "token request" in said or (status is None and re.search("(?i)credential", said)):
+def as_store_error(error: Exception, url: str) -> StoreError:
+    """Translate an error of obstore to a store error that names the remedy.
+
+    Arguments:
+        error: What obstore raised.
+        url: URL of the object.
+    """
+    message, status = _message(error), _status(error)
+    keys = CREDENTIALS.get(url.partition("://")[0], "those of the provider")
+    if "NoSuchBucket" in message or "ContainerNotFound" in message:
+        return StoreFormatError(f"{url}: expected a bucket that exists, found none of that name; create it")
+    # obstore's messages are the only source: it raises one class for all HTTP failures. The tests against
+    # emulators and a fault proxy fail if a new version rephrases them.
+    if "token request" in message or (status is None and re.search("(?i)credential", message)):
         return StoreUnreachable(
-            f"{what}: expected credentials in the environment, a profile or the role of this machine, found "
+            f"{url}: expected credentials in the environment, a profile or the role of this machine, found "
             f"none that give access; set {keys}"
         )
     wrong = "InvalidAccessKeyId|SignatureDoesNotMatch|AuthenticationFailed|failed to authenticate"
-    if status == 401 or re.search(wrong, said):
+    if status == 401 or re.search(wrong, message):
         return StoreUnreachable(
-            f"{what}: expected credentials the store accepts, found some that were denied; check {keys}"
+            f"{url}: expected credentials the store accepts, found some that were denied; check {keys}"
         )
-    if status == 403 or isinstance(error, PermissionError) or "AccessDenied" in said:
-        return StoreUnreachable(f"{what}: access denied; check the credentials and what they allow")
-    if re.search("(?i)timed? ?out|deadline", said):
+    if status == 403 or isinstance(error, PermissionError) or "AccessDenied" in message:
+        return StoreUnreachable(f"{url}: access denied; check the credentials and what they allow")
+    if re.search("(?i)timed? ?out|deadline", message):
         return StoreUnreachable(
-            f"{what}: no answer in time, {_RETRIES} further attempts included; try again, or set "
+            f"{url}: no answer in time, {_RETRIES} further attempts included; try again, or set "
             f"{TIMEOUT} to more seconds"
         )
-    if re.search("dns error|ConnectionRefused", said):
+    if re.search("dns error|ConnectionRefused", message):
         return StoreUnreachable(
-            f"{what}: expected a server, found none there; check the network, and the account or endpoint in "
+            f"{url}: expected a server, found none there; check the network, and the account or endpoint in "
             "the environment"
         )
     first = _DETAILS.sub(r"\1=…", _first_line(error))[:300]
-    return StoreUnreachable(f"{what}: the object store did not do what was asked ({first}); try again")
+    return StoreUnreachable(f"{url}: the object store did not do what was asked ({first}); try again")
 
 
 def _first_line(error: BaseException) -> str:
     return (str(error) or type(error).__name__).splitlines()[0]
 
 
-def _said(error: BaseException) -> str:
-    """All obstore says of a failure, but for how long it would have tried: no time-out is meant by that."""
+def _message(error: BaseException) -> str:
+    """Text of an obstore error without its `retry_timeout` setting, which would match the search for
+    timeouts."""
     return str(error).replace("retry_timeout", "")
 
 
 def _status(error: BaseException) -> int | None:
-    """The status a server answered with, of the whole request or of one object in it; None for no answer."""
-    found = re.search(r"\bcode: (\d{3})\b", str(error))
-    return None if found is None else int(found[1])
+    """HTTP status of the answer, for the whole request or one object in it; None if no answer came."""
+    match = re.search(r"\bcode: (\d{3})\b", str(error))
+    return None if match is None else int(match[1])

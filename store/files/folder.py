@@ -1,11 +1,11 @@
-"""What a store asks of the place that keeps its files: the one seam to disks and to object stores.
+"""`Folder`: the interface between a store and whatever holds its files, a disk or an object store.
 
-Border: names relative to the store's root and bytes; what they mean is known elsewhere, and no other file of
-the package learns where a store really lies.
+All other files of the package name a file by its path relative to the root of the store and exchange bytes;
+only the implementations (`local.py`, `objects.py`) know where a store lies.
 
-The rules on which commit rests, whoever keeps the files: a file appears under its name complete or not at
-all, the first to create it wins, and nothing is ever changed. `tests/contracts/files_contract.py` holds every
-place to them.
+The commit protocol rests on three guarantees, which every implementation gives: a file appears under its name
+complete or not at all; the first writer to create a name wins; a file never changes afterwards.
+`tests/contracts/files_contract.py` runs against every implementation.
 """
 
 from __future__ import annotations
@@ -23,75 +23,85 @@ from ..errors import REPAIR, CorruptEntry, StoreError
 from .mapped import Mapped
 from .stamps import Stamp, Stat
 
-__all__ = ["DESCRIPTION", "THREADS", "Folder", "Measured", "checked", "is_below", "room_at"]
+__all__ = ["DESCRIPTION", "THREADS", "Folder", "ManifestFiles", "checked", "is_below", "free_bytes_at"]
 
 THREADS = 4
-"""That digest at once: sha256 releases the GIL, two are twice as fast; beyond four the disk is the limit."""
+"""Number of threads that compute checksums. sha256 releases the GIL, so two threads double the rate; beyond
+four the disk is the limit."""
 
 DESCRIPTION = "store.json"
 """The file whose presence makes a folder a store."""
 
-Measured = dict[str, list[int | str]]
-"""Manifest part: path relative to the folder -> [size in bytes, "sha256:…"]."""
+ManifestFiles = dict[str, list[int | str]]
+"""Files as a manifest lists them: path relative to the folder -> [size in bytes, "sha256:…"]."""
 
 
 _UNSAFE = re.compile(r"(^|/)\.{0,2}(/|$)|[\x00-\x1f\x7f\\]")
-"""A step of a name that is empty, "." or "..", and characters that no name of a store has."""
+"""Matches unsafe paths: a component that is empty, "." or "..", a control character or a backslash."""
 
 
 def is_below(name: str) -> bool:
-    """Whether a name, by its spelling, leads to something below the folder it is relative to.
+    """Whether a relative path stays below its folder, judged by its spelling alone.
 
-    name: steps parted by "/", out of a file that somebody else may have written.
+    Arguments:
+        name: Components separated by "/"; possibly read from a file that somebody else wrote.
     """
     return _UNSAFE.search(name) is None
 
 
 def checked(name: str) -> str:
-    """A name, which may have been read from somebody's file, before it becomes a place: below the root of its
-    store, and nowhere else. The one way from names to places, on disks and in buckets.
+    """Return `name` unchanged if it stays below the root of its store. Every path goes through here before it
+    is used on a disk or in a bucket.
 
-    name: steps parted by "/"; "" for the root itself.
-    Raises CorruptEntry for a name that leads elsewhere, or has characters that names of a store do not have.
+    Arguments:
+        name: Components separated by "/", possibly read from a file that somebody else wrote; "" is the root.
+
+    Raises:
+        CorruptEntry: The path leaves the store, or has characters that files of a store do not have.
     """
     if name and not is_below(name):
         raise CorruptEntry(f"expected a name below the folder of a store, found {name!r:.80}; {REPAIR}")
     return name
 
 
-def room_at(place: Path) -> int:
-    """Bytes the file system of a place has left for this user; the place need not exist yet."""
-    return shutil.disk_usage(next(path for path in (place, *place.parents) if path.exists())).free
+def free_bytes_at(location: Path) -> int:
+    """Bytes free for this user on the file system of `location`, which need not exist yet."""
+    return shutil.disk_usage(next(path for path in (location, *location.parents) if path.exists())).free
 
 
 class Folder(ABC):
-    """The files of a store, by name. Cheap to send to another process.
+    """The files of one store, addressed by path relative to its root. Cheap to pickle for another process.
 
-    read_only: refuses every write with ReadOnlyStore.
-    is_store: opened as a store (`as_store`), whose `store.json` has to stay where it was.
+    Methods that read a file treat a missing one as normal (`None`) unless they say FileNotFoundError. Files
+    whose name starts with a dot are temporary.
     """
 
     read_only: bool
+    """Whether every write raises ReadOnlyStore."""
     is_store: bool
+    """Whether the folder was opened as a store (`as_store`), so that every write first requires
+    `store.json`."""
 
     @property
     @abstractmethod
     def address(self) -> str:
-        """What people call it, and what `open_store` takes: a path, or a URL without credentials."""
+        """Path, or URL without credentials, as shown to people and as `open_store` takes it."""
 
     @abstractmethod
     def where(self, name: str) -> str:
-        """A file or folder, as an error names it."""
+        """Full path or URL of a file, for error messages."""
 
     @abstractmethod
     def as_store(self) -> Folder:
-        """The same folder, for whoever found its `store.json`: from now on it takes writes only with it."""
+        """A copy that requires `store.json` to exist before every write (`is_store`)."""
 
-    def require_there(self) -> None:
-        """Raise StoreError where a store was renamed, removed or unmounted since it was opened.
+    def require_store(self) -> None:
+        """Check that an open store is still at its address.
 
-        Whatever was written then would lie in a folder that nobody can open.
+        Raises:
+            StoreError: It was renamed, removed or unmounted since it was opened.
         """
+        # Without this check a write would recreate the folder, without the store.json that makes it readable.
         if self.is_store and self.glance(DESCRIPTION) is None:
             raise StoreError(
                 f"expected the store {self.address}, found no {DESCRIPTION} there any more: it was renamed, "
@@ -101,96 +111,98 @@ class Folder(ABC):
     @property
     @abstractmethod
     def free_bytes(self) -> int | None:
-        """Bytes there is room for; None where nobody says."""
+        """Free disk space in bytes for this user; None for buckets, which have no limit."""
 
     @property
     @abstractmethod
     def index_path(self) -> Path | None:
-        """Where the index of this store lies on this machine; None for in memory."""
+        """Local path of the store's SQLite index; None keeps the index in memory."""
 
     @abstractmethod
     def now(self) -> float:
-        """Seconds since the epoch, by the clock that `Stat.modified` is told by."""
+        """Seconds since the epoch, by the clock that sets `Stat.modified` (for a network disk, the
+        server's)."""
 
     # -- reading
 
     @abstractmethod
     def get(self, name: str) -> bytes | None:
-        """The bytes of a file; None when there is none."""
+        """Whole content of a file; None for a missing file."""
 
     @abstractmethod
     def get_range(self, name: str, start: int, stop: int | None) -> bytes | None:
-        """Bytes of a file from `start` to `stop`, None for its end; a negative `start` counts from the end.
+        """Bytes `start` to `stop` of a file, with the rules of a slice (negative: from the end; None: to the
+        end).
 
-        Fewer where the file ends before; None when there is none.
+        Returns fewer bytes where the file ends earlier, None if it does not exist.
         """
 
     @abstractmethod
     def stat(self, name: str) -> Stat | None:
-        """What is known of a file without reading it; None when there is none."""
+        """Size, modification time and stamp of a file; None if it does not exist."""
 
     def folder_stat(self, folder: str) -> Stat | None:
-        """What is known of a folder itself; None where there are names only, and folders are none."""
+        """`stat` of a directory; None for object stores, which have no directories."""
         return None
 
     def glance(self, name: str) -> Stat | None:
-        """`stat`, for what is looked at before every read; may be seconds old where a look is a request."""
+        """`stat` for checks before each read; in an object store the answer may be two seconds old."""
         return self.stat(name)
 
     def size(self, name: str) -> int | None:
-        """Bytes of a file; None when there is none."""
+        """Size of a file in bytes; None for a missing file."""
         stat = self.stat(name)
         return None if stat is None else stat.size
 
     def sizes(self, folder: str, names: Iterable[str]) -> dict[str, int | None]:
-        """Bytes of files below a folder, by name relative to it; None for those that are not there."""
+        """Size in bytes of each file `folder/name`; None for files that do not exist."""
         return {name: self.size(f"{folder}/{name}") for name in names}
 
     @abstractmethod
     def measure(self, name: str) -> tuple[int, str]:
-        """Size in bytes and "sha256:…" of a file; FileNotFoundError when there is none."""
+        """Size in bytes and checksum "sha256:…" of a file; FileNotFoundError if it does not exist."""
 
     @abstractmethod
     def mapped(self, name: str) -> Mapped:
-        """A file as memory; FileNotFoundError when there is none."""
+        """A file as read-only memory; FileNotFoundError if it does not exist."""
 
     @abstractmethod
     def zarr(self, folder: str) -> Any:
-        """What zarr and xarray open to read a group or an array: a path, or a `zarr.abc.store.Store`."""
+        """What zarr and xarray can open for reading: a path, or a `zarr.abc.store.Store`."""
 
-    # -- what is there
+    # -- listing
 
     @abstractmethod
     def children(self, folder: str) -> Iterator[str]:
-        """Names of what lies directly in a folder, without the folder's; temporary ones left out."""
+        """Names of files and folders directly in `folder`, without temporary ones."""
 
     @abstractmethod
     def subfolders(self, folder: str) -> Iterator[str]:
-        """Names of the folders directly in a folder, without the folder's; temporary ones left out."""
+        """Names of folders directly in `folder`, without temporary ones."""
 
     @abstractmethod
     def stamps(self, folder: str) -> Iterator[tuple[str, Stat]]:
-        """Names of the files directly in a folder, each with what is known of it; temporary ones left out."""
+        """Name and `Stat` of each file directly in `folder`, without temporary ones."""
 
     @abstractmethod
     def list(self, folder: str) -> Iterator[str]:
-        """Names of all files below a folder, relative to the root; temporary ones (leading dot) left out."""
+        """Paths (relative to the root) of all files below `folder`, without temporary ones."""
 
     @abstractmethod
     def walk(self, folder: str) -> Iterator[tuple[str, Stat]]:
-        """All files below a folder, temporary ones as well, relative to the root."""
+        """Path (relative to the root) and `Stat` of all files below `folder`, temporary ones included."""
 
-    def strangers(self, folder: str) -> Iterator[tuple[str, str]]:
-        """What lies below a folder where files should, and is none: names, each with what it is.
-
-        Nothing where there are names only.
+    # On a local disk, a pipe or folder in the place of a file is not found by listing files.
+    def non_files(self, folder: str) -> Iterator[tuple[str, str]]:
+        """Things below `folder` that are no regular files but stand where files should: path, and kind in
+        words ("a pipe"). Empty for object stores, which have nothing but objects.
         """
         return iter(())
 
     # -- writing
 
     def put_new(self, name: str, data: bytes) -> bool:
-        """Create a file with these bytes; False, and nothing changes, when it is there already."""
+        """Create a file; return False and change nothing if the name exists."""
         return bool(self.put_all({name: [data]}))
 
     @abstractmethod
@@ -201,58 +213,80 @@ class Folder(ABC):
         threads: int = 1,
         handed_over: Callable[[], None] = lambda: None,
     ) -> set[str]:
-        """Create files of these parts, each laid end to end; returns the new names, the others stay.
+        """Create several files and make them durable together. A name that exists stays as it is.
 
-        The bytes of arrays are there before a file that describes them (`*.json`) appears.
-        threads: that write side by side; more than one only where nobody computes meanwhile. handed_over:
-        called when what is left is waiting for others.
+        A file that describes arrays (`*.json`) appears only after the bytes of the arrays.
+
+        Arguments:
+            files: Path -> buffers that are concatenated to the file's content.
+            threads: Number of writer threads; more than one only while no computation needs the cores.
+            handed_over: Called when all that remains is waiting for the disk or the network.
+
+        Returns:
+            The paths that were created by this call.
         """
 
     @abstractmethod
     def mark(self, name: str, data: bytes) -> bool:
-        """Create a small file that need not outlive a power cut; False when it is there already."""
+        """Create a small file that may be lost in a power cut, such as a lease; False if it exists."""
 
     @abstractmethod
     def touch(self, name: str) -> None:
-        """Make now the time a file was modified, if it is there; OSError where that fails."""
+        """Set the modification time of a file to now, if it exists; OSError if that fails."""
 
     @abstractmethod
     def link_all(self, names: Mapping[str, str]) -> set[str]:
-        """Give files a further name each, new -> old; returns the new names, those taken stay as they are.
+        """Give existing files a second name each, without a copy where the file system has hard links.
 
-        FileNotFoundError when an old one is gone.
+        Arguments:
+            names: New path -> existing path. A new path that is taken stays as it is.
+
+        Returns:
+            The paths that were created by this call.
+
+        Raises:
+            FileNotFoundError: An existing path is gone.
         """
 
     @abstractmethod
-    def build(self, folder: str, fill: Callable[[Path], None]) -> Measured:
-        """A new folder, filled by what writes to a real one; returns size and digest of each of its files.
+    def build(self, folder: str, fill: Callable[[Path], None]) -> ManifestFiles:
+        """Create a folder with files that a library writes by itself, such as zarr.
 
-        fill: called with an empty folder on this machine. FileExistsError when the folder is not new.
+        Arguments:
+            folder: Path of the new folder.
+            fill: Called with an empty local folder, which it fills.
+
+        Returns:
+            Size and checksum of each file, by path relative to the folder.
+
+        Raises:
+            FileExistsError: The folder exists.
         """
 
     @abstractmethod
     def scratch(self, folder: str) -> Path:
-        """Where on this machine files may lie that are of use to a folder for a while; it need not exist."""
+        """Local path for temporary files that belong to `folder`; it need not exist."""
 
     @abstractmethod
     def move(self, source: str, target: str) -> None:
-        """Give a file, or a folder with all in it, another name, if it is there."""
+        """Rename a file, or a folder with its content, if it exists."""
 
     @abstractmethod
     def delete(self, name: str) -> None:
-        """Remove a file if it is there."""
+        """Remove a file if it exists."""
 
     @abstractmethod
     def remove_tree(self, folder: str) -> None:
-        """Remove a folder and all below it, if it is there; what cannot be removed stays for gc."""
+        """Remove a folder and its content if it exists; what cannot be removed now is left for gc."""
 
     @abstractmethod
     def writing(self, name: str) -> AbstractContextManager[None]:
-        """Around a write: refuses a store that is read-only or gone, and tells failures as store errors."""
+        """Context of a write: refuses a read-only or vanished store, translates I/O errors to store
+        errors."""
 
 
 class Watched:
-    """One small file of a folder, read again only when it may have changed."""
+    """A small file that is read again only when its stamp has changed."""
 
     def __init__(self, folder: Folder, name: str) -> None:
         self._folder, self._name = folder, name
@@ -260,7 +294,7 @@ class Watched:
         self._text: bytes | None = None
 
     def get(self) -> bytes | None:
-        """Its bytes as they are now, the same object as long as they are the same; None when it is gone."""
+        """Current content, the identical `bytes` object while it is unchanged; None if the file is gone."""
         stat = self._folder.glance(self._name)
         if stat is None:
             self._stamp = self._text = None
@@ -269,5 +303,6 @@ class Watched:
             text = self._folder.get(self._name)
             if text != self._text:
                 self._text = text
+            # A stamp younger than the clock's tick may hide a second change: then the file is read each time.
             self._stamp = stat.stamp if stat.is_settled else None
         return self._text

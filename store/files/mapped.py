@@ -1,7 +1,6 @@
-"""Bytes of one file, seen as memory: mapped where it lies on a disk, fetched as needed elsewhere.
+"""A file as read-only memory: a memory map on a disk, a sparse local copy of an object in a bucket.
 
-Border: bytes; which of them are rows, index or checksum, and which of an object are there, is known to
-readers by their checksums.
+Readers decide by the checksum of a chunk whether its bytes are valid, and fetch them otherwise.
 """
 
 from __future__ import annotations
@@ -19,25 +18,29 @@ __all__ = ["Fetched", "Mapped"]
 
 
 class Mapped:
-    """A file as memory.
-
-    data: its bytes, read-only. size: how many. where: the file, as an error names it. is_whole: whether all
-    bytes are there; otherwise those that were not fetched are zeros.
-    """
+    """A file as read-only memory."""
 
     is_whole = True
+    """Whether all bytes are present; otherwise bytes that were not fetched read as zeros."""
 
     def __init__(self, data: mmap.mmap, size: int, where: str) -> None:
+        """`data` holds the bytes, `size` is their number, `where` names the file in error messages."""
         self.data, self.size, self.where = data, size, where
 
     def fetch(self, ranges: Sequence[tuple[int, int]]) -> None:
-        """Have the bytes of these ranges (start, stop) read from where the file lies; mapped ones are."""
+        """Make the byte ranges (start, stop) present; a memory map needs nothing."""
 
 
 class Fetched(Mapped):
-    """An object as memory; bytes that were neither fetched nor kept of an earlier reader are zeros.
+    """An object as memory, over a sparse local file. Bytes not fetched yet, by this or an earlier reader, are
+    zero.
 
-    handle: of a file of `size` bytes, taken over. read: the bytes of ranges (start, stop).
+    Arguments:
+        handle: Descriptor of a local file of `size` bytes; closed together with this object.
+        size: Bytes of the object.
+        where: URL of the object, for error messages.
+        read: Downloads byte ranges (start, stop).
+        cache: Counts what was downloaded against its quota.
     """
 
     is_whole = False
@@ -54,13 +57,15 @@ class Fetched(Mapped):
             mmap.mmap(handle, size, access=mmap.ACCESS_READ) if size else mmap.mmap(-1, 1), size, where
         )
         self._handle, self._read, self._cache = handle, read, cache
+        # The map alone keeps the pages, but fetch needs the descriptor as long as anyone holds rows.
         weakref.finalize(self, os.close, handle)
 
     def fetch(self, ranges: Sequence[tuple[int, int]]) -> None:
-        """Have the bytes of these ranges (start, stop) read."""
-        for (start, _), part in zip(ranges, self._read(ranges), strict=True):
-            at, waiting = start, memoryview(part)
-            while waiting:
-                written = os.pwrite(self._handle, waiting, at)
-                at, waiting = at + written, waiting[written:]
-            self._cache.added(len(part))
+        """Download the byte ranges (start, stop)."""
+        for (start, _), data in zip(ranges, self._read(ranges), strict=True):
+            offset, remaining = start, memoryview(data)
+            while remaining:
+                # Through the descriptor: the map is read-only, and shows what is written to its file.
+                written = os.pwrite(self._handle, remaining, offset)
+                offset, remaining = offset + written, remaining[written:]
+            self._cache.added(len(data))

@@ -1,11 +1,12 @@
-"""The files of a store as objects in S3, Google Cloud Storage, Azure or memory, through obstore.
+"""`ObjectFolder`: the files of a store as objects in S3, Google Cloud Storage, Azure or memory, through
+obstore.
 
-Border: that of `folder.py`. Who is spoken to, and how failures read, is told in `cloud.py`.
+An object is created by one conditional PUT and never changed, so the first writer wins and nobody sees half
+an object. If the reply to a PUT is lost, the retry meets the object of its own first attempt. Therefore each
+PUT puts a random *write id* into the object's metadata, by which the writer recognises it.
 
-An object is created by one conditional PUT and never changed, so the first to create it wins and nobody sees
-half of one. A PUT whose reply was lost is sent again and then meets its own object: each carries a *write id*
-in its metadata, by which its writer knows it. There are no folders, links or locks, and nothing here needs
-any: what is moved is copied and deleted, what is linked is copied, and times are those of the server.
+Object stores have no directories, links, renames or locks, and the protocol needs none: a move is a copy and
+a delete, a link is a copy, and times are those of the server's clock. Connections and errors: `cloud.py`.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from ..digest import Buffer, content_digest
 from ..errors import ReadOnlyStore, StoreError
 from .cache import ReadCache, cache_folder
 from .cloud import as_store_error, connected, is_worth_a_retry, normalised
-from .folder import THREADS, Folder, Measured, checked
+from .folder import THREADS, Folder, ManifestFiles, checked
 from .mapped import Fetched, Mapped
 from .stamps import Stat
 
@@ -39,28 +40,37 @@ __all__ = ["ObjectFolder"]
 T = TypeVar("T")
 
 WRITE_ID = "mizarrwrite"
-"""Metadata of an object: which PUT created it. Letters only, as Azure takes no others."""
-_AT_ONCE = 16  # requests
-_ATTEMPTS = 3  # of ours, each after obstore's own have failed
-_PAUSE = 0.2  # seconds before the second attempt
-_LOOK = 2.0  # seconds for which a look counts; what we write ourselves is seen at once
-_LOOKS = 100_000  # remembered
-_AT_MOST = 5 << 30  # bytes of one PUT
+"""Metadata key of the write id. Letters only, as Azure allows no other characters."""
+_AT_ONCE = 16  # concurrent requests
+_ATTEMPTS = 3  # attempts of ours; obstore retries within each of them
+_PAUSE = 0.2  # seconds before the second attempt; four times as long before the third
+_CACHE_SECONDS = 2.0  # seconds for which cached metadata is valid; own writes invalidate it at once
+_CACHE_ENTRIES = 100_000  # entries of that cache
+_AT_MOST = 5 << 30  # bytes: limit of S3 for one PUT
 
 
 class ObjectFolder(Folder):
-    """A prefix of a bucket. address: s3://BUCKET/PREFIX, gs://, az:// or memory://NAME.
+    """The files of a store below one prefix of a bucket. Safe for any number of threads.
 
-    memory:// is one process's: every folder of that name there shows the same files, and no other process's.
-    Safe for any number of threads. Raises StoreFormatError for other addresses, MissingExtra.
+    Arguments:
+        address: s3://BUCKET/PREFIX, gs://BUCKET/PREFIX, az://CONTAINER/PREFIX, or memory://NAME, which lives
+            in this process and is shared by all folders of the same name.
+        read_only: Whether writes raise ReadOnlyStore.
+        is_store: Whether every write requires `store.json`.
+
+    Raises:
+        StoreFormatError: The address is none of these.
+        MissingExtra: obstore is not installed.
     """
 
     def __init__(self, address: str, read_only: bool = False, is_store: bool = False) -> None:
         self.read_only, self.is_store = read_only, is_store
         self._address = normalised(address)
         self._is_memory = self._address.startswith("memory://")
-        self._looks: dict[str, tuple[float, Stat | None]] = {}
-        self._lists: dict[str, tuple[float, list[tuple[str, Stat]]]] = {}
+        # Without this cache every read of a shard would cost three requests (zarr.json, shard, group) for
+        # being unchanged. Objects are never modified, so the worst case is seeing a new one two seconds late.
+        self._stats: dict[str, tuple[float, Stat | None]] = {}
+        self._listings: dict[str, tuple[float, list[tuple[str, Stat]]]] = {}
         self._lock = threading.Lock()
         self._store: ObjectStore = connected(self._address)
 
@@ -68,7 +78,7 @@ class ObjectFolder(Folder):
         return type(self), (self._address, self.read_only, self.is_store)
 
     def as_store(self) -> ObjectFolder:
-        """See `Folder`."""
+        """A copy that requires `store.json` before every write."""
         return ObjectFolder(self._address, self.read_only, is_store=True)
 
     def __eq__(self, other: object) -> bool:
@@ -85,48 +95,52 @@ class ObjectFolder(Folder):
 
     @property
     def address(self) -> str:
-        """The prefix's URL, as people write it."""
+        """URL of the prefix, as people write it."""
         return self._address
 
     def where(self, name: str) -> str:
-        """The URL of a name."""
+        """URL of an object, for error messages."""
         return f"{self._address}/{name}" if name else self._address
 
     @property
     def free_bytes(self) -> None:
-        """None: a bucket does not say how much room it has."""
+        """Always None: buckets have no known limit."""
         return
 
     @property
     def index_path(self) -> Path | None:
-        """In the user's cache folder, by address: an index is no more than a memory of what was seen."""
+        """A file in the user's cache folder, named by address. The index only speeds things up, so it is
+        local."""
         if self._is_memory:
             return None
+        # SQLite needs a real file with locks, so the index cannot be an object.
         folder = cache_folder() / "indices"
         with suppress(OSError):
             folder.mkdir(parents=True, exist_ok=True)
         return folder / f"{hashlib.sha256(self._address.encode()).hexdigest()[:32]}.sqlite"
 
     def now(self) -> float:
-        """The server's clock, as the time of an object just written told it; this machine's when reading."""
+        """Seconds since the epoch by the server's clock, or this machine's if the store is read-only."""
         return time.monotonic() + self._clock
 
     @cached_property
     def _clock(self) -> float:
-        """The server's time less `time.monotonic`."""
-        here = time.time() - time.monotonic()
+        """Offset of the server's clock from `time.monotonic`, in seconds, measured with a temporary
+        object."""
+        local_offset = time.time() - time.monotonic()
+        # A read-only store may not create the probe object, so its clock is only as good as this machine's.
         if self._is_memory or self.read_only:
-            return here
+            return local_offset
         name = f"leases/.clock-{secrets.token_hex(4)}"
         self._put(name, b"")
         stat = self.stat(name)
         self.delete(name)
-        return here if stat is None else stat.modified - time.monotonic()
+        return local_offset if stat is None else stat.modified - time.monotonic()
 
     # -- reading
 
     def get(self, name: str) -> bytes | None:
-        """The bytes of an object; None when there is none."""
+        """Whole content as bytes; None for a missing object."""
         import obstore
 
         with suppress(FileNotFoundError):
@@ -134,45 +148,45 @@ class ObjectFolder(Folder):
         return None
 
     def get_range(self, name: str, start: int, stop: int | None) -> bytes | None:
-        """Bytes of an object from `start` to `stop`, as a slice takes them; None when there is none."""
+        """Bytes `start` to `stop`, with the rules of a slice; None for a missing object."""
         if (stat := self.glance(name)) is None:
             return None
-        first, last, _ = slice(start, stop).indices(stat.size)
+        begin, end, _ = slice(start, stop).indices(stat.size)
         with suppress(FileNotFoundError):
-            return self._ranges(name, [(first, last)])[0] if first < last else b""
+            return self._ranges(name, [(begin, end)])[0] if begin < end else b""
         return None
 
     def _ranges(self, name: str, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
         import obstore
 
         starts, ends = [start for start, _ in ranges], [stop for _, stop in ranges]
-        found = self._ask(name, lambda: obstore.get_ranges(self._store, name, starts=starts, ends=ends))
-        return [bytes(part) for part in found]
+        parts = self._ask(name, lambda: obstore.get_ranges(self._store, name, starts=starts, ends=ends))
+        return [bytes(part) for part in parts]
 
     def stat(self, name: str) -> Stat | None:
-        """What the server says of an object; None when there is none."""
+        """Metadata of an object, by a HEAD request; None for a missing object."""
         import obstore
 
-        found = None
+        status = None
         with suppress(FileNotFoundError):
-            found = _stat(self._ask(name, lambda: obstore.head(self._store, name)))
-        self._remember(name, found)
-        return found
+            status = _stat(self._ask(name, lambda: obstore.head(self._store, name)))
+        self._remember(name, status)
+        return status
 
     def glance(self, name: str) -> Stat | None:
-        """`stat`, which may be two seconds old; what was written here meanwhile is seen."""
-        looked = self._looks.get(name)
-        if looked is not None and time.monotonic() - looked[0] < _LOOK:
-            return looked[1]
+        """Metadata of an object, cached for two seconds; own writes are visible at once."""
+        cached = self._stats.get(name)
+        if cached is not None and time.monotonic() - cached[0] < _CACHE_SECONDS:
+            return cached[1]
         return self.stat(name)
 
     def sizes(self, folder: str, names: Iterable[str]) -> dict[str, int | None]:
-        """Bytes of objects below a folder, from one listing."""
-        held = {name.removeprefix(f"{folder}/"): stat.size for name, stat in self.walk(folder)}
-        return {name: held.get(name) for name in names}
+        """Sizes in bytes, from one LIST request; None for missing objects."""
+        sizes = {name.removeprefix(f"{folder}/"): stat.size for name, stat in self.walk(folder)}
+        return {name: sizes.get(name) for name in names}
 
     def measure(self, name: str) -> tuple[int, str]:
-        """Size in bytes and "sha256:…" of an object, read as it comes; FileNotFoundError for none."""
+        """Size in bytes and checksum "sha256:…", streamed; FileNotFoundError for a missing object."""
         import obstore
 
         def read() -> tuple[int, str]:
@@ -185,65 +199,67 @@ class ObjectFolder(Folder):
         return self._ask(name, read)
 
     def mapped(self, name: str) -> Mapped:
-        """An object as memory, fetched range by range as it is read; FileNotFoundError when there is none."""
+        """A sparse local copy that downloads ranges on demand; FileNotFoundError for a missing object."""
         if (stat := self.glance(name)) is None:
             raise FileNotFoundError(self.where(name))
         handle = self.cache.open(self.where(name), stat.stamp, stat.size)
-        return Fetched(handle, stat.size, self.where(name), lambda some: self._ranges(name, some), self.cache)
+        return Fetched(
+            handle, stat.size, self.where(name), lambda ranges: self._ranges(name, ranges), self.cache
+        )
 
     @cached_property
     def cache(self) -> ReadCache:
-        """Where what was read is kept; what is in memory anyway is kept nowhere."""
+        """Cache of downloaded ranges; without a quota for memory://, whose bytes are in memory anyway."""
         return ReadCache(Path(), 0) if self._is_memory else ReadCache.of_user()
 
     def zarr(self, folder: str) -> Any:
-        """A Zarr store over the objects below a folder."""
+        """Read-only Zarr store over the objects below `folder`."""
         from .zarr_store import FolderStore
 
         return FolderStore(self, folder)
 
-    # -- what is there
+    # -- listing
 
     def children(self, folder: str) -> Iterator[str]:
-        """Names of what lies directly in a folder, without the folder's; hidden ones left out."""
+        """Names of objects and prefixes directly below `folder`, without temporary ones."""
         folders, objects = self._level(folder)
         yield from (name for name in [*folders, *(name for name, _ in objects)] if not name.startswith("."))
 
     def subfolders(self, folder: str) -> Iterator[str]:
-        """Names of the folders directly in a folder, without the folder's; hidden ones left out."""
+        """Names of prefixes directly below `folder`, without temporary ones."""
         yield from (name for name in self._level(folder)[0] if not name.startswith("."))
 
     def stamps(self, folder: str) -> Iterator[tuple[str, Stat]]:
-        """Names of the objects directly in a folder, each with its stat; may be two seconds old."""
-        looked = self._lists.get(folder)
-        if looked is None or time.monotonic() - looked[0] > _LOOK:
-            looked = time.monotonic(), self._level(folder)[1]
+        """Name and metadata of each object directly below `folder`, cached for two seconds."""
+        cached = self._listings.get(folder)
+        if cached is None or time.monotonic() - cached[0] > _CACHE_SECONDS:
+            cached = time.monotonic(), self._level(folder)[1]
             with self._lock:
-                self._lists[folder] = looked
-        yield from (item for item in looked[1] if not item[0].startswith("."))
+                self._listings[folder] = cached
+        yield from (entry for entry in cached[1] if not entry[0].startswith("."))
 
     def _level(self, folder: str) -> tuple[list[str], list[tuple[str, Stat]]]:
-        """Folders and objects directly in a folder."""
+        """Names of prefixes, and names with metadata of objects, directly below `folder`."""
         import obstore
 
         prefix = folder or None
-        found = self._ask(folder, lambda: obstore.list_with_delimiter(self._store, prefix))
-        folders = [path.rpartition("/")[2] for path in found["common_prefixes"]]
-        return folders, [(each["path"].rpartition("/")[2], _stat(each)) for each in found["objects"]]
+        listing = self._ask(folder, lambda: obstore.list_with_delimiter(self._store, prefix))
+        folders = [path.rpartition("/")[2] for path in listing["common_prefixes"]]
+        return folders, [(meta["path"].rpartition("/")[2], _stat(meta)) for meta in listing["objects"]]
 
     def list(self, folder: str) -> Iterator[str]:
-        """Names of all objects below a folder, relative to the root; hidden ones left out."""
+        """Paths of all objects below `folder`, relative to the root, without temporary ones."""
         yield from (name for name, _ in self.walk(folder) if not name.rpartition("/")[2].startswith("."))
 
     def walk(self, folder: str) -> Iterator[tuple[str, Stat]]:
-        """All objects below a folder, hidden ones as well, relative to the root."""
+        """Path and metadata of all objects below `folder`, temporary ones included."""
         import obstore
 
         prefix = folder or None
-        found = self._ask(
-            folder, lambda: [each for some in obstore.list(self._store, prefix) for each in some]
+        metas = self._ask(
+            folder, lambda: [meta for page in obstore.list(self._store, prefix) for meta in page]
         )
-        yield from ((each["path"], _stat(each)) for each in found)
+        yield from ((meta["path"], _stat(meta)) for meta in metas)
 
     # -- writing
 
@@ -254,77 +270,82 @@ class ObjectFolder(Folder):
         threads: int = 1,
         handed_over: Callable[[], None] = lambda: None,
     ) -> set[str]:
-        """Create objects of these parts, each laid end to end; returns the new names, the others stay.
-
-        Many at once, whatever `threads` says: they wait for the network, not for the processor.
-        """
-        described = [name for name in files if name.endswith(".json")]
+        """See `Folder.put_all`. Ignores `threads`: requests wait for the network, not for the processor."""
+        records = [name for name in files if name.endswith(".json")]
         arrays = [name for name in files if not name.endswith(".json")]
-        made: set[str] = set()
+        created: set[str] = set()
         handed_over()
-        # What describes arrays comes after them, one by one in order.
+        # A JSON file describes arrays, so its object must appear after theirs.
         with ThreadPoolExecutor(min(_AT_ONCE, max(1, len(arrays)))) as pool:
             new = pool.map(lambda name: self._put(name, _joined(files[name])), arrays)
-            made.update(name for name, is_new in zip(arrays, new, strict=True) if is_new)
-        made.update(name for name in described if self._put(name, _joined(files[name])))
-        return made
+            created.update(name for name, is_new in zip(arrays, new, strict=True) if is_new)
+        created.update(name for name in records if self._put(name, _joined(files[name])))
+        return created
 
     def mark(self, name: str, data: bytes) -> bool:
-        """Create a small object; False when it is there already."""
+        """Create a small object; False if it exists."""
         return self._put(name, data)
 
     def touch(self, name: str) -> None:
-        """Write an object again as it is, if it is there and nobody else did so meanwhile."""
+        """Rewrite an object with unchanged content; object stores have no other way to renew a timestamp.
+
+        The PUT is conditional on the version read, so a concurrent writer is never overwritten.
+        """
         import obstore
         from obstore.exceptions import NotSupportedError, PreconditionError
 
         with self.writing(name), suppress(FileNotFoundError, PreconditionError, NotSupportedError):
-            there = obstore.get(self._store, name)
-            told = {"e_tag": there.meta["e_tag"], "version": there.meta["version"]}
-            version = {name: value for name, value in told.items() if value is not None}
-            data = bytes(there.bytes())
+            current = obstore.get(self._store, name)
+            identity = {"e_tag": current.meta["e_tag"], "version": current.meta["version"]}
+            version = {name: value for name, value in identity.items() if value is not None}
+            data = bytes(current.bytes())
             obstore.put(self._store, name, data, mode=version, use_multipart=False)  # type: ignore[arg-type]
         self._forget(name)
 
     def link_all(self, names: Mapping[str, str]) -> set[str]:
-        """Create objects with the bytes of others, new -> old; returns the new names, those taken stay."""
-        made: set[str] = set()
-        for name, old in names.items():
-            if (data := self.get(old)) is None:
-                raise FileNotFoundError(self.where(old))
+        """See `Folder.link_all`: a copy, as objects cannot have two names."""
+        created: set[str] = set()
+        for name, existing in names.items():
+            if (data := self.get(existing)) is None:
+                raise FileNotFoundError(self.where(existing))
             if self._put(name, data):
-                made.add(name)
-        return made
+                created.add(name)
+        return created
 
-    def build(self, folder: str, fill: Callable[[Path], None]) -> Measured:
-        """A new folder, filled on this machine and then put; returns size and digest of each of its files."""
+    def build(self, folder: str, fill: Callable[[Path], None]) -> ManifestFiles:
+        """See `Folder.build`: filled in a local temporary folder, then uploaded, `*.json` last."""
         with self.writing(folder):
             is_taken = next(self.walk(folder), None) is not None
         if is_taken:
             raise FileExistsError(self.where(folder))
-        with tempfile.TemporaryDirectory(prefix="mizarr-", ignore_cleanup_errors=True) as made:
-            place = Path(made)
-            fill(place)
-            names = sorted(str(path.relative_to(place)) for path in place.rglob("*") if path.is_file())
+        with tempfile.TemporaryDirectory(prefix="mizarr-", ignore_cleanup_errors=True) as scratch:
+            folder_path = Path(scratch)
+            fill(folder_path)
+            names = sorted(
+                str(path.relative_to(folder_path)) for path in folder_path.rglob("*") if path.is_file()
+            )
+            # Metadata last, as in put_all: a reader that meets it finds the chunks.
             names.sort(key=lambda name: name.endswith(".json"))
 
-            def one(name: str) -> list[int | str]:
-                data = (place / name).read_bytes()
+            def upload(name: str) -> list[int | str]:
+                data = (folder_path / name).read_bytes()
                 self._put(f"{folder}/{name}", data)
                 return [len(data), content_digest(data)]
 
             with ThreadPoolExecutor(THREADS) as pool:
-                return dict(sorted(zip(names, pool.map(one, names), strict=True)))
+                return dict(sorted(zip(names, pool.map(upload, names), strict=True)))
 
     def scratch(self, folder: str) -> Path:
-        """See `Folder`: in the user's cache folder, by address."""
+        """A folder in the user's cache folder, named by the store's address."""
         store = hashlib.sha256(self._address.encode()).hexdigest()[:32]
         return cache_folder() / "scratch" / store / folder
 
     def move(self, source: str, target: str) -> None:
-        """Copy an object, or all below a folder, to another name, then delete it."""
+        """Copy an object, or all objects below a prefix, to another name and delete the original."""
         import obstore
 
+        # No rename in object stores. A crash between copy and delete leaves both, which the next call
+        # repairs.
         names = {source} if self.stat(source) is not None else {name for name, _ in self.walk(source)}
         with self.writing(source):
             for name in sorted(names):
@@ -332,32 +353,34 @@ class ObjectFolder(Folder):
             self._delete(names)
 
     def delete(self, name: str) -> None:
-        """Remove an object if it is there."""
+        """Delete an object, if it exists."""
         with self.writing(name):
             self._delete([name])
 
     def remove_tree(self, folder: str) -> None:
-        """Remove all below a folder, records before what they speak of; what stays is left to gc."""
+        """Delete all objects below a prefix; what cannot be deleted is left for gc."""
         if self.read_only:
             return
         with suppress(StoreError):
+            # Records first: a reader then sees a missing entry instead of a record of missing arrays.
             names = [name for name, _ in self.walk(folder)]
             self._delete([name for name in names if name.endswith(".json")])
             self._delete([name for name in names if not name.endswith(".json")])
 
     @contextmanager
     def writing(self, name: str) -> Iterator[None]:
-        """Around a write: refuses a store that is read-only or gone, and tells failures as store errors."""
+        """See `Folder.writing`."""
         if self.read_only:
             raise ReadOnlyStore(
                 f"cannot write {name}: {self._address} was opened with mode='r'; open it with mode='a'"
             )
-        self.require_there()
-        with self._told(name):
+        self.require_store()
+        with self._translated_errors(name):
             yield
 
     def _put(self, name: str, data: Buffer) -> bool:
-        """Create an object; False when it is there already, and was not put by this very call."""
+        """Create an object; False if it exists and was not created by this call (see the module
+        docstring)."""
         import obstore
         from obstore.exceptions import AlreadyExistsError, PreconditionError
 
@@ -375,11 +398,13 @@ class ObjectFolder(Folder):
                     name,
                     bytes(data),
                     mode="create",
+                    # A multipart upload cannot be conditional on all providers; one PUT is atomic and takes
+                    # up to 5 GiB.
                     use_multipart=False,
                     attributes={WRITE_ID: token},
                 )
             except (AlreadyExistsError, PreconditionError):
-                return self._write_id(name) == token  # ours, if only its reply was lost
+                return self._write_id(name) == token  # our own first attempt, whose reply was lost
             except FileNotFoundError as error:
                 raise as_store_error(error, self._address) from None
             return True
@@ -391,57 +416,64 @@ class ObjectFolder(Folder):
                 self._forget(name)
 
     def _write_id(self, name: str) -> str | None:
-        """Which PUT created an object; None when nobody says."""
+        """Write id in an object's metadata; None if it is missing or has none."""
         import obstore
 
         with suppress(FileNotFoundError):
-            found = self._ask(name, lambda: obstore.get(self._store, name, options={"head": True}).attributes)
-            return dict(found).get(WRITE_ID)
+            attributes = self._ask(
+                name, lambda: obstore.get(self._store, name, options={"head": True}).attributes
+            )
+            return dict(attributes).get(WRITE_ID)
         return None
 
     def _delete(self, names: Iterable[str]) -> None:
         import obstore
 
-        asked = list(names)
+        paths = list(names)
 
-        def one(name: str) -> None:
+        def delete(name: str) -> None:
             with suppress(FileNotFoundError):
                 self._ask(name, lambda: obstore.delete(self._store, name))
 
-        if asked:
+        if paths:
             try:
-                self._ask(asked[0], lambda: obstore.delete(self._store, asked))
+                self._ask(paths[0], lambda: obstore.delete(self._store, paths))
             except FileNotFoundError:
-                # At one that is gone already Google stops, and Azure after its 256; S3 does not tell.
+                # A missing object stops the bulk delete on Google, and on Azure after its batch of 256; S3
+                # ignores it.
                 with ThreadPoolExecutor(_AT_ONCE) as pool:
-                    list(pool.map(one, asked))
-        for name in asked:
+                    list(pool.map(delete, paths))
+        for name in paths:
             self._forget(name)
 
-    # -- asking
+    # -- requests
 
     def _ask(self, name: str, request: Callable[[], T]) -> T:
-        """The answer to a request, asked again while that may help; FileNotFoundError, StoreUnreachable."""
+        """Send a request, with retries; raises FileNotFoundError for a missing object, else StoreError."""
         checked(name)
         for attempt in range(_ATTEMPTS):
             try:
-                with self._told(name):
+                with self._translated_errors(name):
                     return request()
             except StoreError as error:
                 cause = error.__cause__
+                # Errors without a cause are our own (read-only store, checks), for which a retry is
+                # pointless.
                 if cause is None or attempt == _ATTEMPTS - 1 or not is_worth_a_retry(cause):
                     raise
                 time.sleep(_PAUSE * 4**attempt)
         raise AssertionError("the last attempt returns or raises")
 
     @contextmanager
-    def _told(self, name: str) -> Iterator[None]:
-        """Around requests: what obstore raises is told as a store error; FileNotFoundError as it is."""
+    def _translated_errors(self, name: str) -> Iterator[None]:
+        """Context of a request: translates obstore's errors to store errors, except FileNotFoundError."""
         from obstore.exceptions import BaseError
 
         try:
             yield
         except FileNotFoundError as error:
+            # A missing bucket is reported as FileNotFoundError like a missing object, but is a wrong address,
+            # not a cache miss.
             if "NoSuchBucket" in str(error) or "ContainerNotFound" in str(error):
                 raise as_store_error(error, self._address) from error
             raise
@@ -452,23 +484,25 @@ class ObjectFolder(Folder):
 
     def _remember(self, name: str, stat: Stat | None) -> None:
         with self._lock:
-            if len(self._looks) > _LOOKS:
-                self._looks.clear()
-            self._looks[name] = time.monotonic(), stat
+            if len(self._stats) > _CACHE_ENTRIES:
+                self._stats.clear()
+            self._stats[name] = time.monotonic(), stat
 
     def _forget(self, name: str) -> None:
         with self._lock:
-            self._looks.pop(name, None)
-            self._lists.pop(name.rpartition("/")[0], None)
+            self._stats.pop(name, None)
+            self._listings.pop(name.rpartition("/")[0], None)
 
 
 def _stat(meta: ObjectMeta) -> Stat:
-    """The stamp has only what every answer tells, and as all of them tell it.
+    """Metadata of an object, with a stamp that is equal whether it came from LIST, HEAD or GET.
 
-    A list has no quotes about its ETags (Azure), no version (Google, and buckets of S3 that keep old ones),
-    and times in milliseconds where a single answer has whole seconds (Google).
+    These answers differ: LIST omits the quotes of ETags on Azure and the version on Google and versioned S3
+    buckets, and has milliseconds on Google where single answers have whole seconds. So the stamp has the bare
+    ETag, the size and the whole second.
     """
     modified = meta["last_modified"].timestamp()
+    # Weak markers and quotes differ between LIST, HEAD and GET, see above.
     tag = (meta["e_tag"] or "").removeprefix("W/").strip('"')
     return Stat(meta["size"], modified, (tag, meta["size"], int(modified)), True)
 

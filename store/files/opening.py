@@ -1,6 +1,6 @@
-"""From an address to the folder it names: a path of this machine, or the URL of an object store.
+"""From an address (a local path or the URL of an object store) to its `Folder`.
 
-Border: addresses; whether a store lies there is not asked.
+Whether a store exists there is not checked here.
 """
 
 from __future__ import annotations
@@ -16,10 +16,16 @@ __all__ = ["folder_at", "is_remote", "open_folder"]
 
 
 def open_folder(address: str | Path, durability: str = "disk", read_only: bool = False) -> Folder:
-    """The folder at an address: a path, or s3://, gs://, az:// or memory:// and what follows.
+    """The `Folder` at an address.
 
-    Raises StoreError for a path that cannot be a folder's and a URL that cannot be one of a store,
-    MissingExtra where what speaks to object stores is not installed.
+    Arguments:
+        address: A local path, or a URL that starts with s3://, gs://, az:// or memory://.
+        durability: "disk" syncs files before they get their names, "process" leaves that to the kernel.
+        read_only: Whether writes raise ReadOnlyStore.
+
+    Raises:
+        StoreError: The path is not one of a folder, or the URL not one of a store.
+        MissingExtra: The address is a URL and obstore is not installed.
     """
     if not isinstance(address, str | Path) or not str(address):
         raise StoreError(
@@ -33,9 +39,10 @@ def open_folder(address: str | Path, durability: str = "disk", read_only: bool =
 
 
 def _local(address: Path) -> Path:
-    """The absolute path of a folder that is there, or may be made. StoreError for any other."""
+    """The absolute path of a folder that exists or can be created. StoreError for any other address."""
     try:
         path = address.expanduser().absolute()
+        # mkdir on a dangling link fails with an error that does not mention the link.
         if path.is_symlink() and not path.exists():
             raise StoreError(
                 f"expected a folder at {path}, found a link to {path.readlink()}, which is not there; make "
@@ -46,7 +53,7 @@ def _local(address: Path) -> Path:
         return path
     except StoreError:
         raise
-    # RuntimeError: no home of that user; ValueError: a NUL.
+    # RuntimeError: expanduser of an unknown user; ValueError: a NUL in the path.
     except (OSError, RuntimeError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise StoreError(
@@ -58,16 +65,20 @@ def _local(address: Path) -> Path:
 
 
 def folder_at(source: str | Path) -> tuple[Folder, str]:
-    """The store in which the folder of a run or a result lies, for reading, and its name there.
+    """Split the address of a run or result into the store (opened for reading) and the path within it.
 
-    source: what `Folder.where` said of it. ValueError for what cannot be one.
+    Arguments:
+        source: What `Folder.where` returned: ".../data/ab/<digest>".
+
+    Raises:
+        ValueError: The address has another form.
     """
-    root, *place = str(source).rstrip("/").rsplit("/", 3)
-    if len(place) < 3 or place[0] != "data" or not root:
+    root, *folder = str(source).rstrip("/").rsplit("/", 3)
+    if len(folder) < 3 or folder[0] != "data" or not root:
         raise ValueError(f"expected the folder of a run or a result, found {str(source)!r}")
-    return open_folder(root, read_only=True), "/".join(place)
+    return open_folder(root, read_only=True), "/".join(folder)
 
 
 def is_remote(address: str | Path) -> bool:
-    """Whether an address is a URL."""
+    """Whether an address is a URL rather than a local path."""
     return "://" in str(address)

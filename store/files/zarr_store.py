@@ -1,6 +1,6 @@
-"""A group or an array of a store in zarr's eyes, where it lies in no folder of this machine.
+"""A read-only `zarr.abc.store.Store` over a `Folder`, for groups and arrays in an object store.
 
-Border: names and bytes; reads through `Folder`. Writes nothing: results are written in a real folder first.
+There is no writing counterpart: results are written to a local folder and uploaded (`Folder.build`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["FolderStore"]
 
 
 class FolderStore(Store):
-    """What lies below a folder of a store, read-only."""
+    """The files below one folder of a store, read-only. Keys are paths relative to that folder."""
 
     supports_writes = False
     supports_deletes = False
@@ -41,18 +41,20 @@ class FolderStore(Store):
         return type(self), (self._files, self._folder)
 
     def with_read_only(self, read_only: bool = False) -> Store:
-        """Itself; there is no other way to open it."""
+        """Return itself, as the store is always read-only."""
         return self
 
     async def get(
         self, key: str, prototype: BufferPrototype, byte_range: ByteRequest | None = None
     ) -> Buffer | None:
-        """The bytes of a file, or of a range of it; None when there is none."""
-        found = await asyncio.to_thread(self._read, f"{self._folder}/{key}", byte_range)
-        return None if found is None else prototype.buffer.from_bytes(found)
+        """Content of a key, or of a byte range; None for a missing key."""
+        # Folder is synchronous; without a thread a slow request would block zarr's event loop for all other
+        # chunks.
+        data = await asyncio.to_thread(self._read, f"{self._folder}/{key}", byte_range)
+        return None if data is None else prototype.buffer.from_bytes(data)
 
-    def _read(self, name: str, asked: ByteRequest | None) -> bytes | None:
-        match asked:
+    def _read(self, name: str, byte_range: ByteRequest | None) -> bytes | None:
+        match byte_range:
             case RangeByteRequest(start, end):
                 return self._files.get_range(name, start, end)
             case OffsetByteRequest(offset):
@@ -64,35 +66,35 @@ class FolderStore(Store):
     async def get_partial_values(
         self, prototype: BufferPrototype, key_ranges: Iterable[tuple[str, ByteRequest | None]]
     ) -> list[Buffer | None]:
-        """As `get`, of each in turn."""
-        return [await self.get(key, prototype, asked) for key, asked in key_ranges]
+        """Bytes of several keys or byte ranges, one after the other."""
+        return [await self.get(key, prototype, byte_range) for key, byte_range in key_ranges]
 
     async def exists(self, key: str) -> bool:
-        """Whether there is a file of that name."""
+        """Whether a key exists."""
         return await asyncio.to_thread(self._files.size, f"{self._folder}/{key}") is not None
 
     async def set(self, key: str, value: Buffer) -> None:
-        """Refused: readers change nothing."""
+        """Raise ReadOnlyStore."""
         raise ReadOnlyStore(f"cannot write {key}: {self} is open for reading")
 
     async def delete(self, key: str) -> None:
-        """Refused: readers change nothing."""
+        """Raise ReadOnlyStore."""
         raise ReadOnlyStore(f"cannot delete {key}: {self} is open for reading")
 
     async def list(self) -> AsyncIterator[str]:
-        """Names of every file below the group."""
+        """All keys."""
         async for name in self.list_prefix(""):
             yield name
 
     async def list_prefix(self, prefix: str) -> AsyncIterator[str]:
-        """Every file whose name starts so."""
+        """All keys that start with `prefix`."""
         top = f"{self._folder}/"
         for name in await asyncio.to_thread(lambda: [*self._files.list(self._folder)]):
             if name.removeprefix(top).startswith(prefix):
                 yield name.removeprefix(top)
 
     async def list_dir(self, prefix: str) -> AsyncIterator[str]:
-        """What lies directly below a name."""
+        """Names directly below `prefix`."""
         folder = "/".join(part for part in (self._folder, prefix.strip("/")) if part)
         for name in await asyncio.to_thread(lambda: [*self._files.children(folder)]):
             yield name

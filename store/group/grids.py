@@ -1,10 +1,8 @@
-"""How an array of a foreign Zarr group is cut into chunks, checked before zarr opens it.
+"""Limits on the chunk grid of an array, checked before zarr opens its `zarr.json`.
 
-zarr believes what a `zarr.json` says: a chunk of length 0 divides by zero, a grid of 2^40 chunks is walked
-through, and chunks that are absent are made of nothing, however large the array. So sizes are held against
-the bytes of its files.
-
-Border: parsed metadata in, ValueError out.
+zarr trusts `zarr.json`: a chunk length of 0 divides by zero, a grid of 2^40 chunks is iterated over by dask,
+and absent chunks are filled in memory however large the array is. So the declared sizes are compared with the
+bytes of the files.
 """
 
 from __future__ import annotations
@@ -16,19 +14,25 @@ from typing import Any
 __all__ = ["expect_bounded"]
 
 MOST_CHUNKS = 1 << 20
-"""Of an array, and of a shard."""
+"""Maximum number of chunks per array, and of inner chunks per shard."""
 MOST_ABSENT = 4 << 30
-"""Bytes of an array, or of a chunk, beside those that its files hold: absent chunks read as zeros or NaN."""
+"""Bytes that an array or chunk may have beyond what its files can hold, as absent chunks read as zeros or
+NaN."""
 MOST_COMPRESSED = 1024
-"""Bytes of values that a byte of a file holds at most."""
+"""Assumed upper limit of a compression ratio."""
 _ITEMSIZE = {"bool": 1, "string": 16}
 _BITS = {"8": 1, "16": 2, "32": 4, "64": 8, "128": 16}
 
 
 def expect_bounded(metadata: Mapping[str, Any], stored: int) -> None:
-    """Raise ValueError unless an array is cut as its files can be.
+    """Check the declared sizes of an array.
 
-    metadata: its `zarr.json`, parsed. stored: bytes of its chunks' files.
+    Arguments:
+        metadata: Its parsed `zarr.json`.
+        stored: Bytes of its chunk files.
+
+    Raises:
+        ValueError: The grid has too many chunks, or the array or a chunk is too large for its files.
     """
     shape = _sizes(metadata.get("shape"), "shape", least=0)
     grid = metadata.get("chunk_grid")
@@ -36,10 +40,12 @@ def expect_bounded(metadata: Mapping[str, Any], stored: int) -> None:
         raise ValueError(f"expected a regular grid of chunks, found {grid!s:.80}")
     chunks = _sizes(_configuration(grid).get("chunk_shape"), "chunk_shape", least=1)
     itemsize = _itemsize(metadata.get("data_type"))
-    most = MOST_ABSENT + MOST_COMPRESSED * stored
+    # Absent chunks are legal (all fill values), so a small file may describe a large array, but not an
+    # endless one.
+    limit = MOST_ABSENT + MOST_COMPRESSED * stored
     _expect_grid(shape, chunks)
     for name, sizes in (("an array", shape), ("a chunk", chunks)):
-        if math.prod(sizes) * itemsize > most:
+        if math.prod(sizes) * itemsize > limit:
             raise ValueError(
                 f"expected {name} that files of {stored} bytes can hold, found a shape of {sizes!s:.80}"
             )
@@ -63,19 +69,19 @@ def _expect_grid(shape: Sequence[int], chunks: Sequence[int]) -> None:
         )
 
 
-def _configuration(of: Mapping[str, Any]) -> Mapping[str, Any]:
-    found = of.get("configuration")
-    return found if isinstance(found, Mapping) else {}
+def _configuration(item: Mapping[str, Any]) -> Mapping[str, Any]:
+    configuration = item.get("configuration")
+    return configuration if isinstance(configuration, Mapping) else {}
 
 
-def _sizes(value: Any, what: str, least: int) -> list[int]:
+def _sizes(value: Any, name: str, least: int) -> list[int]:
     if not isinstance(value, list) or not all(type(size) is int and size >= least for size in value):
-        raise ValueError(f"expected {what} as integers of at least {least}, found {value!s:.80}")
+        raise ValueError(f"expected {name} as integers of at least {least}, found {value!s:.80}")
     return value
 
 
 def _itemsize(data_type: Any) -> int:
-    """Bytes of an element; 16 for what is of no fixed size."""
+    """Bytes of one element; 16 for variable-length types."""
     name = str(data_type)
     bits = name.lstrip("abcdefghijklmnopqrstuvwxyz")
     return _ITEMSIZE.get(name) or _BITS.get(bits, 16)

@@ -1,7 +1,6 @@
-"""An array of one chunk, described and laid out as zarr does it, byte for byte.
+"""Arrays of a single chunk, encoded and decoded byte for byte as zarr does.
 
-Border: values, dims and attributes in, the text of a `zarr.json` and the bytes of a chunk out, and back;
-where the files lie is known elsewhere. What is described in other words than here is zarr's to read.
+An array whose `zarr.json` is not exactly what this module would write is left to zarr (`stored.py`).
 """
 
 from __future__ import annotations
@@ -22,54 +21,62 @@ from ..sealed import read_json
 __all__ = ["TEXT", "OneChunk"]
 
 TEXT = np.dtypes.StringDType()
-_LENGTH = 4  # bytes of a length before text
+"""Numpy dtype of text arrays."""
+_LENGTH = 4  # bytes of each length field in vlen-utf8, as defined by the numcodecs codec
 
 
 @dataclass(frozen=True)
 class OneChunk:
-    """What describes an array.  dtype: of numbers, or `TEXT`. dims: none for a scalar. attributes: plain."""
+    """Description of an array that is stored as one chunk."""
 
     dtype: np.dtype[Any]
+    """Numeric dtype, or `TEXT`."""
     shape: tuple[int, ...]
     dims: tuple[str, ...]
+    """Dimension names; () for a scalar."""
     attributes: Mapping[str, Any]
+    """Plain JSON values."""
 
     @classmethod
     def from_text(cls, text: bytes) -> OneChunk | None:
-        """What a `zarr.json` describes; None unless it is the one `text` gives. ValueError for no JSON."""
-        found = read_json(text)
+        """Parse a `zarr.json`; None unless it equals what the `text` property would give. ValueError if not
+        JSON."""
+        metadata = read_json(text)
         try:
-            told = found["data_type"]
-            if told != "string" and told not in NUMBERS:
+            data_type = metadata["data_type"]
+            # bfloat16, structured and other extension types are zarr's to read.
+            if data_type != "string" and data_type not in NUMBERS:
                 return None
-            dtype = TEXT if told == "string" else np.dtype(told)
-            dims = found.get("dimension_names", [])
-            one = cls(dtype, tuple(found["shape"]), tuple(dims), found["attributes"])
-            sizes = all(type(size) is int and size >= 0 for size in one.shape)
-            named = len(dims) == len(one.shape) and all(isinstance(dim, str) for dim in dims)
-            is_ours = isinstance(one.attributes, dict) and sizes and named and one.text == text
+            dtype = TEXT if data_type == "string" else np.dtype(data_type)
+            dims = metadata.get("dimension_names", [])
+            array = cls(dtype, tuple(metadata["shape"]), tuple(dims), metadata["attributes"])
+            # type() rather than isinstance: True is an int in Python, and JSON has both.
+            has_sizes = all(type(size) is int and size >= 0 for size in array.shape)
+            has_dims = len(dims) == len(array.shape) and all(isinstance(dim, str) for dim in dims)
+            is_ours = isinstance(array.attributes, dict) and has_sizes and has_dims and array.text == text
         except (AttributeError, KeyError, TypeError):
             return None
-        return one if is_ours else None
+        return array if is_ours else None
 
     @property
     def chunks(self) -> tuple[int, ...]:
-        """The shape of the chunk: that of the array, but one for an axis without elements."""
+        """Shape of the chunk: that of the array, but 1 for an axis of length 0, as Zarr has no empty
+        chunks."""
         return tuple(max(1, size) for size in self.shape)
 
     @property
     def path(self) -> str:
-        """Name of the chunk's file within the array's folder."""
+        """Path of the chunk file relative to the array's folder."""
         return "/".join(["c", *["0"] * len(self.shape)])
 
     @property
     def fill(self) -> Any:
-        """What is read where there is no chunk."""
+        """Fill value, which readers see if the chunk file is missing."""
         return {"f": np.nan, "T": ""}.get(self.dtype.kind, 0)
 
     @property
     def text(self) -> bytes:
-        """The `zarr.json`, as zarr writes it."""
+        """The `zarr.json`, byte for byte as zarr writes it."""
         kind = self.dtype.kind
         numbers = LITTLE_ENDIAN if self.dtype.itemsize > 1 else {"name": "bytes"}
         return array_metadata(
@@ -83,56 +90,65 @@ class OneChunk:
         )
 
     def chunk(self, values: Array) -> bytes | None:
-        """The bytes of the chunk's file; None for values that are read where there is none."""
+        """Content of the chunk file; None if all values equal the fill value, as zarr then writes no file."""
         if _is_fill(values):
             return None
         data = _packed(values)
         return data + crc32c(data).to_bytes(SUM_BYTES, "little")
 
     def values(self, chunk: bytes | None) -> Array:
-        """What is read from the chunk's file, which may be read-only; None: there is no file.
+        """Decode a chunk file.
 
-        ValueError for bytes that are not what their checksum says, or another number of values.
+        Arguments:
+            chunk: Its content; None if the file does not exist.
+
+        Returns:
+            The array, possibly read-only.
+
+        Raises:
+            ValueError: The checksum or the number of values does not match.
         """
         size = math.prod(self.shape)
         if chunk is None or not size:
             return np.full(self.shape, self.fill, self.dtype)
-        data, told = chunk[:-SUM_BYTES], int.from_bytes(chunk[-SUM_BYTES:], "little")
-        if (found := crc32c(data)) != told:
-            raise ValueError(f"expected a chunk with crc32c {told:08x}, found {found:08x}")
+        data, expected = chunk[:-SUM_BYTES], int.from_bytes(chunk[-SUM_BYTES:], "little")
+        if (actual := crc32c(data)) != expected:
+            raise ValueError(f"expected a chunk with crc32c {expected:08x}, found {actual:08x}")
+        # numpy's StringDType has no fixed item size, so text cannot be read with frombuffer.
         if self.dtype.kind == "T":
-            held = np.array(_unpacked(data), self.dtype)
+            values = np.array(_unpacked(data), self.dtype)
         else:
-            held = np.frombuffer(data, self.dtype.newbyteorder("<"))
-        if held.size != size:
-            raise ValueError(f"expected a chunk of {size} values, found {held.size}")
-        return held.reshape(self.shape)
+            values = np.frombuffer(data, self.dtype.newbyteorder("<"))
+        if values.size != size:
+            raise ValueError(f"expected a chunk of {size} values, found {values.size}")
+        return values.reshape(self.shape)
 
 
 def _is_fill(values: Array) -> bool:
-    """Whether a chunk is what zarr reads where there is none; it writes no such chunk."""
+    """Whether zarr would omit this chunk because all its values equal the fill value."""
     if values.dtype.kind == "f":
         return bool(np.isnan(values).all())
     return not any(values.ravel()) if values.dtype.kind == "T" else not values.any()
 
 
 def _packed(values: Array) -> bytes:
-    """C order, little-endian; of text its number, then each with its length (UTF-8)."""
+    """Encode in C order, little-endian; text as vlen-utf8: number of items, then each with its length."""
     if values.dtype.kind != "T":
         return np.ascontiguousarray(values, values.dtype.newbyteorder("<")).tobytes()
     parts = [text.encode() for text in values.ravel().tolist()]
     lengths = [len(part).to_bytes(_LENGTH, "little") for part in parts]
-    told = (each for pair in zip(lengths, parts, strict=True) for each in pair)
-    return b"".join([len(parts).to_bytes(_LENGTH, "little"), *told])
+    interleaved = (item for pair in zip(lengths, parts, strict=True) for item in pair)
+    return b"".join([len(parts).to_bytes(_LENGTH, "little"), *interleaved])
 
 
 def _unpacked(data: bytes) -> list[str]:
-    """The text in a chunk; ValueError where lengths lead elsewhere than to its end."""
-    texts, at = [], _LENGTH
-    while at < len(data):
-        start = at + _LENGTH
-        at = start + int.from_bytes(data[at:start], "little")
-        texts.append(data[start:at].decode())
-    if (at, len(texts)) != (len(data), int.from_bytes(data[:_LENGTH], "little")):
-        raise ValueError(f"expected a chunk of text, found lengths that end at {at} of {len(data)} bytes")
+    """Decode a vlen-utf8 chunk; ValueError if the lengths do not add up to its size."""
+    texts, offset = [], _LENGTH
+    while offset < len(data):
+        start = offset + _LENGTH
+        offset = start + int.from_bytes(data[offset:start], "little")
+        texts.append(data[start:offset].decode())
+    # The loop may also end beyond the data if a length field is damaged.
+    if (offset, len(texts)) != (len(data), int.from_bytes(data[:_LENGTH], "little")):
+        raise ValueError(f"expected a chunk of text, found lengths that end at {offset} of {len(data)} bytes")
     return texts

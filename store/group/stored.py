@@ -1,10 +1,7 @@
-"""The arrays of a result, read lazily; a chunk that is damaged is told as CorruptEntry.
+"""Lazy variables over the arrays of a result; a damaged chunk raises CorruptEntry.
 
-Border: a group's place and what describes its arrays in, lazy variables out; which result they belong to is
-only a name here. The descriptions were read and checked already, so that nothing is opened a second time.
-
-An array of one chunk, as most are, is read from its file here; all others through zarr, which asks its loop
-on another thread for every file.
+Most arrays are one chunk and are read from their file directly. All others go through zarr, which costs a
+round trip to its event loop on another thread for every file.
 """
 
 from __future__ import annotations
@@ -28,22 +25,31 @@ from .one_chunk import OneChunk
 
 
 class StoredArray(BackendArray):
-    """An array of a result as xarray reads it, but for the error: CorruptEntry for a damaged chunk.
+    """Wraps xarray's lazy array so that a damaged chunk raises CorruptEntry.
 
-    array: the `BackendArray` that reads it. place: its folder. what: array and result, for people.
+    Arguments:
+        array: The `BackendArray` that reads it.
+        folder: Its folder, for error messages.
+        label: Names the array and result in error messages.
     """
 
-    def __init__(self, array: Any, place: str, what: str) -> None:
-        self._array, self._place, self._what = array, place, what
+    def __init__(self, array: Any, folder: str, label: str) -> None:
+        self._array, self._place, self._what = array, folder, label
         self.dtype, self.shape = array.dtype, array.shape
 
     def __getitem__(self, key: indexing.ExplicitIndexer) -> Any:
-        with told_as_damage(self._what, self._place):
+        with damage_errors(self._what, self._place):
             return self._array[key]
 
 
 class ChunkArray(BackendArray):
-    """An array that is one chunk.  folder: its name in the store."""
+    """Lazy array over a single chunk file.
+
+    Arguments:
+        files: The store's files.
+        folder: Path of the array.
+        chunk: Its description.
+    """
 
     def __init__(self, files: Folder, folder: str, chunk: OneChunk) -> None:
         self._files, self._name, self._chunk = files, f"{folder}/{chunk.path}", chunk
@@ -52,26 +58,33 @@ class ChunkArray(BackendArray):
     def __getitem__(self, key: indexing.ExplicitIndexer) -> Any:
         return indexing.explicit_indexing_adapter(key, self.shape, indexing.IndexingSupport.BASIC, self._part)
 
-    def _part(self, at: tuple[int | slice, ...]) -> Array:
-        held = self._chunk.values(self._files.get(self._name))
-        return np.array(held[at], self.dtype)
+    def _part(self, key: tuple[int | slice, ...]) -> Array:
+        values = self._chunk.values(self._files.get(self._name))
+        # A copy: xarray may hand it to code that writes into it, and the buffer is read-only.
+        return np.array(values[key], self.dtype)
 
 
 def stored_variables(
-    files: Folder, folder: str, described: Mapping[str, bytes], what: str
+    files: Folder, folder: str, metadata: Mapping[str, bytes], label: str
 ) -> dict[str, xr.Variable]:
-    """Lazy variables of the group in a folder, values exactly as stored.
+    """Lazy variables of the group in a folder, with values exactly as stored.
 
-    described: the `zarr.json` of each array, by name. what: the result, for people.
+    Arguments:
+        files: The store's files.
+        folder: Path of the group.
+        metadata: `zarr.json` of each array, by name; already read and verified, so nothing is opened twice.
+        label: Names the result in error messages.
     """
     variables = {}
-    for name, text in described.items():
-        place = f"{folder}/{name}"
+    for name, text in metadata.items():
+        array_folder = f"{folder}/{name}"
         chunk = OneChunk.from_text(text)
         if chunk is None:
-            variables[name] = _through_zarr(files, place, text, f"{name} of {what}")
+            variables[name] = _through_zarr(files, array_folder, text, f"{name} of {label}")
             continue
-        data = StoredArray(ChunkArray(files, place, chunk), files.where(place), f"{name} of {what}")
+        data = StoredArray(
+            ChunkArray(files, array_folder, chunk), files.where(array_folder), f"{name} of {label}"
+        )
         encoding = _encoding(data.dtype, chunk.dims, chunk.chunks)
         variables[name] = xr.Variable(
             chunk.dims, indexing.LazilyIndexedArray(data), chunk.attributes, encoding
@@ -79,36 +92,44 @@ def stored_variables(
     return variables
 
 
-def _through_zarr(files: Folder, place: str, text: bytes, what: str) -> xr.Variable:
-    # Here, because importing zarr takes a tenth of the time in which a cached answer is shown.
+def _through_zarr(files: Folder, folder: str, text: bytes, label: str) -> xr.Variable:
+    # Imported late: importing zarr takes a tenth of the time in which a cached answer is shown.
     import zarr
     from zarr.storage import LocalStore, StorePath
 
-    metadata, where = read_json(text), files.zarr(place)
+    metadata, where = read_json(text), files.zarr(folder)
     store = LocalStore(where, read_only=True) if isinstance(where, Path) else where
+    # From the metadata that was verified against the manifest, instead of letting zarr read the file a second
+    # time.
     array = zarr.Array(zarr.AsyncArray(metadata, StorePath(store)))
-    held = ZarrArrayWrapper(array)  # type: ignore[no-untyped-call]
-    data = StoredArray(held, files.where(place), what)
+    wrapper = ZarrArrayWrapper(array)  # type: ignore[no-untyped-call]
+    data = StoredArray(wrapper, files.where(folder), label)
     dims = metadata.get("dimension_names") or ()
     encoding = _encoding(data.dtype, dims, array.chunks)
     return xr.Variable(dims, indexing.LazilyIndexedArray(data), metadata.get("attributes", {}), encoding)
 
 
 def _encoding(dtype: np.dtype[Any], dims: tuple[str, ...], chunks: tuple[int, ...]) -> dict[str, Any]:
-    """The chunks of an array, as xarray's own reader says them."""
-    told: dict[str, Any] = {"chunks": chunks, "preferred_chunks": dict(zip(dims, chunks, strict=True))}
-    # Or xarray decodes text to objects, and forgets the rest.
-    return told | ({"dtype": dtype} if dtype.kind == "T" else {})
+    """The chunks of an array in the form of xarray's own zarr reader."""
+    encoding: dict[str, Any] = {"chunks": chunks, "preferred_chunks": dict(zip(dims, chunks, strict=True))}
+    # Without a dtype xarray would decode text to objects and drop the rest of the encoding.
+    return encoding | ({"dtype": dtype} if dtype.kind == "T" else {})
 
 
 @contextmanager
-def told_as_damage(what: str, place: str) -> Iterator[None]:
-    """Around a read: what zarr cannot make sense of is CorruptEntry. what: what is read, for people."""
+def damage_errors(label: str, folder: str) -> Iterator[None]:
+    """Context of a read: whatever zarr raises on damaged data becomes CorruptEntry.
+
+    Arguments:
+        label: Names the array or result in error messages.
+        folder: Its folder.
+    """
     try:
         yield
     except StoreError:
         raise
+    # zarr has no error class for damaged data; these are what codecs, checksums and JSON raise.
     except (OSError, ValueError, LookupError, ArithmeticError, RuntimeError, MemoryError) as error:
         raise CorruptEntry(
-            f"{what}: expected {place} as it was written, found that it cannot be read ({error}); {REPAIR}"
+            f"{label}: expected {folder} as it was written, found that it cannot be read ({error}); {REPAIR}"
         ) from error

@@ -1,11 +1,11 @@
-"""The arrays of a small result, each of one chunk, written as xarray and zarr write them, byte for byte.
+"""Write a small result as a Zarr v3 group, each array one chunk, byte for byte as xarray and zarr would.
 
-Border: a dataset in storable form and a folder to be made in, a Zarr v3 group of files out; large results,
-and what dask computes, go through zarr itself. How values are encoded is asked of xarray, how they lie is
-known in `one_chunk.py`.
+Values are encoded by xarray's functions and laid out by `one_chunk.py`. Large results and dask arrays go
+through zarr itself.
 
-zarr asks its loop, on another thread, for every file that it writes or looks for, some forty times a result.
-Measured with eight small arrays: three times the processor time of this, and five with files in memory.
+Why not always zarr: it makes a round trip to its event loop on another thread for some forty files per
+result. Measured with eight small arrays: three times the processor time of this module, five times with files
+in memory.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ __all__ = ["are_plain", "write_arrays"]
 
 
 def are_plain(dataset: xr.Dataset, most: int) -> bool:
-    """Whether a dataset has at most so many bytes, none of them for dask to compute, and names of folders."""
+    """Whether a dataset has at most `most` bytes, no dask arrays, and only names that are valid folder
+    names."""
     return dataset.nbytes <= most and all(
         isinstance(name, str)
         and name.strip(".")
@@ -37,44 +38,54 @@ def are_plain(dataset: xr.Dataset, most: int) -> bool:
     )
 
 
-def write_arrays(place: Path, dataset: xr.Dataset) -> xr.Dataset:
-    """Write a dataset as a group, each array one chunk; returns it undecoded, as it would be read back.
+def write_arrays(folder: Path, dataset: xr.Dataset) -> xr.Dataset:
+    """Write a dataset as a group.
 
-    place: a folder to be made.  dataset: as `results.prepare` gives it.
-    Raises TypeError for attributes that are no JSON, OSError as the system says it.
+    Arguments:
+        folder: Folder to be created.
+        dataset: In storable form, as returned by `results.prepare`.
+
+    Returns:
+        The dataset in encoded form, as it would be read back.
+
+    Raises:
+        TypeError: Attributes are not JSON values.
+        OSError: The files could not be written.
     """
     variables, attributes = encode_dataset_coordinates(dataset)
-    place.mkdir()
-    raw = {name: _written(place, str(name), variable) for name, variable in variables.items()}
-    return xr.Dataset(raw, attrs=_described(place, group_metadata(attributes))["attributes"])
+    folder.mkdir()
+    raw = {name: _written(folder, str(name), variable) for name, variable in variables.items()}
+    return xr.Dataset(raw, attrs=_described(folder, group_metadata(attributes))["attributes"])
 
 
-def _written(place: Path, name: str, variable: xr.Variable) -> xr.Variable:
-    """Write one array; returns what is read back."""
+def _written(group_folder: Path, name: str, variable: xr.Variable) -> xr.Variable:
+    """Write one array; return it as it would be read back."""
+    # Without this xarray adds a fill value of NaN to floats and masks equal values on reading.
     variable.encoding = {"_FillValue": None}
     encoded = encode_zarr_variable(variable, name=name, zarr_format=3)
+    # xarray moves the fill value from encoding to attributes; zarr stores it elsewhere.
     attributes = {key: value for key, value in encoded.attrs.items() if key != "_FillValue"}
     values = np.asarray(encoded.values)
     if values.dtype.kind in "OT":
         values = values.astype(TEXT)
     array = OneChunk(values.dtype, values.shape, encoded.dims, attributes)
-    folder = place / name
+    folder = group_folder / name
     folder.mkdir()
-    found = _described(folder, array.text)
+    metadata = _described(folder, array.text)
     chunk = array.chunk(values)
     if chunk is None:
-        # Neither the sign of a zero nor the payload of a NaN is in what is not there.
+        # The file is omitted, so reading gives the fill value: signs of zeros and payloads of NaNs are lost.
         values = array.values(None)
     else:
-        at = folder / array.path
-        at.parent.mkdir(parents=True, exist_ok=True)
-        at.write_bytes(chunk)
+        chunk_file = folder / array.path
+        chunk_file.parent.mkdir(parents=True, exist_ok=True)
+        chunk_file.write_bytes(chunk)
     encoding = {"dtype": values.dtype} if values.dtype.kind == "T" else {}
-    return xr.Variable(encoded.dims, values, found["attributes"], encoding)
+    return xr.Variable(encoded.dims, values, metadata["attributes"], encoding)
 
 
 def _described(folder: Path, text: bytes) -> dict[str, Any]:
-    """Write `zarr.json`; returns what it says."""
+    """Write a `zarr.json`; return its parsed content."""
     (folder / "zarr.json").write_bytes(text)
-    found: dict[str, Any] = json.loads(text)
-    return found
+    metadata: dict[str, Any] = json.loads(text)
+    return metadata

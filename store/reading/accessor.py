@@ -1,8 +1,8 @@
-"""`ds.mi`: prompts, tokens and attention patterns out of a packed dataset.
+"""`ds.mi`: prompts, tokens and attention patterns of a packed dataset.
 
-Border: labels only; works on any dataset with the packed layout - opened by us, by plain `xr.open_zarr`, or
-returned by a stage that kept the token axis. Only `numpy` needs to know where the shards lie. What a text, a
-token's string or a span of characters means is told in selection.py.
+Works on any dataset in the packed layout: opened by mizarr, by plain `xr.open_zarr`, or returned by a stage
+that kept the token axis. Only `numpy` needs to know where the shards are. How texts, token strings and
+character spans are resolved to tokens: selection.py.
 
 Axes in: token (packed), pair (packed lower triangles), square (packed whole matrices), prompt_id. Axes out:
 position; query_position, key_position; prompt.
@@ -59,7 +59,7 @@ Rows = Sequence[int] | npt.NDArray[np.integer[Any]]
 
 @xr.register_dataset_accessor("mi")  # type: ignore[no-untyped-call]
 class PackedAccessor:
-    """Ways into a dataset whose prompts lie end to end on the `token` axis."""
+    """Accessor for a dataset whose prompts lie end to end on the `token` axis."""
 
     def __init__(self, dataset: xr.Dataset) -> None:
         self._ds = dataset
@@ -74,82 +74,111 @@ class PackedAccessor:
         layer: LayerChoice | None = None,
         **labels: Label | Sequence[Label],
     ) -> xr.Dataset:
-        """Those tokens and layers that meet all that is said; lazy, packed as before.
+        """Select tokens and layers that meet all given conditions; lazy, packed like the input.
 
-        prompt: numbers (negative from the end) or whole texts.  token: ids, or strings exactly as the
-        vocabulary has them, with their leading space.  chars: (start, end), half-open, or a phrase that
-        stands once in each text; tokens that overlap it.  position: numbers (negative from the end) or a
-        slice, counted among the tokens held of each prompt.  layer: a number drops the axis; a range or list
-        keeps it; a slice includes both ends, as in `.sel`.  labels: values of labels of prompts, such as
-        label="pos" or label=["pos", "neg"], which a capture kept (`--label`, or the columns of a `Corpus`).
-        Prompts no token is left of are dropped; `prompt_id` and `position` keep the numbers of the others. A
-        choice of tokens leaves out attention patterns, which have two tokens per number: see `attn`.
-        Raises PromptError, TokenizerError, EntryNotFound for what is not there, naming what is nearest.
+        Prompts without a selected token are dropped; `prompt_id` and `position` keep the original numbers.
+        Any condition on tokens leaves out attention patterns, which have two tokens per number: see `attn`.
+
+        Arguments:
+            prompt: Numbers (negative from the end) or whole texts.
+            token: Token ids, or strings exactly as in the vocabulary, with their leading space.
+            chars: (start, end), half-open, or a phrase that occurs once in each text; selects overlapping
+                tokens.
+            position: Numbers (negative from the end) or a slice, among the tokens of each prompt in this
+                dataset.
+            layer: A number drops the axis; a range or list keeps it; a slice includes both ends, as in
+                `.sel`.
+            labels: Values of prompt labels, such as label="pos" or label=["pos", "neg"], which a capture kept
+                (`--label`, or the columns of a `Corpus`).
+
+        Raises:
+            PromptError: A prompt, label, position, phrase or span does not exist; the message names the
+                nearest.
+            TokenizerError: A string is no token; the message names the nearest.
+            EntryNotFound: A layer was not captured.
         """
         ds = self._ds if layer is None else select_layers(self._ds, layer)
-        every = range(len(self._sizes))
-        rows: Indices = np.array(every, np.int64) if prompt is None else prompt_rows(ds, prompt, len(every))
+        prompt_numbers = range(len(self._sizes))
+        rows: Indices = (
+            np.array(prompt_numbers, np.int64)
+            if prompt is None
+            else prompt_rows(ds, prompt, len(prompt_numbers))
+        )
         if labels:
             rows = rows[labelled_rows(ds, labels)[rows]]
         if token is None and chars is None and position is None:
             return ds if prompt is None and not labels else ds.mi.prompts(rows)
-        kept = [self._kept(int(row), token, chars, position) for row in rows]
-        if not any(map(len, kept)):
-            said = {"token": token, "chars": chars, "position": position}
-            named = ", ".join(f"{name}={value!r}" for name, value in said.items() if value is not None)
+        selected = [self._kept(int(row), token, chars, position) for row in rows]
+        # An empty dataset would only fail later, in a reduction, with a message about axes.
+        if not any(map(len, selected)):
+            conditions = {"token": token, "chars": chars, "position": position}
+            named = ", ".join(f"{name}={value!r}" for name, value in conditions.items() if value is not None)
             raise PromptError(
                 f"expected at least one token with {named}, found none in {len(rows)} prompts; say less, or "
                 "select other prompts"
             )
-        full = np.array([len(some) > 0 for some in kept])
+        full = np.array([len(positions) > 0 for positions in selected])
         return self._repacked(
-            self._on_token(ds), rows[full], [some for some in kept if len(some)], whole=False
+            self._on_token(ds),
+            rows[full],
+            [positions for positions in selected if len(positions)],
+            whole=False,
         )
 
     def hook(self, name: str) -> xr.DataArray:
-        """What was captured at a hook point: "blocks.5.hook_resid_post" [token, …], or with "*" in place of
-        the layer [layer, token, …]; lazy.
+        """Activations of a hook point, lazy.
 
-        Raises HookPointNotFound, with the command that captures it, for one that was not.
+        Arguments:
+            name: "blocks.5.hook_resid_post" for [token, …], or "*" in place of the layer for [layer, token,
+                …].
+
+        Raises:
+            HookPointNotFound: It was not captured; the message has the command that captures it.
         """
         return at_hook(self._ds, name)
 
     def characters(self, i: int) -> CharacterSpans:
-        """Where the tokens of prompt `i` lie in its text: `char_to_token(5)`, `char_range_to_tokens(4, 16)`,
-        …
-        """
+        """Character spans of the tokens of prompt `i`: `char_to_token(5)`, `char_range_to_tokens(4, 16)`,
+        …"""
         start, size = self._row(i)
         return spans_of(self._ds, slice(start, start + size))
 
     def prompt(self, i: Prompt) -> xr.Dataset:
-        """One prompt, by number or by its whole text: [layer, position, …], lazy, with `token_string` where
-        the vocabulary is known.
+        """One prompt, lazy: [layer, position, …], with `token_string` if the vocabulary is known.
 
-        Patterns stay packed as [layer, pair, head]; see `attn`.
+        Attention patterns stay packed as [layer, pair, head]; see `attn`.
+
+        Arguments:
+            i: Number of the prompt (negative from the end), or its whole text.
         """
         i = int(prompt_rows(self._ds, i, len(self._sizes))[0])
         start, size = self._row(i)
-        picked: dict[str, Any] = {"token": slice(start, start + size), "prompt_id": i}
+        indexers: dict[str, Any] = {"token": slice(start, start + size), "prompt_id": i}
         for axis in MATRICES:
             if axis in self._ds.dims:
-                picked[axis] = self._pairs(axis, i)
-        picked |= prompt_of_selections(self._ds, [i])
-        part = self._ds.drop_vars("prompt", errors="ignore").isel(picked)
-        position = part["position"].values if "position" in part else np.arange(size, dtype=np.int32)
-        part = part.drop_vars(["row_start", "row_size", "pair_start", "position"], errors="ignore")
-        part = part.rename(token="position").assign_coords(position=("position", position, ABOUT["position"]))
-        return self._with_strings(part, "position")
+                indexers[axis] = self._pairs(axis, i)
+        indexers |= prompt_of_selections(self._ds, [i])
+        prompt = self._ds.drop_vars("prompt", errors="ignore").isel(indexers)
+        position = prompt["position"].values if "position" in prompt else np.arange(size, dtype=np.int32)
+        prompt = prompt.drop_vars(["row_start", "row_size", "pair_start", "position"], errors="ignore")
+        prompt = prompt.rename(token="position").assign_coords(
+            position=("position", position, ABOUT["position"])
+        )
+        return self._with_strings(prompt, "position")
 
     def prompts(self, rows: Rows) -> xr.Dataset:
-        """The given prompts, in the given order, packed anew; lazy. `prompt_id` keeps their numbers."""
-        chosen: Indices = np.asarray(rows, np.int64)
-        return self._repacked(self._ds, chosen, [np.arange(n) for n in self._sizes[chosen]], whole=True)
+        """Select prompts, in the order of `rows`, lazy and packed anew. `prompt_id` keeps the original
+        numbers."""
+        prompt_numbers: Indices = np.asarray(rows, np.int64)
+        return self._repacked(
+            self._ds, prompt_numbers, [np.arange(n) for n in self._sizes[prompt_numbers]], whole=True
+        )
 
     def unpack(self) -> xr.Dataset:
-        """All prompts as one block in memory, [prompt, position] in place of token, where they are equally
-        long.
+        """All prompts as one block in memory, with [prompt, position] in place of token.
 
-        Raises ShapeError where they are not: see `pad`.
+        Raises:
+            ShapeError: The prompts differ in length; then use `pad`.
         """
         sizes = self._sizes
         if len(np.unique(sizes)) > 1:
@@ -163,20 +192,27 @@ class PackedAccessor:
         return self.pad().drop_vars("mask")
 
     def tokens(self, indices: Rows) -> xr.Dataset:
-        """The given packed tokens of every variable on the token axis, in memory: [layer, token, …].
+        """Select tokens by index on the token axis, of every variable that has one; in memory, [layer, token,
+        …].
 
-        Goes to the mapped shards even where the dataset is chunked: a scattered row costs a page, not a
+        Reads the mapped shards even if the dataset is chunked: a scattered row then costs a page, not a
         chunk.
         """
         return self._on_token(unchunked(self._ds)).isel(token=np.asarray(indices)).load()
 
     def pad(self, max_len: int | None = None, *, cut: bool = False, fill: float = np.nan) -> xr.Dataset:
-        """All prompts as a block in memory, [prompt, position] in place of token, and `mask`, True = a token.
+        """All prompts as one padded block in memory, with [prompt, position] in place of token.
 
-        max_len: length of the position axis, by default that of the longest prompt; ShapeError when a prompt
-        is longer, unless `cut` keeps its first max_len tokens.  fill: value of the padding; the default, NaN,
-        is skipped by reductions and cannot pass for a zero.  Texts of the prompts stay, and where the
-        vocabulary is known `token_string`, "" in the padding.
+        Adds `mask` (True at tokens) and, if the vocabulary is known, `token_string` ("" in the padding).
+
+        Arguments:
+            max_len: Length of the position axis; None for the longest prompt.
+            cut: Whether longer prompts are cut to their first `max_len` tokens.
+            fill: Value of the padding. NaN is skipped by reductions and cannot be mistaken for a zero
+                activation.
+
+        Raises:
+            ShapeError: A prompt is longer than `max_len`, and `cut` is False.
         """
         longest = int(self._sizes.max())
         max_len = longest if max_len is None else max_len
@@ -186,46 +222,57 @@ class PackedAccessor:
                 f"pass max_len={longest}, or cut=True to drop what is beyond"
             )
         position = np.arange(max_len, dtype=np.int32)
+        # Made from sizes rather than from values: an activation may itself be NaN.
         mask = xr.DataArray(position < self._sizes[:, None], dims=("prompt", "position"))
-        at = (self._starts[:, None] + position).clip(max=self._starts[:, None] + self._sizes[:, None] - 1)
+        # Padding columns repeat the prompt's last token, so that the index stays valid; `where` replaces them
+        # below.
+        indices = (self._starts[:, None] + position).clip(
+            max=self._starts[:, None] + self._sizes[:, None] - 1
+        )
         block = self._on_token(unchunked(self._ds)).drop_vars(["prompt", "position"], errors="ignore")
-        block = block.isel(token=xr.DataArray(at, dims=("prompt", "position"))).load()
-        own = self._ds["position"].values[at] if "position" in self._ds.coords else None
-        about = self._ds.drop_vars(["row_start", "row_size", "pair_start"], errors="ignore").coords
+        block = block.isel(token=xr.DataArray(indices, dims=("prompt", "position"))).load()
+        positions = self._ds["position"].values[indices] if "position" in self._ds.coords else None
+        labels = self._ds.drop_vars(["row_start", "row_size", "pair_start"], errors="ignore").coords
         columns: dict[str, Any] = {
-            str(name): ("prompt", c.values, c.attrs) for name, c in about.items() if c.dims == ("prompt_id",)
+            str(name): ("prompt", c.values, c.attrs) for name, c in labels.items() if c.dims == ("prompt_id",)
         }
         if (strings := self.token_strings) is not None:
-            shown = np.where(mask, strings[at], "").astype(str)
+            shown = np.where(mask, strings[indices], "").astype(str)
             columns["token_string"] = (("prompt", "position"), shown, {"long_name": "token"})
         block = block.where(mask, fill).assign_coords(mask=mask, **columns)
-        return block.assign_coords(position_labels(own, mask.values))
+        return block.assign_coords(position_labels(positions, mask.values))
 
     def attn(self, i: int, variable: str = "pattern") -> xr.DataArray:
-        """Attention matrix of prompt `i`: [layer, head, query_position, key_position], in memory.
+        """Attention matrix of prompt `i`, in memory: [layer, head, query_position, key_position].
 
-        Row = attending position, column = attended position; what a pass gives, above the diagonal as well:
-        weights of 0 where positions see no later ones, scores of -inf where they are masked. variable:
-        "pattern", "attn_scores", "scores", or another one with two positions.
+        Above the diagonal it has what the model computed: weights of 0 under a causal mask, scores of -inf
+        where they are masked.
+
+        Arguments:
+            i: Number of the prompt.
+            variable: "pattern", "attn_scores", "scores", or another variable with two positions.
         """
         packed = as_layer(self._variable(variable))
         axis = "square" if "square" in packed.dims else "pair"
         return squared(packed.isel({axis: self._pairs(axis, i)}), axis, self._row(i)[1])
 
     def numpy(self, variable: str, layer: int | None, segment: int) -> npt.NDArray[Any]:
-        """One shard in its stored dtype, [tokens of the segment, …]: a read-only memory map where it is one
-        chunk of at most 1 MiB, copied otherwise, as checksums lie between the chunks.
+        """One shard as a numpy array, [tokens of the segment, …].
 
-        int8 comes as the float32 it stands for, copied; bfloat16 as ml_dtypes.bfloat16. For torch:
-        `torch.from_numpy(a)`, or for bfloat16
-        `torch.from_numpy(a.view("u2")).view(torch.bfloat16)`, which share the memory (torch warns of arrays
-        that must not be written). Raises CorruptEntry where a chunk is not what its checksum says.
+        A read-only view of the memory map if it has one chunk (at most 1 MiB); otherwise a copy, as checksums
+        lie between the chunks. int8 is dequantised to float32; bfloat16 has the dtype `ml_dtypes.bfloat16`.
+
+        To torch without a copy (torch warns of read-only arrays): `torch.from_numpy(a)`, for bfloat16
+        `torch.from_numpy(a.view("u2")).view(torch.bfloat16)`.
+
+        Raises:
+            CorruptEntry: A chunk does not match its checksum.
         """
         return np.asarray(entry_of(self._ds).values(variable, layer, segment))
 
     @property
     def token_strings(self) -> npt.NDArray[np.object_] | None:
-        """The string of every token, [token]; None where the vocabulary, or the ids, are not known."""
+        """Token strings, [token]; None if the vocabulary or the token ids are unknown."""
         if "token_id" not in self._ds.coords or (vocabulary := self._vocabulary) is None:
             return None
         return np.array([_string(vocabulary, i) for i in self._ds["token_id"].values.tolist()], object)
@@ -238,10 +285,12 @@ class PackedAccessor:
                 f"{', '.join(map(str, self._ds.dims)) or 'none'}; .mi is for runs before they are reduced"
             )
         sizes = self._ds["row_size"].values.astype(np.int64)
-        held = self._ds.sizes["token"]
-        if sizes.ndim != 1 or int(sizes.sum()) != held:
+        n_tokens = self._ds.sizes["token"]
+        # isel(token=…) on the plain dataset cuts the token axis but leaves row_size, after which prompts
+        # cannot be located.
+        if sizes.ndim != 1 or int(sizes.sum()) != n_tokens:
             raise ShapeError(
-                f"row sizes sum to {int(sizes.sum())}, but the token axis has {held}: it was cut. "
+                f"row sizes sum to {int(sizes.sum())}, but the token axis has {n_tokens}: it was cut. "
                 "Select whole prompts with ds.mi.prompts([...]), or use .mi before .isel(token=...)"
             )
         return sizes
@@ -256,53 +305,61 @@ class PackedAccessor:
         return int(self._starts[i]), int(self._sizes[i])
 
     def _pairs(self, axis: str, i: int) -> slice:
-        """Where the attention matrix of a prompt lies on one of `MATRICES`."""
-        first = int(matrix_starts(self._ds, axis)[i])
-        return slice(first, first + int(rows_before(axis, self._sizes[i], self._sizes[i])))
+        """Rows of a prompt's attention matrix on the "pair" or "square" axis."""
+        start = int(matrix_starts(self._ds, axis)[i])
+        return slice(start, start + int(rows_before(axis, self._sizes[i], self._sizes[i])))
 
     def _variable(self, name: str) -> xr.DataArray:
         if name not in self._ds.data_vars:
-            held = [str(n) for n in self._ds.data_vars]
+            variables = [str(n) for n in self._ds.data_vars]
             hook = "blocks.*.attn.hook_pattern" if name == "pattern" else f"*hook_{name}"
             raise EntryNotFound(
-                f"no variable {name!r}; the dataset holds {', '.join(held) or 'none'}, nearest is "
-                f"{nearest(name, held)!r}. Name another, or capture it: {capture_command(self._ds, hook)}"
+                f"no variable {name!r}; the dataset holds {', '.join(variables) or 'none'}, nearest is "
+                f"{nearest(name, variables)!r}. Name another, or capture it: "
+                f"{capture_command(self._ds, hook)}"
             )
         return self._ds[name]
 
     def _kept(self, row: int, token: Any, chars: Chars | None, position: Position | None) -> Indices:
-        """Which tokens of a prompt meet all conditions, counted from its first."""
+        """Tokens of a prompt that meet all conditions, as positions in it."""
         start, size = self._row(row)
-        here = slice(start, start + size)
-        kept = np.ones(size, bool)
+        tokens = slice(start, start + size)
+        is_selected = np.ones(size, bool)
         if token is not None:
             if "token_id" not in self._ds.coords:
                 raise PromptError("expected token ids, found none stored; select by position instead")
-            kept &= np.isin(self._ds["token_id"][here].values, self._token_ids(token))
+            is_selected &= np.isin(self._ds["token_id"][tokens].values, self._token_ids(token))
         if chars is not None:
-            over = np.zeros(size, bool)
-            over[characters_to_positions(self._ds, row, here, chars)] = True
-            kept &= over
+            overlaps = np.zeros(size, bool)
+            overlaps[characters_to_positions(self._ds, row, tokens, chars)] = True
+            is_selected &= overlaps
         if position is None:
-            return np.flatnonzero(kept)
-        chosen = in_prompt(position, size)
-        return chosen[kept[chosen]]
+            return np.flatnonzero(is_selected)
+        positions = in_prompt(position, size)
+        return positions[is_selected[positions]]
 
     def _token_ids(self, token: Any) -> list[int]:
-        if (found := self._looked_up.get(repr(token))) is None:
-            found = self._looked_up[repr(token)] = token_ids(token, self._vocabulary)
-        return found
+        if (ids := self._looked_up.get(repr(token))) is None:
+            ids = self._looked_up[repr(token)] = token_ids(token, self._vocabulary)
+        return ids
 
     @cached_property
     def _looked_up(self) -> dict[str, list[int]]:
         return {}
 
-    def _repacked(self, ds: xr.Dataset, rows: Indices, kept: Sequence[Indices], *, whole: bool) -> xr.Dataset:
-        """Some tokens of some prompts, packed anew. kept: per row, places from its first; whole: all of
-        them.
+    def _repacked(
+        self, ds: xr.Dataset, rows: Indices, positions: Sequence[Indices], *, whole: bool
+    ) -> xr.Dataset:
+        """Select tokens of prompts, packed anew.
+
+        Arguments:
+            ds: The dataset.
+            rows: Numbers of the prompts.
+            positions: Per prompt, positions of the selected tokens.
+            whole: Whether all tokens are selected, so that attention matrices stay.
         """
-        part = repacked(ds, self._starts, rows, kept, whole=whole)
-        return part if whole else self._with_strings(part, "token")
+        result = repacked(ds, self._starts, rows, positions, whole=whole)
+        return result if whole else self._with_strings(result, "token")
 
     def _on_token(self, dataset: xr.Dataset) -> xr.Dataset:
         names = [name for name, variable in dataset.data_vars.items() if "token" in variable.dims]
@@ -319,12 +376,12 @@ class PackedAccessor:
         load = registered_vocabulary(self._ds.attrs.get("tokenizer", ""))
         return load() if load is not None else None
 
-    def _with_strings(self, part: xr.Dataset, dim: str) -> xr.Dataset:
-        """With the strings of the tokens beside their ids, where the vocabulary is known."""
-        strings = part.mi.token_strings
+    def _with_strings(self, dataset: xr.Dataset, dim: str) -> xr.Dataset:
+        """Add the coordinate `token_string`, if the vocabulary is known."""
+        strings = dataset.mi.token_strings
         if strings is None:
-            return part
-        return part.assign_coords(token_string=(dim, strings.astype(str), {"long_name": "token"}))
+            return dataset
+        return dataset.assign_coords(token_string=(dim, strings.astype(str), {"long_name": "token"}))
 
 
 def _string(vocabulary: Sequence[str], token: int) -> str:

@@ -1,21 +1,24 @@
-"""A stored run as a labelled, lazy xarray dataset.
+"""A stored run as a labelled, lazy `xarray.Dataset`. Reading only.
 
-Border: shards in, labels out; the entry says which shards exist and maps them into memory, nothing here
-writes.
+Opening reads no activations. Each variable is a lazy array over the memory-mapped shards: indexing touches
+the pages of the requested rows and converts only those from bfloat16 to float32. With dask, a chunk is one
+layer of one segment, which is the unit in which it was written.
 
-Opening reads no activation. Each variable is a thin array over the memory-mapped shards: an indexing
-operation touches the pages of the rows it asks for and decodes bfloat16 to float32 for those only. Given to
-dask, a chunk is one layer of one segment, the unit in which it was written.
+Axes:
 
-Axes: layer (real indices; layers that were not captured are absent), token (all prompts end to end), hidden,
-head, d_head, mlp; pair = lower triangle of each prompt's attention pattern, row by row; square = all of it,
-of models whose positions see later ones; prompt_id = prompts.
-When variables hold different layers, those of the largest set share `layer` and each other variable has its
-own dimension `layer_<variable>`: an absent layer is never filled with NaN. Likewise tokens: variables of a
-selection lie on `token`, labelled as such, where none with all tokens is opened beside them and no larger
-selection; otherwise on `token_<selection>`, labelled by `token_id_<selection>` and so on. The k largest
-logits lie on `rank`, 0 the largest, or on `rank_<k>` where several k are opened; figures of features likewise
-on `feature`, or `feature_<dictionary>`. What is kept of a run as a whole has no axis of tokens.
+- layer: layer numbers; layers that were not captured are absent, never filled with NaN. If variables hold
+different
+  layers, the largest set is `layer` and each other variable has its own dimension `layer_<variable>`.
+- token: all prompts end to end. Variables of a selection are on `token` if no variable with all tokens and no
+larger
+  selection is opened with them, otherwise on `token_<selection>` with labels `token_id_<selection>` and so
+  on.
+- pair: lower triangle of each prompt's attention pattern, row by row; square: the whole matrix.
+- prompt_id: prompts. Also hidden, head, d_head, mlp.
+- rank (0 is the largest logit) or `rank_<k>` if several k are opened; feature or `feature_<dictionary>`
+likewise.
+
+Reductions over a whole run have no token axis.
 """
 
 from __future__ import annotations
@@ -49,7 +52,7 @@ from .selection import ranges
 if TYPE_CHECKING:
     from ..runs.packed import PackedTokens
 
-_LAZY = 256 << 20  # bytes of presented data above which variables come chunked by default
+_LAZY = 256 << 20  # bytes of all variables above which chunks="auto" returns dask arrays
 
 Index = int | np.integer[Any] | slice | npt.NDArray[np.integer[Any]]
 Chunks = Literal["auto", "segment"] | None
@@ -63,75 +66,98 @@ def open_entry(
     views: Mapping[str, View] | None = None,
     segment: int | None = None,
 ) -> xr.Dataset:
-    """The published activations of a run, labelled and lazy.
+    """Open the published activations of a run.
 
-    variables: names, by default all that are published.  layers: real indices, by default all that are; by
-    variable where they differ.
-    chunks: "segment" for dask, one chunk per layer and segment; None for plain lazy indexing, which is
-    quicker on single prompts; "auto" chunks what is larger than 256 MiB. views: name -> the published
-    variable it shows some tokens of. segment: only the tokens of this one.
-    Raises EntryNotFound, with what is there, for a variable or layer that is not published.
+    Arguments:
+        entry: The run.
+        variables: Names; None for all that are published.
+        layers: Layer numbers, or a mapping from variable to layer numbers; None for all that are published.
+        chunks: "segment" for dask arrays with one chunk per layer and segment; None for lazy indexing without
+            dask, which is faster for single prompts; "auto" uses dask above 256 MiB.
+        views: Name -> (published variable, selection): shows some tokens of a variable that has all.
+        segment: Number of the only segment to open; None for all.
+
+    Raises:
+        EntryNotFound: A variable or layer is not published; the message lists what is.
     """
-    held: dict[str, list[int | None]] = {}
+    published: dict[str, list[int | None]] = {}
     for variable, layer in entry.published():
-        held.setdefault(variable, []).append(layer)
+        published.setdefault(variable, []).append(layer)
+    # A view is published where its base variable is.
     views = views or {}
-    held |= {name: held[base] for name, (base, _) in views.items() if base in held}
-    names = sorted(held) if variables is None else list(dict.fromkeys(variables))
-    asked = layers if isinstance(layers, Mapping) else dict.fromkeys(names, layers)
-    picked = {name: _layers(entry, name, asked.get(name), held) for name in names}
-    about = group_attributes(entry.folder, entry.path)
-    specs = {name: _spec(entry, name, views.get(name)) for name in picked}
+    published |= {name: published[base] for name, (base, _) in views.items() if base in published}
+    names = sorted(published) if variables is None else list(dict.fromkeys(variables))
+    requested = layers if isinstance(layers, Mapping) else dict.fromkeys(names, layers)
+    opened = {name: _layers(entry, name, requested.get(name), published) for name in names}
+    # Read from the file rather than from the entry: attributes are verified against their checksum.
+    attributes = group_attributes(entry.folder, entry.path)
+    specs = {name: _spec(entry, name, views.get(name)) for name in opened}
     axes = _token_axes(specs.values(), entry.tokens)
     coords, data = _token_coordinates(entry.tokens, axes), {}
-    whose, source = {DIGEST: entry.run.model}, entry.folder.where(entry.path)
-    shared = _largest({found for found in picked.values() if found is not None}, picked)
-    numbered = {
+    model_attribute, source = {DIGEST: entry.run.model}, entry.folder.where(entry.path)
+    common_layers = _largest(
+        {opened_layers for opened_layers in opened.values() if opened_layers is not None}, opened
+    )
+    indexed = {
         dim: size for spec in specs.values() for dim, size in spec.sizes.items() if _kind_of(dim) is not None
     }
-    called = _called(numbered)
-    coords |= {called[dim]: xr.Variable((called[dim],), np.arange(size)) for dim, size in numbered.items()}
-    for name, found in picked.items():
+    displayed = _called(indexed)
+    coords |= {
+        displayed[dim]: xr.Variable((displayed[dim],), np.arange(size)) for dim, size in indexed.items()
+    }
+    for name, opened_layers in opened.items():
         spec = specs[name]
-        dims = [axes[dim][0] if dim in axes else called.get(dim, dim) for dim in spec.dims]
-        if found is not None:
-            dims[0] = "layer" if found == shared else f"layer_{name}"
-            coords[dims[0]] = xr.Variable(dims[:1], np.array(found, np.int64), ABOUT["layer"])
+        dims = [axes[dim][0] if dim in axes else displayed.get(dim, dim) for dim in spec.dims]
+        if opened_layers is not None:
+            dims[0] = "layer" if opened_layers == common_layers else f"layer_{name}"
+            coords[dims[0]] = xr.Variable(dims[:1], np.array(opened_layers, np.int64), ABOUT["layer"])
         if spec.packed == "segment":
             dims = [dim for dim in dims if dim not in ("segment", PART)]
         if spec.packed == "pair":
             coords["pair_start"] = xr.Variable(("prompt_id",), pair_starts(entry.tokens))
-        array = _view(entry, views[name], found) if name in views else _array(entry, name, found)
+        array = (
+            SelectedArray(entry, views[name][0], opened_layers, views[name][1])
+            if name in views
+            else _array(entry, name, opened_layers)
+        )
         attrs = {"long_name": spec.long_name, "units": spec.unit, "hook": spec.hook, "tokens": spec.over}
-        told = {key: value for key, value in (attrs | whose).items() if value}
-        data[name] = xr.Variable(dims, indexing.LazilyIndexedArray(array), told, {SOURCE: source})
-    if about.get("token_ids") == "unknown":
+        attrs_present = {key: value for key, value in (attrs | model_attribute).items() if value}
+        data[name] = xr.Variable(dims, indexing.LazilyIndexedArray(array), attrs_present, {SOURCE: source})
+    # Imported activations without ids are stored with ids of 0, which must not be shown as tokens.
+    if attributes.get("token_ids") == "unknown":
         coords = {name: coord for name, coord in coords.items() if not name.startswith("token_id")}
     for name, values in read_prompt_labels(entry.folder, entry.path).items():
         if name not in coords and name not in data and len(values) == entry.tokens.n_prompts:
             coords[name] = xr.Variable(("prompt_id",), values)
-    tokenizer = {"tokenizer": about["tokenizer"]} if "tokenizer" in about else {}
-    dataset = xr.Dataset(data, coords, tokenizer | whose)
+    tokenizer = {"tokenizer": attributes["tokenizer"]} if "tokenizer" in attributes else {}
+    dataset = xr.Dataset(data, coords, tokenizer | model_attribute)
     if chunks == "segment" or (chunks == "auto" and sum(v.nbytes for v in data.values()) > _LAZY):
         dataset = _chunked(dataset, entry, data, axes)
     if segment is not None:
         bounds = {dim: _starts(entry, selection)[segment : segment + 2] for dim, selection in axes.values()}
-        dataset = dataset.isel({dim: slice(*map(int, found)) for dim, found in bounds.items()})
+        dataset = dataset.isel(
+            {dim: slice(*map(int, opened_layers)) for dim, opened_layers in bounds.items()}
+        )
+    # In encoding and not in attrs: attrs are digested with results, and a path would make R depend on where
+    # the store lies.
     dataset.encoding = {SOURCE: source, "run": entry.digest}
+    # Registered, not loaded: most datasets are opened without a look at token strings.
     if tokenizer:
-        register_vocabulary(about["tokenizer"], _Vocabulary(entry.folder, about["tokenizer"]))
+        register_vocabulary(attributes["tokenizer"], _Vocabulary(entry.folder, attributes["tokenizer"]))
     return dataset
 
 
 def entry_at(source: str) -> Entry:
-    """The entry in a folder, for reading; kept open, so that pieces of one dataset share its shards.
+    """Open the entry in a folder for reading. Cached, so that all parts of a dataset share its memory maps.
 
-    source: as `Folder.where` says it.
+    Arguments:
+        source: Address of the folder, as `Folder.where` returns it.
     """
     folder, path = folder_at(source)
-    # Another stamp: the run was removed and made anew since, perhaps in other segments or with other labels.
-    found = folder.glance(f"{path}/zarr.json"), folder.folder_stat(f"{path}/coordinates")
-    return _entry_at(source, tuple(None if stat is None else stat.stamp for stat in found))
+    # The stamps are part of the cache key: the run may have been removed and created again with other
+    # segments.
+    stats = folder.glance(f"{path}/zarr.json"), folder.folder_stat(f"{path}/coordinates")
+    return _entry_at(source, tuple(None if stat is None else stat.stamp for stat in stats))
 
 
 @lru_cache(maxsize=16)
@@ -141,15 +167,18 @@ def _entry_at(source: str, stamps: tuple[Stamp | None, ...]) -> Entry:
 
 
 def forget_entries() -> None:
-    """Close the entries that `entry_at` keeps open."""
+    """Drop the cached entries of `entry_at`."""
     _entry_at.cache_clear()
 
 
 class ShardedArray(BackendArray):
-    """One variable of one entry, [layer,] packed axis, rest…, read from its memory-mapped shards on demand.
+    """Lazy array over the shards of one variable, [layer,] packed axis, *tail. bfloat16 and int8 read as
+    float32.
 
-    layers: real index of each place on the layer axis; None when the variable has no layer axis.
-    bfloat16 and int8 are presented as float32, other dtypes as stored.
+    Arguments:
+        entry: The run.
+        variable: Name of the stored array.
+        layers: Layer number at each index of the layer axis; None without a layer axis.
     """
 
     def __init__(self, entry: Entry, variable: str, layers: tuple[int, ...] | None) -> None:
@@ -157,16 +186,19 @@ class ShardedArray(BackendArray):
         stored = DTYPES[spec.dtype]
         self.entry, self.variable, self.layers = entry, variable, layers
         self.bounds = entry.bounds(spec.packed)
+        # numpy reductions fail on ml_dtypes' bfloat16 (mean raises TypeError), so readers get float32.
         is_widened = stored.name in ("bfloat16", QUANTISED)
         self.dtype = np.dtype(np.float32) if is_widened else stored.newbyteorder("=")
         front = () if layers is None else (len(layers),)
         self.shape = (*front, int(self.bounds[-1]), *spec.tail)
 
     def __reduce__(self) -> tuple[Callable[..., ShardedArray], tuple[str, str, tuple[int, ...] | None]]:
-        # Addresses travel, not arrays: another process maps the same files.
+        # Pickled as an address: the other process maps the same files instead of receiving their content.
         return _array_at, (self.entry.folder.where(self.entry.path), self.variable, self.layers)
 
     def __dask_tokenize__(self) -> tuple[object, ...]:
+        # Content-addressed, so dask shares work between datasets opened from the same run, and never hashes
+        # the data.
         return ("mizarr-shards", self.entry.digest, self.variable, self.layers, self.shape)
 
     def __getitem__(self, key: indexing.ExplicitIndexer) -> Any:
@@ -175,27 +207,30 @@ class ShardedArray(BackendArray):
     def _read(self, key: tuple[Index, ...]) -> npt.NDArray[Any]:
         if self.layers is None:
             return self._read_layer(None, key)
-        at = key[0]
-        if isinstance(at, int | np.integer):
-            return self._read_layer(self.layers[at], key[1:])
-        layers = [self.layers[i] for i in np.arange(len(self.layers))[at]]
+        layer_key = key[0]
+        if isinstance(layer_key, int | np.integer):
+            return self._read_layer(self.layers[layer_key], key[1:])
+        layers = [self.layers[i] for i in np.arange(len(self.layers))[layer_key]]
         lengths = [_length(k, n) for k, n in zip(key[1:], self.shape[1:], strict=True)]
         out = np.empty((len(layers), *(n for n in lengths if n is not None)), self.dtype)
         for i, layer in enumerate(layers):
-            self._read_layer(layer, key[1:], out[i, ...])  # "...": a view even of a single number
+            self._read_layer(
+                layer, key[1:], out[i, ...]
+            )  # "...": a view even when a single number is selected
         return out
 
     def _read_layer(
         self, layer: int | None, key: tuple[Index, ...], out: npt.NDArray[Any] | None = None
     ) -> npt.NDArray[Any]:
-        rows, rest = key[0], key[1:]
+        rows, tail_key = key[0], key[1:]
         if isinstance(rows, int | np.integer):
             n = int(np.searchsorted(self.bounds, rows, side="right")) - 1
-            block = _orthogonal(self._shard(layer, n)[int(rows - self.bounds[n])], rest)
+            block = _orthogonal(self._shard(layer, n)[int(rows - self.bounds[n])], tail_key)
             if out is None:
                 return np.asarray(block).astype(self.dtype)
             out[...] = block
             return out
+        # Strided slices become index arrays; only contiguous ranges have the fast path by blocks.
         if isinstance(rows, slice) and rows.step not in (None, 1):
             rows = np.arange(self.bounds[-1])[rows]
         if out is None:
@@ -204,53 +239,53 @@ class ShardedArray(BackendArray):
             out = np.empty(tuple(n for n in lengths if n is not None), self.dtype)
         if isinstance(rows, slice):
             start, stop, _ = rows.indices(int(self.bounds[-1]))
-            self._copy_range(layer, start, stop, rest, out)
+            self._copy_range(layer, start, stop, tail_key, out)
         else:
-            self._gather(layer, rows, rest, out)
+            self._gather(layer, rows, tail_key, out)
         return out
 
     def _copy_range(
-        self, layer: int | None, start: int, stop: int, rest: tuple[Index, ...], out: npt.NDArray[Any]
+        self, layer: int | None, start: int, stop: int, tail_key: tuple[Index, ...], out: npt.NDArray[Any]
     ) -> None:
-        done = start
-        while done < stop:
-            n = int(np.searchsorted(self.bounds, done, side="right")) - 1
-            upto = min(stop, int(self.bounds[n + 1]))
-            first = int(self.bounds[n])
-            for at, block in self._shard(layer, n).blocks(done - first, upto - first):
-                to = done - start + at
-                out[to : to + len(block)] = _orthogonal(block, (slice(None), *rest))
-            done = upto
+        row = start
+        while row < stop:
+            n = int(np.searchsorted(self.bounds, row, side="right")) - 1
+            end = min(stop, int(self.bounds[n + 1]))
+            offset = int(self.bounds[n])
+            for position, block in self._shard(layer, n).blocks(row - offset, end - offset):
+                target = row - start + position
+                out[target : target + len(block)] = _orthogonal(block, (slice(None), *tail_key))
+            row = end
 
     def _gather(
-        self, layer: int | None, rows: npt.NDArray[Any], rest: tuple[Index, ...], out: npt.NDArray[Any]
+        self, layer: int | None, rows: npt.NDArray[Any], tail_key: tuple[Index, ...], out: npt.NDArray[Any]
     ) -> None:
         segment = np.searchsorted(self.bounds, rows, side="right") - 1
         for n in np.unique(segment):
-            where = np.flatnonzero(segment == n)
-            # Sorted rows walk the mapped pages forward: 1.5-2x faster than jumping about.
-            where = where[np.argsort(rows[where], kind="stable")]
-            block = self._shard(layer, int(n))[rows[where] - self.bounds[n]]
-            out[where] = _orthogonal(block, (slice(None), *rest))
+            selected = np.flatnonzero(segment == n)
+            # Ascending rows read the mapped pages in order, which is 1.5-2x faster.
+            selected = selected[np.argsort(rows[selected], kind="stable")]
+            block = self._shard(layer, int(n))[rows[selected] - self.bounds[n]]
+            out[selected] = _orthogonal(block, (slice(None), *tail_key))
 
     def _shard(self, layer: int | None, n: int) -> ShardRows | RestoredRows:
         return self.entry.values(self.variable, layer, n)
 
 
 class SelectedArray(ShardedArray):
-    """Some tokens of a variable that has all of them: what a selection of it would store."""
+    """Lazy selection of tokens from a fully stored variable; equals the stored selection."""
 
     def __init__(
         self, entry: Entry, variable: str, layers: tuple[int, ...] | None, selection: Selection
     ) -> None:
         super().__init__(entry, variable, layers)
-        self.selection, self._kept = selection, selection.kept(entry.tokens)
+        self.selection, self._selected = selection, selection.indices(entry.tokens)
         front = 0 if layers is None else 1
-        self.shape = (*self.shape[:front], len(self._kept), *self.shape[front + 1 :])
+        self.shape = (*self.shape[:front], len(self._selected), *self.shape[front + 1 :])
 
     def __reduce__(self) -> tuple[Callable[..., ShardedArray], tuple[Any, ...]]:
-        made, about = super().__reduce__()
-        return made, (*about, self.selection)
+        factory, arguments = super().__reduce__()
+        return factory, (*arguments, self.selection)
 
     def __dask_tokenize__(self) -> tuple[object, ...]:
         return (*super().__dask_tokenize__(), self.selection.canonical())
@@ -258,13 +293,15 @@ class SelectedArray(ShardedArray):
     def _read_layer(
         self, layer: int | None, key: tuple[Index, ...], out: npt.NDArray[Any] | None = None
     ) -> npt.NDArray[Any]:
-        # Whoever asks for a range may have been given rows by the base, whose shape is of all tokens.
-        rows = self._kept[key[0]]
+        # The base class turns a slice into token indices by the full length of the axis; here it indexes the
+        # selection.
+        rows = self._selected[key[0]]
         return super()._read_layer(layer, (int(rows) if rows.ndim == 0 else rows, *key[1:]), out)
 
 
 class RunArray(ShardedArray):
-    """A variable of a run as a whole, [layer,] rest…: what its segments hold, put together."""
+    """Lazy array of a reduction over the run, [layer,] *tail: combines the rows of all segments on
+    reading."""
 
     def __init__(self, entry: Entry, variable: str, layers: tuple[int, ...] | None) -> None:
         super().__init__(entry, variable, layers)
@@ -275,11 +312,11 @@ class RunArray(ShardedArray):
     def _read(self, key: tuple[Index, ...]) -> npt.NDArray[Any]:
         if self.layers is None:
             return _orthogonal(self._of_layer(None), key)
-        chosen = np.array(self.layers)[key[0]]
-        if chosen.ndim == 0:
-            return _orthogonal(self._of_layer(int(chosen)), key[1:])
-        found = [_orthogonal(self._of_layer(int(layer)), key[1:]) for layer in chosen]
-        return np.stack(found) if found else np.empty((0, *self.shape[1:]), self.dtype)
+        layers = np.array(self.layers)[key[0]]
+        if layers.ndim == 0:
+            return _orthogonal(self._of_layer(int(layers)), key[1:])
+        values = [_orthogonal(self._of_layer(int(layer)), key[1:]) for layer in layers]
+        return np.stack(values) if values else np.empty((0, *self.shape[1:]), self.dtype)
 
     def _of_layer(self, layer: int | None) -> npt.NDArray[Any]:
         rows = [self._shard(layer, n)[:] for n in range(len(self.entry.segments))]
@@ -287,7 +324,7 @@ class RunArray(ShardedArray):
 
 
 class TextColumn(BackendArray):
-    """The texts of the prompts, [prompt_id], read when they are asked for."""
+    """Lazy array of the prompts' texts, [prompt_id]."""
 
     def __init__(self, texts: Sequence[str]) -> None:
         self.texts = texts
@@ -298,75 +335,86 @@ class TextColumn(BackendArray):
         return indexing.explicit_indexing_adapter(key, self.shape, indexing.IndexingSupport.OUTER, self._read)
 
     def _read(self, key: tuple[Any, ...]) -> Any:
-        at = np.arange(len(self.texts))[key[0]]
-        if at.ndim == 0:
-            return np.array(self.texts[int(at)], self.dtype)
-        return np.array([self.texts[int(i)] for i in at], self.dtype)
+        indices = np.arange(len(self.texts))[key[0]]
+        if indices.ndim == 0:
+            return np.array(self.texts[int(indices)], self.dtype)
+        return np.array([self.texts[int(i)] for i in indices], self.dtype)
 
 
 class TokenColumn(BackendArray):
-    """A column [token] computed from the row starts for the slice that is asked for: prompt or position.
-    kept: the tokens it has places for; None for all."""
+    """Lazy array `prompt` or `position`, [token], computed from the row starts for the requested slice.
+
+    Arguments:
+        tokens: The run's prompts.
+        column: "prompt" or "position".
+        selected: Token indices of a selection; None for all tokens.
+    """
 
     dtype = np.dtype(np.int32)
 
-    def __init__(self, tokens: PackedTokens, column: str, kept: npt.NDArray[np.int64] | None = None) -> None:
-        self.tokens, self.column, self.kept = tokens, column, kept
-        self.shape = (tokens.n_tokens if kept is None else len(kept),)
+    def __init__(
+        self, tokens: PackedTokens, column: str, selected: npt.NDArray[np.int64] | None = None
+    ) -> None:
+        self.tokens, self.column, self.selected = tokens, column, selected
+        self.shape = (tokens.n_tokens if selected is None else len(selected),)
 
     def __dask_tokenize__(self) -> tuple[object, ...]:
-        return ("mizarr-column", self.column, self.tokens.digest, self.kept)
+        return ("mizarr-column", self.column, self.tokens.digest, self.selected)
 
     def __getitem__(self, key: indexing.ExplicitIndexer) -> Any:
         return indexing.explicit_indexing_adapter(key, self.shape, indexing.IndexingSupport.OUTER, self._read)
 
     def _read(self, key: tuple[Any, ...]) -> Any:
-        of: Callable[[Any], Any] = (
+        compute: Callable[[Any], Any] = (
             self.tokens.prompt_of if self.column == "prompt" else self.tokens.position_of
         )
-        return of(key[0] if self.kept is None else self.kept[key[0]])
+        return compute(key[0] if self.selected is None else self.selected[key[0]])
 
 
 def _layers(
-    entry: Entry, name: str, wanted: Sequence[int] | None, held: dict[str, list[int | None]]
+    entry: Entry, name: str, requested: Sequence[int] | None, published: dict[str, list[int | None]]
 ) -> tuple[int, ...] | None:
-    """The layers of a variable to open, None when it has no layer axis."""
-    if name not in held:
+    """Layer numbers of a variable to open; None for a variable without a layer axis."""
+    if name not in published:
         raise EntryNotFound(
-            f"run {entry.digest[:12]} has not published {name!r}; it has {', '.join(held) or 'nothing yet'}"
-            f"{f', nearest is {near!r}' if (near := nearest(name, held)) else ''}. Capture it first"
+            f"run {entry.digest[:12]} has not published {name!r}; it has "
+            f"{', '.join(published) or 'nothing yet'}"
+            f"{f', nearest is {near!r}' if (near := nearest(name, published)) else ''}. Capture it first"
         )
-    there = [layer for layer in held[name] if layer is not None]
-    if not there:
+    available = [layer for layer in published[name] if layer is not None]
+    if not available:
         return None
-    if absent := [layer for layer in wanted or () if layer not in there]:
+    if absent := [layer for layer in requested or () if layer not in available]:
         raise EntryNotFound(
-            f"run {entry.digest[:12]} has {name!r} at layers {ranges(there)}, not at {ranges(absent)}; "
+            f"run {entry.digest[:12]} has {name!r} at layers {ranges(available)}, not at {ranges(absent)}; "
             "capture those first, or leave them out"
         )
-    return tuple(there if wanted is None else map(int, wanted))
+    return tuple(available if requested is None else map(int, requested))
 
 
-def _largest(sets: set[tuple[int, ...]], picked: dict[str, tuple[int, ...] | None]) -> tuple[int, ...] | None:
-    """The set of layers that gets the name `layer`: the longest, then the most common, then the first."""
-    common = Counter(picked.values())
-    return max(sorted(sets), key=lambda found: (len(found), common[found]), default=None)
+def _largest(sets: set[tuple[int, ...]], opened: dict[str, tuple[int, ...] | None]) -> tuple[int, ...] | None:
+    """The set of layers that gets the name `layer`: the longest, then the most frequent, then the
+    smallest."""
+    frequency = Counter(opened.values())
+    # sorted: equal candidates must not depend on the order of a set.
+    return max(sorted(sets), key=lambda layers: (len(layers), frequency[layers]), default=None)
 
 
 def _kind_of(dim: str) -> str | None:
-    """ "rank" or "feature" of an axis whose stored name says which ranks, or whose features."""
+    """ "rank" or "feature" for a dimension like `rank_10` or `feature_<dictionary>`; None for other
+    dimensions."""
     return next((kind for kind in ("rank", "feature") if dim.startswith(f"{kind}_")), None)
 
 
-def _called(numbered: Iterable[str]) -> dict[str, str]:
-    """How such axes are shown: by their kind, where there are not several of it."""
-    kinds = {dim: _kind_of(dim) or dim for dim in numbered}
-    several = Counter(kinds.values())
-    return {dim: kind if several[kind] == 1 else dim for dim, kind in kinds.items()}
+def _called(dims: Iterable[str]) -> dict[str, str]:
+    """Displayed name of rank and feature dimensions: the bare kind, unless several dimensions share it."""
+    kinds = {dim: _kind_of(dim) or dim for dim in dims}
+    counts = Counter(kinds.values())
+    return {dim: kind if counts[kind] == 1 else dim for dim, kind in kinds.items()}
 
 
 TokenAxes = Mapping[str, tuple[str, Selection | None]]
-"""Packed axes of tokens -> the dimension they are shown as, and which tokens they have; None for all."""
+"""Stored token axis -> (displayed dimension, its selection); the selection is None for all tokens."""
 
 
 def _spec(entry: Entry, name: str, view: View | None) -> ArraySpec:
@@ -384,31 +432,31 @@ def _array(entry: Entry, name: str, layers: tuple[int, ...] | None) -> ShardedAr
     return kind(entry, name, layers)
 
 
-def _view(entry: Entry, view: View, layers: tuple[int, ...] | None) -> SelectedArray:
-    return SelectedArray(entry, view[0], layers, view[1])
-
-
 def _token_axes(specs: Iterable[ArraySpec], tokens: PackedTokens) -> TokenAxes:
-    """How the token axes of some variables are called: the largest is `token`."""
+    """Displayed names of the token axes of some variables: the axis with most tokens is `token`."""
     selections = {spec.packed: spec.selection for spec in specs if spec.selection is not None}
     if len(selections) == 0 or any(spec.packed == "token" for spec in specs):
-        return {"token": ("token", None), **{axis: (axis, each) for axis, each in selections.items()}}
-    sizes = {axis: int(each.counts(tokens).sum()) for axis, each in selections.items()}
+        return {
+            "token": ("token", None),
+            **{axis: (axis, selection) for axis, selection in selections.items()},
+        }
+    sizes = {axis: int(selection.counts(tokens).sum()) for axis, selection in selections.items()}
     largest = max(sorted(sizes), key=lambda axis: sizes[axis])
-    return {axis: ("token" if axis == largest else axis, each) for axis, each in selections.items()}
+    return {axis: ("token" if axis == largest else axis, selection) for axis, selection in selections.items()}
 
 
 def _token_coordinates(tokens: PackedTokens, axes: TokenAxes) -> dict[str, xr.Variable]:
-    """Labels per token and per prompt; those that can be computed are, when they are asked for."""
+    """Coordinates per token and per prompt; columns that follow from others are computed on access."""
+    # RangeIndex takes no memory, and selects by label as an integer index does.
     columns: dict[str, tuple[str, Any]] = {"prompt_id": ("prompt_id", pd.RangeIndex(tokens.n_prompts))}
     for dim, selection in axes.values():
-        kept = None if selection is None else selection.kept(tokens)
-        end = dim.removeprefix("token")
-        ids = tokens.ids if kept is None else tokens.ids[kept]
-        columns[f"token_id{end}"] = (dim, ids)
+        selected = None if selection is None else selection.indices(tokens)
+        suffix = dim.removeprefix("token")
+        ids = tokens.ids if selected is None else tokens.ids[selected]
+        columns[f"token_id{suffix}"] = (dim, ids)
         for name in ("prompt", "position"):
-            column = TokenColumn(tokens, name, kept)
-            columns[f"{name}{end}"] = (dim, indexing.LazilyIndexedArray(column))
+            column = TokenColumn(tokens, name, selected)
+            columns[f"{name}{suffix}"] = (dim, indexing.LazilyIndexedArray(column))
         if dim != "token":
             continue
         sizes = tokens.row_size if selection is None else selection.counts(tokens)
@@ -416,7 +464,7 @@ def _token_coordinates(tokens: PackedTokens, axes: TokenAxes) -> dict[str, xr.Va
         columns["row_size"] = ("prompt_id", sizes)
         for name in ("char_start", "char_end"):
             if (column_of := getattr(tokens, name)) is not None:
-                columns[name] = ("token", column_of if kept is None else column_of[kept])
+                columns[name] = ("token", column_of if selected is None else column_of[selected])
     if tokens.texts is not None:
         columns["text"] = ("prompt_id", indexing.LazilyIndexedArray(TextColumn(tokens.texts)))
     return {
@@ -426,19 +474,19 @@ def _token_coordinates(tokens: PackedTokens, axes: TokenAxes) -> dict[str, xr.Va
 
 
 def _label(name: str) -> str:
-    """A label as it is called of all tokens."""
-    known = ("token_id", "prompt_id", "prompt", "position")
-    return next((label for label in known if name.startswith(label)), name)
+    """Name of a label without the suffix of a selection, such as `token_id` for `token_id_last`."""
+    labels = ("token_id", "prompt_id", "prompt", "position")
+    return next((label for label in labels if name.startswith(label)), name)
 
 
 def _starts(entry: Entry, selection: Selection | None) -> npt.NDArray[np.int64]:
-    """Where each segment starts on an axis of tokens, and its end."""
-    every = entry.bounds("token")
-    return every if selection is None else selection.starts_on(entry.tokens, every)
+    """First row of each segment on a token axis, and its end, int64 [segments + 1]."""
+    bounds = entry.bounds("token")
+    return bounds if selection is None else selection.starts_on(entry.tokens, bounds)
 
 
 def _chunked(dataset: xr.Dataset, entry: Entry, data: dict[str, xr.Variable], axes: TokenAxes) -> xr.Dataset:
-    """Variables as dask arrays, one chunk per layer and segment; labels per token likewise."""
+    """Convert variables and token labels to dask arrays with one chunk per layer and segment."""
     sizes: dict[Any, Any] = {
         dim: tuple(int(n) for n in np.diff(_starts(entry, selection)) if n)
         for dim, selection in axes.values()
@@ -449,6 +497,7 @@ def _chunked(dataset: xr.Dataset, entry: Entry, data: dict[str, xr.Variable], ax
         elif str(dim).startswith("layer"):
             sizes[dim] = 1
     columns = dataset[[name for name in dataset.coords if dataset[name].dims == ("token",)]]
+    # Without coordinates, as chunking them would turn index coordinates into dask arrays.
     arrays = dataset[list(data)].reset_coords(drop=True)
     big = arrays.chunk({dim: size for dim, size in sizes.items() if dim in arrays.dims})
     return dataset.assign(big.data_vars).assign_coords(columns.chunk({"token": sizes["token"]}).coords)
@@ -464,7 +513,7 @@ def _array_at(
 
 
 class _Vocabulary:
-    """The token strings of a tokenizer, read from the store when first asked for."""
+    """Loader of a tokenizer's token strings, which reads them from the store on first use."""
 
     def __init__(self, folder: Folder, tokenizer: str) -> None:
         self._folder, self._tokenizer = folder, tokenizer
@@ -477,16 +526,17 @@ class _Vocabulary:
 
 
 def _length(key: Index, size: int) -> int | None:
-    """How many entries `key` selects from an axis; None for a single index, which drops the axis."""
+    """Number of elements that `key` selects from an axis; None for an integer, which drops the axis."""
     if isinstance(key, slice):
         return len(range(*key.indices(size)))
     return None if isinstance(key, int | np.integer) else len(key)
 
 
 def _orthogonal(block: npt.NDArray[Any], key: tuple[Index, ...]) -> npt.NDArray[Any]:
-    """`block` indexed axis by axis (each array selects along its own axis, unlike numpy's joint indexing)."""
+    """Index `block` axis by axis (orthogonal indexing, unlike numpy's joint indexing of integer arrays)."""
+    # From the last axis backwards: an integer drops its axis and would shift the later ones.
     for axis in range(len(key) - 1, -1, -1):
-        at = key[axis]
-        if not (isinstance(at, slice) and at == slice(None)):
-            block = block[(slice(None),) * axis + (at,)]
+        axis_key = key[axis]
+        if not (isinstance(axis_key, slice) and axis_key == slice(None)):
+            block = block[(slice(None),) * axis + (axis_key,)]
     return block

@@ -1,9 +1,6 @@
-"""From a dataset that was opened back to the shards it shows, without dask in between.
+"""From an opened dataset back to its shards, bypassing dask.
 
-Border: datasets that still say which run they were opened from; what is asked of them is the accessor's
-business.
-
-A scattered row of a dask array costs a chunk; of a memory-mapped shard, a page.
+A scattered row of a dask array costs a whole chunk to read; a row of a memory-mapped shard costs a page.
 """
 
 from __future__ import annotations
@@ -21,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def entry_of(dataset: xr.Dataset) -> Entry:
-    """The run a dataset was opened from; EntryNotFound if it does not say."""
+    """Entry behind an opened dataset; EntryNotFound for a dataset without a stored source."""
     source = dataset.encoding.get(SOURCE)
     if source is None:
         raise EntryNotFound(
@@ -31,31 +28,34 @@ def entry_of(dataset: xr.Dataset) -> Entry:
 
 
 def unchunked(dataset: xr.Dataset) -> xr.Dataset:
-    """The same, straight over the shards where variables still are the stored ones seen through dask."""
+    """The dataset with lazy arrays over the shards in place of dask arrays that are the stored ones,
+    unchanged."""
     if not dataset.chunks or SOURCE not in dataset.encoding:
         return dataset
     entry = entry_of(dataset)
-    held = entry.specs
-    direct = {
+    specs = entry.specs
+    unchunked_arrays = {
         name: _direct(dataset[name], entry)
         for name in dataset.data_vars
-        if name in held and dataset[name].chunks
+        if name in specs and dataset[name].chunks
     }
-    return dataset.assign({name: array for name, array in direct.items() if array is not None})
+    return dataset.assign({name: array for name, array in unchunked_arrays.items() if array is not None})
 
 
 def _direct(array: xr.DataArray, entry: Entry) -> xr.Variable | None:
-    """The variable as opened without dask; None when the dask array is not the stored one itself.
+    """The stored variable without dask; None if the dask array was changed since it was opened.
 
-    Told by its name, which digests what it is made of: a changed array keeps the source of its dataset.
+    A changed array still carries the source of its dataset. But dask names an array by a digest of its
+    construction, so the name shows whether it is the stored one.
     """
     layers = array["layer"].values.tolist() if "layer" in array.dims else None
     try:
-        seen = open_entry(entry, [str(array.name)], layers, "segment")[array.name]
-        plain = open_entry(entry, [str(array.name)], layers, None)[array.name]
+        # Opening reads no activations, so building the expected dask array to compare its name is cheap.
+        chunked = open_entry(entry, [str(array.name)], layers, "segment")[array.name]
+        lazy = open_entry(entry, [str(array.name)], layers, None)[array.name]
     except EntryNotFound:
         return None
-    if seen.dims != array.dims or seen.data.name != array.data.name:
+    if chunked.dims != array.dims or chunked.data.name != array.data.name:
         return None
-    variable: xr.Variable = plain.variable
+    variable: xr.Variable = lazy.variable
     return variable

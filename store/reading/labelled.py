@@ -1,7 +1,4 @@
-"""A stored run as people meet it: an entry that opens as a labelled dataset.
-
-Border: what is stored, and how it is read, is told in entries.py and datasets.py.
-"""
+"""`LabelledEntry`: an entry that opens as a labelled dataset, the type that `Store.entry` returns."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class LabelledEntry(Entry):
-    """The stored activations of one run, which open with their labels; made by a store."""
+    """Stored activations of one run, with `open`. Kept apart from `Entry` so that writers need no xarray."""
 
     def open(
         self,
@@ -23,7 +20,7 @@ class LabelledEntry(Entry):
         layers: Sequence[int] | Mapping[str, Sequence[int]] | None = None,
         **options: Any,
     ) -> xr.Dataset:
-        """The published activations as a labelled lazy dataset (`datasets.open_entry`), with `.mi`."""
+        """Open as a labelled lazy dataset with the `.mi` accessor; arguments as in `datasets.open_entry`."""
         from . import accessor  # noqa: F401 - registers ds.mi
         from .datasets import open_entry
 

@@ -1,7 +1,7 @@
-"""Packed tokens rearranged: some of them packed anew, all of them as a block, packed pairs as a square.
+"""Rearrange packed tokens: subsets packed anew, blocks [prompt, position], attention pairs as square
+matrices.
 
-Border: indices and labels; which tokens are meant is told in selection.py, `ds.mi` (accessor.py) is how it
-is used.
+The array operations behind `ds.mi` (accessor.py).
 """
 
 from __future__ import annotations
@@ -22,69 +22,78 @@ Indices = npt.NDArray[np.int64]
 
 
 def repacked(
-    dataset: xr.Dataset, starts: Indices, rows: Indices, kept: Sequence[Indices], *, whole: bool
+    dataset: xr.Dataset, starts: Indices, rows: Indices, positions: Sequence[Indices], *, whole: bool
 ) -> xr.Dataset:
-    """Some tokens of some prompts, packed anew, lazy; `prompt_id` and `position` keep their numbers.
+    """Select tokens of prompts and pack them anew; lazy. `prompt_id` and `position` keep the original
+    numbers.
 
-    starts: first token of every prompt of the dataset.  rows: the prompts.  kept: per row, places from its
-    first token.  whole: all tokens are kept, so that attention matrices can come along.
+    Arguments:
+        dataset: Packed dataset.
+        starts: First token of each prompt of the dataset.
+        rows: Numbers of the prompts to keep.
+        positions: Per kept prompt, positions of the tokens to keep.
+        whole: Whether all tokens are kept, so that attention matrices stay.
     """
-    sizes = np.array([len(some) for some in kept], np.int64)
-    at = np.concatenate([start + some for start, some in zip(starts[rows], kept, strict=True)])
-    picked = {"prompt_id": rows, "token": at}
-    fresh = {"row_start": exclusive_sum(sizes), "row_size": sizes}
+    sizes = np.array([len(places) for places in positions], np.int64)
+    tokens = np.concatenate([start + places for start, places in zip(starts[rows], positions, strict=True)])
+    indexers = {"prompt_id": rows, "token": tokens}
+    new_sizes = {"row_start": exclusive_sum(sizes), "row_size": sizes}
     for axis in MATRICES if whole else ():
         if axis in dataset.dims:
             pairs = rows_before(axis, sizes, sizes)
-            picked[axis] = _ranges(matrix_starts(dataset, axis)[rows], pairs)
-            fresh |= {"pair_start": exclusive_sum(pairs)} if axis == "pair" else {}
-    columns: dict[str, Any] = {name: ("prompt_id", values, ABOUT[name]) for name, values in fresh.items()}
+            indexers[axis] = _ranges(matrix_starts(dataset, axis)[rows], pairs)
+            new_sizes |= {"pair_start": exclusive_sum(pairs)} if axis == "pair" else {}
+    columns: dict[str, Any] = {name: ("prompt_id", values, ABOUT[name]) for name, values in new_sizes.items()}
     if "prompt" in dataset.coords:
         numbers = np.repeat(np.arange(len(sizes), dtype=np.int32), sizes)
         columns["prompt"] = ("token", numbers, ABOUT["prompt"])
-    for dim, at in prompt_of_selections(dataset, rows).items():
+    for dim, tokens in prompt_of_selections(dataset, rows).items():
         label = f"prompt_{dim.removeprefix(AXIS)}"
-        number = {int(row): place for place, row in enumerate(rows)}
-        own = np.array([number[row] for row in dataset[label].values[at].tolist()], np.int32)
-        picked[dim], columns[label] = at, (dim, own, ABOUT["prompt"])
-    part = dataset.drop_vars(["prompt", *fresh], errors="ignore")
-    return part.isel(picked, missing_dims="ignore").assign_coords(columns)
+        new_number = {int(row): index for index, row in enumerate(rows)}
+        prompts = np.array([new_number[row] for row in dataset[label].values[tokens].tolist()], np.int32)
+        indexers[dim], columns[label] = tokens, (dim, prompts, ABOUT["prompt"])
+    remainder = dataset.drop_vars(["prompt", *new_sizes], errors="ignore")
+    return remainder.isel(indexers, missing_dims="ignore").assign_coords(columns)
 
 
 def prompt_of_selections(dataset: xr.Dataset, rows: Sequence[int] | Indices) -> dict[str, Indices]:
-    """Places of some prompts, in that order, on the axes of selections that lie beside `token`."""
-    found = {}
+    """Indices of prompts, in the order of `rows`, on the axes of selections that lie beside `token`."""
+    indices = {}
     for dim in (str(dim) for dim in dataset.dims if str(dim).startswith(AXIS)):
         prompt = dataset[f"prompt_{dim.removeprefix(AXIS)}"].values
-        first, end = (np.searchsorted(prompt, rows, side) for side in ("left", "right"))
-        found[dim] = _ranges(np.asarray(first, np.int64), np.asarray(end - first, np.int64))
-    return found
+        begin, end = (np.searchsorted(prompt, rows, side) for side in ("left", "right"))
+        indices[dim] = _ranges(np.asarray(begin, np.int64), np.asarray(end - begin, np.int64))
+    return indices
 
 
-def position_labels(own: npt.NDArray[Any] | None, mask: npt.NDArray[np.bool_]) -> dict[str, Any]:
-    """Coordinates of a block [prompt, position].
+def position_labels(original: npt.NDArray[Any] | None, mask: npt.NDArray[np.bool_]) -> dict[str, Any]:
+    """Position coordinates of a block [prompt, position].
 
-    own: where each token stood in its prompt; of a selection it need not be its column. One number per
-    column where all prompts agree, else `position_in_prompt` beside the columns.
+    Arguments:
+        own: Original position of each token, which in a selection differs from its column; None if unknown.
+        mask: True at tokens, [prompt, position].
+
+    Returns:
+        One `position` per column if all prompts agree, else also `position_in_prompt` [prompt, position].
     """
     columns = np.arange(mask.shape[1], dtype=np.int32)
     expected = np.where(mask, columns, -1)
-    found = expected if own is None else np.where(mask, own, -1)
-    if (found == expected).all():
+    actual = expected if original is None else np.where(mask, original, -1)
+    if (actual == expected).all():
         return {"position": ("position", columns, ABOUT["position"])}
-    if (found == found[0]).all():
-        return {"position": ("position", found[0], ABOUT["position"])}
+    if (actual == actual[0]).all():
+        return {"position": ("position", actual[0], ABOUT["position"])}
     return {
         "position": ("position", columns, {"long_name": "place among the tokens kept"}),
-        "position_in_prompt": (("prompt", "position"), found, ABOUT["position"]),
+        "position_in_prompt": (("prompt", "position"), actual, ABOUT["position"]),
     }
 
 
 def matrix_starts(dataset: xr.Dataset, axis: str) -> Indices:
-    """First row of each prompt's attention matrix on "pair" or "square", int64 [prompt].
+    """First row of each prompt's attention matrix on the "pair" or "square" axis, int64 [prompt].
 
-    Raises ShapeError where the axis is not that of these prompts, end to end: of a run of several segments
-    that another reader opened.
+    Raises:
+        ShapeError: The axis has gaps, as in a run of several segments that was not opened by mizarr.
     """
     if axis == "pair":
         return np.asarray(dataset["pair_start"].values, np.int64)
@@ -99,13 +108,14 @@ def matrix_starts(dataset: xr.Dataset, axis: str) -> Indices:
 
 
 def squared(packed: xr.DataArray, axis: str, size: int) -> xr.DataArray:
-    """The attention matrix of one prompt, [..., pair or square, ...] as [..., query_position, key_position],
-    in memory."""
+    """Unpack the attention matrix of one prompt: [..., pair or square, ...] to [..., query_position,
+    key_position], in memory. Unstored entries above the diagonal are 0."""
     packed = packed.transpose(..., axis)
     square = np.zeros((*packed.shape[:-1], size, size), packed.dtype)
     if axis == "square":
         square[...] = packed.values.reshape(square.shape)
     else:
+        # Row-major lower triangle, the order in which pairs are stored.
         rows, columns = np.tril_indices(size)
         square[..., rows, columns] = packed.values
     dims = (*packed.dims[:-1], "query_position", "key_position")
@@ -118,12 +128,12 @@ def squared(packed: xr.DataArray, axis: str, size: int) -> xr.DataArray:
 
 
 def exclusive_sum(sizes: Indices) -> Indices:
-    """Where each of some runs of these sizes starts, when they lie end to end."""
+    """Exclusive cumulative sum: start of each of several consecutive ranges of these sizes."""
     sums = np.zeros(len(sizes), np.int64)
     np.cumsum(sizes[:-1], out=sums[1:])
     return sums
 
 
 def _ranges(starts: Indices, sizes: Indices) -> Indices:
-    """start[0] … start[0]+size[0]-1, start[1] …, as one array."""
+    """Concatenate the ranges start[i] … start[i] + size[i] - 1 to one index array, without a Python loop."""
     return np.repeat(starts - exclusive_sum(sizes), sizes) + np.arange(int(sizes.sum()))

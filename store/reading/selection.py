@@ -1,8 +1,7 @@
-"""Which tokens and layers of a packed dataset a person means by a text, a token's string, characters or a
-range.
+"""Resolve texts, token strings, character spans, labels and layer ranges to indices of a packed dataset.
 
-Border: labels in, indices out; `ds.mi` (accessor.py) cuts with them. Nothing is guessed: what is not there
-is an error that names what is nearest, or the command that captures it.
+Used by `ds.mi` (accessor.py). Nothing is guessed: an unknown value is an error that names the nearest one, or
+the command that captures it.
 """
 
 from __future__ import annotations
@@ -24,99 +23,119 @@ if TYPE_CHECKING:
 Prompt = int | str
 Token = int | str
 Label = str | float
-"""A value of a label of prompts."""
+"""Value of a prompt label."""
 Chars = tuple[int, int] | range | str
-"""Characters: a half-open span, or a phrase that stands once in each text."""
+"""Half-open character span, or a phrase that occurs once in each text."""
 Position = int | slice | Sequence[int]
 LayerChoice = int | slice | range | Sequence[int]
 Indices = npt.NDArray[np.int64]
 
-_SHOWN = 6
-_CLOSE = (
-    2  # letters by which an offered token may be longer or shorter: difflib is slow on a whole vocabulary
-)
+_SHOWN = 6  # label values listed in an error message
+# A suggested token differs by at most this many letters in length: difflib is too slow for a whole
+# vocabulary.
+_CLOSE = 2
 
 
-def prompt_rows(dataset: xr.Dataset, wanted: Prompt | Sequence[Prompt], count: int) -> Indices:
-    """Row of each prompt, by number (negative from the end) or by its whole text.
+def prompt_rows(dataset: xr.Dataset, prompts: Prompt | Sequence[Prompt], count: int) -> Indices:
+    """Row numbers of prompts.
 
-    Raises PromptError for a number out of range, and for a text that is not there, with the nearest.
+    Arguments:
+        dataset: Packed dataset.
+        prompts: Numbers (negative from the end) or whole texts.
+        count: Number of prompts.
+
+    Raises:
+        PromptError: A number is out of range, or a text does not exist; the message names the nearest.
     """
     texts: list[str] | None = None
     rows = []
-    for one in as_list(wanted):
-        if isinstance(one, str):
+    for prompt in as_list(prompts):
+        if isinstance(prompt, str):
             texts = _texts(dataset) if texts is None else texts
-            rows.append(_row_of(one, texts))
-        elif -count <= as_index(one, "prompts", PromptError) < count:
-            rows.append(int(one) % count)
+            rows.append(_row_of(prompt, texts))
+        elif -count <= as_index(prompt, "prompts", PromptError) < count:
+            rows.append(int(prompt) % count)
         else:
-            raise PromptError(f"expected a prompt index below {count}, found {one}")
+            raise PromptError(f"expected a prompt index below {count}, found {prompt}")
     return np.array(rows, np.int64)
 
 
-def labelled_rows(dataset: xr.Dataset, wanted: Mapping[str, Any]) -> npt.NDArray[np.bool_]:
-    """Which prompts [prompt_id] have one of the values asked for, of every label that is named.
+def labelled_rows(dataset: xr.Dataset, labels: Mapping[str, Any]) -> npt.NDArray[np.bool_]:
+    """Boolean mask [prompt_id] of prompts that match every label.
 
-    Raises PromptError for a label that the run does not have, and for values that no prompt has, naming those
-    there are.
+    Arguments:
+        dataset: Packed dataset.
+        labels: Label -> value or values.
+
+    Raises:
+        PromptError: The run has no such label, or no prompt has any of the values; the message lists the
+            existing ones.
     """
     sizes = {"row_start", "row_size", "pair_start", "text", "prompt_id"}
-    held = {
+    stored = {
         str(name): c for name, c in dataset.coords.items() if c.dims == ("prompt_id",) and name not in sizes
     }
-    kept = np.ones(dataset.sizes["prompt_id"], bool)
-    for name, values in wanted.items():
-        if name not in held:
-            known = ", ".join([*held, "prompt", "token", "chars", "position", "layer"])
+    has_all = np.ones(dataset.sizes["prompt_id"], bool)
+    for name, values in labels.items():
+        if name not in stored:
+            choices = ", ".join([*stored, "prompt", "token", "chars", "position", "layer"])
             raise PromptError(
-                f"expected something to select by among {known}, found {name!r}; labels of prompts are kept "
-                "by mizarr capture --label, and by capture of a Corpus with labels="
+                f"expected something to select by among {choices}, found {name!r}; labels of prompts are "
+                "kept by mizarr capture --label, and by capture of a Corpus with labels="
             )
-        asked = as_list(values)
-        there = held[name].values.tolist()
-        has = np.array([value in asked for value in there], bool)
-        if not has.any():
-            shown = [repr(value) for value in dict.fromkeys(there)]
+        requested = as_list(values)
+        prompt_values = stored[name].values.tolist()
+        has_value = np.array([value in requested for value in prompt_values], bool)
+        if not has_value.any():
+            shown = [repr(value) for value in dict.fromkeys(prompt_values)]
             more = f" and {len(shown) - _SHOWN} more" if len(shown) > _SHOWN else ""
             raise PromptError(
                 f"expected a value of {name} that some prompt has, {', '.join(shown[:_SHOWN])}{more}, found "
-                f"{', '.join(map(repr, asked)) or 'none'}"
+                f"{', '.join(map(repr, requested)) or 'none'}"
             )
-        kept &= has
-    return kept
+        has_all &= has_value
+    return has_all
 
 
-def token_ids(wanted: Token | Sequence[Token], vocabulary: Sequence[str] | None) -> list[int]:
-    """Ids of the tokens that read exactly so, spaces included; several ids may read alike.
+def token_ids(tokens: Token | Sequence[Token], vocabulary: Sequence[str] | None) -> list[int]:
+    """Token ids of exact token strings, spaces included. Several ids may have the same string.
 
-    Raises TokenizerError for a string that is no token, with the nearest.
+    Arguments:
+        tokens: Token ids or strings.
+        vocabulary: Token strings by id; None if unknown.
+
+    Raises:
+        TokenizerError: A string is no token (the message names the nearest), or there is no vocabulary.
     """
     ids: list[int] = []
-    for one in as_list(wanted):
-        if not isinstance(one, str):
-            ids.append(as_index(one, "tokens", TokenizerError))
+    for token in as_list(tokens):
+        if not isinstance(token, str):
+            ids.append(as_index(token, "tokens", TokenizerError))
             continue
         if vocabulary is None:
             raise TokenizerError(
-                f"expected stored token strings to look {one!r} up in, found none; give token ids instead"
+                f"expected stored token strings to look {token!r} up in, found none; give token ids instead"
             )
-        found = [i for i, string in enumerate(vocabulary) if string == one]
-        if not found:
-            near = _nearest_token(one, vocabulary)
+        matches = [i for i, string in enumerate(vocabulary) if string == token]
+        if not matches:
+            # The usual mistake is a missing leading space: "Paris" instead of " Paris".
+            near = _nearest_token(token, vocabulary)
             hint = f"; did you mean {near!r}?" if near is not None else ""
             raise TokenizerError(
-                f"expected a token of the vocabulary, found {one!r}{hint}; strings are exact, a word inside "
-                "a sentence mostly begins with its space, and one of several tokens is selected by "
-                f"chars={one.strip()!r}"
+                f"expected a token of the vocabulary, found {token!r}{hint}; strings are exact, a word "
+                "inside a sentence mostly begins with its space, and one of several tokens is selected by "
+                f"chars={token.strip()!r}"
             )
-        ids.extend(found)
+        ids.extend(matches)
     return ids
 
 
 def spans_of(dataset: xr.Dataset, tokens: slice) -> CharacterSpans:
-    """Where the given packed tokens, those of one prompt, lie in its text; PromptError if that is not
-    stored.
+    """Character spans of the tokens of one prompt; PromptError if no character offsets are stored.
+
+    Arguments:
+        dataset: Packed dataset.
+        tokens: The prompt's tokens on the token axis.
     """
     if "char_start" not in dataset.coords or "char_end" not in dataset.coords:
         raise PromptError(
@@ -127,9 +146,16 @@ def spans_of(dataset: xr.Dataset, tokens: slice) -> CharacterSpans:
 
 
 def characters_to_positions(dataset: xr.Dataset, row: int, tokens: slice, chars: Chars) -> list[int]:
-    """Places, among the given tokens of a prompt, of those over a span of characters or a phrase.
+    """Positions, within a prompt, of the tokens that overlap a character span or phrase.
 
-    Raises PromptError for a span that is not within the text, or that no token stands for.
+    Arguments:
+        dataset: Packed dataset.
+        row: Number of the prompt.
+        tokens: The prompt's tokens on the token axis.
+        chars: Half-open span, or a phrase.
+
+    Raises:
+        PromptError: The span is outside the text, or no token covers it.
     """
     spans = spans_of(dataset, tokens)
     text = _texts(dataset)[row] if "text" in dataset.coords else None
@@ -148,107 +174,119 @@ def characters_to_positions(dataset: xr.Dataset, row: int, tokens: slice, chars:
             f"expected a span within the {length} characters of prompt {number}, found {start}..{end}; spans "
             "are half-open and count characters, not bytes"
         )
-    found = spans.char_range_to_tokens(start, end)
-    if not found:
+    positions = spans.char_range_to_tokens(start, end)
+    if not positions:
         raise PromptError(f"no token of prompt {number} stands for characters {start}..{end}; select others")
-    return found
+    return positions
 
 
 def in_prompt(position: Position, size: int) -> Indices:
-    """Positions meant in a prompt of this many tokens; a slice as Python slices.
+    """Resolve positions in a prompt of `size` tokens: negative ones from the end, a slice as Python slices.
 
-    Raises PromptError for a position it does not have.
+    Raises:
+        PromptError: The prompt has no such position.
     """
     if isinstance(position, slice):
         return np.arange(size)[position]
-    asked = np.array(as_indices(position, "positions", PromptError), np.int64)
-    for one in asked:
-        if not -size <= one < size:
+    positions = np.array(as_indices(position, "positions", PromptError), np.int64)
+    for index in positions:
+        if not -size <= index < size:
             raise PromptError(
-                f"expected positions in 0..{size - 1} (or negative, from the end), found {one} in a prompt "
+                f"expected positions in 0..{size - 1} (or negative, from the end), found {index} in a prompt "
                 f"of {size} tokens; select the longer prompts, or a slice"
             )
-    return asked % size
+    return positions % size
 
 
 def select_layers(dataset: xr.Dataset, layer: LayerChoice) -> xr.Dataset:
-    """The given layers of every variable that has any.
+    """Select layers of every variable that has a layer axis.
 
-    A number drops the axis; a range or list keeps it and must be there whole; a slice includes both of its
-    ends and takes what is there, as `.sel` does. Raises EntryNotFound for layers that were not captured.
+    A number drops the axis; a range or list keeps it and must exist as a whole; a slice includes both ends
+    and takes the layers that exist, as `.sel` does.
+
+    Raises:
+        EntryNotFound: Layers were not captured.
     """
-    chosen = dataset
+    selected = dataset
     for dim in [dim for dim in dataset.dims if str(dim).startswith("layer")]:
-        there = [int(i) for i in dataset[dim].values]
+        available = [int(i) for i in dataset[dim].values]
+        # Label-based like `.sel`, hence both ends included, unlike Python slices.
         if isinstance(layer, slice):
-            found = dataset[dim].to_index().slice_indexer(layer.start, layer.stop, layer.step)
-            if not there[found]:
-                raise EntryNotFound(_missing_layers(dataset, str(dim), there, f"{layer.start}-{layer.stop}"))
-            chosen = chosen.isel({dim: found})
+            index_slice = dataset[dim].to_index().slice_indexer(layer.start, layer.stop, layer.step)
+            if not available[index_slice]:
+                raise EntryNotFound(
+                    _missing_layers(dataset, str(dim), available, f"{layer.start}-{layer.stop}")
+                )
+            selected = selected.isel({dim: index_slice})
             continue
-        asked = as_indices(layer, "layers", EntryNotFound)
-        if absent := [i for i in asked if i not in there]:
-            raise EntryNotFound(_missing_layers(dataset, str(dim), there, ", ".join(map(str, absent))))
-        at = [there.index(i) for i in asked]
-        chosen = chosen.isel({dim: at if is_several(layer) else at[0]})
-    return chosen
+        requested = as_indices(layer, "layers", EntryNotFound)
+        if absent := [i for i in requested if i not in available]:
+            raise EntryNotFound(_missing_layers(dataset, str(dim), available, ", ".join(map(str, absent))))
+        indices = [available.index(i) for i in requested]
+        selected = selected.isel({dim: indices if is_several(layer) else indices[0]})
+    return selected
 
 
 def at_hook(dataset: xr.Dataset, hook: str) -> xr.DataArray:
-    """What was captured at a hook point: of one layer, or of all for "*" in its place.
+    """Activations captured at a hook point: a single layer, or every layer for "*".
 
-    Raises HookPointNotFound with the command that captures it.
+    Raises:
+        HookPointNotFound: It was not captured; the message has the command that captures it.
     """
-    held = {
+    captured = {
         str(array.attrs["hook"]): as_layer(array)
         for array in dataset.data_vars.values()
         if "hook" in array.attrs
     }
-    for path, array in held.items():
-        front, layered, back = path.partition("{}")
+    for path, array in captured.items():
+        prefix, layered, suffix = path.partition("{}")
         if not layered and hook == path:
             return array
-        if not layered or not (hook.startswith(front) and hook.endswith(back)):
+        if not layered or not (hook.startswith(prefix) and hook.endswith(suffix)):
             continue
-        place = hook[len(front) : len(hook) - len(back)]
-        if place == "*":
+        layer = hook[len(prefix) : len(hook) - len(suffix)]
+        if layer == "*":
             return array
-        if place.isdecimal() and int(place) in np.atleast_1d(array["layer"].values):
-            return array.sel(layer=int(place)) if "layer" in array.dims else array
-    known = [path.replace("{}", "*") for path in held]
-    near = nearest(hook, known)
+        if layer.isdecimal() and int(layer) in np.atleast_1d(array["layer"].values):
+            return array.sel(layer=int(layer)) if "layer" in array.dims else array
+    paths = [path.replace("{}", "*") for path in captured]
+    near = nearest(hook, paths)
     raise HookPointNotFound(
-        f"{hook!r} was not captured in this run, which holds {_told(dataset) or 'no hook points'}"
+        f"{hook!r} was not captured in this run, which holds {_captured_text(dataset) or 'no hook points'}"
         f"{f'; nearest is {near!r}' if near else ''}. Capture it: {capture_command(dataset, hook)}"
     )
 
 
 def as_layer(array: xr.DataArray) -> xr.DataArray:
-    """An array by itself needs no layer axis of its own name, as it has in a dataset of unlike ones."""
-    own = next((dim for dim in array.dims if str(dim).startswith("layer_")), None)
-    return array if own is None else array.drop_vars("layer", errors="ignore").rename({own: "layer"})
+    """Rename `layer_<variable>` to `layer`: a single array has no conflict with the layers of other
+    variables."""
+    layer_dim = next((dim for dim in array.dims if str(dim).startswith("layer_")), None)
+    return (
+        array if layer_dim is None else array.drop_vars("layer", errors="ignore").rename({layer_dim: "layer"})
+    )
 
 
 def capture_command(dataset: xr.Dataset, hook: str) -> str:
-    """The command that adds a hook point to a run."""
+    """Command line that adds a hook point to this run."""
     return f"mizarr capture {model_name(dataset) or 'MODEL'} PROMPTS --hooks '{hook}'"
 
 
-def _missing_layers(dataset: xr.Dataset, dim: str, there: list[int], asked: str) -> str:
+def _missing_layers(dataset: xr.Dataset, dim: str, available: list[int], requested: str) -> str:
     arrays = [array for array in dataset.data_vars.values() if dim in array.dims]
     names = ", ".join(str(array.name) for array in arrays) or "no variable"
     hook = next(
         (str(array.attrs["hook"]) for array in arrays if "hook" in array.attrs), "blocks.{}.hook_resid_post"
     )
-    first = asked.split(",", maxsplit=1)[0].split("-", maxsplit=1)[0]
+    first_layer = requested.split(",", maxsplit=1)[0].split("-", maxsplit=1)[0]
+    command = capture_command(dataset, hook.replace("{}", first_layer if first_layer.isdecimal() else "*"))
     return (
-        f"expected layers {asked} of {names}, found {ranges(there)}; leave the others out, or capture them: "
-        f"{capture_command(dataset, hook.replace('{}', first if first.isdecimal() else '*'))}"
+        f"expected layers {requested} of {names}, found {ranges(available)}; leave the others out, or "
+        f"capture them: {command}"
     )
 
 
-def _told(dataset: xr.Dataset) -> str:
-    """The hook points of a dataset, with their layers."""
+def _captured_text(dataset: xr.Dataset) -> str:
+    """List of the captured hook points with their layers, for messages."""
     parts = []
     for array in dataset.data_vars.values():
         if "hook" in array.attrs:
@@ -259,7 +297,7 @@ def _told(dataset: xr.Dataset) -> str:
 
 
 def ranges(numbers: Sequence[int]) -> str:
-    """[0, 1, 2, 5] as "0-2, 5"."""
+    """Format layer numbers: [0, 1, 2, 5] as "0-2, 5"."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and number == runs[-1][-1] + 1:
@@ -270,11 +308,11 @@ def ranges(numbers: Sequence[int]) -> str:
 
 
 def _row_of(text: str, texts: list[str]) -> int:
-    found = [row for row, held in enumerate(texts) if held == text]
-    if len(found) == 1:
-        return found[0]
-    if found:
-        raise PromptError(f"expected a prompt's text once, found {text!r} at {found}; give its number")
+    rows = [row for row, prompt_text in enumerate(texts) if prompt_text == text]
+    if len(rows) == 1:
+        return rows[0]
+    if rows:
+        raise PromptError(f"expected a prompt's text once, found {text!r} at {rows}; give its number")
     near = nearest(text, texts)
     hint = f"; did you mean {near!r}?" if near else ""
     raise PromptError(f"expected the whole text of one of {len(texts)} prompts, found {text!r}{hint}")
@@ -289,9 +327,8 @@ def _texts(dataset: xr.Dataset) -> list[str]:
 
 
 def _nearest_token(string: str, vocabulary: Sequence[str]) -> str | None:
-    """With or without its space, in other letters' case, else by spelling among tokens of about its
-    length.
-    """
+    """Suggest a token: the string with or without its leading space, in another case, or of similar
+    spelling."""
     variants = (
         f" {string}",
         f"\u2581{string.strip()}",  # SentencePiece's space
@@ -301,9 +338,14 @@ def _nearest_token(string: str, vocabulary: Sequence[str]) -> str | None:
         f" {string.strip().lower()}",
         f" {string.strip().capitalize()}",
     )
-    there = set(vocabulary)
+    tokens = set(vocabulary)
     for variant in variants:
-        if variant and variant in there:
+        if variant and variant in tokens:
             return variant
-    alike = [s for s in there if abs(len(s) - len(string)) <= _CLOSE and s.strip()[:1] == string.strip()[:1]]
-    return nearest(string, sorted(alike))
+    similar = [
+        # Same first letter and similar length first: difflib on a whole vocabulary takes seconds.
+        s
+        for s in tokens
+        if abs(len(s) - len(string)) <= _CLOSE and s.strip()[:1] == string.strip()[:1]
+    ]
+    return nearest(string, sorted(similar))

@@ -1,11 +1,9 @@
-"""bfloat16 as a Zarr v3 data type: what a model computes in two bytes a number is stored in two bytes.
+"""bfloat16 as a Zarr v3 data type, so that bfloat16 models are stored in two bytes per number.
 
-Zarr-python has no bfloat16 of its own; the name `bfloat16` and its two little-endian bytes are those that
-other Zarr readers know.
-Importing this module registers it: from then on plain `zarr.open` reads such arrays as `ml_dtypes.bfloat16`.
-(An entry point is declared as well, but zarr 3.1 collects data types declared so and never loads them.)
-
-Border: one data type; nothing of shards or stores.
+zarr-python has no bfloat16. The name `bfloat16` with two little-endian bytes is what tensorstore and zarrs
+use. Importing this module registers the type: plain `zarr.open` then reads such arrays as
+`ml_dtypes.bfloat16`. The entry point in pyproject.toml would do so without an import, but zarr 3.1 collects
+these entry points and never loads them.
 """
 
 from __future__ import annotations
@@ -72,15 +70,15 @@ class BFloat16(ZDType[Any, Any], HasItemSize):
         return NATIVE.type(data)
 
     def default_scalar(self) -> Any:
-        """What an array is filled with where nothing was written: 0."""
+        """Fill value of unwritten chunks: 0."""
         return NATIVE.type(0)
 
     def from_json_scalar(self, data: Any, *, zarr_format: int) -> Any:
-        """A fill value as `zarr.json` spells it."""
+        """Parse a fill value from `zarr.json`."""
         return NATIVE.type(float_from_json_v3(data) if check_json_float_v3(data) else float(data))
 
     def to_json_scalar(self, data: object, *, zarr_format: int) -> Any:
-        """A fill value as `zarr.json` spells it."""
+        """Fill value in the form of `zarr.json`."""
         return float_to_json_v3(np.float32(self.cast_scalar(data)))
 
 

@@ -1,11 +1,10 @@
-"""Claims: "I am computing this segment", so that two workers do not do the same work.
+"""Claims: lease files by which workers agree who computes a segment, to avoid duplicate work.
 
-Border: one small file; what is computed under it is known elsewhere.
+A claim only saves time. Correctness rests on the first writer of a shard winning, so a lost or stolen claim
+costs a duplicate computation and never a wrong result.
 
-Only a courtesy: correctness rests on first-wins publication; a lost or stolen claim costs time, never a
-result. A claim is a file created exclusively; its holder touches it now and then, and one that has not been
-touched for `ttl` seconds was left by a dead process and may be taken over. One that nobody on this machine
-can hold any more is taken over at once: whoever starts a killed or interrupted run again does not wait.
+A claim is a file created exclusively and touched by its holder at intervals. It expires after `ttl` seconds
+without a touch, and at once if its process on this machine is gone, so that a restarted run does not wait.
 """
 
 from __future__ import annotations
@@ -21,15 +20,16 @@ from ..files import Folder
 from ..repeated import Repeated
 
 TTL = 60.0
-"""Seconds: long enough for a stalled network disk, short enough to wait for after a crash."""
+"""Seconds until a claim expires: longer than a network disk stalls, short enough to wait for after a
+crash."""
 _UNSIGNED = 2.0
-"""Seconds for which a claim may be empty: between its creation and its holder's name."""
-_held: set[str] = set()
-"""Claims of this process."""
+"""Seconds after which an empty claim expires: creation and writing of the holder's name are two steps."""
+_owned: set[str] = set()
+"""Random tokens of all leases acquired by this process."""
 
 
 class SegmentClaim:
-    """One claim: `with claim as mine:`, or `acquire` before the work and `release` after it."""
+    """Lease on one segment: `with claim as acquired:`, or `acquire` before and `release` after the work."""
 
     def __init__(self, folder: Folder, name: str, ttl: float = TTL) -> None:
         self._folder = folder
@@ -39,37 +39,51 @@ class SegmentClaim:
         self._beat: Repeated | None = None
 
     def acquire(self) -> bool:
-        """Whether the claim is ours now; an abandoned one is taken over. Raises ReadOnlyStore, StoreFull."""
-        there = self._folder.stat(self._name)
-        if there is not None:
+        """Try to acquire the lease, also one that expired under another holder.
+
+        Returns:
+            Whether this process holds it now.
+
+        Raises:
+            ReadOnlyStore: The store cannot be written.
+            StoreFull: The disk is full.
+        """
+        status = self._folder.stat(self._name)
+        if status is not None:
             holder = (self._folder.get(self._name) or b"").decode(errors="replace")
+            # The holder's name is written after creation; a kill in between leaves an empty file.
             patience = self._ttl if holder else min(self._ttl, _UNSIGNED)
-            # One from the future is touched by nobody: a clock was set back.
-            if abs(self._folder.now() - there.modified) > patience or _is_orphan(holder):
+            # abs: a claim from the future is one made before the clock was set back; nobody touches it any
+            # more.
+            if abs(self._folder.now() - status.modified) > patience or _is_orphan(holder):
                 self._folder.delete(self._name)
         try:
-            _held.add(self._token)
+            # Added before the file exists: an interrupt between the two must not leave a claim that this
+            # process disowns.
+            _owned.add(self._token)
             if not self._folder.mark(self._name, self._token.encode()):
-                _held.discard(self._token)
+                _owned.discard(self._token)
                 return False
             keep_alive = partial(_touch, self._folder, self._name)
+            # Three renewals per ttl, so that one missed beat on a busy machine does not lose the claim.
             self._beat = Repeated(self._ttl / 3, keep_alive, "mizarr-claim")
             self._beat.start()
             return True
         except BaseException:
-            self.release()  # interrupted: whoever asked will never know that it is theirs
+            self.release()  # interrupted (Ctrl-C): the caller will never learn that it holds the claim
             raise
 
     def release(self) -> None:
-        """Let others have it; harmless when it is not, or no longer, ours, and when it is asked once more."""
+        """Release the lease. No effect after another worker took over an expired lease; idempotent."""
         if self._beat is not None:
             self._beat.stop()
-        if self._token not in _held:
+        if self._token not in _owned:
             return
         if self._folder.get(self._name) == self._token.encode():
             self._folder.delete(self._name)
         self._beat = None
-        _held.discard(self._token)  # last: interrupted before, it is released once more
+        # last, so that a release that was interrupted is repeated by the next call
+        _owned.discard(self._token)
 
     def __enter__(self) -> bool:
         try:
@@ -87,23 +101,25 @@ class SegmentClaim:
 
 
 def _touch(folder: Folder, name: str) -> None:
-    """Keep a claim alive."""
-    with suppress(OSError):  # taken over after a long pause of this process: harmless
+    """Renew the modification time of a claim file."""
+    with suppress(OSError):  # it expired during a long pause of this process: harmless
         folder.touch(name)
 
 
 def _is_orphan(token: str) -> bool:
-    """Whether nobody on this machine can hold a claim any more; False where that cannot be known.
+    """Whether a claim's holder is certainly dead; False on another machine, where that cannot be known.
 
-    Its process is gone, or is this one, which was interrupted before the claim was known to be its own.
+    The holder is dead if its process is gone, or if it is this process without a record of the claim: then it
+    was interrupted between creating the file and noting so.
     """
-    host, _, rest = token.partition(" ")
-    pid = rest.partition(" ")[0]
+    host, _, remainder = token.partition(" ")
+    pid = remainder.partition(" ")[0]
     if host != platform.node() or not pid.isdigit():
         return False
     if int(pid) == os.getpid():
-        return token not in _held
+        return token not in _owned
     try:
+        # Signal 0 only tests whether the process exists.
         os.kill(int(pid), 0)
     except ProcessLookupError:
         return True
@@ -113,9 +129,9 @@ def _is_orphan(token: str) -> bool:
 
 
 def _is_zombie(pid: str) -> bool:
-    """Whether a process has ended and nobody has asked how: in a container, often nobody ever does."""
+    """Whether a process has exited without being waited for; in containers without an init this is common."""
     try:
-        told = Path(f"/proc/{pid}/stat").read_text("ascii", errors="replace")
+        fields = Path(f"/proc/{pid}/stat").read_text("ascii", errors="replace")
     except OSError:
         return False
-    return told.rpartition(")")[2].split()[:1] == ["Z"]
+    return fields.rpartition(")")[2].split()[:1] == ["Z"]

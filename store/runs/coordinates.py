@@ -1,20 +1,18 @@
-"""Labels of a stored run: which token and prompt each row belongs to, as ordinary Zarr arrays.
-
-Border: packed tokens in, files out, and back; knows nothing of activations.
-
-Token ids and row sizes are part of what was computed, so every writer writes the same bytes. Texts and
-character offsets are not: two writers may come with different ones, so the first to create
-`coordinates/labels.json` says which labels this entry has, and the others leave theirs out. Arrays get their
-`zarr.json` last: what is listed is complete.
+"""Coordinates of a stored run (tokens, prompts, layers, texts), as ordinary Zarr arrays.
 
     [token]      token_id prompt position char_start char_end
     [layer]      layer
     [prompt_id]  row_start row_size text pair_start; CF contiguous ragged: row_size has
                  sample_dimension="token"
 
-Integers lie as shards (`shards.py`) of one chunk, which opening checks against its checksum: they say what
-rows mean. Beyond some 64 MiB they stay mapped. `prompt` and `position` are spelled out for other readers of
-entries below ten million tokens only.
+Token ids and row sizes are part of what was computed, so all writers write the same bytes. Texts and
+character offsets are labels, which may differ between writers: the first to create `coordinates/labels.json`
+decides, and the others leave theirs out. An array's `zarr.json` is written after its values, so a listed
+array is complete.
+
+Integers are stored as shards (`shards.py`) of one chunk, so that opening verifies them and they form one
+contiguous array. `prompt` and `position` can be computed, and are stored for other readers only in entries
+below ten million tokens.
 """
 
 from __future__ import annotations
@@ -34,22 +32,24 @@ from ..files import Folder
 from ..sealed import files_of, read_json, sealed, unsealed
 from .packed import PackedTokens, rows_before
 from .selections import Selection
-from .shards import SUM_BYTES, ShardLayout, Written, crc32c, read_shard, shard_parts
+from .shards import SUM_BYTES, FileChecksum, ShardLayout, crc32c, read_shard, shard_parts
 from .zarr_metadata import CRC32C, UTF8_TEXT, array_metadata, group_metadata
 
 SPELLED_OUT = 10_000_000
-"""Tokens below which `prompt` and `position` are stored for readers without mizarr."""
+"""Number of tokens below which `prompt` and `position` are stored for readers without mizarr."""
 BOOKKEEPING = ("coordinates", "seg", "manifest", "provenance")
-"""Folders of an entry that hold no arrays. Each is an empty Zarr group, or Zarr would warn of strangers."""
+"""Folders of an entry without arrays. Each is an empty Zarr group, because plain `xr.open_zarr` lists all
+members and warns of those that are neither array nor group."""
 LABELS, BARE = "labels.json", "bare.json"
-"""Of the folder `coordinates`: which labels a run has; the record of a writer that came with others."""
+"""Files in `coordinates`: the digest of the run's labels; the record of a writer whose labels were not
+accepted."""
 OF_LABELS = re.compile(r"([0-9a-f]{12}|bare)\.json")
-"""Names of records of labels there; those of selections, and of what describes arrays, are others."""
+"""Matches records of labels in `coordinates`, as opposed to records of selections and array metadata."""
 SAID = ("text", "char_start", "char_end")
-"""Labels that do not follow from token ids and row sizes."""
+"""Labels that cannot be computed from token ids and row sizes."""
 EMPTY_GROUP = group_metadata({})
 _TEXTS = 1 << 14  # texts per chunk
-_HELD = 64 << 20  # bytes of a column up to which it is taken into memory when it is read
+_HELD = 64 << 20  # bytes; larger columns stay memory-mapped, smaller ones are copied when verified
 ABOUT = {
     "token_id": {"long_name": "token id"},
     "prompt": {"long_name": "prompt the token belongs to"},
@@ -63,55 +63,63 @@ ABOUT = {
     "layer": {"long_name": "layer"},
     "prompt_id": {"long_name": "prompt"},
 }
-"""What each label is, as its attributes say it."""
+"""Attributes of each coordinate."""
 NAMES = tuple(name for name in ABOUT if name not in ("layer", "prompt_id"))
-"""Every coordinate but those of dimensions, for the `coordinates` attribute by which xarray tells labels
-from data.
+"""Coordinates that are no dimensions, for the `coordinates` attribute by which xarray tells them from data
+variables.
 """
 
 
 def write_coordinates(
     folder: Folder, path: str, tokens: PackedTokens, layers: int | None, *, pairs: bool
 ) -> None:
-    """Write the labels of the entry at `path` once; any number of writers converge.
+    """Write the coordinates of the entry at `path`; any number of writers converge on the same files.
 
-    layers: length of the layer axis, None without one.  pairs: also where each prompt's pattern starts (for
-    entries of one segment, whose pair axis has no gaps).
+    Arguments:
+        folder: The store's files.
+        path: Folder of the entry.
+        tokens: The run's prompts.
+        layers: Length of the layer axis; None without one.
+        pairs: Whether to store where each prompt's attention pattern starts, which only an entry of one
+            segment can have, as its pair axis has no gaps.
     """
     labels = _labels_digest(tokens)
     name = f"{path}/coordinates/{LABELS}"
     folder.put_new(name, sealed({"labels": labels}))
-    ours = unsealed(name, folder.get(name) or b"", ("labels",))["labels"] == labels
-    files = _integer_files(tokens, layers, pairs=pairs, labelled=ours)
-    if ours and tokens.texts is not None:
+    # Read back after put_new: another writer may have been first, with other labels.
+    is_accepted = unsealed(name, folder.get(name) or b"", ("labels",))["labels"] == labels
+    files = _integer_files(tokens, layers, pairs=pairs, labelled=is_accepted)
+    if is_accepted and tokens.texts is not None:
         files |= _text_files(tokens.texts)
-    made = folder.put_all({f"{path}/{name}": parts for name, parts in files.items()})
-    told = {name: _measured(folder, f"{path}/{name}", parts, made) for name, parts in files.items()}
-    record = f"coordinates/{f'{labels[7:19]}.json' if ours else BARE}"
+    created = folder.put_all({f"{path}/{name}": parts for name, parts in files.items()})
+    checksums = {name: _measured(folder, f"{path}/{name}", parts, created) for name, parts in files.items()}
+    # The name has the digest of the labels, so that writers with equal labels converge on one record.
+    record = f"coordinates/{f'{labels[7:19]}.json' if is_accepted else BARE}"
+    # Together with the record and last: a killed writer leaves no record, and the next one starts over.
     groups = {f"{path}/{name}/zarr.json": [EMPTY_GROUP] for name in BOOKKEEPING}
-    folder.put_all({**groups, f"{path}/{record}": [sealed({"files": told})]})
+    folder.put_all({**groups, f"{path}/{record}": [sealed({"files": checksums})]})
 
 
 def metadata_record(variable: str) -> str:
-    """Where the digest of a variable's `zarr.json` is kept, relative to the entry."""
+    """Path, relative to the entry, of the record with the checksum of a variable's `zarr.json`."""
     return f"coordinates/{variable}.zarr.json"
 
 
 def record_metadata(folder: Folder, path: str, variables: Iterable[str]) -> None:
-    """Keep the digests of the variables' `zarr.json` for `verify`; the first to do so wins."""
+    """Record the checksums of variables' `zarr.json`, for readers and `verify`; existing records stay."""
     records = {}
     for variable in variables:
         if folder.get(f"{path}/{metadata_record(variable)}") is None:
             file = f"{variable}/zarr.json"
-            told = {"files": {file: folder.measure(f"{path}/{file}")}}
-            records[f"{path}/{metadata_record(variable)}"] = [sealed(told)]
+            record = {"files": {file: folder.measure(f"{path}/{file}")}}
+            records[f"{path}/{metadata_record(variable)}"] = [sealed(record)]
     folder.put_all(records)
 
 
 def check_metadata(folder: Folder, path: str, variable: str, text: bytes) -> None:
-    """Raise CorruptEntry unless this is the `zarr.json` of a variable as it was recorded.
+    """Raise CorruptEntry if a variable's `zarr.json` differs from its recorded checksum.
 
-    Says nothing where it was not, by a writer that was killed in between.
+    Passes if there is no record, because its writer was killed before writing one.
     """
     name = f"{path}/{metadata_record(variable)}"
     if (record := folder.get(name)) is not None:
@@ -127,56 +135,66 @@ def write_selected(
     bounds: npt.NDArray[np.int64],
     slots: int,
 ) -> None:
-    """Write which tokens the axis of a selection has rows for, once; any number of writers converge.
+    """Write the token list of a selection's axis; any number of writers converge on the same files.
 
-    bounds: where each segment starts on the axis, and its end. slots: rows a segment has room for on disk;
-    those that are not used read -1. Of ten million tokens on only masks are spelled out, as the others follow
-    from the lengths of the prompts.
+    Not stored for entries of ten million tokens or more, except for masks: there the list follows from the
+    lengths of the prompts.
+
+    Arguments:
+        folder: The store's files.
+        path: Folder of the entry.
+        tokens: The run's prompts.
+        selection: Which tokens have rows.
+        bounds: First row of each segment on the axis, and the end of the last.
+        slots: Rows per segment on disk; unused ones are -1.
     """
     name = f"{path}/coordinates/{selection.axis}.json"
-    follows = tokens.n_tokens >= SPELLED_OUT and "mask" not in selection.canonical()
-    if follows or folder.get(name) is not None:
+    is_derivable = tokens.n_tokens >= SPELLED_OUT and "mask" not in selection.canonical()
+    if is_derivable or folder.get(name) is not None:
         return
-    kept = selection.kept(tokens)
+    indices = selection.indices(tokens)
+    # Laid out like the selected array itself, gaps included, so that other readers can match rows by index.
     spread = np.full((len(bounds) - 1) * slots, -1, np.int64)
-    number = np.repeat(np.arange(len(bounds) - 1), np.diff(bounds))
-    spread[number * slots + np.arange(len(kept)) - bounds[number]] = kept
+    segment = np.repeat(np.arange(len(bounds) - 1), np.diff(bounds))
+    spread[segment * slots + np.arange(len(indices)) - bounds[segment]] = indices
     layout = ShardLayout.whole(spread.dtype.name, len(spread))
     shard = layout.path(selection.axis, None, 0)
-    about = {"long_name": "token of the run; -1 where there is none"}
+    attributes = {"long_name": "token of the run; -1 where there is none"}
     files: dict[str, list[Buffer]] = {
         shard: shard_parts(f"{path}/{shard}", spread, layout),
-        f"{selection.axis}/zarr.json": [layout.metadata(spread.shape, (selection.axis,), about)],
+        f"{selection.axis}/zarr.json": [layout.metadata(spread.shape, (selection.axis,), attributes)],
     }
-    made = folder.put_all({f"{path}/{file}": parts for file, parts in files.items()})
-    told = {file: _measured(folder, f"{path}/{file}", parts, made) for file, parts in files.items()}
-    folder.put_new(name, sealed({"files": told}))
+    created = folder.put_all({f"{path}/{file}": parts for file, parts in files.items()})
+    checksums = {file: _measured(folder, f"{path}/{file}", parts, created) for file, parts in files.items()}
+    folder.put_new(name, sealed({"files": checksums}))
 
 
 def read_selected(folder: Folder, path: str, axis: str) -> npt.NDArray[Any]:
-    """The tokens a selected axis has rows for, as they were written; EntryNotFound where they were not."""
-    found = _read_integers(folder, path, axis, recorded(folder, path))
-    if found is None:
+    """Token list of a selection's axis, int64; EntryNotFound if it is not stored."""
+    indices = _read_integers(folder, path, axis, recorded(folder, path))
+    if indices is None:
         raise EntryNotFound(
             f"{folder.where(path)}: expected the tokens of {axis!r}, found none; capture them again"
         )
-    return found[found >= 0]
+    return indices[indices >= 0]
 
 
 def read_tokens(folder: Folder, path: str) -> PackedTokens:
-    """The tokens of the entry at `path`, memory-mapped, with the labels that were stored.
+    """Tokens of the entry at `path`, with their stored labels; large columns are memory-mapped.
 
-    EntryNotFound when there are none, CorruptEntry when they do not fit together.
+    Raises:
+        EntryNotFound: There is no stored run.
+        CorruptEntry: A file is damaged, or the columns do not fit together.
     """
-    told = recorded(folder, path)
+    checksums = recorded(folder, path)
     columns = {
-        name: _read_integers(folder, path, name, told)
+        name: _read_integers(folder, path, name, checksums)
         for name in ("token_id", "row_size", "char_start", "char_end")
     }
     ids, sizes = columns["token_id"], columns["row_size"]
     if ids is None or sizes is None:
         raise EntryNotFound(f"{folder.where(path)} holds no stored run; `mizarr ls` shows what is there")
-    texts = _texts(folder, path, told)
+    texts = _texts(folder, path, checksums)
     try:
         return PackedTokens(ids, sizes, texts, columns["char_start"], columns["char_end"])
     except ValueError as error:
@@ -187,19 +205,19 @@ def read_tokens(folder: Folder, path: str) -> PackedTokens:
 
 
 def read_texts(folder: Folder, path: str) -> StoredTexts | None:
-    """The texts of the prompts of the entry at `path`, without its tokens; None where none were stored."""
+    """Texts of an entry's prompts, without opening its tokens; None if no texts are stored."""
     return _texts(folder, path, recorded(folder, path))
 
 
-def _texts(folder: Folder, path: str, told: Mapping[str, Written]) -> StoredTexts | None:
-    text = _read_metadata(folder, path, "text", told)
+def _texts(folder: Folder, path: str, checksums: Mapping[str, FileChecksum]) -> StoredTexts | None:
+    text = _read_metadata(folder, path, "text", checksums)
     if text is None:
         return None
     return StoredTexts(folder, path, int(text["shape"][0]))
 
 
 class StoredTexts(Sequence[str]):
-    """The texts of an entry's prompts, read a chunk at a time when they are asked for."""
+    """Texts of an entry's prompts, read and cached in chunks on access."""
 
     def __init__(self, folder: Folder, path: str, count: int) -> None:
         self._folder, self._path, self._count = folder, path, count
@@ -218,8 +236,8 @@ class StoredTexts(Sequence[str]):
     def __getitem__(self, i: int | slice) -> str | list[str]:
         if isinstance(i, slice):
             return [self[j] for j in range(*i.indices(self._count))]
-        at = range(self._count)[i]
-        return self._chunk(at // _TEXTS)[at % _TEXTS]
+        index = range(self._count)[i]
+        return self._chunk(index // _TEXTS)[index % _TEXTS]
 
     def _read_chunk(self, n: int) -> list[str]:
         from numcodecs.vlen import VLenUTF8
@@ -237,7 +255,7 @@ class StoredTexts(Sequence[str]):
 def _integers(
     tokens: PackedTokens, layers: int | None, *, pairs: bool, labelled: bool
 ) -> Iterator[tuple[str, npt.NDArray[Any]]]:
-    """Name and values of every integer coordinate this entry gets."""
+    """Yield name and values of the integer coordinates to store."""
     yield "token_id", tokens.ids
     yield "row_start", tokens.row_start
     yield "row_size", tokens.row_size
@@ -254,7 +272,7 @@ def _integers(
 
 
 def pair_starts(tokens: PackedTokens) -> npt.NDArray[np.int64]:
-    """First pair of each prompt's packed attention pattern, int64 [prompt]."""
+    """First row of each prompt on the "pair" axis, int64 [prompt]."""
     starts = np.zeros(tokens.n_prompts, np.int64)
     np.cumsum(rows_before("pair", tokens.row_size, tokens.row_size)[:-1], out=starts[1:])
     return starts
@@ -269,7 +287,7 @@ def _dimension(name: str) -> str:
 def _integer_files(
     tokens: PackedTokens, layers: int | None, *, pairs: bool, labelled: bool
 ) -> dict[str, list[Buffer]]:
-    """Files of the integer coordinates, relative to the entry; an array's `zarr.json` after its values."""
+    """Files of the integer coordinates, relative to the entry, each array's `zarr.json` after its values."""
     files = {}
     for name, values in _integers(tokens, layers, pairs=pairs, labelled=labelled):
         layout = ShardLayout.whole(values.dtype.name, len(values))
@@ -280,14 +298,15 @@ def _integer_files(
 
 
 def _text_files(texts: Sequence[str]) -> dict[str, list[Buffer]]:
-    """Files of the texts, relative to the entry."""
+    """Files of the texts, relative to the entry; encoded as zarr's vlen-utf8."""
     from numcodecs.vlen import VLenUTF8
 
     files: dict[str, list[Buffer]] = {}
     for n in range(-(-len(texts) // _TEXTS)):
+        # Zarr's chunks have a fixed number of items, so the last one is filled with empty texts.
         block = np.full(_TEXTS if len(texts) > _TEXTS else len(texts), "", object)
-        part = texts[n * _TEXTS : (n + 1) * _TEXTS]
-        block[: len(part)] = part
+        chunk_texts = texts[n * _TEXTS : (n + 1) * _TEXTS]
+        block[: len(chunk_texts)] = chunk_texts
         raw = bytes(VLenUTF8().encode(block))
         files[f"text/c/{n}"] = [raw, crc32c(raw).to_bytes(SUM_BYTES, "little")]
     metadata = array_metadata(
@@ -302,16 +321,16 @@ def _text_files(texts: Sequence[str]) -> dict[str, list[Buffer]]:
     return {**files, "text/zarr.json": [metadata]}
 
 
-def _measured(folder: Folder, name: str, parts: Sequence[Buffer], made: Collection[str]) -> Written:
-    """Size and digest of a file: of what was written if it is new, of what stands otherwise."""
-    if name not in made:
+def _measured(folder: Folder, name: str, parts: Sequence[Buffer], created: Collection[str]) -> FileChecksum:
+    """Size and checksum of a file: computed from `parts` if this process created it, else read."""
+    if name not in created:
         return folder.measure(name)
     return sum(memoryview(part).nbytes for part in parts), content_digest(*parts)
 
 
-def recorded(folder: Folder, path: str) -> dict[str, Written]:
-    """File -> (size, digest) of the coordinates, as their writers recorded them last of all."""
-    files: dict[str, Written] = {}
+def recorded(folder: Folder, path: str) -> dict[str, FileChecksum]:
+    """Path -> (size, checksum) of all coordinate files; a later record replaces earlier ones."""
+    files: dict[str, FileChecksum] = {}
     for name in sorted(folder.children(f"{path}/coordinates")):
         if name.endswith(".json") and not name.endswith("zarr.json") and name != LABELS:
             record = f"{path}/coordinates/{name}"
@@ -320,16 +339,17 @@ def recorded(folder: Folder, path: str) -> dict[str, Written]:
 
 
 def _read_metadata(
-    folder: Folder, path: str, name: str, told: Mapping[str, Written]
+    folder: Folder, path: str, name: str, checksums: Mapping[str, FileChecksum]
 ) -> dict[str, Any] | None:
-    """The `zarr.json` of a coordinate; None when there is none, nor ever was."""
+    """Parse the `zarr.json` of a coordinate; None if it was never recorded and does not exist."""
     file = f"{name}/zarr.json"
-    if name in SAID and told and file not in told:
-        return None  # begun by a writer that was killed, and not what the run was given
+    # Texts and offsets are optional, so only the record tells a stray file from one of this run.
+    if name in SAID and checksums and file not in checksums:
+        return None  # left by a writer that was killed, or whose labels were not accepted
     text = folder.get(f"{path}/{file}")
-    if text is None and file not in told:
+    if text is None and file not in checksums:
         return None
-    _expect(f"{path}/{file}", text or b"", told.get(file))
+    _expect(f"{path}/{file}", text or b"", checksums.get(file))
     try:
         return dict(read_json(text or b""))
     except (ValueError, TypeError) as error:
@@ -338,16 +358,16 @@ def _read_metadata(
         ) from error
 
 
-def _expect(name: str, text: bytes, told: Written | None) -> None:
-    """Raise CorruptEntry unless a file is as it was recorded."""
-    if told is not None and (found := content_digest(text)) != told[1]:
-        raise CorruptEntry(f"{name}: expected {told[1]}, found {found}; {REPAIR}")
+def _expect(name: str, text: bytes, checksum: FileChecksum | None) -> None:
+    """Raise CorruptEntry unless a file's content has the recorded checksum."""
+    if checksum is not None and (actual := content_digest(text)) != checksum[1]:
+        raise CorruptEntry(f"{name}: expected {checksum[1]}, found {actual}; {REPAIR}")
 
 
 def _read_integers(
-    folder: Folder, path: str, name: str, told: Mapping[str, Written]
+    folder: Folder, path: str, name: str, checksums: Mapping[str, FileChecksum]
 ) -> npt.NDArray[Any] | None:
-    metadata = _read_metadata(folder, path, name, told)
+    metadata = _read_metadata(folder, path, name, checksums)
     if metadata is None:
         return None
     layout = ShardLayout.from_metadata(metadata)
@@ -356,13 +376,13 @@ def _read_integers(
             f"{folder.where(path)}/{name}: expected numbers as they were captured, found them stored again "
             f"in another form; {REPAIR}"
         )
-    rows, place = int(metadata["shape"][0]), f"{path}/{layout.path(name, None, 0)}"
+    rows, shard = int(metadata["shape"][0]), f"{path}/{layout.path(name, None, 0)}"
     try:
-        held = np.asarray(read_shard(folder.mapped(place), layout, rows))
+        values = np.asarray(read_shard(folder.mapped(shard), layout, rows))
     except FileNotFoundError:
-        raise CorruptEntry(f"{folder.where(place)}: expected labels, found no file; {REPAIR}") from None
-    # A copy is what was checked, whatever becomes of the file.
-    return held.copy() if held.nbytes <= _HELD else held
+        raise CorruptEntry(f"{folder.where(shard)}: expected labels, found no file; {REPAIR}") from None
+    # The copy keeps the verified values, even if the file changes later.
+    return values.copy() if values.nbytes <= _HELD else values
 
 
 def _labels_digest(tokens: PackedTokens) -> str:

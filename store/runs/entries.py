@@ -1,19 +1,21 @@
 """Entries: the stored activations of one run, committed segment by segment.
 
-A run's tokens lie end to end on one axis, cut into segments of equal length. The segment is the unit of
-everything: of work, of commit, of resume, of claim, of a Dask task. Its shards are written in place, never
-renamed and never changed; a small record then says that they stand, with their digests; when no segment of a
-(variable, layer) is missing, its manifest is written, then its key, and only a key makes data visible. Every
-step is "create if absent", so a kill at any moment loses at most the segment under way, and any number of
+The tokens of all prompts lie end to end on one axis, cut into segments of equal length. A segment is the unit
+of work, commit, resume, claim and Dask task. The commit protocol:
+
+1. The shards of a segment are written under their final names, never renamed and never changed. 2. A small
+segment record then lists them with their checksums. 3. When no segment of a cell (variable, layer) is
+missing, its manifest is written, then its key. Only the key makes
+   data visible to readers.
+
+Every step is "create if absent": a kill at any moment loses at most the segment under way, and any number of
 writers converge on the same files.
 
-    data/<ab>/<D>/zarr.json                     the group; attributes say which run, and how it is cut
+    data/<ab>/<D>/zarr.json                     the group; attributes identify the run and the segment length
         resid_post/zarr.json, resid_post/c/…    one array per variable (`shards.py`)
-        seg/<n>.<set>.json                      what one pass wrote; <set> says of which arrays
-        seg/<n>.claim                           somebody is at it (`claims.py`)
-        manifest/<variable>.<layer>.json        all shards of one array with size and digest
-
-Borders: arrays come as numpy, ready; which hook or model made them is told in attributes and never looked at.
+        seg/<n>.<set>.json                      record of one pass; <set> is a digest of its cells
+        seg/<n>.claim                           lease of the worker that computes it (`claims.py`)
+        manifest/<variable>.<layer>.json        all shards of one cell with size and checksum
 """
 
 from __future__ import annotations
@@ -55,40 +57,50 @@ from .quantised import (
 )
 from .run_sums import how_combined
 from .selections import AXIS, Selection, from_canonical
-from .shards import CODECS, DTYPES, ShardLayout, ShardRows, Written, write_shards
+from .shards import CODECS, DTYPES, FileChecksum, ShardLayout, ShardRows, write_shards
 from .zarr_metadata import group_metadata
 
 PACKED_AXES = ("token", "pair", "square", "prompt_id", "segment")
-"""What an array may have a row for: each token, each pair of tokens, each prompt, each segment (see
-`ArraySpec`); or each token of a selection, on an axis of its name."""
+"""Packed axes: an array has a row per token, per pair of tokens (lower triangle or square), per prompt or per
+segment (see `ArraySpec`). An array of a selection has an axis of its own instead."""
 
 
 @dataclass(frozen=True)
 class ArraySpec:
-    """One variable of a run.
-
-    dims: e.g. ("layer", "token", "hidden"); the packed axis is "token", or "pair" for attention patterns (row
-    t of the packed axis owns position(t) + 1 pairs, its lower triangle), or "square" for matrices that are
-    not zero above the diagonal (it owns a pair for each token of its prompt), or "prompt_id" for what a
-    prompt leaves behind (its last token owns it), "segment" for what is kept of a run as a whole, or the axis
-    of a selection. sizes: of the axes after the packed one. layers: of the model, None without layer axis.
-    selection: which tokens have rows; None for all. run_dtype: the storage dtype of the run, where that is
-    not the array's own, as ids have. over, combine: of how many tokens the rows of segments are, and whether
-    they become a "mean", a "sum" or a "max"; None for what has no such rows.
-    """
+    """Description of one variable (array) of a run."""
 
     variable: str
+    """Name of the array, e.g. "resid_post"."""
     hook: str
+    """Hook point it was captured from."""
     dims: tuple[str, ...]
+    """Dimension names, e.g. ("layer", "token", "hidden"). The packed axis comes first, or second after
+    "layer":
+
+    - "token": a row per token;
+    - "pair": attention patterns; the token at position t owns t + 1 rows, its part of the lower triangle;
+    - "square": attention matrices that are not zero above the diagonal; a token owns a row per token of its
+    prompt;
+    - "prompt_id": states after a prompt; owned by the prompt's last token;
+    - "segment": reductions over the run, a row per segment;
+    - the axis of a selection.
+    """
     sizes: Mapping[str, int]
+    """Size of each axis after the packed one, by dimension name."""
     dtype: str
+    """Stored dtype."""
     layers: int | None
+    """Number of layers of the model; None if the array has no layer axis."""
     long_name: str = ""
     unit: str = ""
     selection: Selection | None = None
+    """Token selection; None stores all tokens."""
     run_dtype: str | None = None
+    """Storage dtype of the run, if the array has another one of its own (such as ids)."""
     over: int | None = None
+    """For reductions: number of tokens that the rows of all segments cover."""
     combine: str | None = None
+    """For reductions: how segments combine, "mean", "sum" or "max"; None for other arrays."""
 
     def __post_init__(self) -> None:
         front = ("layer",) if self.layers is not None else ()
@@ -105,49 +117,51 @@ class ArraySpec:
 
     @property
     def packed(self) -> str:
-        """The packed axis: one of `PACKED_AXES`, or that of the selection."""
+        """Name of the packed axis."""
         return self.dims[0 if self.layers is None else 1]
 
     @property
     def tail(self) -> tuple[int, ...]:
-        """Sizes after the packed axis."""
+        """Shape of one row: sizes of the axes after the packed one."""
         return tuple(self.sizes[dim] for dim in self.dims[self.dims.index(self.packed) + 1 :])
 
     @property
     def row_bytes(self) -> int:
-        """Of one row as it is stored, its scales included."""
+        """Stored bytes of one row, including its int8 scales."""
         numbers = math.prod(self.tail) * DTYPES[self.dtype].itemsize
+        # Reductions in an int8 run have no scales.
         if self.dtype != QUANTISED or not self.tail:
             return numbers
         return numbers + math.prod(self.tail[:-1]) * n_blocks(self.tail[-1]) * DTYPES["float32"].itemsize
 
     def rows_per_token(self, tokens: PackedTokens) -> float:
-        """How many rows a token has in the mean."""
-        if self.packed == "segment":  # one of a run, as long as nobody says how it is cut
+        """Mean number of rows per token."""
+        if self.packed == "segment":  # counted as one segment, because the segment length is not known here
             return 1 / tokens.n_tokens
         if self.selection is None:
             return tokens.rows_per_token(self.packed)
         return float(self.selection.counts(tokens).sum()) / tokens.n_tokens
 
     def attributes(self) -> dict[str, Any]:
-        """Plain values, as an array's attributes record them."""
+        """Fields as JSON values, for the attributes of the array."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         return {**values, "selection": self.selection and self.selection.canonical()}
 
     @classmethod
-    def from_attributes(cls, told: Mapping[str, Any], selection: Selection | None = None) -> ArraySpec:
-        """The spec an array's attributes record."""
-        return cls(**{**told, "dims": tuple(told["dims"]), "selection": selection})
+    def from_attributes(cls, fields: Mapping[str, Any], selection: Selection | None = None) -> ArraySpec:
+        """Parse the fields in an array's attributes."""
+        return cls(**{**fields, "dims": tuple(fields["dims"]), "selection": selection})
 
 
 def with_scales(arrays: Sequence[ArraySpec]) -> list[ArraySpec]:
-    """The arrays that a run of these variables has: those in int8 each with its scales (quantised.py).
+    """Add the scale arrays (`quantised.py`) of variables that are stored as int8.
 
-    Raises ShapeError for a variable of one number to a row, which would share its scale with none.
+    Raises:
+        ShapeError: An int8 variable has one number per row, which would need a scale of its own.
     """
-    found = []
+    extended = []
     for spec in arrays:
-        found.append(spec)
+        extended.append(spec)
         if spec.dtype != QUANTISED:
             continue
         if not spec.tail:
@@ -156,26 +170,31 @@ def with_scales(arrays: Sequence[ArraySpec]) -> list[ArraySpec]:
                 "one; store it in another storage dtype"
             )
         dims, sizes = scale_sizes(spec.dims, dict(spec.sizes))
-        about = f"scale of {spec.variable}"
+        long_name = f"scale of {spec.variable}"
         scales = replace(
-            spec, variable=scale_name(spec.variable), dims=dims, sizes=sizes, dtype="float32", long_name=about
+            spec,
+            variable=scale_name(spec.variable),
+            dims=dims,
+            sizes=sizes,
+            dtype="float32",
+            long_name=long_name,
         )
-        found.append(scales)
-    return found
+        extended.append(scales)
+    return extended
 
 
 def entry_digest(run: RunKey, dtype: str) -> str:
-    """D, the name of the folder that holds a run's activations in one storage dtype."""
+    """D: digest that names the folder of a run's activations in one storage dtype."""
     return digest("entry", run.request(), dtype)
 
 
 def entry_path(name: str) -> str:
-    """Where the entry with digest `name` lies, relative to the store."""
+    """Path, relative to the store, of the entry with this digest."""
     return f"data/{name[:2]}/{name}"
 
 
 class Entry:
-    """The stored activations of one run; safe for any number of threads and processes at once."""
+    """Stored activations of one run in one storage dtype. Safe for any number of threads and processes."""
 
     def __init__(
         self,
@@ -194,13 +213,15 @@ class Entry:
         self.digest = entry_digest(run, dtype)
         self.path = entry_path(self.digest)
         self._claim_ttl = claim_ttl
+        # Caches are keyed by the bytes of these files, so that an entry that was removed and created again is
+        # noticed.
         self._group_file = Watched(folder, f"{self.path}/zarr.json")
-        self._group_seen: bytes | None = None
+        self._verified_group: bytes | None = None
         self._array_files: dict[str, Watched] = {}
-        self._planned: dict[str, tuple[ArraySpec, ShardLayout]] = {}
-        self._known: dict[str, tuple[bytes, ArraySpec, ShardLayout]] = {}
-        self._scaled: dict[str, bool] = {}
-        self._bounds: dict[str, npt.NDArray[np.int64]] = {}
+        self._plans: dict[str, tuple[ArraySpec, ShardLayout]] = {}
+        self._parsed: dict[str, tuple[bytes, ArraySpec, ShardLayout]] = {}
+        self._is_scaled: dict[str, bool] = {}
+        self._axis_bounds: dict[str, npt.NDArray[np.int64]] = {}
         self._selections: dict[str, Selection] = {}
         self._committed = Committed(folder, f"{self.path}/seg", len(self.segments))
         self._mapped = MappedShards(folder)
@@ -210,12 +231,13 @@ class Entry:
         cls, folder: Folder, run: RunKey, tokens: PackedTokens, arrays: Sequence[ArraySpec], *,
         segment_tokens: int, claim_ttl: float = TTL,
     ) -> Self:  # fmt: skip
-        """The entry that `create` would make where there is none yet; writes nothing.
+        """The entry that `create` would make if none exists yet. Writes nothing.
 
-        What it holds can be laid out and computed while another thread makes the entry; commit only then.
+        With it, segments can be laid out and computed while another thread runs `create`; commit only
+        afterwards.
         """
         entry = cls(folder, run, dtype_of(arrays), tokens, segment_tokens, claim_ttl)
-        entry._planned = {spec.variable: (spec, entry._plan(spec)) for spec in with_scales(arrays)}
+        entry._plans = {spec.variable: (spec, entry._plan(spec)) for spec in with_scales(arrays)}
         return entry
 
     @classmethod
@@ -224,42 +246,58 @@ class Entry:
         segment_tokens: int, attributes: Mapping[str, Any] | None = None, claim_ttl: float = TTL,
         codec: str = "",
     ) -> Self:  # fmt: skip
-        """The entry of a run, made if it is new; arrays it does not have yet are added.
+        """Open the entry of a run; create it if it is new, and declare arrays that it lacks.
 
-        An entry keeps the segment length it was made with, and an array the codec, whatever is asked later.
-        codec: of arrays that are new. Raises ShapeError if arrays mix dtypes, or one was declared otherwise
-        before.
+        An existing entry keeps its segment length, and an existing array its codec, whatever the arguments
+        say.
+
+        Arguments:
+            folder: The store's files.
+            run: Key of the run.
+            tokens: Its prompts.
+            arrays: Variables to declare, all of one storage dtype.
+            segment_tokens: Tokens per segment of a new entry.
+            attributes: Further attributes of a new group.
+            claim_ttl: Seconds until a claim without a sign of life expires.
+            codec: Compression of arrays that are new; "" for none.
+
+        Raises:
+            ShapeError: The dtypes differ, or an array was declared differently before.
         """
         dtype, arrays = dtype_of(arrays), with_scales(arrays)
         path = entry_path(entry_digest(run, dtype))
-        entry = cls(folder, run, dtype, tokens, _length(folder, path) or segment_tokens, claim_ttl)
-        layouts = [entry._plan(spec, codec) for spec in arrays]  # refuses before anything is written
-        if not folder.put_new(f"{path}/zarr.json", entry._group(attributes or {})):
-            # The other one's length stands, which may differ from ours if it came first just now.
-            entry = cls(folder, run, dtype, tokens, _length(folder, path) or segment_tokens, claim_ttl)
+        entry = cls(folder, run, dtype, tokens, _segment_length(folder, path) or segment_tokens, claim_ttl)
+        layouts = [entry._plan(spec, codec) for spec in arrays]  # raises before anything is written
+        if not folder.put_new(f"{path}/zarr.json", entry._group_metadata(attributes or {})):
+            # Another process was first, maybe just now: its segment length counts.
+            entry = cls(
+                folder, run, dtype, tokens, _segment_length(folder, path) or segment_tokens, claim_ttl
+            )
             layouts = [entry._plan(spec, codec) for spec in arrays]
-        entry._add(arrays, layouts)
+        entry._declare(arrays, layouts)
         return entry
 
     @classmethod
     def load(cls, folder: Folder, path: str, tokens: PackedTokens) -> Self:
-        """The entry in a folder (relative to the store); EntryNotFound if there is none."""
-        about = group_attributes(folder, path)["mizarr"]
-        return cls(folder, RunKey.of_request(about["run"]), about["dtype"], tokens, about["segment_tokens"])
+        """Open the entry in a folder, given relative to the store; EntryNotFound for an empty folder."""
+        fields = group_attributes(folder, path)["mizarr"]
+        return cls(
+            folder, RunKey.of_request(fields["run"]), fields["dtype"], tokens, fields["segment_tokens"]
+        )
 
     def __repr__(self) -> str:
         return f"Entry({self.digest[:12]}, {self.tokens!r}, {len(self.segments)} segments)"
 
     def __reduce__(self) -> tuple[type[Entry], tuple[Any, ...]]:
-        # Into another process goes what it is, not what it remembers.
-        about = (self.folder, self.run, self.dtype, self.tokens, self.segment_tokens, self._claim_ttl)
-        return type(self), about
+        # Caches are not pickled; the other process builds its own.
+        arguments = (self.folder, self.run, self.dtype, self.tokens, self.segment_tokens, self._claim_ttl)
+        return type(self), arguments
 
     # -- shape
 
     @cached_property
     def segments(self) -> list[range]:
-        """Token range of each segment: gap-free, equal but for the last."""
+        """Token range of each segment, without gaps; all of equal length except the last."""
         total = self.tokens.n_tokens
         return [
             range(start, min(start + self.segment_tokens, total))
@@ -267,21 +305,21 @@ class Entry:
         ]
 
     def bounds(self, axis: str) -> npt.NDArray[np.int64]:
-        """Where each segment starts on a packed axis, and where the last ends: int64 [segments + 1]."""
-        if axis not in self._bounds and axis == "segment":
-            self._bounds[axis] = np.arange(len(self.segments) + 1)
-        if axis not in self._bounds:
+        """First row of each segment on a packed axis, and the end of the last one, int64 [segments + 1]."""
+        if axis not in self._axis_bounds and axis == "segment":
+            self._axis_bounds[axis] = np.arange(len(self.segments) + 1)
+        if axis not in self._axis_bounds:
             starts = np.array([*(segment.start for segment in self.segments), self.tokens.n_tokens], np.int64)
             selection = self._selections.get(axis)
-            self._bounds[axis] = (
+            self._axis_bounds[axis] = (
                 self.tokens.starts_on(axis, starts)
                 if selection is None
                 else selection.starts_on(self.tokens, starts)
             )
-        return self._bounds[axis]
+        return self._axis_bounds[axis]
 
     def rows(self, variable: str, n: int) -> int:
-        """Rows a segment holds of a variable: its tokens, their pairs, the prompts that end in it, or one."""
+        """Number of rows of a variable in segment `n`."""
         return self._rows(self.spec(variable), n)
 
     def _rows(self, spec: ArraySpec, n: int) -> int:
@@ -290,34 +328,35 @@ class Entry:
 
     @property
     def specs(self) -> dict[str, ArraySpec]:
-        """Every variable that has been declared, by name; scales belong to theirs."""
+        """Declared variables by name, without scale arrays."""
         children = (name for name in self.folder.children(self.path) if name not in BOOKKEEPING)
         names = sorted(name for name in children if not (self.dtype == QUANTISED and is_scale(name)))
-        found = {name: self._read_array(name) for name in names}
-        return {name: array[0] for name, array in found.items() if array is not None}
+        arrays = {name: self._read_array(name) for name in names}
+        return {name: array[0] for name, array in arrays.items() if array is not None}
 
     def spec(self, variable: str) -> ArraySpec:
-        """How a variable is stored; EntryNotFound names the nearest otherwise."""
+        """Description of a variable; EntryNotFound, which suggests the nearest name, if it is not
+        declared."""
         return self._array(variable)[0]
 
     def layout(self, variable: str) -> ShardLayout:
-        """How a variable's shards lie on disk, by its `zarr.json`."""
+        """Shard layout of a variable, as its `zarr.json` declares it."""
         return self._array(variable)[1]
 
     # -- writing
 
-    def missing(self, wanted: Iterable[VariableLayer]) -> dict[int, list[VariableLayer]]:
-        """Segment -> those wanted cells it has not committed, in order; empty when all stand."""
-        asked = list(dict.fromkeys(wanted))
+    def missing(self, cells: Iterable[VariableLayer]) -> dict[int, list[VariableLayer]]:
+        """Uncommitted cells per segment number; segments with all requested cells are left out."""
+        requested = list(dict.fromkeys(cells))
         missing = {
-            n: [cell for cell in asked if not all(part in held for part in self._parts(cell))]
-            for n, held in enumerate(self._committed.segments())
+            n: [cell for cell in requested if not all(part in committed for part in self._stored_parts(cell))]
+            for n, committed in enumerate(self._committed.segments())
         }
         return {n: cells for n, cells in missing.items() if cells}
 
     def is_recorded(self, n: int, cells: Collection[VariableLayer]) -> bool:
-        """Whether somebody has committed just these cells of a segment: a look, where `missing` lists all."""
-        names = sorted(cell_name(part) for cell in cells for part in self._parts(cell))
+        """Whether exactly these cells of a segment are committed; one look at a file, unlike `missing`."""
+        names = sorted(cell_name(part) for cell in cells for part in self._stored_parts(cell))
         if self.folder.size(record_name(self.path, n, names)) is None:
             return False
         return n not in self.missing(cells)
@@ -330,15 +369,25 @@ class Entry:
         threads: int = 2,
         handed_over: Callable[[], None] = lambda: None,
     ) -> None:
-        """Commit whole shards of one segment: all files first, then the record that says they stand.
+        """Commit the shards of one segment: first all files, then the record that lists them.
 
-        arrays: each [rows of the segment, *tail] of the declared dtype, float32 where that is int8, in C
-        order; not to be changed before this returns. Whatever stands already stays as it is. threads: that
-        digest, and as many that write; one leaves the cores to whoever computes meanwhile. handed_over:
-        called when what is left is waiting for the disk. Raises ShapeError before anything is written if an
-        array does not fit; StoreFull, ReadOnlyStore.
+        Shards that exist stay as they are.
+
+        Arguments:
+            n: Number of the segment.
+            arrays: Cell -> rows [rows of the segment, *tail] in C order, in the declared dtype (float32 if
+                that is int8). They must not change before this returns.
+            threads: Number of threads that compute checksums, and again as many that write. One leaves the
+                cores to a computation that runs meanwhile.
+            handed_over: Called when only the disk is waited for.
+
+        Raises:
+            ShapeError: An array does not fit; nothing is written.
+            StoreFull: The disk or quota is full.
+            ReadOnlyStore: The store cannot be written.
         """
-        self._planned = {}  # from here on what was made counts
+        self._plans = {}  # the files exist now, and they are the authority
+        # Quantised here, by the writer: capture buffers hold float32.
         arrays = self._with_scales(n, arrays)
         for (variable, layer), rows in arrays.items():
             self._check_rows(variable, layer, n, rows)
@@ -353,121 +402,146 @@ class Entry:
             threads=threads,
             handed_over=handed_over,
         )
-        plain = {name: self._plain(name, layout) for name, (_, layout) in shards.items() if layout.codec}
+        # Read back rather than taken from memory: if another writer was first, its file is the one that
+        # counts.
+        plain = {
+            name: self._plain_checksum(name, layout) for name, (_, layout) in shards.items() if layout.codec
+        }
         self._put_record(n, arrays, {name: written[f"{self.path}/{name}"] for name in shards}, plain)
 
-    def take_over(self, other: Entry, wanted: Iterable[VariableLayer]) -> int:
-        """Commit what another run of the same kind holds of the segments that both begin with; returns the
-        tokens of these segments.
+    def take_over(self, other: Entry, cells: Iterable[VariableLayer]) -> int:
+        """Commit shards of another run for the segments whose prompts both runs share from the start.
 
-        other: same model and interventions, in segments of the same length. Its files get a second name; what
-        a segment holds follows from the prompts in it, so it is what would be computed.
+        What a segment holds follows from its prompts, so the shards are what would be computed. They are
+        hard-linked, or recoded if the codecs differ. That is how a corpus grows without a second pass.
+
+        Arguments:
+            other: Entry with the same model, interventions, dtype and segment length.
+            cells: Cells to commit.
+
+        Returns:
+            Number of tokens in the segments that were committed.
+
+        Raises:
+            ShapeError: The other run has another model, interventions or dtype.
         """
-        end, taken = self.tokens.shared_start(other.tokens), 0
+        end, n_tokens = self.tokens.shared_start(other.tokens), 0
+        # Token ids are compared by shared_start, so only these parts of the key must be equal.
         if (other.run.model, other.run.hooks, other.dtype) != (self.run.model, self.run.hooks, self.dtype):
             raise ShapeError(
                 f"expected a run of the same kind as {self.digest[:12]}, found {other.digest[:12]}"
             )
-        for n, cells in self.missing(wanted).items():
+        for n, missing in self.missing(cells).items():
+            # A segment is shared only if all of its prompts are, and if it has the same token range.
             if self.segments[n].stop > end or self.segments[n] not in other.segments[n : n + 1]:
                 continue
-            files: dict[str, Written] = {}
-            plain: dict[str, Written] = {}
-            held: list[VariableLayer] = []
+            files: dict[str, FileChecksum] = {}
+            plain: dict[str, FileChecksum] = {}
+            committed: list[VariableLayer] = []
             linked: dict[str, str] = {}
-            for cell in cells:  # of another layout, or not there: left to be computed
-                parts = self._parts(cell)
+            for cell in missing:  # a cell with another layout, or not stored there, is left to be computed
+                parts = self._stored_parts(cell)
                 if not all(self._is_like(other, part, n) for part in parts):
                     continue
-                found: dict[VariableLayer, Written] = {}
+                checksums: dict[VariableLayer, FileChecksum] = {}
                 for part in parts:
-                    alike = self.layout(part[0]) == other.layout(part[0])
-                    written = other._committed.shard(n, part) if alike else self._recode(other, part, n)
+                    is_same_layout = self.layout(part[0]) == other.layout(part[0])
+                    written = (
+                        other._committed.shard(n, part) if is_same_layout else self._recode(other, part, n)
+                    )
                     if written is not None:
-                        found[part] = written
-                if len(found) < len(parts):
+                        checksums[part] = written
+                if len(checksums) < len(parts):
                     continue
-                held += parts
-                for part, written in found.items():
+                committed += parts
+                for part, written in checksums.items():
                     layout = self.layout(part[0])
                     name = layout.path(*part, n)
                     files[name] = written
                     if layout == other.layout(part[0]):
                         linked[f"{self.path}/{name}"] = f"{other.path}/{name}"
-                    if layout.codec and (told := other._committed.content(n, part)):
-                        plain[name] = told
-            if not held:
+                    if layout.codec and (content := other._committed.content(n, part)):
+                        plain[name] = content
+            if not committed:
                 continue
-            with suppress(FileNotFoundError):  # gc took them meanwhile: the segment is computed
+            with suppress(FileNotFoundError):  # gc removed the source meanwhile: the segment is computed
                 self.folder.link_all(linked)
-                self._put_record(n, held, files, plain)
-                taken += len(self.segments[n])
-        return taken
+                self._put_record(n, committed, files, plain)
+                n_tokens += len(self.segments[n])
+        return n_tokens
 
     def _is_like(self, other: Entry, part: VariableLayer, n: int) -> bool:
-        """Whether another run has a shard of ours, were it not for its codec."""
+        """Whether another run has this shard in our layout, apart from the codec."""
         if other._committed.shard(n, part) is None:
             return False
         return self.layout(part[0]).plain == other.layout(part[0]).plain
 
-    def _recode(self, other: Entry, part: VariableLayer, n: int) -> Written | None:
-        """Put a shard of another run as ours are coded; None where that cannot be vouched for, or is gone."""
-        ours, theirs = self.layout(part[0]), other.layout(part[0])
-        name = ours.path(*part, n)
+    def _recode(self, other: Entry, part: VariableLayer, n: int) -> FileChecksum | None:
+        """Write a shard of another run with our codec; None if it is gone or fails its checksum."""
+        layout, source_layout = self.layout(part[0]), other.layout(part[0])
+        name = layout.path(*part, n)
         source, target = f"{other.path}/{name}", f"{self.path}/{name}"
         content = self.folder.get(source)
+        # A damaged source must not spread into this run under a new, matching checksum.
         if content is None or (len(content), content_digest(content)) != other._committed.shard(n, part):
             return None
-        made = b"".join(recoded(content, theirs, ours, self.folder.where(source)))
-        self.folder.put_new(target, made)
-        there = self.folder.get(target) or b""
-        held = plain_measure(there, ours, target) if ours.codec else (len(there), content_digest(there))
-        return (len(there), content_digest(there)) if held == other._committed.content(n, part) else None
+        recoded_shard = b"".join(recoded(content, source_layout, layout, self.folder.where(source)))
+        self.folder.put_new(target, recoded_shard)
+        stored = self.folder.get(target) or b""
+        plain = (
+            plain_measure(stored, layout, target) if layout.codec else (len(stored), content_digest(stored))
+        )
+        return (len(stored), content_digest(stored)) if plain == other._committed.content(n, part) else None
 
     def claim(self, n: int) -> SegmentClaim:
-        """A claim on a segment: `with entry.claim(n) as mine:`, or `acquire` … `release` from any thread."""
+        """Lease on a segment: `with entry.claim(n) as acquired:`, or `acquire` and `release` from any
+        thread."""
         return SegmentClaim(self.folder, f"{self.path}/seg/{n}.claim", self._claim_ttl)
 
-    def publish(self, wanted: Iterable[VariableLayer]) -> list[Record]:
-        """Make complete arrays visible: manifest, then key. Those with a segment missing are left out."""
-        asked = dict.fromkeys(part for cell in wanted for part in self._parts(cell))
-        held = self._committed.segments()
-        whole = [cell for cell in asked if all(cell in segment for segment in held)]
-        found, manifests = [], {}
-        for cell in whole:
-            record, manifest = self._completed(cell, held)
-            found.append(record)
+    def publish(self, cells: Iterable[VariableLayer]) -> list[Record]:
+        """Make complete cells visible: write manifests, then keys. Cells with a missing segment are
+        skipped."""
+        requested = dict.fromkeys(part for cell in cells for part in self._stored_parts(cell))
+        segments = self._committed.segments()
+        complete = [cell for cell in requested if all(cell in segment for segment in segments)]
+        new_records, manifests = [], {}
+        for cell in complete:
+            record, manifest = self._completed(cell, segments)
+            new_records.append(record)
             manifests[f"{self.path}/manifest/{cell_name(cell)}.json"] = [manifest]
+        # Manifests before keys: `verify` treats a key without a manifest as damage.
         self.folder.put_all(manifests)
-        made = self.folder.put_all({record.path: [record.to_bytes()] for record in found})
+        created = self.folder.put_all({record.path: [record.to_bytes()] for record in new_records})
         return [
-            record if record.path in made else self.record(*cell) or record
-            for cell, record in zip(whole, found, strict=True)
+            # Another process may have published meanwhile; its record is the valid one.
+            record if record.path in created else self.record(*cell) or record
+            for cell, record in zip(complete, new_records, strict=True)
         ]
 
     # -- reading
 
     def record(self, variable: str, layer: int | None) -> Record | None:
-        """What is published of a cell; None while a segment is missing, or its scales are."""
-        found = [self._own_record(*part) for part in self._parts((variable, layer))]
-        return found[-1] if all(found) else None
+        """Published record of a cell; None while a segment, or its scale array, is missing."""
+        part_records = [self._array_record(*part) for part in self._stored_parts((variable, layer))]
+        return part_records[-1] if all(part_records) else None
 
-    def _own_record(self, variable: str, layer: int | None) -> Record | None:
+    def _array_record(self, variable: str, layer: int | None) -> Record | None:
         key = self.key(variable, layer).digest
         text = self.folder.get(records.key_path(key))
         return None if text is None else Record.from_bytes(key, text)
 
     def key(self, variable: str, layer: int | None) -> ActivationKey:
-        """The key a cell is published under."""
+        """Key under which a cell is published."""
         return ActivationKey(self.run, variable, layer, self.dtype)
 
     def published(self) -> list[VariableLayer]:
-        """Every cell that is visible, variables by name, layers in order."""
+        """All published cells, sorted by variable and layer."""
         cells = [
             (name, layer)
             for name, spec in self.specs.items()
             for layer in ([None] if spec.layers is None else range(spec.layers))
         ]
+        # One listing of the manifest folder avoids a look at every key of every layer.
         manifests = {name.rsplit("/", 1)[-1] for name in self.folder.list(f"{self.path}/manifest")}
         return [
             cell
@@ -475,12 +549,12 @@ class Entry:
             if f"{cell_name(cell)}.json" in manifests and self.record(*cell) is not None
         ]
 
-    def committed(self) -> list[Mapping[VariableLayer, Written]]:
-        """Per segment, cell -> size and digest of its shard, as they stand now, published or not."""
+    def committed(self) -> list[Mapping[VariableLayer, FileChecksum]]:
+        """Per segment: cell -> size and checksum of its shard, whether published or not."""
         return list(self._committed.segments())
 
     def content(self, variable: str, layer: int | None) -> str:
-        """R of a published cell; EntryNotFound while a segment is missing."""
+        """R, the content digest of a published cell; EntryNotFound if it is not published."""
         record = self.record(variable, layer)
         if record is None:
             raise EntryNotFound(
@@ -489,69 +563,73 @@ class Entry:
         return record.content
 
     def segment_digest(self, variable: str, layer: int | None, n: int) -> str:
-        """Digest of one committed shard, and its scales; EntryNotFound if it is not committed."""
+        """Digest of a committed shard, including its scales; EntryNotFound if it is not committed."""
         digests = []
-        for part in self._parts((variable, layer)):
-            found = self._committed.content(n, part)
-            if found is None:
-                raise EntryNotFound(self._absent(*part, n, "committed"))
-            digests.append(found[1])
+        for part in self._stored_parts((variable, layer)):
+            checksum = self._committed.content(n, part)
+            if checksum is None:
+                raise EntryNotFound(self._missing_message(*part, n, "committed"))
+            # Numbers and scales of int8 mean nothing without each other, so a cell's digest covers both.
+            digests.append(checksum[1])
         return digests[0] if len(digests) == 1 else content_digest(canonical_json(digests).encode())
 
     def values(self, variable: str, layer: int | None, n: int) -> ShardRows | RestoredRows:
-        """As `shard`, but what is stored in int8 as the float32 it stands for."""
+        """Rows of a segment like `shard`, but int8 is dequantised to float32."""
         if not self._has_scales(variable):
             return self.shard(variable, layer, n)
         return RestoredRows(self.shard(variable, layer, n), self.shard(scale_name(variable), layer, n))
 
     def shard(self, variable: str, layer: int | None, n: int) -> ShardRows:
-        """Rows of one segment, read-only, in the stored dtype, memory-mapped: [rows, *tail].
+        """Rows of a segment in the stored dtype, memory-mapped and read-only, [rows, *tail].
 
-        Raises EntryNotFound; CorruptEntry for a file cut short, or an index that is not intact, and, when
-        rows are taken, for a chunk that is not what its checksum says.
+        Raises:
+            EntryNotFound: The shard does not exist.
+            CorruptEntry: The file is cut short or its index is damaged; later, on access to rows, also if the
+                checksum of a chunk does not match.
         """
         spec, layout = self._array(variable)
         rows = self._rows(spec, n)
         name = f"{self.path}/{layout.path(variable, layer, n)}"
         try:
-            return self._mapped.rows(name, layout, rows, self._place(variable, layer, n))
+            return self._mapped.rows(name, layout, rows, self._describe(variable, layer, n))
         except FileNotFoundError:
-            raise EntryNotFound(self._absent(variable, layer, n, "stored")) from None
+            raise EntryNotFound(self._missing_message(variable, layer, n, "stored")) from None
 
     # -- helpers
 
     def presented(self, variable: str) -> str:
-        """The variable that readers see of an array: scales belong to theirs."""
+        """Name of the variable as readers see it: a scale array belongs to its variable."""
         return scaled_name(variable) if self.dtype == QUANTISED else variable
 
     def _has_scales(self, variable: str) -> bool:
-        """Whether a variable is stored as numbers and scales; in a run of int8 all are but reductions."""
+        """Whether a variable is stored as int8 with scales; in an int8 run all are, except reductions."""
+        # The suffix is reserved in int8 runs only; elsewhere a variable may end in it.
         if self.dtype != QUANTISED or is_scale(variable):
             return False
-        if variable not in self._scaled:
+        if variable not in self._is_scaled:
             try:
-                self._scaled[variable] = self.spec(variable).dtype == QUANTISED
-            except EntryNotFound:  # not declared yet: nothing of it is there either way
+                self._is_scaled[variable] = self.spec(variable).dtype == QUANTISED
+            except EntryNotFound:  # not declared yet, so there is no shard under either answer
                 return True
-        return self._scaled[variable]
+        return self._is_scaled[variable]
 
-    def _parts(self, cell: VariableLayer) -> tuple[VariableLayer, ...]:
-        """The stored arrays a cell is made of, itself the last."""
+    def _stored_parts(self, cell: VariableLayer) -> tuple[VariableLayer, ...]:
+        """Stored arrays of a cell: the scale array of an int8 variable, then the array itself."""
         return ((scale_name(cell[0]), cell[1]), cell) if self._has_scales(cell[0]) else (cell,)
 
     def _with_scales(self, n: int, arrays: Mapping[VariableLayer, Array]) -> dict[VariableLayer, Array]:
-        """What is stored of rows: of those in float32 that int8 stands for, numbers and scales."""
-        found = {}
+        """Quantise the float32 rows of int8 variables to numbers and scales."""
+        stored = {}
         for cell, rows in arrays.items():
-            *scales, numbers = self._parts(cell)
+            *scales, numbers = self._stored_parts(cell)
             if scales:
-                found[numbers], found[scales[0]] = quantise(rows, self._place(*cell, n))
+                stored[numbers], stored[scales[0]] = quantise(rows, self._describe(*cell, n))
             else:
-                found[cell] = rows
-        return found
+                stored[cell] = rows
+        return stored
 
-    def _plain(self, name: str, layout: ShardLayout) -> Written:
-        """Size and digest of what a compressed shard that was just written, by whomever, stands for."""
+    def _plain_checksum(self, name: str, layout: ShardLayout) -> FileChecksum:
+        """Size and checksum of the uncompressed form of a compressed shard, read back from its file."""
         path = f"{self.path}/{name}"
         content = self.folder.get(path)
         if content is None:
@@ -561,69 +639,72 @@ class Entry:
     def _put_record(
         self,
         n: int,
-        held: Iterable[VariableLayer],
-        files: Mapping[str, Written],
-        plain: Mapping[str, Written],
+        shard_cells: Iterable[VariableLayer],
+        files: Mapping[str, FileChecksum],
+        plain: Mapping[str, FileChecksum],
     ) -> None:
-        """Say that shards of a segment stand, and what those that are compressed stand for."""
-        cells = sorted(cell_name(cell) for cell in held)
+        """Write the segment record for shards that exist."""
+        cells = sorted(cell_name(cell) for cell in shard_cells)
         record = {"segment": n, "cells": cells, "files": files, PLAIN: plain}
         self.folder.put_new(record_name(self.path, n, cells), sealed(record))
 
-    def _group(self, attributes: Mapping[str, Any]) -> bytes:
-        """The `zarr.json` of the group."""
-        about = {
+    def _group_metadata(self, attributes: Mapping[str, Any]) -> bytes:
+        """`zarr.json` of the group."""
+        fields = {
             "run": self.run.request(),
             "dtype": self.dtype,
             "segment_tokens": self.segment_tokens,
             "n_tokens": self.tokens.n_tokens,
             "n_prompts": self.tokens.n_prompts,
         }
-        about["check"] = _check_of({**attributes, "mizarr": about})
-        return group_metadata({**attributes, "mizarr": about})
+        fields["check"] = _attributes_digest({**attributes, "mizarr": fields})
+        return group_metadata({**attributes, "mizarr": fields})
 
     def _plan(self, spec: ArraySpec, codec: str = "") -> ShardLayout:
-        """The layout of a new variable; ShapeError if segments of this length do not allow one."""
-        self._know(spec.selection)
+        """Layout of a new variable; ShapeError if the segment length allows none."""
+        self._register(spec.selection)
+        # Only token segments have equal lengths; those of pairs, prompts and selections vary, so their shard
+        # has the longest.
         regular = spec.packed == "token"
         most = self.segment_tokens if regular else int(np.diff(self.bounds(spec.packed)).max())
-        # The same for all arrays of an axis, whatever their chunks.
+        # Rounded up so that arrays that share an axis have the same shard length, whatever their chunk sizes.
         if spec.selection is not None or (self.dtype == QUANTISED and not regular):
             most = 1 << (most - 1).bit_length()
         exact = len(self.segments) > 1 and regular
         layout = ShardLayout.of(spec.dtype, spec.tail, most, spec.layers is not None, exact=exact)
         is_declared = self.folder.get(f"{self.path}/{spec.variable}/zarr.json") is not None
-        # What is declared stays as it is.
-        return layout if is_declared else self._as_what_stands(spec, replace(layout, codec=codec))
+        # A declared array keeps its codec; `_declare` compares the rest.
+        return layout if is_declared else self._with_committed_codec(spec, replace(layout, codec=codec))
 
-    def _as_what_stands(self, spec: ArraySpec, layout: ShardLayout) -> ShardLayout:
-        """The layout that committed shards of a variable have whose `zarr.json` was set aside.
+    def _with_committed_codec(self, spec: ArraySpec, layout: ShardLayout) -> ShardLayout:
+        """Restore the codec of a variable whose `zarr.json` was quarantined while its shards stayed.
 
-        Only compressed shards have a digest of what they stand for in their record.
+        Only compressed shards have an entry under PLAIN in their segment record.
         """
-        for n, held in enumerate(self._committed.segments()):
-            for cell in held:
+        for n, shards in enumerate(self._committed.segments()):
+            for cell in shards:
                 if cell[0] == spec.variable:
                     return replace(layout, codec=CODECS[0] if self._committed.plain(n, cell) else "")
         return layout
 
-    def _add(self, arrays: Sequence[ArraySpec], layouts: Sequence[ShardLayout]) -> None:
-        """Declare variables, where they are not declared yet."""
+    def _declare(self, arrays: Sequence[ArraySpec], layouts: Sequence[ShardLayout]) -> None:
+        """Write the `zarr.json` of variables that are not declared yet; ShapeError on a contradiction."""
         declared: dict[str, ArraySpec] = {}
         files = {}
         for spec, layout in zip(arrays, layouts, strict=True):
+            # A variable may be listed twice; it is declared once.
             if declared.setdefault(spec.variable, spec) is spec:
-                if spec.selection is not None:  # before the array, which means nothing without it
+                if spec.selection is not None:  # its token list first: the array has no meaning without it
                     slots = layout.rows if len(self.segments) > 1 else int(self.bounds(spec.packed)[-1])
                     write_selected(
                         self.folder, self.path, self.tokens, spec.selection, self.bounds(spec.packed), slots
                     )
                 files[f"{self.path}/{spec.variable}/zarr.json"] = [self._metadata(spec, layout)]
-        made = self.folder.put_all(files)
+        created = self.folder.put_all(files)
         for spec in arrays:
-            is_new = f"{self.path}/{spec.variable}/zarr.json" in made
-            there = declared[spec.variable] if is_new else self.spec(spec.variable)
-            if (there.dims, there.tail, there.dtype, there.layers, there.selection) != (
+            is_new = f"{self.path}/{spec.variable}/zarr.json" in created
+            stored = declared[spec.variable] if is_new else self.spec(spec.variable)
+            if (stored.dims, stored.tail, stored.dtype, stored.layers, stored.selection) != (
                 spec.dims,
                 spec.tail,
                 spec.dtype,
@@ -631,66 +712,76 @@ class Entry:
                 spec.selection,
             ):
                 raise ShapeError(
-                    f"run {self.digest[:12]} already stores {spec.variable} as {there}; expected {spec}"
+                    f"run {self.digest[:12]} already stores {spec.variable} as {stored}; expected {spec}"
                 )
 
     def _metadata(self, spec: ArraySpec, layout: ShardLayout) -> bytes:
-        """The `zarr.json` of a variable."""
+        """`zarr.json` of a variable."""
         bounds, dims = self.bounds(spec.packed), spec.dims
         front = () if spec.layers is None else (spec.layers,)
         packed = layout.rows * len(self.segments) if spec.packed == "pair" else int(bounds[-1])
         attributes: dict[str, Any] = {"long_name": spec.long_name, "units": spec.unit}
         attributes["mizarr"] = spec.attributes()
         if spec.dtype == QUANTISED:
-            about = f"{spec.variable} * {scale_name(spec.variable)}, each scale for {BLOCK} on the last axis"
-            attributes["values"] = about
+            formula = (
+                f"{spec.variable} * {scale_name(spec.variable)}, each scale for {BLOCK} on the last axis"
+            )
+            attributes["values"] = formula
         if spec.combine is not None:
             attributes["values"] = how_combined(spec.combine, spec.over or 0, spec.dims)
         if spec.packed not in ("token", "segment") and len(self.segments) > 1:
-            # For readers without mizarr: pair i of segment n lies at n * shard length + i - pair_bounds[n];
-            # what is between means nothing. So do prompts, whose axis with gaps is not that of their labels.
+            # Zarr's grid is regular, so the rows of a segment start at the start of its shard and the axis
+            # has gaps. For readers without mizarr: row i of segment n lies at n * shard length + i -
+            # pair_bounds[n]. The prompt axis with gaps gets a name of its own, as one dimension cannot have
+            # two lengths.
             packed = layout.rows * len(self.segments)
             attributes[f"{spec.packed}_bounds"] = bounds.tolist()
             dims = tuple("prompt_slot" if dim == "prompt_id" else dim for dim in dims)
         return layout.metadata((*front, packed, *spec.tail), dims, attributes)
 
     def _array(self, variable: str) -> tuple[ArraySpec, ShardLayout]:
-        """Spec and layout of a variable, as its `zarr.json` has them now, or as it is planned."""
-        if variable in self._planned:
-            return self._planned[variable]
+        """Description and layout of a variable, from its current `zarr.json` or from `planned`."""
+        if variable in self._plans:
+            return self._plans[variable]
         self._expect_same_run()
         if variable not in self._array_files:
             self._array_files[variable] = Watched(self.folder, f"{self.path}/{variable}/zarr.json")
-        text, known = self._array_files[variable].get(), self._known.get(variable)
-        if known is None or known[0] is not text:
-            found = self._read_array(variable)
-            if text is None or found is None:
-                held = self.specs
-                near = nearest(variable, held)
+        text, cached = self._array_files[variable].get(), self._parsed.get(variable)
+        if cached is None or cached[0] is not text:
+            parsed = self._read_array(variable)
+            if text is None or parsed is None:
+                specs = self.specs
+                near = nearest(variable, specs)
                 raise EntryNotFound(
-                    f"run {self.digest[:12]} has no variable {variable!r}; it has {', '.join(held) or 'none'}"
-                    f"{f', nearest is {near!r}' if near else ''}. Capture it first"
+                    f"run {self.digest[:12]} has no variable {variable!r}; it has "
+                    f"{', '.join(specs) or 'none'}{f', nearest is {near!r}' if near else ''}. Capture it "
+                    "first"
                 )
-            known = self._known[variable] = (text, *found)
-        return known[1:]
+            cached = self._parsed[variable] = (text, *parsed)
+        return cached[1:]
 
     def _expect_same_run(self) -> None:
-        """Raise EntryNotFound if the run's folder was removed, and made again with other segments, since."""
+        """Raise EntryNotFound if the run was removed, or removed and created again with other segments."""
         text = self._group_file.get()
-        if text is self._group_seen:
+        # Identity, not equality: `Watched` returns the same object until the file changes.
+        if text is self._verified_group:
             return
-        # The folder's name digests everything else that decides what rows mean.
-        length = None if text is None else _checked(self.folder, self.path, text)["mizarr"]["segment_tokens"]
+        # The folder's name is a digest of the run and dtype; only the segment length is not part of it.
+        length = (
+            None
+            if text is None
+            else _verified_attributes(self.folder, self.path, text)["mizarr"]["segment_tokens"]
+        )
         if length != self.segment_tokens:
-            found = "no run" if text is None else f"one in segments of {length} tokens"
+            current = "no run" if text is None else f"one in segments of {length} tokens"
             raise EntryNotFound(
                 f"{self.folder.where(self.path)}: expected run {self.digest[:12]} in segments of "
-                f"{self.segment_tokens} tokens, as it was opened, found {found}; open it again"
+                f"{self.segment_tokens} tokens, as it was opened, found {current}; open it again"
             )
-        self._group_seen = text
+        self._verified_group = text
 
     def _read_array(self, variable: str) -> tuple[ArraySpec, ShardLayout] | None:
-        """Spec and layout that a `zarr.json` declares; None for an array of labels, or none at all."""
+        """Parse a variable's `zarr.json`; None if it is missing or describes a coordinate."""
         text = self.folder.get(f"{self.path}/{variable}/zarr.json")
         if text is None:
             return None
@@ -711,17 +802,17 @@ class Entry:
                 f"{where}: expected an array as it was captured, found it stored again with other codecs or "
                 f"chunks; {REPAIR}"
             )
-        told = fields.get("selection")
-        selection = None if told is None else self._selection(fields["dims"], told)
+        canonical = fields.get("selection")
+        selection = None if canonical is None else self._selection(fields["dims"], canonical)
         return ArraySpec.from_attributes(fields, selection), layout
 
-    def _selection(self, dims: Sequence[str], told: Mapping[str, Any]) -> Selection:
-        """The selection an array's attributes name; a mask from the tokens stored with its axis."""
+    def _selection(self, dims: Sequence[str], canonical: Mapping[str, Any]) -> Selection:
+        """Selection from an array's attributes; a mask also needs the token list stored with its axis."""
         axis = next(dim for dim in dims if dim.startswith(AXIS))
         if axis not in self._selections:
-            kept = read_selected(self.folder, self.path, axis) if "mask" in told else None
+            token_indices = read_selected(self.folder, self.path, axis) if "mask" in canonical else None
             try:
-                self._know(from_canonical(told, kept))
+                self._register(from_canonical(canonical, token_indices))
             except (ValueError, IndexError) as error:
                 raise CorruptEntry(
                     f"{self.folder.where(self.path)}/{axis}: expected the tokens that were selected, found "
@@ -729,18 +820,18 @@ class Entry:
                 ) from error
         return self._selections[axis]
 
-    def _know(self, selection: Selection | None) -> None:
+    def _register(self, selection: Selection | None) -> None:
         if selection is not None:
             self._selections[selection.axis] = selection
 
     def _check_rows(self, variable: str, layer: int | None, n: int, rows: Array) -> None:
-        """Raise ShapeError unless these are the rows of that segment, as declared."""
+        """Raise ShapeError unless the rows have the declared shape, dtype and order of that segment."""
         spec = self.spec(variable)
         if (spec.layers is None) != (layer is None) or (
             layer is not None and not 0 <= layer < (spec.layers or 0)
         ):
-            has = "no layer axis" if spec.layers is None else f"layers 0 to {spec.layers - 1}"
-            raise ShapeError(f"{variable} has {has}, found layer {layer}")
+            layers = "no layer axis" if spec.layers is None else f"layers 0 to {spec.layers - 1}"
+            raise ShapeError(f"{variable} has {layers}, found layer {layer}")
         if not 0 <= n < len(self.segments):
             raise ShapeError(f"expected a segment from 0 to {len(self.segments) - 1}, found {n}")
         expected = (self.rows(variable, n), *spec.tail)
@@ -755,21 +846,23 @@ class Entry:
                 f"{list(expected)} in C order, found {rows.dtype} of shape {list(rows.shape)}{order}"
             )
 
-    def _place(self, variable: str, layer: int | None, n: int) -> str:
+    def _describe(self, variable: str, layer: int | None, n: int) -> str:
         return f"segment {n} of {cell_name((variable, layer))} in run {self.digest[:12]}"
 
-    def _absent(self, variable: str, layer: int | None, n: int, what: str) -> str:
-        return f"{self._place(variable, layer, n)} is not {what}; capture it first"
+    def _missing_message(self, variable: str, layer: int | None, n: int, state: str) -> str:
+        return f"{self._describe(variable, layer, n)} is not {state}; capture it first"
 
     def _completed(
-        self, cell: VariableLayer, held: Sequence[Mapping[VariableLayer, Written]]
+        self, cell: VariableLayer, segments: Sequence[Mapping[VariableLayer, FileChecksum]]
     ) -> tuple[Record, bytes]:
-        """The record and the manifest of a cell whose segments are all committed."""
+        """Record and manifest of a cell whose segments are all committed."""
         variable, layer = cell
         layout = self.layout(variable)
-        files = {layout.path(variable, layer, n): segment[cell] for n, segment in enumerate(held)}
-        spec, parts = self.spec(variable), self._parts(cell)
+        files = {layout.path(variable, layer, n): segment[cell] for n, segment in enumerate(segments)}
+        spec, parts = self.spec(variable), self._stored_parts(cell)
         *scales, contents = map(self._committed.contents, parts)
+        # R covers dtype, shape of a row and uncompressed checksums, but neither compression nor the segment
+        # paths.
         described = ["shards", spec.dtype, list(spec.tail), contents, *scales]
         content = content_digest(canonical_json(described).encode())
         plain = dict(zip(files, contents, strict=True)) if layout.codec else {}
@@ -781,7 +874,7 @@ class Entry:
 
 
 def dtype_of(arrays: Sequence[ArraySpec]) -> str:
-    """The one storage dtype of the run that arrays are of; ShapeError if there are several, or none."""
+    """Common storage dtype of the arrays of a run; ShapeError if there are several, or no arrays."""
     dtypes = sorted({spec.run_dtype or spec.dtype for spec in arrays})
     if len(dtypes) != 1:
         raise ShapeError(
@@ -790,29 +883,35 @@ def dtype_of(arrays: Sequence[ArraySpec]) -> str:
     return dtypes[0]
 
 
-def _length(folder: Folder, path: str) -> int | None:
-    """The segment length of an entry; None when there is no entry."""
+def _segment_length(folder: Folder, path: str) -> int | None:
+    """Tokens per segment of an existing entry; None for a new run."""
     if folder.get(f"{path}/zarr.json") is None:
         return None
     return int(group_attributes(folder, path)["mizarr"]["segment_tokens"])
 
 
 def group_attributes(folder: Folder, path: str) -> dict[str, Any]:
-    """The attributes of an entry's group; EntryNotFound if there is none, CorruptEntry if they are others."""
+    """Attributes of an entry's group.
+
+    Raises:
+        EntryNotFound: There is no entry.
+        CorruptEntry: The attributes were changed.
+    """
     text = folder.get(f"{path}/zarr.json")
     if text is None:
         raise EntryNotFound(f"{folder.where(path)} holds no stored run; see `mizarr ls`")
-    return _checked(folder, path, text)
+    return _verified_attributes(folder, path, text)
 
 
-def _checked(folder: Folder, path: str, text: bytes) -> dict[str, Any]:
-    """Attributes in the `zarr.json` of a group. Raises CorruptEntry unless they are as they were written."""
+def _verified_attributes(folder: Folder, path: str, text: bytes) -> dict[str, Any]:
+    """Parse and verify the `zarr.json` of a group; CorruptEntry if it was changed."""
     try:
         attributes: dict[str, Any] = read_json(text)["attributes"]
-        about = attributes["mizarr"]
-        run = RunKey.of_request(about["run"])
-        sound = about["check"] == _check_of(attributes)
-        sound = sound and entry_path(entry_digest(run, about["dtype"])) == path
+        fields = attributes["mizarr"]
+        run = RunKey.of_request(fields["run"])
+        sound = fields["check"] == _attributes_digest(attributes)
+        # The folder name is a digest of the key, so attributes copied from another run are detected.
+        sound = sound and entry_path(entry_digest(run, fields["dtype"])) == path
     except (ValueError, KeyError, TypeError, AttributeError):
         sound = False
     if not sound:
@@ -823,7 +922,7 @@ def _checked(folder: Folder, path: str, text: bytes) -> dict[str, Any]:
     return attributes
 
 
-def _check_of(attributes: Mapping[str, Any]) -> str:
-    """`sha256:…` of a group's attributes, but for the check itself."""
-    about = {name: value for name, value in attributes["mizarr"].items() if name != "check"}
-    return content_digest(canonical_json({**attributes, "mizarr": about}).encode())
+def _attributes_digest(attributes: Mapping[str, Any]) -> str:
+    """Checksum of a group's attributes, without the field that holds it."""
+    fields = {name: value for name, value in attributes["mizarr"].items() if name != "check"}
+    return content_digest(canonical_json({**attributes, "mizarr": fields}).encode())

@@ -1,9 +1,9 @@
-"""Shards mapped lately, so that reading one again opens nothing, and how much of them may lie in memory.
+"""Cache of memory-mapped shards, with limits on open maps and on resident memory.
 
-A map holds a file descriptor, and a process has so many of them, however many runs it reads. So one line
-tells which shards of all runs were read least lately, and their maps are let go of; rows in hand stay.
-
-Border: files of a known layout in, rows out; knows no runs.
+A map holds a file descriptor (before Python 3.13 there is no way round it), and the limit on descriptors is
+one per process, while a harvest has more shards than that and a comparison reads many runs. So one LRU order
+covers the shards of all runs. Memory is limited per run instead: with a common limit, two runs read in turns
+from a bucket would evict each other's chunks and download everything twice.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from ..files import Folder, Stamp
 from .archived import read_archived
 from .shards import ShardLayout, ShardRows, read_shard
 
-MAPPED = 4096
-"""Shards that this process keeps mapped at most; systems allow some ten thousand maps."""
+MAX_MAPPED = 4096
+"""Upper limit on mapped shards in this process; the kernel's limit on maps is some ten thousand."""
 SHARE = 4
-"""One in so many of the files this process may have open: 256 of the usual 1024."""
+"""Mapped shards use at most this fraction (1/4) of the file descriptors: 256 of the usual 1024."""
 RESIDENT = 3 << 25
-"""Bytes of a run's shards that may lie in this process's memory: a scan of any corpus takes no more."""
+"""Bytes of one run's shards that may be resident in memory, so that scanning a corpus needs no more."""
 
 
 class MappedShards:
-    """Shards of one run, with what was checked of them; safe for any number of threads."""
+    """Mapped shards of one run, and which of their chunks are verified. Safe for any number of threads."""
 
     def __init__(self, folder: Folder) -> None:
         self._folder = folder
@@ -34,90 +34,104 @@ class MappedShards:
         self._resident: OrderedDict[str, int] = OrderedDict()
         self._resident_bytes = 0
         self._lock = threading.Lock()
-        self._me = _LINE.join(self)
+        self._handle = _LRU.register(self)
 
-    def rows(self, name: str, layout: ShardLayout, rows: int, what: str) -> ShardRows:
-        """Rows of a shard, read-only: [rows, *tail]. what: these rows, as an error names them.
+    def rows(self, name: str, layout: ShardLayout, rows: int, label: str) -> ShardRows:
+        """Rows of a shard, [rows, *tail], read-only.
 
-        Raises FileNotFoundError; CorruptEntry for a file cut short, or an index that is not intact.
+        Arguments:
+            name: Path of the shard.
+            layout: Its layout.
+            rows: Number of valid rows.
+            label: Names these rows in error messages.
+
+        Raises:
+            FileNotFoundError: There is no such file.
+            CorruptEntry: The file is cut short or its index is damaged.
         """
         stat = self._folder.glance(name)
         if stat is None:
             raise FileNotFoundError(name)
-        # Another stamp: quarantined and written anew, or changed in place, since it was mapped.
+        # A new stamp: the shard was quarantined and written again, or changed in place, since it was mapped.
         with self._lock:
-            known = self._mapped.get(name)
-            if known is None or known[0] != stat.stamp or known[1] != layout or len(known[2]) != rows:
+            cached = self._mapped.get(name)
+            if cached is None or cached[0] != stat.stamp or cached[1] != layout or len(cached[2]) != rows:
                 mapped = self._folder.mapped(name)
                 read = read_archived if layout.codec else read_shard
-                known = self._mapped[name] = (stat.stamp, layout, read(mapped, layout, rows, what))
-            known[2].remembers = stat.is_settled
-            self._bound_memory(name, known[2])
-            too_many = _LINE.used(self._me, name)
-        # Without a lock of one's own, as that of another run is taken.
-        for run, old in too_many:
+                cached = self._mapped[name] = (stat.stamp, layout, read(mapped, layout, rows, label))
+            cached[2].checks_once = stat.is_settled
+            self._bound_memory(name, cached[2])
+            evicted = _LRU.mark_used(self._handle, name)
+        # Outside our lock: `forget` takes the lock of another run, which may be waiting for ours.
+        for run, oldest in evicted:
             if (shards := run()) is not None:
-                shards.forget(old)
-        return known[2]
+                shards.forget(oldest)
+        return cached[2]
 
     def forget(self, name: str) -> None:
-        """Let go of a map, if it is held; who has rows of it keeps them."""
+        """Drop a map from the cache; rows in a caller's hands keep it alive."""
         with self._lock:
             self._mapped.pop(name, None)
             self._resident_bytes -= self._resident.pop(name, 0)
 
     def _bound_memory(self, name: str, rows: ShardRows) -> None:
-        """Let go of the pages of shards that were not asked for lately, now that this one will be read."""
+        """Release pages of the least recently used shards, to make room for one that will be read now."""
+        # Counted as if a shard were read completely; the true residency is not worth a system call per
+        # access.
         self._resident_bytes += rows.nbytes - self._resident.pop(name, 0)
         self._resident[name] = rows.nbytes
         while self._resident_bytes > RESIDENT and len(self._resident) > 1:
-            old, nbytes = self._resident.popitem(last=False)
+            oldest, nbytes = self._resident.popitem(last=False)
             self._resident_bytes -= nbytes
-            if self._mapped[old][2].is_fetched:
-                del self._mapped[old]  # memory is all there is of it, or a file of the cache
-                _LINE.left(self._me, old)
+            if self._mapped[oldest][2].is_fetched:
+                # A downloaded shard: dropping the map frees its memory or cache file
+                del self._mapped[oldest]
+                _LRU.remove(self._handle, oldest)
             else:
-                self._mapped[old][2].let_go()
+                self._mapped[oldest][2].release_pages()
 
 
-class _Line:
-    """Shards of all runs that are mapped, those read least lately in front. Takes no lock but its own."""
+class _MappedOrder:
+    """LRU order of the mapped shards of all runs. Takes no lock but its own, so it cannot deadlock."""
 
     def __init__(self) -> None:
-        self._line: OrderedDict[tuple[ref[MappedShards], str], None] = OrderedDict()
-        self._gone: deque[ref[MappedShards]] = deque()
+        self._order: OrderedDict[tuple[ref[MappedShards], str], None] = OrderedDict()
+        self._collected: deque[ref[MappedShards]] = deque()
         self._lock = threading.Lock()
 
-    def join(self, shards: MappedShards) -> ref[MappedShards]:
-        """What stands for a run here, without keeping it alive; with a run its maps go."""
-        return ref(shards, self._gone.append)  # at any moment: whoever holds the lock may be told of it
+    def register(self, shards: MappedShards) -> ref[MappedShards]:
+        """Register a run; returns a weak reference as its handle, so that the maps are freed with the run."""
+        # The callback may run at any moment, even while this thread holds the lock: it only appends to a
+        # deque.
+        return ref(shards, self._collected.append)
 
-    def used(self, run: ref[MappedShards], name: str) -> list[tuple[ref[MappedShards], str]]:
-        """A shard goes to the end; returns those at the front that are too many, and stand here no more."""
+    def mark_used(self, run: ref[MappedShards], name: str) -> list[tuple[ref[MappedShards], str]]:
+        """Mark a shard as most recently used; returns (and removes) the shards that exceed the limit."""
         with self._lock:
-            while self._gone:
-                gone = self._gone.popleft()
-                for place in [place for place in self._line if place[0] is gone]:
-                    del self._line[place]
-            self._line[run, name] = None
-            self._line.move_to_end((run, name))
-            return [self._line.popitem(last=False)[0] for _ in range(len(self._line) - most_mapped())]
+            while self._collected:
+                collected = self._collected.popleft()
+                for entry in [entry for entry in self._order if entry[0] is collected]:
+                    del self._order[entry]
+            self._order[run, name] = None
+            self._order.move_to_end((run, name))
+            return [self._order.popitem(last=False)[0] for _ in range(len(self._order) - max_mapped())]
 
-    def left(self, run: ref[MappedShards], name: str) -> None:
-        """A shard is mapped no more."""
+    def remove(self, run: ref[MappedShards], name: str) -> None:
+        """Remove a shard that is no longer mapped."""
         with self._lock:
-            self._line.pop((run, name), None)
+            self._order.pop((run, name), None)
 
 
-def most_mapped() -> int:
-    """Shards this process may keep mapped, by how many files it may have open now."""
+def max_mapped() -> int:
+    """Limit on mapped shards, given how many files this process may open."""
     with suppress(ImportError):
         import resource
 
         files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         if files != resource.RLIM_INFINITY:
-            return max(1, min(MAPPED, files // SHARE))
-    return MAPPED
+            return max(1, min(MAX_MAPPED, files // SHARE))
+    return MAX_MAPPED
 
 
-_LINE = _Line()
+# One per process, as the limit on descriptors is.
+_LRU = _MappedOrder()

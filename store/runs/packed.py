@@ -1,12 +1,10 @@
-"""Prompts laid end to end on one token axis: what a run is computed over.
+"""`PackedTokens`: the token ids of many prompts, end to end on one token axis. Input of every run.
 
-Border: token ids only. How text became ids, and what a model makes of them, is decided elsewhere; texts and
-character offsets travel along as labels and never enter the digest.
+The layout is CF's "contiguous ragged array": one array of ids, and the number of tokens of each prompt. There
+is no padding and no array per prompt. The prompt and position of a token follow from the row starts; they are
+computed only for requested slices, because for a billion tokens these two columns would take 8 GB.
 
-A corpus is one array of ids and the number of tokens of each prompt (CF "contiguous ragged array"): no
-padding, no array per prompt. Which prompt a token belongs to, and its position in it, follow from the row
-starts; for a billion tokens these two columns would be 8 GB, so they are only ever computed for the slice
-that is asked for.
+Texts and character offsets are labels; they are not part of the digest.
 
 Axes: token (packed, all prompts), prompt (rows of the ragged array).
 """
@@ -27,12 +25,11 @@ import numpy.typing as npt
 from ..errors import PromptError
 
 MATRICES = ("pair", "square")
-"""Packed axes of attention matrices: their lower triangles, or all of them."""
+"""Packed axes of attention matrices: "pair" is the lower triangle, "square" the whole matrix."""
 _BLOCK = 1 << 22  # tokens per step when a long id array is streamed: 16 MiB
-_LET_GO = (
-    1 << 30
-)  # bytes of mapped ids from which they are not kept in memory behind the one who streams them
-_PAGEOUT = 21  # MADV_PAGEOUT of Linux, which Python's mmap does not name
+# Mapped id files of at least this many bytes are dropped from memory after each block.
+_PAGE_OUT_BYTES = 1 << 30
+_PAGEOUT = 21  # Linux's MADV_PAGEOUT, which Python's mmap module does not define
 _MAX_ID = np.iinfo(np.int32).max
 
 Ids = npt.NDArray[np.int32]
@@ -43,25 +40,29 @@ Sizes = npt.NDArray[np.int64]
 class PackedTokens:
     """Token ids of many prompts, end to end.
 
-    ids: int32 [token], every id >= 0.
-    row_size: int64 [prompt], tokens per prompt, each >= 1, summing to len(ids).
-    texts: the prompts as text, one each, or None.
-    char_start, char_end: int32 [token], half-open character span of each token in its text, or None.
-    Two PackedTokens are equal when their ids and row sizes are; labels do not count.
-    Raises PromptError for an empty prompt, for no prompt at all, and for columns that do not fit together.
+    Two instances are equal if their ids and row sizes are; labels do not count.
+
+    Raises:
+        PromptError: A prompt is empty, there is no prompt, or columns have inconsistent lengths.
     """
 
     ids: Ids
+    """int32 [token], every id >= 0."""
     row_size: Sizes
+    """int64 [prompt]: tokens per prompt, each >= 1, with sum len(ids)."""
     texts: Sequence[str] | None = None
+    """The prompts as text [prompt]."""
     char_start: Ids | None = None
+    """int32 [token]: first character of the token in its text."""
     char_end: Ids | None = None
+    """int32 [token]: end (exclusive) of the token's characters in its text."""
 
     def __post_init__(self) -> None:
         sizes = _column("row_size", self.row_size, np.int64)
         ids = _column("ids", self.ids, np.int32)
         if len(sizes) == 0:
             raise PromptError("expected at least one prompt, found none; pass a non-empty list of prompts")
+        # An empty prompt would have no last token, which states and "last" selections need.
         if len(empty := np.flatnonzero(sizes <= 0)):
             raise PromptError(
                 f"prompt {int(empty[0])} is empty ({int(sizes[empty[0]])}), expected at least one token; "
@@ -71,6 +72,7 @@ class PackedTokens:
             raise PromptError(
                 f"expected row sizes that sum to {len(ids)} token ids, found {int(sizes.sum())}"
             )
+        # The dataclass is frozen; the validated, read-only columns replace what was passed.
         object.__setattr__(self, "ids", ids)
         object.__setattr__(self, "row_size", sizes)
         if self.texts is not None and len(self.texts) != len(sizes):
@@ -93,7 +95,10 @@ class PackedTokens:
     ) -> PackedTokens:
         """Pack one list of ids per prompt.
 
-        texts: one per prompt.  offsets: per prompt, per token the character span (start, end) in its text.
+        Arguments:
+            prompts: Token ids of each prompt.
+            texts: The prompts as text.
+            offsets: Per prompt and token, the character span (start, end) in the text.
 
         >>> tokens = PackedTokens.from_lists([[5, 6, 7], [8]])
         >>> tokens.ids.tolist(), tokens.row_size.tolist(), tokens.row_start.tolist()
@@ -146,73 +151,77 @@ class PackedTokens:
 
     @property
     def digest(self) -> str:
-        """`sha256:…` of the ids (int32 LE) followed by the row sizes (int64 LE): what a run is keyed by.
+        """`sha256:…` of the ids (int32 LE) followed by the row sizes (int64 LE); part of the run's key.
 
-        Raises PromptError for an id below 0.
+        Raises:
+            PromptError: An id is negative.
         """
-        return _digest_of(*self._looked_over)
+        return _checked_digest(*self._digest_and_largest)
 
     @property
     def largest(self) -> int:
-        """The largest id, those below 0 being taken without their sign: larger than any vocabulary."""
-        return self._looked_over[1]
+        """Largest id, read as unsigned: a negative id counts as larger than any vocabulary."""
+        return self._digest_and_largest[1]
 
     @cached_property
-    def _looked_over(self) -> tuple[str, int]:
-        """Digest and largest id, of one pass over a corpus."""
-        return _looked_over(self.ids, self.row_size)
+    def _digest_and_largest(self) -> tuple[str, int]:
+        """Digest and largest id, computed together because a pass over a large corpus is slow."""
+        return _digest_and_largest(self.ids, self.row_size)
 
     def holds(self, token: int) -> bool:
-        """Whether any prompt has this token."""
+        """Whether `token` occurs in any prompt."""
         return any(bool((block == token).any()) for block in _blocks(self.ids))
 
     def row(self, i: int) -> slice:
-        """Where prompt `i` lies on the token axis; negative `i` counts from the end."""
+        """Slice of prompt `i` on the token axis; a negative `i` counts from the end."""
         if not -self.n_prompts <= i < self.n_prompts:
             raise PromptError(f"expected a prompt index below {self.n_prompts}, found {i}")
         start = int(self.row_start[i])
         return slice(start, start + int(self.row_size[i]))
 
     def prompt(self, i: int) -> Ids:
-        """Ids of prompt `i`, int32 [token], a view."""
+        """Ids of prompt `i`, int32 [token], as a view."""
         return self.ids[self.row(i)]
 
     def prompt_digest(self, i: int) -> str:
-        """Digest of prompt `i` alone: that of a PackedTokens which holds only it."""
-        return _digest_of(*_looked_over(self.prompt(i), np.array([self.row_size[i]], np.int64)))
+        """Digest of prompt `i` alone, equal to that of a PackedTokens with this single prompt."""
+        return _checked_digest(*_digest_and_largest(self.prompt(i), np.array([self.row_size[i]], np.int64)))
 
     def prompt_of(self, tokens: slice | range | npt.NDArray[np.integer[Any]] | int) -> Ids:
-        """Prompt index of each given token, int32; `tokens` are packed indices or a slice."""
-        at = self._indices(tokens)
-        return (np.searchsorted(self.row_start, at, side="right") - 1).astype(np.int32)
+        """Prompt index of tokens, int32. `tokens` are indices on the token axis, or a slice of it."""
+        indices = self._indices(tokens)
+        # side="right": the token at a prompt's start belongs to it, not to the previous prompt.
+        return (np.searchsorted(self.row_start, indices, side="right") - 1).astype(np.int32)
 
     def position_of(self, tokens: slice | range | npt.NDArray[np.integer[Any]] | int) -> Ids:
-        """Position of each given token in its prompt, int32; `tokens` are packed indices or a slice."""
-        at = self._indices(tokens)
-        return (at - self.row_start[self.prompt_of(at)]).astype(np.int32)
+        """Position of tokens in their prompt, int32. `tokens` are indices on the token axis, or a slice of
+        it."""
+        indices = self._indices(tokens)
+        return (indices - self.row_start[self.prompt_of(indices)]).astype(np.int32)
 
     def select(self, prompts: Sequence[int] | npt.NDArray[np.integer[Any]]) -> PackedTokens:
-        """The given prompts, in the given order, packed anew with their labels."""
-        at = self.tokens_of(prompts)
+        """Subset of prompts with their labels, packed in the order of `prompts`."""
+        indices = self.tokens_of(prompts)
         return PackedTokens(
-            self.ids[at],
+            self.ids[indices],
             self.row_size[np.asarray(prompts, np.int64)],
             None if self.texts is None else [self.texts[int(i)] for i in prompts],
-            None if self.char_start is None else self.char_start[at],
-            None if self.char_end is None else self.char_end[at],
+            None if self.char_start is None else self.char_start[indices],
+            None if self.char_end is None else self.char_end[indices],
         )
 
     def tokens_of(self, prompts: Sequence[int] | npt.NDArray[np.integer[Any]]) -> Sizes:
-        """Packed indices of all tokens of the given prompts, prompt by prompt, int64."""
+        """Indices on the token axis of all tokens of `prompts`, prompt by prompt, int64."""
         rows = [self.row(int(i)) for i in prompts]
         return np.concatenate([np.empty(0, np.int64), *(np.arange(row.start, row.stop) for row in rows)])
 
     def starts_on(self, axis: str, tokens: Sizes) -> Sizes:
-        """Where tokens start on a packed axis: what of it belongs to the tokens before each, int64 [token].
+        """First row of tokens on a packed axis, int64 [token]: the number of rows that earlier tokens own.
 
-        axis: "token"; "pair", where a token owns one for each token its prompt has up to it; "square", where
-        it owns one for each token of its prompt; "prompt_id", where the last token of a prompt owns it.
-        tokens: packed indices, the end of the axis included.
+        Arguments:
+            axis: "token", "pair", "square" or "prompt_id"; see `ArraySpec.dims` for which token owns which
+                rows.
+            tokens: Indices on the token axis; its end is allowed.
         """
         if axis == "token":
             return tokens
@@ -220,25 +229,28 @@ class PackedTokens:
             return np.searchsorted(self.row_start + self.row_size, tokens, side="right").astype(np.int64)
         sizes = self.row_size
         prompt = np.searchsorted(self.row_start, tokens, side="right") - 1
+        # Rows of whole prompts before, plus rows of earlier tokens in the same prompt.
         whole = np.concatenate([[0], np.cumsum(rows_before(axis, sizes, sizes))])
         starts: Sizes = whole[prompt] + rows_before(axis, tokens - self.row_start[prompt], sizes[prompt])
         return starts
 
     def shared_start(self, other: PackedTokens) -> int:
-        """Tokens of the prompts, from the first on, that both have."""
+        """Length in tokens of the common prefix of whole prompts."""
         count = min(self.n_prompts, other.n_prompts)
-        alike = self.row_size[:count] == other.row_size[:count]
-        count = int(np.argmin(alike)) if not alike.all() else count
+        is_equal = self.row_size[:count] == other.row_size[:count]
+        count = int(np.argmin(is_equal)) if not is_equal.all() else count
         end = int(self.row_start[count - 1] + self.row_size[count - 1]) if count else 0
         for start in range(0, end, _BLOCK):
-            same = self.ids[start : min(start + _BLOCK, end)] == other.ids[start : min(start + _BLOCK, end)]
-            if not same.all():
-                prompt = int(self.prompt_of(start + int(np.argmin(same))))
+            is_same = (
+                self.ids[start : min(start + _BLOCK, end)] == other.ids[start : min(start + _BLOCK, end)]
+            )
+            if not is_same.all():
+                prompt = int(self.prompt_of(start + int(np.argmin(is_same))))
                 return int(self.row_start[prompt])
         return end
 
     def rows_per_token(self, axis: str) -> float:
-        """How many rows of a packed axis a token owns in the mean."""
+        """Mean number of rows on a packed axis per token."""
         return float(self.starts_on(axis, np.array([self.n_tokens]))[0]) / self.n_tokens
 
     def _indices(self, tokens: slice | range | npt.NDArray[np.integer[Any]] | int) -> Sizes:
@@ -250,13 +262,18 @@ class PackedTokens:
 
 
 def rows_before(axis: str, position: Sizes, size: Sizes) -> Sizes:
-    """Rows of a prompt's attention matrix that belong to its tokens before a position: on "pair" its lower
-    triangle, on "square" all of it. size: tokens of the prompt."""
+    """Rows of a prompt's attention matrix owned by the tokens before a position.
+
+    Arguments:
+        axis: "pair" (lower triangle) or "square" (whole matrix).
+        position: Position in the prompt.
+        size: Tokens of the prompt.
+    """
     return position * size if axis == "square" else position * (position + 1) // 2
 
 
 def _column(name: str, values: npt.ArrayLike, dtype: type[np.int32] | type[np.int64]) -> npt.NDArray[Any]:
-    """`values` as a read-only 1-d view of `dtype`; a memory map stays one."""
+    """Convert to a read-only one-dimensional view of `dtype`; a memory map stays a map."""
     array = np.asarray(values)
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
         raise PromptError(f"expected {name} as a row of integers, found {array.dtype} of shape {array.shape}")
@@ -274,22 +291,23 @@ def _prompt_ids(i: int, ids: Sequence[int] | npt.NDArray[Any]) -> Ids:
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
         raise PromptError(f"prompt {i}: expected a row of ids, found {array.dtype} of shape {array.shape}")
     if array.size and not 0 <= int(array.min()) <= int(array.max()) <= _MAX_ID:
-        found = f"{array.min()} to {array.max()}"
-        raise PromptError(f"prompt {i}: expected token ids from 0 to {_MAX_ID}, found {found}")
+        range_text = f"{array.min()} to {array.max()}"
+        raise PromptError(f"prompt {i}: expected token ids from 0 to {_MAX_ID}, found {range_text}")
     return array.astype(np.int32)
 
 
-def _digest_of(digest: str, largest: int) -> str:
+def _checked_digest(digest: str, largest: int) -> str:
     if largest > _MAX_ID:
         below = largest - (1 << 32)
         raise PromptError(f"expected token ids >= 0, found {below}; check the tokenizer's output")
     return digest
 
 
-def _looked_over(ids: Ids, sizes: Sizes) -> tuple[str, int]:
-    """Digest, and the largest id without its sign."""
+def _digest_and_largest(ids: Ids, sizes: Sizes) -> tuple[str, int]:
+    """Digest, and the largest id read as unsigned."""
     state, largest = hashlib.sha256(), 0
     for block in _blocks(ids):
+        # Unsigned view: one maximum finds negative ids as well as ids beyond the vocabulary.
         plain = np.ascontiguousarray(block, "<i4")
         largest = max(largest, int(plain.view("<u4").max()))
         state.update(plain.data)
@@ -298,31 +316,31 @@ def _looked_over(ids: Ids, sizes: Sizes) -> tuple[str, int]:
 
 
 def _blocks(ids: Ids) -> Iterator[Ids]:
-    """Ids from the first to the last, a block at a time.
+    """Yield the ids in blocks.
 
-    Of a large file that is mapped, blocks behind are handed back to the system at once: streamed, it would
-    push out of memory what others read (and where a virtual machine gets its memory as it touches it, that
-    took three quarters of the plan of a billion tokens). What other processes have mapped stays.
+    After each block of a large memory-mapped file its pages are given back to the kernel (MADV_PAGEOUT):
+    streaming would otherwise evict what other processes read. On a virtual machine that gets memory on first
+    touch, the page faults took three quarters of the time of planning a run of a billion tokens.
     """
-    mapped = _map_under(ids) if ids.nbytes >= _LET_GO else None
+    mapped = _mmap_of(ids) if ids.nbytes >= _PAGE_OUT_BYTES else None
     for start in range(0, len(ids), _BLOCK):
         block = ids[start : start + _BLOCK]
         yield block
         if mapped is not None:
-            _let_go(mapped, block)
+            _page_out(mapped, block)
 
 
-def _map_under(ids: Ids) -> mmap.mmap | None:
-    """The map of a file that an array is a view of."""
-    under: Any = ids
-    while isinstance(under, np.ndarray):
-        under = under.base
-    return under if isinstance(under, mmap.mmap) and ids.flags.c_contiguous else None
+def _mmap_of(ids: Ids) -> mmap.mmap | None:
+    """Memory map under an array view; None for an array in ordinary memory."""
+    owner: Any = ids
+    while isinstance(owner, np.ndarray):
+        owner = owner.base
+    return owner if isinstance(owner, mmap.mmap) and ids.flags.c_contiguous else None
 
 
-def _let_go(mapped: mmap.mmap, block: Ids) -> None:
-    """Tell the system that a block of a map will not be read again soon."""
-    first = np.frombuffer(mapped, np.uint8, 1).ctypes.data
-    start = (block.ctypes.data - first) // mmap.PAGESIZE * mmap.PAGESIZE
-    with suppress(OSError, AttributeError):  # older systems, other systems: memory stays as it is
+def _page_out(mapped: mmap.mmap, block: Ids) -> None:
+    """Advise the kernel that a block of the map will not be read again soon."""
+    base = np.frombuffer(mapped, np.uint8, 1).ctypes.data
+    start = (block.ctypes.data - base) // mmap.PAGESIZE * mmap.PAGESIZE
+    with suppress(OSError, AttributeError):  # not supported by this system: the pages stay, which is harmless
         mapped.madvise(_PAGEOUT, start, block.nbytes)

@@ -1,8 +1,8 @@
-"""Labels that a corpus brings for its prompts (a class, a source, a document), kept beside a run.
+"""Labels that a corpus brings for its prompts (a class, a source, a document), stored beside a run.
 
-    provenance/labels-<when>-<random>.json     columns by name, a value per prompt; the newest counts
+    provenance/labels-<when>-<random>.json     columns by name, one value per prompt; the newest file counts
 
-Part of no key, as two corpora may hold the same tokens under other labels.
+Labels are in no key: two corpora may hold the same tokens under different labels.
 """
 
 from __future__ import annotations
@@ -22,14 +22,25 @@ from ..sealed import sealed, unsealed
 __all__ = ["put_prompt_labels", "read_prompt_labels"]
 
 LARGEST = 32 << 20
-"""Bytes of the labels of a run; of more, which every opening would read, none are kept."""
+"""Limit in bytes on the labels of a run; larger labels, which would slow down every opening, are not
+stored."""
 
 
 def put_prompt_labels(folder: Folder, path: str, columns: Mapping[str, Any]) -> bool:
-    """Keep labels for the run at `path`; whether they are kept now. columns: arrays [prompt] by name."""
+    """Store labels for the run at `path`.
+
+    Arguments:
+        folder: The store's files.
+        path: Folder of the run.
+        columns: Arrays [prompt] by name.
+
+    Returns:
+        Whether they are stored; False if they are too large.
+    """
     values = {name: np.asarray(column).tolist() for name, column in sorted(columns.items())}
     if len(json.dumps(values)) > LARGEST:
         return False
+    # Repeated captures of one corpus must not add a file each.
     if _newest(folder, path) != values:
         name = f"{LABELS}{time.time_ns():020d}-{secrets.token_hex(3)}.json"
         folder.put_new(f"{path}/provenance/{name}", sealed({"columns": values}))
@@ -37,7 +48,11 @@ def put_prompt_labels(folder: Folder, path: str, columns: Mapping[str, Any]) -> 
 
 
 def read_prompt_labels(folder: Folder, path: str) -> dict[str, np.ndarray[Any, Any]]:
-    """The labels of the run at `path`, arrays [prompt] by name; CorruptEntry for a file that is damaged."""
+    """Labels of the run at `path`, as arrays [prompt] by name.
+
+    Raises:
+        CorruptEntry: A label file is damaged.
+    """
     texts = np.dtypes.StringDType()
     return {
         name: np.array(values, texts if isinstance(next(iter(values), 0), str) else None)

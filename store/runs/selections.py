@@ -1,13 +1,13 @@
-"""Selections: which tokens of each prompt an array has rows for, where it has not one for every token.
+"""Selections: arrays with rows for only some tokens of each prompt.
 
     "last"            the last token of each prompt
-    "::16", "1:"      every sixteenth, all but the first: a slice of each prompt
-    [0, 5, -1]        positions, negative ones from the end; what a prompt is too short for it has not
-    a bool array      one per packed token, all prompts end to end
+    "::16", "1:"      every sixteenth; all but the first: a slice of each prompt
+    [0, 5, -1]        positions, negative ones from the end; positions beyond a short prompt are skipped
+    a bool array      a mask with one value per packed token, all prompts end to end
 
-A selection is identity: its name is in the name of what is stored, its canonical form in the description of
-the array. Tokens keep their order, and none is kept twice. Border: numbers of tokens in, places out; which
-activation the rows are of is not asked.
+A selection identifies an array, not a run: its name is part of the variable's name (`resid_post__last`), and
+its canonical form is in the array's attributes. So one run can hold the last tokens and every sixteenth, and
+a later capture adds a selection to it. Tokens keep their order and occur at most once.
 
 Axes: token (packed, all prompts), prompt.
 """
@@ -31,43 +31,45 @@ from .packed import PackedTokens
 
 Places = npt.NDArray[np.int64]
 AXIS = "token_"
-"""What the names of selected axes begin with; the name of the selection follows."""
+"""Prefix of the name of a selection's axis."""
 _SLICE = re.compile(r"\s*(-?\d{0,18})\s*:\s*(-?\d{0,18})\s*(?::\s*(-?\d{0,18})\s*)?")
 _MOST_NAMED = 4
-"""Positions up to which a list is spelled out in its name; a longer one goes by its digest."""
+"""Longest list of positions that is spelled out in a name; longer lists are named by a digest."""
 
 
 class Selection(ABC):
-    """Which tokens of each prompt are kept."""
+    """A rule that selects tokens of each prompt."""
 
     @property
     @abstractmethod
     def name(self) -> str:
-        """As variables and axes are named by it: a word of letters, digits and underscores."""
+        """Part of variable and axis names: letters, digits and underscores."""
 
     @abstractmethod
     def canonical(self) -> dict[str, Any]:
-        """Plain JSON values that identify it."""
+        """JSON values that identify the selection."""
 
     @abstractmethod
     def counts(self, tokens: PackedTokens) -> Places:
-        """Tokens kept of each prompt, int64 [prompt]."""
+        """Number of selected tokens per prompt, int64 [prompt]."""
 
     @abstractmethod
     def places(self, tokens: PackedTokens, prompt: int) -> Places:
-        """Positions kept in one prompt, ascending, int64."""
+        """Selected positions in one prompt, ascending, int64."""
 
     @property
     def axis(self) -> str:
-        """Name of the packed axis that has a row for each token kept."""
+        """Name of the packed axis with a row per selected token."""
         return f"{AXIS}{self.name}"
 
     @abstractmethod
-    def kept(self, tokens: PackedTokens) -> Places:
-        """Packed indices of the tokens kept, ascending, int64."""
+    def indices(self, tokens: PackedTokens) -> Places:
+        """Selected tokens as indices on the token axis, ascending, int64."""
 
     def starts_on(self, tokens: PackedTokens, at: Places) -> Places:
-        """Tokens kept before each packed index, int64; the end of the token axis may be asked for."""
+        """Number of selected tokens before each index on the token axis, int64; its end is allowed."""
+        # Whole prompts before, then a search within the prompt: the mask of a large run is never expanded
+        # here.
         before = _before(self, tokens)
         prompt = np.searchsorted(tokens.row_start, at, side="right") - 1
         inside = [
@@ -78,7 +80,7 @@ class Selection(ABC):
         return starts
 
     def check(self, tokens: PackedTokens) -> None:
-        """Raise PromptError where nothing is kept of these prompts."""
+        """Raise PromptError if nothing is selected in any of these prompts."""
         if not self.counts(tokens).any():
             raise PromptError(
                 f"expected a selection that keeps a token of some prompt, found {self} over prompts of at "
@@ -87,63 +89,65 @@ class Selection(ABC):
 
 
 class _ByLength(Selection):
-    """What is kept of a prompt follows from its length."""
+    """Selection that depends only on the length of a prompt."""
 
     @abstractmethod
     def of_length(self, size: int) -> Places:
-        """Positions kept in a prompt of so many tokens."""
+        """Selected positions in a prompt of `size` tokens."""
 
     def counts(self, tokens: PackedTokens) -> Places:
-        """See `Selection`."""
-        sizes, which = np.unique(tokens.row_size, return_inverse=True)
-        counts: Places = np.array([len(self.of_length(int(size))) for size in sizes], np.int64)[which]
+        """Number of selected tokens per prompt, int64 [prompt]."""
+        sizes, length_index = np.unique(tokens.row_size, return_inverse=True)
+        counts: Places = np.array([len(self.of_length(int(size))) for size in sizes], np.int64)[length_index]
         return counts
 
     def places(self, tokens: PackedTokens, prompt: int) -> Places:
-        """See `Selection`."""
+        """Selected positions in one prompt, int64."""
         return self.of_length(int(tokens.row_size[prompt]))
 
-    def kept(self, tokens: PackedTokens) -> Places:
-        """See `Selection`."""
-        sizes, which, counts = np.unique(tokens.row_size, return_inverse=True, return_counts=True)
-        by_size = np.split(tokens.row_start[np.argsort(which, kind="stable")], np.cumsum(counts)[:-1])
-        found = [
+    def indices(self, tokens: PackedTokens) -> Places:
+        """Selected tokens as indices on the token axis, int64."""
+        # Grouped by prompt length, so that numpy handles all prompts of one length at once.
+        sizes, length_index, counts = np.unique(tokens.row_size, return_inverse=True, return_counts=True)
+        by_size = np.split(tokens.row_start[np.argsort(length_index, kind="stable")], np.cumsum(counts)[:-1])
+        groups = [
             (starts[:, None] + self.of_length(int(size))).ravel()
             for size, starts in zip(sizes, by_size, strict=True)
         ]
-        return np.sort(np.concatenate(found))
+        return np.sort(np.concatenate(groups))
 
 
 @dataclass(frozen=True)
 class Listed(_ByLength):
-    """Positions, ascending as written, negative ones from the end."""
+    """A list of positions."""
 
     positions: tuple[int, ...]
+    """Ascending as numbers; negative ones count from the end."""
 
     def __str__(self) -> str:
         return "'last'" if self.positions == (-1,) else f"positions {list(self.positions)}"
 
     @property
     def name(self) -> str:
-        """See `Selection`."""
+        """ "last", or the positions ("m1" for -1), or a digest of a long list."""
         if self.positions == (-1,):
             return "last"
         if len(self.positions) > _MOST_NAMED:
             return f"at_{_short(','.join(map(str, self.positions)).encode())}"
-        return "_".join(["at", *(_word(each) for each in self.positions)])
+        return "_".join(["at", *(_word(position) for position in self.positions)])
 
     def canonical(self) -> dict[str, Any]:
-        """See `Selection`."""
+        """{"positions": [...]}."""
         return {"positions": list(self.positions)}
 
     def of_length(self, size: int) -> Places:
-        """See `_ByLength`."""
+        """Selected positions in a prompt of `size` tokens, int64."""
         return _of_list(self.positions, size)
 
 
 @dataclass(frozen=True)
 class Sliced(_ByLength):
-    """A slice of each prompt, forward."""
+    """A slice of each prompt, with a positive step."""
 
     start: int | None
     stop: int | None
@@ -154,68 +158,70 @@ class Sliced(_ByLength):
 
     @property
     def _text(self) -> str:
-        return ":".join("" if each is None else str(each) for each in (self.start, self.stop, self.step))
+        return ":".join("" if bound is None else str(bound) for bound in (self.start, self.stop, self.step))
 
     @property
     def name(self) -> str:
-        """See `Selection`."""
+        """The bounds as words, e.g. "from_1_every_16"."""
         if self.start is None and self.stop is None:
             return f"every_{self.step}"
         parts = [
-            f"{word}_{_word(each)}"
-            for word, each in (("from", self.start), ("to", self.stop), ("every", self.step))
-            if each is not None
+            f"{word}_{_word(bound)}"
+            for word, bound in (("from", self.start), ("to", self.stop), ("every", self.step))
+            if bound is not None
         ]
         return "_".join(parts)
 
     def canonical(self) -> dict[str, Any]:
-        """See `Selection`."""
+        """{"slice": [start, stop, step]}."""
         return {"slice": [self.start, self.stop, self.step]}
 
     def of_length(self, size: int) -> Places:
-        """See `_ByLength`."""
+        """Selected positions in a prompt of `size` tokens, int64."""
         return np.arange(size, dtype=np.int64)[slice(self.start, self.stop, self.step)]
 
 
 @dataclass(frozen=True)
 class Masked(Selection):
-    """A mask over the packed tokens, one bit each, as numpy packs them."""
+    """A mask over the packed tokens of a run."""
 
     bits: bytes
+    """The mask in the form of `numpy.packbits`, hashable unlike an array."""
     length: int
+    """Number of tokens."""
 
     def __str__(self) -> str:
         return f"a mask of {self.length} tokens"
 
     @property
     def name(self) -> str:
-        """See `Selection`."""
+        """A digest of the mask."""
         return f"mask_{_short(self.digest.encode())}"
 
     @property
     def digest(self) -> str:
-        """`sha256:…` of length and bits."""
+        """`sha256:…` of the length and the bits."""
         return _mask_digest(self.bits, self.length)
 
     def canonical(self) -> dict[str, Any]:
-        """See `Selection`."""
+        """{"mask": digest, "length": tokens}; the tokens themselves are stored with the axis."""
         return {"mask": self.digest, "length": self.length}
 
     def counts(self, tokens: PackedTokens) -> Places:
-        """See `Selection`."""
+        """Number of selected tokens per prompt, int64 [prompt]."""
         starts = tokens.row_start
         return np.add.reduceat(self._mask, starts, dtype=np.int64)
 
     def places(self, tokens: PackedTokens, prompt: int) -> Places:
-        """See `Selection`."""
+        """Selected positions in one prompt, int64."""
         return np.flatnonzero(self._mask[tokens.row(prompt)]).astype(np.int64)
 
-    def kept(self, tokens: PackedTokens) -> Places:
-        """See `Selection`."""
+    def indices(self, tokens: PackedTokens) -> Places:
+        """Selected tokens as indices on the token axis, int64."""
         return np.flatnonzero(self._mask).astype(np.int64)
 
     def check(self, tokens: PackedTokens) -> None:
-        """Raise PromptError for a mask of other prompts, or one that keeps nothing."""
+        """Raise PromptError for a mask of other prompts, or one that selects nothing."""
         if self.length != tokens.n_tokens:
             raise PromptError(
                 f"expected a mask of one bool per token ({tokens.n_tokens} of {tokens.n_prompts} prompts, "
@@ -229,13 +235,14 @@ class Masked(Selection):
 
 
 View = tuple[str, Selection]
-"""A variable that has all tokens, and which of them are shown."""
+"""A whole variable, and the selection of its tokens to show."""
 
 
 def as_selection(positions: Any) -> Selection:
-    """A selection as people write it: see the head of this module.
+    """Parse a selection in any of the forms in the module docstring.
 
-    Raises PromptError for what is none.
+    Raises:
+        PromptError: It has none of these forms.
     """
     if isinstance(positions, Selection):
         return positions
@@ -255,32 +262,39 @@ def as_selection(positions: Any) -> Selection:
 
 
 def masked(mask: npt.NDArray[np.bool_]) -> Masked:
-    """The selection of a mask, bool [token]."""
+    """Selection of a mask, bool [token]."""
     return Masked(np.packbits(mask).tobytes(), len(mask))
 
 
-def from_canonical(fields: Mapping[str, Any], kept: Sequence[int] | Places | None = None) -> Selection:
-    """A selection again from its canonical form; kept: the tokens a mask keeps, as they were stored.
+def from_canonical(
+    fields: Mapping[str, Any], stored_indices: Sequence[int] | Places | None = None
+) -> Selection:
+    """Parse the canonical form of a selection.
 
-    Raises ValueError where they are not the tokens of that mask.
+    Arguments:
+        fields: The canonical form.
+        stored_indices: For a mask, the selected tokens as stored with the axis.
+
+    Raises:
+        ValueError: The tokens are not those of the mask.
     """
     if "positions" in fields:
         return Listed(tuple(fields["positions"]))
     if "slice" in fields:
         return Sliced(*fields["slice"])
     mask = np.zeros(fields["length"], bool)
-    mask[np.asarray([] if kept is None else kept, np.int64)] = True
-    found = masked(mask)
-    if found.digest != fields["mask"]:
-        raise ValueError(f"expected the mask {fields['mask']}, found {found.digest}")
-    return found
+    mask[np.asarray([] if stored_indices is None else stored_indices, np.int64)] = True
+    parsed = masked(mask)
+    if parsed.digest != fields["mask"]:
+        raise ValueError(f"expected the mask {fields['mask']}, found {parsed.digest}")
+    return parsed
 
 
 def _from_text(text: str) -> Selection:
     if text.strip() == "last":
         return Listed((-1,))
-    if (found := _SLICE.fullmatch(text)) is not None:
-        return _sliced(*(int(each) if each and each != "-" else None for each in found.groups()))
+    if (match := _SLICE.fullmatch(text)) is not None:
+        return _sliced(*(int(bound) if bound and bound != "-" else None for bound in match.groups()))
     parts = text.split(",")
     if all(re.fullmatch(r"\s*-?\d{1,18}\s*", part) for part in parts):
         return as_selection([int(part) for part in parts])
@@ -294,7 +308,7 @@ def _sliced(start: int | None, stop: int | None, step: int | None) -> Selection:
     start, stop, step = (None if end is None else as_index(end, "positions", PromptError) for end in ends)
     if step is not None and step < 1:
         raise PromptError(f"expected a slice that goes forward, found a step of {step}")
-    # What keeps the same of every prompt is one selection, however it is written.
+    # Equal selections get one canonical form, however they are written, so that they share one array.
     start, step = start or None, None if step == 1 else step
     if (start, stop, step) == (None, None, None):
         raise PromptError("expected positions that leave some out, found all of them; leave positions away")
@@ -303,15 +317,20 @@ def _sliced(start: int | None, stop: int | None, step: int | None) -> Selection:
 
 @lru_cache(maxsize=4096)
 def _of_list(positions: tuple[int, ...], size: int) -> Places:
-    places = {each + size if each < 0 else each for each in positions if -size <= each < size}
-    found = np.array(sorted(places), np.int64)
-    found.flags.writeable = False
-    return found
+    selected = {
+        # A set: 0 and -n may name the same token of a short prompt, which is stored once.
+        position + size if position < 0 else position
+        for position in positions
+        if -size <= position < size
+    }
+    ascending = np.array(sorted(selected), np.int64)
+    ascending.flags.writeable = False
+    return ascending
 
 
 @lru_cache(maxsize=8)
 def _before(selection: Selection, tokens: PackedTokens) -> Places:
-    """Tokens kept before each prompt, and in all: int64 [prompt + 1]."""
+    """Number of selected tokens before each prompt, and in total, int64 [prompt + 1]."""
     return np.concatenate([[0], np.cumsum(selection.counts(tokens))])
 
 

@@ -1,13 +1,13 @@
-"""Shards: the one file that knows bytes on disk.
+"""Shards: the byte format of the array files, and the only module that knows it.
 
-A shard holds one layer of one segment. It is the raw array, cut into inner chunks of about 1 MiB that follow
-each other, each with its crc32c behind it, and behind them the index of the Zarr v3 `sharding_indexed` codec:
-(offset, bytes) of every chunk as little-endian u64, chunks that hold nothing as 2**64 - 1 twice, then the
-crc32c of that index. So a shard is written from where the rows lie and read through `mmap`, and is still an
-ordinary Zarr array to every other reader, who checks the same checksums. Nothing is compressed unless told:
-float32 gains a tenth, and what is compressed cannot be mapped (archived.py).
+A shard file holds one layer of one segment, in the format of the Zarr v3 codec `sharding_indexed`:
 
-Knows one array and one file; which segment or run they belong to is known elsewhere.
+    inner chunk 0 | its crc32c | inner chunk 1 | its crc32c | … | index | crc32c of the index
+
+An inner chunk has about 1 MiB of rows. The index has (offset, bytes) of every chunk as little-endian u64; an
+absent chunk has 2**64 - 1 twice. As chunks are uncompressed and in order, a shard is written straight from
+the array in memory and read through `mmap`, and other Zarr readers still see an ordinary array with
+checksums. Compression is optional (`archived.py`): it saves a tenth of float32 and rules out memory maps.
 """
 
 from __future__ import annotations
@@ -31,21 +31,23 @@ from ..files import Folder, Mapped
 from .zarr_metadata import CRC32C, LITTLE_ENDIAN, array_metadata
 
 CHUNK_BYTES = 1 << 20
-"""Smaller chunks cost other readers 3x in time; larger ones ruin the lookup of one prompt."""
+"""Target size of an inner chunk. Smaller chunks cost other readers 3x in time; larger ones slow down the
+lookup of a single prompt."""
 MOST_BYTES = 8 << 30
-"""Of the rows of a shard that is copied whole: absent chunks take no room; ours are a quarter GiB."""
+"""Limit on the rows of a shard that must be copied as a whole, because absent chunks let a small file claim
+any size. Shards written by mizarr have at most a quarter of a GiB."""
 ABSENT = 2**64 - 1
-"""Offset, and bytes, of a chunk that is not there."""
+"""Index value (offset and length) marking an absent chunk."""
 CODECS = ("zstd",)
-"""Names of the ways to compress a shard."""
+"""Names of the compression codecs that users can choose."""
 _ZEROS = bytes(CHUNK_BYTES)
 SUM_BYTES = 4
-"""Of the checksum behind a chunk."""
-_LEVEL = 1  # of zstd; 3 and 5 gain a hundredth more, at a fifth of the speed in bfloat16
-_BLOCK_BYTES = 1 << 18  # of a chunk compressed at a time; Blosc's own choice loses a third of what is gained
+"""Bytes of the checksum after each chunk."""
+_LEVEL = 1  # of zstd; levels 3 and 5 save 1 % more at a fifth of the speed (bfloat16)
+_BLOCK_BYTES = 1 << 18  # Blosc's block within a chunk; its default block size loses a third of the savings
 
-Written = tuple[int, str]
-"""Size in bytes and "sha256:…" of a file."""
+FileChecksum = tuple[int, str]
+"""Size in bytes and checksum "sha256:…" of a file."""
 DTYPES: dict[str, np.dtype[Any]] = {
     "float32": np.dtype("<f4"),
     "float16": np.dtype("<f2"),
@@ -59,38 +61,51 @@ DTYPES: dict[str, np.dtype[Any]] = {
 
 @dataclass(frozen=True)
 class ShardLayout:
-    """How the rows of a segment lie in a shard.
-
-    dtype: name of the stored dtype. tail: axes after the packed one, e.g. (hidden,). rows: rows of a whole
-    segment; chunk_rows: of one inner chunk, dividing it. layered: whether the array has a layer axis in
-    front. codec: how chunks are compressed, "" for not at all.
-    """
+    """Layout of a segment's rows in a shard file: dtype, shape, chunk size, compression."""
 
     dtype: str
+    """Name of the stored dtype, a key of `DTYPES`."""
     tail: tuple[int, ...]
+    """Sizes of the axes after the packed one, e.g. (hidden,)."""
     rows: int
+    """Rows of a full shard, the last of which may be padding."""
     chunk_rows: int
+    """Rows of an inner chunk; divides `rows`."""
     layered: bool
+    """Whether the array has a layer axis before the packed one."""
     codec: str = ""
+    """Compression codec, one of `CODECS`; "" for none."""
 
     @classmethod
     def of(
         cls, dtype: str, tail: Sequence[int], rows: int, layered: bool, *, exact: bool = False
     ) -> ShardLayout:
-        """The layout for segments of at most `rows` rows: inner chunks of at most 1 MiB, a power of two rows.
+        """Choose the layout for segments of at most `rows` rows, with inner chunks of at most 1 MiB.
 
-        exact: shards must be `rows` long, as segment follows segment on Zarr's regular grid; then the inner
-        chunk is a divisor of `rows`, and ShapeError is raised if only tiny ones divide it. Otherwise shards
-        are rounded up to whole chunks.
+        Arguments:
+            dtype: Name of the stored dtype.
+            tail: Sizes of the axes after the packed one.
+            rows: Rows of the longest segment.
+            layered: Whether the array has a layer axis.
+            exact: Whether shards must have exactly `rows` rows, because several segments follow each other on
+                Zarr's regular grid; the inner chunk is then a divisor of `rows`. Otherwise the chunk is a
+                power of two and the shard is rounded up to whole chunks.
+
+        Raises:
+            ShapeError: The dtype is unknown, or `rows` has only tiny divisors.
         """
         if dtype not in DTYPES:
             raise ShapeError(f"expected a stored dtype among {', '.join(DTYPES)}, found {dtype!r}")
+        # Largest power of two of rows within CHUNK_BYTES, at least one row.
         row_bytes = math.prod(tail) * DTYPES[dtype].itemsize
         most = 1 << max(0, (CHUNK_BYTES // max(row_bytes, 1)).bit_length() - 1)
+        # A single segment has no neighbour on Zarr's grid, so its shard may be longer than the rows.
         if not exact:
             chunk = min(most, 1 << max(0, rows - 1).bit_length())
             return cls(dtype, tuple(tail), -(-rows // chunk) * chunk, chunk, layered)
         chunk = next(size for size in range(min(most, rows), 0, -1) if rows % size == 0)
+        # A prime segment length, for example, would give chunks of one row: a checksum and an index entry per
+        # row.
         if chunk < min(most, rows) // 4:
             raise ShapeError(
                 f"segments of {rows} rows divide into chunks of {chunk} rows only, which is slow to read; "
@@ -100,13 +115,17 @@ class ShardLayout:
 
     @classmethod
     def whole(cls, dtype: str, rows: int) -> ShardLayout:
-        """The layout of a row of numbers that is one chunk, so that it can be mapped as one array."""
+        """Layout of a one-dimensional array in a single chunk, which can be mapped as one contiguous
+        array."""
         return cls(dtype, (), rows, rows, layered=False)
 
     @classmethod
     def from_metadata(cls, metadata: Mapping[str, Any]) -> ShardLayout | None:
-        """The layout an array's `zarr.json` declares; None unless its chunks are little-endian bytes, raw or
-        compressed as here, each with its crc32c.
+        """Parse an array's `zarr.json`.
+
+        Returns:
+            None unless the array is exactly as `metadata` would describe it: little-endian, raw or compressed
+            with our codec, a crc32c after each chunk.
         """
         try:
             (sharding,) = metadata["codecs"]
@@ -114,6 +133,8 @@ class ShardLayout:
             outer = metadata["chunk_grid"]["configuration"]["chunk_shape"]
             layered = metadata["dimension_names"][0] == "layer" and len(outer) > 1
             steps = [codec["name"] for codec in inner["codecs"]]
+            # Any other value than ours in the remaining fields is found by the comparison of the whole
+            # document below.
             layout = cls(
                 metadata["data_type"],
                 tuple(outer[1 + layered :]),
@@ -122,7 +143,7 @@ class ShardLayout:
                 layered,
                 CODECS[0] if "blosc" in steps else "",
             )
-            ours = json.loads(
+            canonical = json.loads(
                 layout.metadata(metadata["shape"], metadata["dimension_names"], metadata["attributes"])
             )
         except (
@@ -135,59 +156,64 @@ class ShardLayout:
             AttributeError,
         ):
             return None
+        # Type and range are checked because the file may come from anybody: bools pass as ints in arithmetic,
+        # and a chunk of 0 rows divides by zero.
         sizes = (layout.rows, layout.chunk_rows, *layout.tail)
         if not all(isinstance(size, int) and size > 0 for size in sizes) or layout.rows % layout.chunk_rows:
             return None
-        return layout if ours == metadata else None
+        return layout if canonical == metadata else None
 
     @property
     def plain(self) -> ShardLayout:
-        """The same without a codec."""
+        """The same layout without compression."""
         return replace(self, codec="")
 
     @property
     def native(self) -> np.dtype[Any]:
-        """The numpy dtype of the rows."""
+        """Numpy dtype of the rows."""
         return DTYPES[self.dtype]
 
     @property
     def fill(self) -> float:
-        """What an absent row reads as."""
+        """Value of rows that are not stored: 0 for integers, else NaN."""
         return 0 if self.native.kind == "i" else math.nan
 
     @property
     def chunk_bytes(self) -> int:
-        """Of the rows of one inner chunk."""
+        """Uncompressed bytes of the rows of one inner chunk."""
         return self.chunk_rows * math.prod(self.tail) * self.native.itemsize
 
     @property
     def stored_bytes(self) -> int:
-        """Of one inner chunk as it lies in the file, its checksum included."""
+        """Bytes of one uncompressed inner chunk in the file, with its checksum."""
         return self.chunk_bytes + SUM_BYTES
 
     @property
     def n_chunks(self) -> int:
-        """Inner chunks of a whole segment."""
+        """Number of inner chunks in a shard."""
         return self.rows // self.chunk_rows
 
     @property
     def index_bytes(self) -> int:
-        """Of the index at the end of a shard, checksum included."""
+        """Size in bytes of the shard index, including its checksum."""
         return 16 * self.n_chunks + 4
 
     def file_bytes(self, rows: int) -> int:
-        """Size of a plain shard that holds `rows` rows."""
+        """File size of an uncompressed shard that holds `rows` rows."""
         return -(-rows // self.chunk_rows) * self.stored_bytes + self.index_bytes
 
     def path(self, variable: str, layer: int | None, segment: int) -> str:
-        """Name of a shard within its run's folder, as Zarr's default chunk keys spell it."""
+        """Path of a shard relative to the run's folder, by Zarr's default chunk key encoding."""
         place = [segment, *[0] * len(self.tail)]
         return "/".join([variable, "c", *map(str, place if layer is None else [layer, *place])])
 
     def metadata(self, shape: Sequence[int], dims: Sequence[str], attributes: Mapping[str, Any]) -> bytes:
-        """The `zarr.json` of an array laid out so; missing shards read as NaN, or 0 for integers.
+        """The `zarr.json` of an array with this layout; missing shards read as `fill`.
 
-        shape, dims: of the whole array, layer axis included where there is one.
+        Arguments:
+            shape: Shape of the whole array, layer axis included.
+            dims: Names of its dimensions.
+            attributes: Plain JSON values.
         """
         front = [1] if self.layered else []
         sharding = {
@@ -216,16 +242,28 @@ def write_shards(
     *,
     threads: int = 2,
     handed_over: Callable[[], None] = lambda: None,
-) -> dict[str, Written]:
-    """Write shards under their final names, each complete or not at all; returns size and "sha256:…" of each.
+) -> dict[str, FileChecksum]:
+    """Write shards under their final names, each complete or not at all.
 
-    shards: name -> rows [rows, *tail], the dtype of the layout, C order. The first writer of a name wins;
-    whoever finds the file there gets *its* digest.
-    threads: that digest, and as many that write. handed_over: called when what is left is waiting for the
-    disk. Raises ShapeError, StoreFull, ReadOnlyStore.
+    The first writer of a name wins. If the file exists, its own checksum is returned, so that two writers
+    whose values differ in the last bits record the same file.
+
+    Arguments:
+        folder: The store's files.
+        shards: Path -> (rows of shape [rows, *tail], C order, in the layout's dtype; layout).
+        threads: Number of threads that compute checksums, and again as many that write.
+        handed_over: Called when only the disk is waited for.
+
+    Returns:
+        Path -> size and checksum of the file.
+
+    Raises:
+        ShapeError: Rows do not fit their layout.
+        StoreFull: The disk or quota is full.
+        ReadOnlyStore: The store cannot be written.
     """
     files = {name: shard_parts(name, rows, layout) for name, (rows, layout) in shards.items()}
-    # sha256, write and fsync all release the GIL.
+    # sha256 (1.7 GB/s) takes about as long as a synced write. Both release the GIL, so they overlap here.
     with ThreadPoolExecutor(max(1, min(threads, len(files)))) as pool:
         digests = {name: pool.submit(content_digest, *parts) for name, parts in files.items()}
 
@@ -233,10 +271,11 @@ def write_shards(
             wait(digests.values())
             handed_over()
 
-        made = folder.put_all(files, threads=threads, handed_over=only_the_disk_is_left)
+        created = folder.put_all(files, threads=threads, handed_over=only_the_disk_is_left)
         written = {}
         for name, parts in files.items():
-            if name in made:
+            # Reading our own file back would cost as much as writing it.
+            if name in created:
                 written[name] = sum(memoryview(part).nbytes for part in parts), digests[name].result()
             else:
                 written[name] = folder.measure(name)
@@ -244,13 +283,15 @@ def write_shards(
 
 
 def shard_parts(name: str, rows: Array, layout: ShardLayout) -> list[Buffer]:
-    """The bytes of a shard, end to end; rows as for `write_shards`, and not copied."""
+    """Bytes of a shard as buffers to concatenate: views of `rows`, checksums, index. Copies no rows."""
     _check_rows(name, rows, layout)
+    # Views, not copies: a shard of 64 MiB is written from where the model's output lies.
     data = rows.reshape(-1).view(np.uint8)
     if layout.codec:
         starts = range(0, len(data), layout.chunk_bytes)
         whole = (
-            data[at : at + layout.chunk_bytes].tobytes().ljust(layout.chunk_bytes, b"\0") for at in starts
+            data[start : start + layout.chunk_bytes].tobytes().ljust(layout.chunk_bytes, b"\0")
+            for start in starts
         )
         return coded_parts(whole, layout)
     index = _index(len(rows), layout).tobytes()
@@ -259,6 +300,7 @@ def shard_parts(name: str, rows: Array, layout: ShardLayout) -> list[Buffer]:
         chunk = data[start : start + layout.chunk_bytes]
         parts.append(chunk.data)
         checksum = crc32c(chunk)
+        # Zarr's chunks have a fixed size, so the last one is padded with zeros.
         short = layout.chunk_bytes - len(chunk)
         for at in range(0, short, CHUNK_BYTES):
             zeros = _ZEROS[: min(CHUNK_BYTES, short - at)]
@@ -269,7 +311,7 @@ def shard_parts(name: str, rows: Array, layout: ShardLayout) -> list[Buffer]:
 
 
 def raw_parts(chunks: Iterable[bytes], count: int, layout: ShardLayout) -> list[Buffer]:
-    """The bytes of a plain shard of whole chunks, `count` of them."""
+    """Bytes of an uncompressed shard, as buffers, from the first `count` full-size chunks."""
     parts: list[Buffer] = []
     for chunk in chunks:
         parts.append(chunk)
@@ -279,61 +321,72 @@ def raw_parts(chunks: Iterable[bytes], count: int, layout: ShardLayout) -> list[
 
 
 def coded_parts(chunks: Iterable[bytes], layout: ShardLayout) -> list[Buffer]:
-    """The bytes of a compressed shard of whole chunks."""
+    """Bytes of a compressed shard, as buffers, from full-size chunks."""
     from numcodecs import blosc
 
     parts: list[Buffer] = []
     index = np.full((layout.n_chunks, 2), np.uint64(ABSENT), "<u8")
-    at = 0
+    offset = 0
     for number, chunk in enumerate(chunks):
+        # Blosc's byte shuffle needs the item size; it does not know bfloat16, which shuffles like any 2-byte
+        # type.
         numbers = np.frombuffer(chunk, layout.native if layout.native.kind in "fi" else np.uint16)
-        packed = blosc.compress(numbers, b"zstd", _LEVEL, blosc.SHUFFLE, _BLOCK_BYTES)
-        packed += crc32c(packed).to_bytes(SUM_BYTES, "little")
-        parts.append(packed)
-        index[number] = at, len(packed)
-        at += len(packed)
-    told = index.tobytes()
-    return [*parts, told + crc32c(told).to_bytes(SUM_BYTES, "little")]
+        # Byte shuffle groups exponent bytes, which are alike in neighbours; that is where the saving comes
+        # from.
+        encoded = blosc.compress(numbers, b"zstd", _LEVEL, blosc.SHUFFLE, _BLOCK_BYTES)
+        encoded += crc32c(encoded).to_bytes(SUM_BYTES, "little")
+        parts.append(encoded)
+        index[number] = offset, len(encoded)
+        offset += len(encoded)
+    table = index.tobytes()
+    return [*parts, table + crc32c(table).to_bytes(SUM_BYTES, "little")]
 
 
 def _compressing(layout: ShardLayout) -> list[dict[str, Any]]:
-    """What the description of an array says of the codec, as Zarr names it."""
+    """Compression codec in the JSON form of Zarr's `codecs`; empty without compression."""
     if not layout.codec:
         return []
-    how = {"cname": "zstd", "clevel": _LEVEL, "shuffle": "shuffle", "typesize": layout.native.itemsize}
-    return [{"name": "blosc", "configuration": {**how, "blocksize": _BLOCK_BYTES}}]
+    settings = {"cname": "zstd", "clevel": _LEVEL, "shuffle": "shuffle", "typesize": layout.native.itemsize}
+    return [{"name": "blosc", "configuration": {**settings, "blocksize": _BLOCK_BYTES}}]
 
 
 class ShardRows:
-    """Rows of a shard, read-only: [rows, *tail]; no row is handed out before its chunk was checked.
+    """Rows of a mapped shard, array-like and read-only, [rows, *tail]. Safe for any number of threads.
 
-    Indexed along the rows: by a number or a range within one chunk, which gives a view of the mapped file;
-    by a longer range, numbers or a mask, which copies. `np.asarray` copies all unless they are one chunk.
-    Every access raises CorruptEntry where a chunk is not what its checksum says. A chunk is checked when it
-    is touched first, and each time unless `remembers`, which says that a change of the file would be seen.
-    Safe for any number of threads.
+    An integer or a slice within one chunk gives a view of the mapped file; longer slices, integer arrays and
+    masks copy. No row is returned before the checksum of its chunk was verified, on the first access (or on
+    each access, see `checks_once`). A mismatch raises CorruptEntry.
     """
+
+    checks_once: bool
+    """Whether a verified chunk stays verified, because the file's stamp would reveal a later change."""
 
     def __init__(
         self,
         chunks: Array,
         rows: int,
-        what: str = "",
+        label: str = "",
         *,
         checks: tuple[Array, Array] | None = None,
         mapped: Mapped | None = None,
         stored_bytes: int = 0,
     ) -> None:
-        """chunks: [chunk, row, *tail]. checks: bytes [chunk, byte] and checksums [chunk], None where there is
-        nothing to check. what: these rows, as an error names them. mapped: the file they lie in, and
-        stored_bytes: of a chunk there.
         """
-        self.remembers = True
+        Arguments:
+            chunks: [chunk, row, *tail], a strided view of the mapped file.
+            rows: Number of valid rows.
+            label: Names these rows in error messages.
+            checks: Bytes [chunk, byte] and stored checksums [chunk]; None if there is nothing to verify.
+            mapped: The file that `chunks` is a view of.
+            stored_bytes: Bytes from the start of one chunk to the next in that file.
+        """
+        self.checks_once = True
         self.shape: tuple[int, ...] = (rows, *chunks.shape[2:])
         self.dtype = chunks.dtype
-        self._chunks, self._what, self._checks = chunks, what, checks
+        self._chunks, self._label, self._checks = chunks, label, checks
         self._mapped, self._stored_bytes = mapped, stored_bytes
         self._length = chunks.shape[1]
+        # Set to False per chunk after verification. Threads may race here: both verify, which is harmless.
         self._pending = np.full(len(chunks), checks is not None)
 
     def __len__(self) -> int:
@@ -341,19 +394,20 @@ class ShardRows:
 
     @property
     def nbytes(self) -> int:
-        """Of all rows, as an array has them."""
+        """Bytes of all rows as one array."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> Array:
-        held = self[:]
-        return held.astype(self.dtype if dtype is None else dtype, copy=bool(copy))
+        rows = self[:]
+        return rows.astype(self.dtype if dtype is None else dtype, copy=bool(copy))
 
     def __getitem__(self, key: int | np.integer[Any] | slice | npt.NDArray[Any]) -> Array:
+        # The common case of one prompt: within one chunk it is a view, without a copy.
         if isinstance(key, slice) and key.step in (None, 1):
             start, stop, _ = key.indices(len(self))
-            first, offset = divmod(start, self._length)
-            if start < stop <= (first + 1) * self._length:
-                return self._chunk(first)[offset : offset + stop - start]
+            number, offset = divmod(start, self._length)
+            if start < stop <= (number + 1) * self._length:
+                return self._chunk(number)[offset : offset + stop - start]
             out = np.empty((max(0, stop - start), *self.shape[1:]), self.dtype)
             for at, block in self.blocks(start, stop):
                 out[at : at + len(block)] = block
@@ -367,64 +421,69 @@ class ShardRows:
         return self._gather(np.flatnonzero(key) if key.dtype == bool else key)
 
     def blocks(self, start: int, stop: int) -> Iterator[tuple[int, Array]]:
-        """The rows of a range as views, chunk by chunk, each with its place from `start`.
+        """Yield a range of rows as views, one chunk at a time, as (offset from `start`, rows).
 
-        Meant to be copied one by one: what was just checked is still in the processor's cache.
+        Copy each block before the next one: its checksum was just computed, so it is still in the CPU cache.
         """
         if start < stop:
             self._fetch(range(start // self._length, (stop - 1) // self._length + 1))
-        done = start
-        while done < stop:
-            number, offset = divmod(done, self._length)
-            upto = min(stop, (number + 1) * self._length)
-            yield done - start, self._chunk(number)[offset : offset + upto - done]
-            done = upto
+        row = start
+        while row < stop:
+            number, offset = divmod(row, self._length)
+            end = min(stop, (number + 1) * self._length)
+            yield row - start, self._chunk(number)[offset : offset + end - row]
+            row = end
 
     @property
     def is_fetched(self) -> bool:
-        """Whether rows are fetched from elsewhere when they are read first, rather than mapped."""
+        """Whether rows are downloaded on first access instead of mapped from a local file."""
         return self._mapped is not None and not self._mapped.is_whole
 
-    def let_go(self) -> None:
-        """Take the pages of a mapped shard out of this process's memory; they stay in the system's cache, and
-        come back when the rows are read.
+    def release_pages(self) -> None:
+        """Release the pages of the map from this process's memory.
+
+        They stay in the page cache of the system and are mapped again on the next access.
         """
         if self._mapped is not None and hasattr(mmap, "MADV_DONTNEED"):
             self._mapped.data.madvise(mmap.MADV_DONTNEED)
 
     def _gather(self, rows: npt.NDArray[Any]) -> Array:
+        # Checked here because an index into the chunk view could reach padding rows after the last valid one.
         if rows.size and not -len(self) <= rows.min() <= rows.max() < len(self):
             raise IndexError(f"expected rows below {len(self)}, found {rows.min()} to {rows.max()}")
         number, offset = np.divmod(np.where(rows < 0, rows + len(self), rows), self._length)
         if self._pending.any():
             needed = np.unique(number)
             self._fetch(needed)
-            for one in needed:
-                self._chunk(one)
+            for chunk_number in needed:
+                self._chunk(chunk_number)
         gathered: Array = self._chunks[number, offset]
         return gathered
 
     def _fetch(self, numbers: Iterable[int]) -> None:
-        """Have chunks that are not there yet read from where the file lies, neighbours in one request."""
+        """Download chunks that are not present yet; adjacent chunks in one request."""
         if self._mapped is None or self._mapped.is_whole or self._checks is None:
             return
         data, sums = self._checks
+        # Absent bytes are zeros, so presence is decided by the checksum.
         absent = [n for n in numbers if self._pending[n] and crc32c(data[n]) != int(sums[n])]
         ranges: list[tuple[int, int]] = []
         for number in absent:
             start = number * self._stored_bytes
             if ranges and ranges[-1][1] == start:
                 start = ranges.pop()[0]
+            # One request for adjacent chunks: in an object store the latency of a request costs more than its
+            # bytes.
             ranges.append((start, (number + 1) * self._stored_bytes))
         if ranges:
             self._mapped.fetch(ranges)
 
     def _chunk(self, number: int) -> Array:
-        """One chunk [row, *tail], checked unless it was."""
+        """Rows of one chunk, [row, *tail], verified if that is still pending."""
         if self._pending[number]:
             self._fetch((number,))
             self._check(number)
-            self._pending[number] = not self.remembers
+            self._pending[number] = not self.checks_once
         chunk: Array = self._chunks[number]
         return chunk
 
@@ -432,99 +491,120 @@ class ShardRows:
         if self._checks is None:
             return
         data, sums = self._checks
-        expected, found = int(sums[number]), crc32c(data[number])
-        if expected != found:
+        expected, actual = int(sums[number]), crc32c(data[number])
+        if expected != actual:
             rows = range(number * self._length, min((number + 1) * self._length, len(self)))
             raise CorruptEntry(
-                f"{self._what}: expected rows {rows.start} to {rows.stop - 1} with crc32c {expected:08x}, "
-                f"found {found:08x}; {REPAIR}"
+                f"{self._label}: expected rows {rows.start} to {rows.stop - 1} with crc32c {expected:08x}, "
+                f"found {actual:08x}; {REPAIR}"
             )
 
 
-def read_shard(mapped: Mapped, layout: ShardLayout, rows: int, what: str = "") -> ShardRows:
-    """The rows of a shard, [rows, *tail]; what: these rows, as an error names them beside the file.
+def read_shard(mapped: Mapped, layout: ShardLayout, rows: int, label: str = "") -> ShardRows:
+    """Open the rows of an uncompressed shard, [rows, *tail].
 
-    Views of the mapped file when its chunks lie in order, as ours do; copied, and checked at once, otherwise.
-    Raises CorruptEntry when the file is cut short or its index is not intact.
+    Views of the mapped file if the chunks lie in order, as mizarr writes them. A shard that another writer
+    laid out differently is copied and verified at once.
+
+    Arguments:
+        mapped: The file.
+        layout: Layout by the array's `zarr.json`.
+        rows: Number of valid rows.
+        label: Names these rows in error messages, in addition to the file.
+
+    Raises:
+        CorruptEntry: The file is cut short or its index is damaged.
     """
-    what = f"{mapped.where} ({what})" if what else mapped.where
-    expect_room(layout, rows, what)
+    label = f"{mapped.where} ({label})" if label else mapped.where
+    expect_room(layout, rows, label)
     data, size = mapped.data, mapped.size
     if size < layout.index_bytes:
-        raise CorruptEntry(f"{what}: expected at least {layout.index_bytes} bytes, found {size}; {REPAIR}")
+        raise CorruptEntry(f"{label}: expected at least {layout.index_bytes} bytes, found {size}; {REPAIR}")
     end = size - layout.index_bytes
     if not mapped.is_whole and not index_is_sound(data, end, layout):
         mapped.fetch([(end, size)])
     if not index_is_sound(data, end, layout):
-        raise CorruptEntry(f"{what}: its shard index is not what its crc32c says; {REPAIR}")
+        raise CorruptEntry(f"{label}: its shard index is not what its crc32c says; {REPAIR}")
     index = np.frombuffer(data, "<u8", 2 * layout.n_chunks, end).reshape(-1, 2)
+    # Other writers may order, omit or append chunks; only mizarr's own order allows one strided view over the
+    # file.
     is_ours = size == layout.file_bytes(rows) and np.array_equal(index, _index(rows, layout))
     if not mapped.is_whole and not is_ours:
-        mapped.fetch([(0, end)])  # nothing tells one chunk from bytes that are not there
+        mapped.fetch([(0, end)])  # without our layout, nothing tells a missing chunk from zeros
     if not is_ours:
-        return ShardRows(_in_order(data, end, index, layout, what).reshape(1, -1, *layout.tail), rows)
-    held = -(-rows // layout.chunk_rows)
-    chunks, checks = _chunks_at(data, layout, held, 0), _checks_at(data, layout, held, 0)
-    return ShardRows(chunks, rows, what, checks=checks, mapped=mapped, stored_bytes=layout.stored_bytes)
+        return ShardRows(_in_order(data, end, index, layout, label).reshape(1, -1, *layout.tail), rows)
+    count = -(-rows // layout.chunk_rows)
+    chunks, checks = _chunks_at(data, layout, count, 0), _checks_at(data, layout, count, 0)
+    return ShardRows(chunks, rows, label, checks=checks, mapped=mapped, stored_bytes=layout.stored_bytes)
 
 
-def expect_room(layout: ShardLayout, rows: int, what: str) -> None:
-    """CorruptEntry for more rows than a shard of this layout has: its description is of another array."""
+def expect_room(layout: ShardLayout, rows: int, label: str) -> None:
+    """Raise CorruptEntry if `rows` exceeds the layout: then the `zarr.json` belongs to another array."""
     if rows > layout.rows:
-        raise CorruptEntry(f"{what}: expected a shard of at least {rows} rows, found {layout.rows}; {REPAIR}")
+        raise CorruptEntry(
+            f"{label}: expected a shard of at least {rows} rows, found {layout.rows}; {REPAIR}"
+        )
 
 
 def index_is_sound(data: mmap.mmap | bytes, end: int, layout: ShardLayout) -> bool:
-    """Whether the index that begins at `end` is what its crc32c says."""
+    """Whether the index that starts at `end` matches its crc32c."""
     index = np.frombuffer(data, np.uint8, layout.index_bytes - SUM_BYTES, end)
     return data[end + index.nbytes : end + layout.index_bytes] == crc32c(index).to_bytes(SUM_BYTES, "little")
 
 
-def _chunks_at(mapped: mmap.mmap, layout: ShardLayout, held: int, offset: int) -> Array:
-    """As many chunks in a row, mapped: [chunk, row, *tail]; numbers of eight bytes may lie unaligned."""
+def _chunks_at(mapped: mmap.mmap, layout: ShardLayout, count: int, offset: int) -> Array:
+    """The first `count` consecutive chunks as a view [chunk, row, *tail].
+
+    8-byte numbers may be unaligned, as each chunk is followed by a checksum of 4 bytes; numpy allows that.
+    """
     strides = (layout.stored_bytes, layout.native.itemsize)
     numbers = layout.chunk_rows * math.prod(layout.tail)
-    flat: Array = np.ndarray((held, numbers), layout.native, mapped, offset, strides)
-    return flat.reshape(held, layout.chunk_rows, *layout.tail)  # each chunk is in one row: nothing is copied
+    flat: Array = np.ndarray((count, numbers), layout.native, mapped, offset, strides)
+    # Reshaping the inner axis keeps the view, as each chunk is contiguous.
+    return flat.reshape(count, layout.chunk_rows, *layout.tail)
 
 
-def _checks_at(mapped: mmap.mmap, layout: ShardLayout, held: int, offset: int) -> tuple[Array, Array] | None:
-    """Bytes and checksums of as many chunks in a row, mapped; None where there are none."""
-    if not held:
+def _checks_at(mapped: mmap.mmap, layout: ShardLayout, count: int, offset: int) -> tuple[Array, Array] | None:
+    """Views of `count` consecutive chunks: bytes [chunk, byte] and checksums [chunk]; None for no chunk."""
+    if not count:
         return None
     strides = (layout.stored_bytes, 1)
-    data: Array = np.ndarray((held, layout.chunk_bytes), np.uint8, mapped, offset, strides)
-    sums: Array = np.ndarray((held,), "<u4", mapped, offset + layout.chunk_bytes, strides[:1])
+    data: Array = np.ndarray((count, layout.chunk_bytes), np.uint8, mapped, offset, strides)
+    sums: Array = np.ndarray((count,), "<u4", mapped, offset + layout.chunk_bytes, strides[:1])
     return data, sums
 
 
 def _in_order(
-    mapped: mmap.mmap, end: int, index: npt.NDArray[np.uint64], layout: ShardLayout, what: str
+    mapped: mmap.mmap, end: int, index: npt.NDArray[np.uint64], layout: ShardLayout, label: str
 ) -> Array:
-    """The chunks of a shard as another writer may lay it out: in any order, or absent (fill value)."""
+    """Copy the chunks of a shard that another writer laid out: in any order, absent ones as the fill
+    value."""
+    # Before np.full allocates what a manipulated zarr.json claims.
     if layout.n_chunks * layout.chunk_bytes > MOST_BYTES:
         raise CorruptEntry(
-            f"{what}: expected at most {MOST_BYTES} bytes of rows, found a layout that promises "
+            f"{label}: expected at most {MOST_BYTES} bytes of rows, found a layout that promises "
             f"{layout.n_chunks * layout.chunk_bytes}; {REPAIR}"
         )
-    held = np.full((layout.n_chunks, layout.chunk_rows, *layout.tail), layout.fill, layout.native)
+    chunks = np.full((layout.n_chunks, layout.chunk_rows, *layout.tail), layout.fill, layout.native)
     for n, (offset, length) in enumerate(index.tolist()):
         if offset == length == ABSENT:
             continue
         if length != layout.stored_bytes or offset + length > end:
-            raise CorruptEntry(f"{what}: its shard index does not describe what lies before it; {REPAIR}")
-        one = _chunks_at(mapped, layout, 1, offset)
-        held[n] = ShardRows(one, layout.chunk_rows, what, checks=_checks_at(mapped, layout, 1, offset))[:]
-    held.flags.writeable = False
-    return held
+            raise CorruptEntry(f"{label}: its shard index does not describe what lies before it; {REPAIR}")
+        chunk = _chunks_at(mapped, layout, 1, offset)
+        chunks[n] = ShardRows(chunk, layout.chunk_rows, label, checks=_checks_at(mapped, layout, 1, offset))[
+            :
+        ]
+    chunks.flags.writeable = False
+    return chunks
 
 
 def _index(rows: int, layout: ShardLayout) -> npt.NDArray[np.uint64]:
-    """(offset, bytes) of each inner chunk, those past the last row absent."""
+    """The index mizarr writes: (offset, bytes) per chunk, chunks after the last row absent."""
     index = np.full((layout.n_chunks, 2), np.uint64(ABSENT), "<u8")
-    held = -(-rows // layout.chunk_rows)
-    index[:held, 0] = np.arange(held, dtype=np.uint64) * np.uint64(layout.stored_bytes)
-    index[:held, 1] = layout.stored_bytes
+    count = -(-rows // layout.chunk_rows)
+    index[:count, 0] = np.arange(count, dtype=np.uint64) * np.uint64(layout.stored_bytes)
+    index[:count, 1] = layout.stored_bytes
     return index
 
 
@@ -534,12 +614,13 @@ def _check_rows(name: str, rows: Array, layout: ShardLayout) -> None:
             f"{name}: expected {layout.dtype} of shape [0..{layout.rows}, {', '.join(map(str, layout.tail))}]"
             f", found {rows.dtype} of shape {list(rows.shape)}"
         )
+    # A silent copy here would double the memory of a segment, which was reserved exactly.
     if not rows.flags.c_contiguous:
         raise ShapeError(f"{name}: expected rows in C order; make them contiguous before they are written")
 
 
 def crc32c(data: Array | bytes, before: int = 0) -> int:
-    """Castagnoli's checksum of bytes, in one row, that follow those `before` is the checksum of."""
+    """CRC-32C (Castagnoli) of `data`, continuing from the checksum `before` of preceding bytes."""
     import google_crc32c
 
     return int(google_crc32c.extend(before, data))

@@ -1,6 +1,6 @@
-"""Token strings of tokenizers, kept once per tokenizer so that datasets show them without it.
+"""Token strings of tokenizers, stored once per tokenizer so that datasets can show tokens as text.
 
-Border: a tokenizer is a digest here.
+A tokenizer is identified by its digest.
 """
 
 from __future__ import annotations
@@ -12,30 +12,40 @@ from ..files import Folder
 from ..sealed import sealed, unsealed
 
 VOCABULARIES = "vocabularies"
-"""Folder of a store that holds a record of token strings for each tokenizer."""
+"""Folder in the store with one record of token strings per tokenizer."""
 
 _registered: dict[str, Callable[[], Sequence[str] | None]] = {}
 
 
 def register_vocabulary(tokenizer: str, load: Callable[[], Sequence[str] | None]) -> None:
-    """Say how to get the token strings of a tokenizer (by digest); called when they are first shown."""
+    """Register a function that loads the token strings of a tokenizer, called on first use.
+
+    Arguments:
+        tokenizer: Digest of the tokenizer.
+        load: Returns the strings by token id, or None if they cannot be had.
+    """
     _registered[tokenizer] = load
 
 
 def registered_vocabulary(tokenizer: str) -> Callable[[], Sequence[str] | None] | None:
-    """How to get the token strings of a tokenizer; None where nobody said."""
+    """Loader registered for a tokenizer's digest, or None."""
     return _registered.get(tokenizer)
 
 
 def put_vocabulary(files: Folder, tokenizer: str, tokens: Sequence[str]) -> None:
-    """Keep the token strings of a tokenizer; the first to do so wins."""
+    """Store the token strings of a tokenizer, unless they are stored already."""
     name = vocabulary_path(tokenizer)
+    # A vocabulary has megabytes; the check saves serialising it for every capture.
     if files.size(name) is None:
         files.put_new(name, sealed({"tokens": list(tokens)}))
 
 
 def read_vocabulary(files: Folder, tokenizer: str) -> list[str] | None:
-    """Token strings by id; None if they are not kept, CorruptEntry if they are not as they were written."""
+    """Token strings by token id; None if they are not stored.
+
+    Raises:
+        CorruptEntry: The record is damaged.
+    """
     name = vocabulary_path(tokenizer)
     if (text := files.get(name)) is None:
         return None
@@ -47,5 +57,5 @@ def read_vocabulary(files: Folder, tokenizer: str) -> list[str] | None:
 
 
 def vocabulary_path(tokenizer: str) -> str:
-    """Where the token strings of a tokenizer (by digest) lie, relative to the store."""
+    """Path of the record of token strings, relative to the store."""
     return f"{VOCABULARIES}/{tokenizer.removeprefix('sha256:')}.json"

@@ -1,7 +1,7 @@
-"""The `zarr.json` of arrays and groups, byte for byte as zarr writes it: the one place that spells it.
+"""The `zarr.json` of arrays and groups, byte for byte as zarr-python writes it.
 
-Border: plain values in, the bytes of a file out; which array it describes, and how its chunks lie, is known
-by whoever writes them (`shards.py`, `coordinates.py`, `entries.py`, `../group/`).
+Written by hand because two processes in `zarr.open_group(mode="a")` race, and because importing zarr takes
+longer than writing the file. Tests compare with what zarr writes.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import Any
 __all__ = ["CRC32C", "LITTLE_ENDIAN", "UTF8_TEXT", "array_metadata", "group_metadata"]
 
 LITTLE_ENDIAN = {"name": "bytes", "configuration": {"endian": "little"}}
-"""Codec of numbers of more than one byte."""
+"""Bytes codec for numbers of more than one byte."""
 UTF8_TEXT = {"name": "vlen-utf8", "configuration": {}}
-"""Codec of text."""
+"""Bytes codec for strings."""
 CRC32C = {"name": "crc32c"}
-"""Codec that puts a checksum of four bytes behind a chunk."""
+"""Codec that appends a checksum of four bytes to a chunk."""
 
 
 def array_metadata(
@@ -33,12 +33,13 @@ def array_metadata(
     """The `zarr.json` of an array.
 
     Arguments:
-        data_type: zarr's name of the dtype, such as "float32" or "string".
-        shape, dims: of the whole array; neither has an item for a scalar.
-        chunk_shape: of the chunks that are files, which are shards where the codec is one.
-        codecs: in the order in which they encode a chunk.
-        fill_value: what is read where there is no chunk, as JSON spells it ("NaN").
-        attributes: plain JSON values.
+        data_type: Zarr's name of the dtype, such as "float32" or "string".
+        shape: Shape of the whole array; () for a scalar.
+        chunk_shape: Shape of one chunk file (of the shard, with a sharding codec).
+        codecs: Codecs in the order in which they encode a chunk.
+        dims: Dimension names; () for a scalar.
+        fill_value: Value of missing chunks, as JSON spells it (such as "NaN").
+        attributes: Plain JSON values.
     """
     metadata = {
         "shape": shape,
@@ -57,5 +58,9 @@ def array_metadata(
 
 
 def group_metadata(attributes: Mapping[str, Any]) -> bytes:
-    """The `zarr.json` of a group. attributes: plain JSON values."""
+    """The `zarr.json` of a group.
+
+    Arguments:
+        attributes: Plain JSON values.
+    """
     return json.dumps({"attributes": attributes, "zarr_format": 3, "node_type": "group"}, indent=2).encode()

@@ -1,4 +1,5 @@
-"""Upkeep: is every byte what was committed, what may go, where did a result come from.
+"""Maintenance of a store: verify, quarantine, garbage collection, copying, lineage, annotations.
 
-There are no reference counts: after a crash they would be wrong, and marking reads a few small files.
+Garbage collection marks and sweeps. Reference counts would be wrong after a crash, and marking reads only a
+few small files.
 """

@@ -1,13 +1,10 @@
-"""What people say of things: short texts beside what is stored, part of no key and no result.
+"""Annotations: short texts that people attach to stored things, such as labels of dictionary features.
 
-Border: names and texts; what is annotated is known elsewhere, by a digest (the subject) and a name in it (the
-item).
+    annotations/<subject>/<when>-<random>.json     texts of one call, with a checksum, never changed
 
-    annotations/<subject>/<when>-<random>.json     one call's texts, sealed, never changed
-
-Appended only: a later text stands for an earlier one of the same item, an empty one takes it back, and the
-earlier one can still be read. Nothing that is computed reads them, so that the same results have the same
-keys whoever said what.
+The subject is a digest, the item a name within it. Annotations are append-only: a later text of an item
+replaces an earlier one, an empty text removes it, and the earlier ones remain readable. No key and no
+computation depends on them, so that naming a feature recomputes nothing.
 """
 
 from __future__ import annotations
@@ -23,53 +20,63 @@ from ..files import Folder
 from ..records import now
 from ..sealed import sealed, unsealed
 
-__all__ = ["ANNOTATIONS", "Annotation", "annotate", "said_of"]
+__all__ = ["ANNOTATIONS", "Annotation", "annotate", "annotations_of"]
 
 ANNOTATIONS = "annotations"
 LONGEST = 2000
-"""Characters of a text."""
+"""Limit on the characters of a text or name."""
 
 
 @dataclass(frozen=True)
 class Annotation:
-    """One text. item: what it is about.  created: UTC, ISO 8601, seconds."""
+    """One text about one item."""
 
     item: str
     text: str
     author: str
     created: str
+    """UTC, ISO 8601, to the second."""
 
 
-def annotate(files: Folder, subject: str, said: Mapping[str, str], author: str) -> None:
-    """Keep texts by item, about a subject (64 hex digits).
+def annotate(files: Folder, subject: str, texts: Mapping[str, str], author: str) -> None:
+    """Store texts about items of a subject.
 
-    Raises ShapeError for what is no digest, for nothing said, and for a text or name of several lines, of
-    characters that cannot be printed, or of more than 2,000.
+    Arguments:
+        files: The store's files.
+        subject: Digest of 64 hex digits.
+        texts: Item -> text.
+        author: Who wrote them.
+
+    Raises:
+        ShapeError: The subject is no digest, there is no text, or a text or name has several lines,
+            unprintable characters or more than 2,000 characters.
     """
     if not re.fullmatch(r"[0-9a-f]{64}", subject):
         raise ShapeError(f"expected a digest of 64 hex digits to annotate, found {subject!r:.80}")
-    if not said:
+    if not texts:
         raise ShapeError("expected at least one text, found none; say what of what")
-    for what in (author, *said, *said.values()):
-        if not isinstance(what, str) or not what.isprintable() or len(what) > LONGEST:
+    for text in (author, *texts, *texts.values()):
+        # Shown in terminals and pages later, so control characters and line breaks are refused at the source.
+        if not isinstance(text, str) or not text.isprintable() or len(text) > LONGEST:
             raise ShapeError(
-                f"expected one line of printable text of at most {LONGEST} characters, found {what!r:.80}"
+                f"expected one line of printable text of at most {LONGEST} characters, found {text!r:.80}"
             )
-    fields = {"subject": subject, "said": dict(said), "author": author, "created": now()}
+    fields = {"subject": subject, "said": dict(texts), "author": author, "created": now()}
+    # Names sort by time. The random part separates two calls in one nanosecond of a coarse clock.
     name = f"{time.time_ns():020d}-{secrets.token_hex(4)}"
     files.put_new(f"{ANNOTATIONS}/{subject}/{name}.json", sealed(fields))
 
 
-def said_of(files: Folder, subject: str) -> list[Annotation]:
-    """Everything said about a subject, oldest first; CorruptEntry for a record that is not what was
-    written."""
-    found = []
+def annotations_of(files: Folder, subject: str) -> list[Annotation]:
+    """All annotations of a subject, oldest first. CorruptEntry for a damaged record."""
+    annotations = []
     for name in sorted(
-        f"{ANNOTATIONS}/{subject}/{each}" for each in files.children(f"{ANNOTATIONS}/{subject}")
+        f"{ANNOTATIONS}/{subject}/{file}" for file in files.children(f"{ANNOTATIONS}/{subject}")
     ):
         if (text := files.get(name)) is not None:
-            told = unsealed(name, text, ("said", "author", "created"))
-            found += [
-                Annotation(item, said, told["author"], told["created"]) for item, said in told["said"].items()
+            record = unsealed(name, text, ("said", "author", "created"))
+            annotations += [
+                Annotation(item, annotation, record["author"], record["created"])
+                for item, annotation in record["said"].items()
             ]
-    return found
+    return annotations

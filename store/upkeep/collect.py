@@ -1,10 +1,11 @@
-"""What runs and results take up, and what of it may go.
+"""Disk usage of runs and results, and garbage collection.
 
-Leftovers of killed writers go after `grace`; above a quota, whole folders go, least recently used first. Kept
-in any case: what is pinned, newer than `grace` or leased, and all it was made from. Order of removal: keys,
-manifests, data - a reader meets a miss, never a torn entry.
+First, leftovers of killed writers go once they are older than `grace`. Then, above a quota, whole folders go,
+least recently used first. Always kept: what is pinned, younger than `grace` or leased, and everything it was
+made from.
 
-Border: files and records; what they mean to an analysis is not asked.
+Removal deletes keys first, then manifests, then data, so that a concurrent reader gets a miss and never a
+torn entry.
 """
 
 from __future__ import annotations
@@ -27,52 +28,68 @@ from ..runs.claims import TTL
 from ..sealed import read_json
 from .lineage import inputs_of
 
-_LEASE = 300.0  # seconds after which a lease whose holder no longer touches it counts for nothing
+_LEASE = 300.0  # seconds until a lease expires without a sign of life from its holder
 
 
 @dataclass(frozen=True)
 class Usage:
-    """What one run or result takes up.  used: seconds since the epoch of the last known use; now where files
-    are from the future."""
+    """Disk usage of one run or result."""
 
     data: str
+    """Folder, relative to the store."""
     kind: str
+    """"activation" for a run, or "result"."""
     labels: tuple[str, ...]
+    """Labels of its published records."""
     bytes: int
     files: int
     used: float
+    """Last known use, seconds since the epoch; never later than now."""
 
 
 @dataclass(frozen=True)
 class GcReport:
-    """What gc removed, or would have with dry_run: folders and leftover files, and the bytes they took."""
+    """What gc removed, or would remove in a dry run."""
 
     removed: tuple[str, ...] = ()
+    """Folders of runs and results."""
     leftovers: tuple[str, ...] = ()
+    """Single files of killed writers."""
     bytes: int = 0
+    """Bytes of both."""
     kept_bytes: int = 0
+    """Bytes that remain."""
     over_quota: int = 0
+    """Bytes that remain above the quota, because they are pinned, new or leased."""
     dry_run: bool = False
 
 
 def usage(store: Catalog) -> list[Usage]:
-    """Bytes by run and result, largest first."""
+    """Disk usage of every run and result, largest first."""
     labels: dict[str, list[Record]] = {}
     for record in store.records():
         labels.setdefault(record.data, []).append(record)
     used, now = store.index.last_used(), store.files.now()
-    found = []
+    usages = []
     for data in store.folders():
         count, total, newest = measure(store.files, data)
         kind = ACTIVATION if store.files.size(f"{data}/zarr.json") is not None else "result"
         names = tuple(record.label for record in labels.get(data, ()))
+        # Times in the future (a clock that was set back) count as now, which keeps the folder.
         last = min(max(used.get(data, 0.0), newest), now)
-        found.append(Usage(data, kind, names, total, count, last))
-    return sorted(found, key=lambda one: (-one.bytes, one.data))
+        usages.append(Usage(data, kind, names, total, count, last))
+    return sorted(usages, key=lambda item: (-item.bytes, item.data))
 
 
 def gc(store: Catalog, *, grace: float, quota: int | None, dry_run: bool) -> GcReport:
-    """Remove leftovers, then what is over quota. Raises ReadOnlyStore unless it is a dry run."""
+    """Remove leftovers, then what is over quota. ReadOnlyStore unless it is a dry run.
+
+    Arguments:
+        store: The store.
+        grace: Seconds for which new files are safe, as their writer may still be at work.
+        quota: Bytes that may remain; None for no limit.
+        dry_run: Whether to report only.
+    """
     if store.read_only and not dry_run:
         raise ReadOnlyStore(
             f"cannot collect in {store.address}: opened with mode='r'; use dry_run=True to look"
@@ -83,29 +100,34 @@ def gc(store: Catalog, *, grace: float, quota: int | None, dry_run: bool) -> GcR
     for record in store.records():
         keys.setdefault(record.data, []).append(record)
     spare = marked(store, keys, horizon)
-    gone = [one for one in folders if one.data not in keys and one.data not in spare and one.used < horizon]
-    kept = sum(one.bytes for one in folders) - sum(one.bytes for one in gone)
+    # Without a key: attempts and unfinished runs of killed writers, which go by age, whatever the quota.
+    removable = [
+        folder
+        for folder in folders
+        if folder.data not in keys and folder.data not in spare and folder.used < horizon
+    ]
+    kept_bytes = sum(folder.bytes for folder in folders) - sum(folder.bytes for folder in removable)
     if quota is not None:
-        for one in sorted(folders, key=lambda one: one.used):
-            if kept <= quota:
+        for folder in sorted(folders, key=lambda folder: folder.used):
+            if kept_bytes <= quota:
                 break
-            if one.data in keys and one.data not in spare:
-                gone.append(one)
-                kept -= one.bytes
-    doomed = {one.data for one in gone}
-    strays = [path for path in _strays(store, horizon) if not any(path.startswith(f"{d}/") for d in doomed)]
+            if folder.data in keys and folder.data not in spare:
+                removable.append(folder)
+                kept_bytes -= folder.bytes
+    removed = {folder.data for folder in removable}
+    strays = [path for path in _strays(store, horizon) if not any(path.startswith(f"{d}/") for d in removed)]
     stray_bytes = sum(store.files.size(path) or 0 for path in strays)
     if not dry_run:
-        for one in gone:
-            _remove(store, one.data, keys.get(one.data, []))
+        for folder in removable:
+            _remove(store, folder.data, keys.get(folder.data, []))
         for path in strays:
             store.files.delete(path)
     return GcReport(
-        removed=tuple(one.data for one in gone),
+        removed=tuple(folder.data for folder in removable),
         leftovers=tuple(strays),
-        bytes=sum(one.bytes for one in gone) + stray_bytes,
-        kept_bytes=kept - stray_bytes,
-        over_quota=max(0, kept - stray_bytes - quota) if quota is not None else 0,
+        bytes=sum(folder.bytes for folder in removable) + stray_bytes,
+        kept_bytes=kept_bytes - stray_bytes,
+        over_quota=max(0, kept_bytes - stray_bytes - quota) if quota is not None else 0,
         dry_run=dry_run,
     )
 
@@ -116,28 +138,33 @@ def marked(
     horizon: float,
     notes: Callable[[str], Sequence[Mapping[str, Any]]] | None = None,
 ) -> set[str]:
-    """Folders gc must leave: pinned, new or leased, and everything those were made from.
+    """Folders protected from gc: pinned, new or leased ones, and the inputs they were computed from.
 
-    keys: records by folder. horizon: seconds since the epoch; what is younger stays. notes: provenance of a
-    folder, where somebody remembers it; by default read.
+    Arguments:
+        store: The store.
+        keys: Published records by folder.
+        horizon: Seconds since the epoch; younger records are kept.
+        notes: Provenance of a folder, if the caller has a cache of it; by default it is read.
     """
     read = notes or partial(get_provenance, store.files)
     pinned = set(store.pins().values())
     leased = _leased(store)
     roots = []
     for data, records in keys.items():
-        fresh = any(_mtime(store.files, record.path) >= horizon for record in records)
-        if data in leased or fresh or any(record.key in pinned for record in records):
+        # By the key's time, not the data's: a run that took days is new when it is published.
+        is_new = any(_mtime(store.files, record.path) >= horizon for record in records)
+        if data in leased or is_new or any(record.key in pinned for record in records):
             roots.append(data)
     by_content: dict[str, set[str]] = {}
     for data, records in keys.items():
         for record in records:
             by_content.setdefault(record.content, set()).add(data)
-    found, waiting = set(leased), roots
+    # Walk from the roots to their inputs. Contents identify inputs, as several folders may hold equal ones.
+    reached, waiting = set(leased), roots
     while waiting:
         data = waiting.pop()
-        if data not in found or data in leased:
-            found.add(data)
+        if data not in reached or data in leased:
+            reached.add(data)
             parents = {
                 parent
                 for note in read(data)
@@ -145,25 +172,26 @@ def marked(
                 for content in contents
                 for parent in by_content.get(content, ())
             }
-            waiting += [parent for parent in parents if parent not in found]
-    return found
+            waiting += [parent for parent in parents if parent not in reached]
+    return reached
 
 
 def _leased(store: Catalog) -> set[str]:
-    """Folders somebody reads or writes right now: leases and claims that are still being touched."""
-    now, found = store.files.now(), set()
+    """Folders in use: those with a lease or claim whose holder still renews it."""
+    now, in_use = store.files.now(), set()
     for name in store.files.list("leases"):
         if now - _mtime(store.files, name) < _LEASE and (text := store.files.get(name)) is not None:
-            found.add(_of_lease(store.files.where(name), text))
+            in_use.add(_of_lease(store.files.where(name), text))
     for data in store.folders():
+        # A run under computation has no lease, but its workers renew claims.
         claims = (stat for name, stat in store.files.stamps(f"{data}/seg") if name.endswith(".claim"))
         if any(now - stat.modified < TTL for stat in claims):
-            found.add(data)
-    return found
+            in_use.add(data)
+    return in_use
 
 
 def _of_lease(name: str, text: bytes) -> str:
-    """The folder that a lease holds."""
+    """The folder that a lease protects; CorruptEntry for a damaged lease."""
     try:
         return str(read_json(text)["data"])
     except (ValueError, LookupError, TypeError) as error:
@@ -173,30 +201,32 @@ def _of_lease(name: str, text: bytes) -> str:
 
 
 def _strays(store: Catalog, horizon: float) -> list[str]:
-    """Temporary files of killed writers, and leases and claims nobody holds, older than the horizon."""
-    found = []
+    """Temporary files of killed writers, and expired leases and claims, older than the horizon."""
+    strays = []
     for part in ("data", "keys", "pins", "leases", "vocabularies", "annotations"):
         for name, stat in store.files.walk(part):
-            hidden = any(step.startswith(".") for step in name.split("/"))
-            dead = hidden or name.endswith(".claim") or part == "leases"
-            if dead and stat.modified < horizon:
-                found.append(name)
-    return sorted(found)
+            is_temporary = any(step.startswith(".") for step in name.split("/"))
+            is_stray = is_temporary or name.endswith(".claim") or part == "leases"
+            if is_stray and stat.modified < horizon:
+                strays.append(name)
+    return sorted(strays)
 
 
 def _remove(store: Catalog, data: str, keys: list[Record]) -> None:
     for record in keys:
         store.files.delete(record.path)
+    # Keys are gone by now. Then manifests, so that no moment exists in which `verify` sees a manifest of
+    # missing files.
     store.files.delete(f"{data}/manifest.json")
     store.files.remove_tree(f"{data}/manifest")
     store.files.remove_tree(data)
     store.index.forget(data)
-    forget_entries()  # one may hold files of it mapped
+    forget_entries()  # a cached entry may have files of this folder mapped
 
 
 @contextmanager
 def lease(store: Catalog, record: Record) -> Iterator[None]:
-    """Touch a small file now and then for as long as the block runs; a read-only store takes none."""
+    """Protect a folder from gc while the block runs, by a lease file that is renewed; no-op if read-only."""
     if store.read_only:
         yield
         return
@@ -207,6 +237,8 @@ def lease(store: Catalog, record: Record) -> Iterator[None]:
             store.files.touch(name)
 
     try:
+        # Unsealed, unlike records: a lease decides no number, and its time of modification is all that
+        # counts.
         store.files.put_new(name, as_json({"data": record.data, "key": record.key}))
         with Repeated(_LEASE / 4, keep_alive, "mizarr-lease"):
             yield
@@ -219,8 +251,8 @@ def lease(store: Catalog, record: Record) -> Iterator[None]:
 
 
 def measure(files: Folder, data: str) -> tuple[int, int, float]:
-    """Files below a folder, their bytes, and the newest change among them."""
-    top = files.folder_stat(data)  # of a folder that is still empty
+    """Number of files below a folder, their bytes, and the time of the newest change."""
+    top = files.folder_stat(data)  # counts as a change in a folder that is still empty
     count, total, newest = 0, 0, 0.0 if top is None else top.modified
     for _, stat in files.walk(data):
         count, total, newest = count + 1, total + stat.size, max(newest, stat.modified)

@@ -1,7 +1,5 @@
-"""Where a result came from: from a content digest back through the inputs of each request.
-
-Border: reads provenance; computes and opens nothing.
-"""
+"""Lineage: from the content digest of a result back through the inputs of each request. Reads provenance
+only."""
 
 from __future__ import annotations
 
@@ -15,13 +13,22 @@ from ..records import Record
 
 
 def lineage(store: Catalog, content: str) -> dict[str, Any]:
-    """What made the content R: {content, key, label, request, at, inputs: {name: …the same…}}.
+    """Trace a content back to its sources.
 
-    content: "sha256:…".  An input that is no longer stored appears with its content digest alone. Raises
-    EntryNotFound when nothing stored has this content.
+    Arguments:
+        store: The store.
+        content: R, "sha256:…".
+
+    Returns:
+        {content, key, label, request, at, inputs: {name: the same, recursively}}. An input that is not stored
+        any more has its content digest alone.
+
+    Raises:
+        EntryNotFound: Nothing in the store has this content.
     """
     by_content: dict[str, Record] = {}
     for record in store.records():
+        # Several keys may have one content; any of them explains how it came about.
         by_content.setdefault(record.content, record)
     if content not in by_content:
         raise EntryNotFound(
@@ -34,7 +41,7 @@ def _walk(
     store: Catalog, content: str, by_content: dict[str, Record], below: frozenset[str] = frozenset()
 ) -> dict[str, Any]:
     record = by_content.get(content)
-    # A stage may give back its input to the bit; that is an end, not a circle to walk.
+    # A stage may return its input unchanged: the same content is then its own input, and the walk ends here.
     if record is None or content in below:
         return {"content": content}
     notes = get_provenance(store.files, record.data)
@@ -43,9 +50,9 @@ def _walk(
     )
     inputs = {}
     for name, contents in inputs_of(note).items():
-        for number, told in enumerate(contents):
+        for number, parent in enumerate(contents):
             label = name if len(contents) == 1 else f"{name}[{number}]"
-            inputs[label] = _walk(store, told, by_content, below | {content})
+            inputs[label] = _walk(store, parent, by_content, below | {content})
     return {
         "content": content,
         "key": record.key,
@@ -57,13 +64,13 @@ def _walk(
 
 
 def inputs_of(note: Mapping[str, Any]) -> dict[str, list[str]]:
-    """What a provenance note says was read: input -> content digests.
+    """Inputs that a provenance note lists: name -> content digests.
 
-    A stage notes the stored arrays behind each input ("parents"): an input made of many layers, or a piece of
-    one, has a digest of its own, which names nothing in the store.
+    A stage notes the stored arrays behind each input as "parents", because an input that is a part of an
+    array, or is made of many layers, has a digest of its own that no stored array has.
     """
-    parents = {name: list(told) for name, told in note.get("parents", {}).items() if told}
+    parents = {name: list(digests) for name, digests in note.get("parents", {}).items() if digests}
     # A request names the variable that is read, as in states[resid_post]; a note on parents does not.
     inputs = note.get("request", {}).get("inputs", {})
-    plain = {name: [told] for name, told in inputs.items() if name.partition("[")[0] not in parents}
-    return {str(name): [str(one) for one in told] for name, told in {**plain, **parents}.items()}
+    plain = {name: [digests] for name, digests in inputs.items() if name.partition("[")[0] not in parents}
+    return {str(name): [str(digest) for digest in digests] for name, digests in {**plain, **parents}.items()}

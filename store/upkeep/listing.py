@@ -1,7 +1,5 @@
-"""What a store holds, for people: runs by model and hook points, with their sizes and last use.
-
-Border: reads records, notes and sizes; opens no array and changes nothing, not even when something was used.
-"""
+"""Summary of the runs in a store for display: model, hook points, size and last use. Reads records and notes
+only."""
 
 from __future__ import annotations
 
@@ -23,44 +21,52 @@ __all__ = ["ListedRun", "captured_hooks", "model_label", "runs"]
 
 @dataclass(frozen=True)
 class ListedRun:
-    """One run. run: its digest. model: as it was captured by; its digest where nobody noted a name. hooks:
-    variables and layers that are published, "resid_post 0-5". bytes: on disk. used: seconds since the
-    epoch."""
+    """One run."""
 
     run: str
+    """Digest of the run."""
     model: str
+    """Name under which the model was captured; the digest of the model if no name was noted."""
     prompts: int
     tokens: int
     hooks: tuple[str, ...]
+    """Published variables with their layers, such as "resid_post 0-5"."""
     dtype: str
     bytes: int
+    """Bytes on disk."""
     used: float
+    """Last use, seconds since the epoch."""
 
 
 def runs(store: Catalog, measured: Sequence[Usage]) -> list[ListedRun]:
-    """Every run that has been begun, the one used last first. measured: by `usage`."""
-    found = []
-    for each in measured:
-        if each.kind != ACTIVATION:
+    """All runs, complete or not, most recently used first.
+
+    Arguments:
+        store: The store.
+        measured: Result of `collect.usage`.
+    """
+    listed = []
+    for item in measured:
+        if item.kind != ACTIVATION:
             continue
-        about = group_attributes(store.files, each.data)["mizarr"]
-        found.append(
+        attributes = group_attributes(store.files, item.data)["mizarr"]
+        listed.append(
             ListedRun(
-                each.data.rpartition("/")[2],
-                _model(store.files, each.data) or about["run"]["model"][:12],
-                about["n_prompts"],
-                about["n_tokens"],
-                captured_hooks(each.labels),
-                about["dtype"],
-                each.bytes,
-                each.used,
+                item.data.rpartition("/")[2],
+                _model(store.files, item.data) or attributes["run"]["model"][:12],
+                attributes["n_prompts"],
+                attributes["n_tokens"],
+                captured_hooks(item.labels),
+                attributes["dtype"],
+                item.bytes,
+                item.used,
             )
         )
-    return sorted(found, key=lambda run: (-run.used, run.run))
+    return sorted(listed, key=lambda run: (-run.used, run.run))
 
 
 def model_label(model: str) -> str:
-    """The name of a model in a list: of a path its last part, any other name whole.
+    """Short name of a model for lists: the last component of a path, any other name unchanged.
 
     >>> model_label("/models/gemma.gguf"), model_label("google/gemma-3-270m")
     ('gemma.gguf', 'google/gemma-3-270m')
@@ -70,20 +76,18 @@ def model_label(model: str) -> str:
 
 
 def _model(files: Folder, data: str) -> str | None:
-    """The name that stands in a run's notes."""
+    """Model name in a run's provenance notes; None if there is none."""
     names = (note.get("model") for note in get_provenance(files, data))
     return next((name for name in names if isinstance(name, str)), None)
 
 
 def captured_hooks(labels: Sequence[str]) -> tuple[str, ...]:
-    """Captured variables with their layers, "resid_post 0-5", from labels of records ("resid_post/3").
-
-    The scales of a quantised variable are not listed.
-    """
+    """Format record labels ("resid_post/3") as variables with layers ("resid_post 0-5"), without scale
+    arrays."""
     layers: dict[str, list[int]] = {}
     for label in sorted(labels):
         variable, _, layer = label.partition("/")
         if is_scale(variable):
             continue
         layers.setdefault(variable, []).extend([int(layer)] if layer else [])
-    return tuple(f"{name} {ranges(sorted(held))}" if held else name for name, held in layers.items())
+    return tuple(f"{name} {ranges(sorted(numbers))}" if numbers else name for name, numbers in layers.items())

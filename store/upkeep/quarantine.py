@@ -1,9 +1,7 @@
-"""One damaged file is set aside, and only what it belonged to is withdrawn.
+"""Quarantine: move a damaged file aside, and withdraw only what depended on it.
 
-A shard takes its own (variable, layer) with it, and that only until the next run has computed the one segment
-again.
-
-Border: files and records; what they mean to an analysis is not asked.
+A damaged shard withdraws its own cell (variable, layer), until the next capture has recomputed that one
+segment. The other cells of its pass stay committed.
 """
 
 from __future__ import annotations
@@ -27,20 +25,22 @@ from ..sealed import sealed, unsealed
 from .verify import Damage, committed_files, manifest_of
 
 RECORD_FOLDERS = ("seg/", "manifest/", "provenance/")
-"""Files of an entry that say what its arrays hold."""
+"""Folders of an entry with segment records, manifests and provenance."""
 _GROUPS = tuple(f"{name}/zarr.json" for name in BOOKKEEPING)
-"""What makes these folders groups to Zarr; nothing of ours reads it."""
+"""Files that make these folders Zarr groups; mizarr itself does not read them."""
 
 
 def quarantine(store: Catalog, damage: Damage) -> None:
-    """Set the damaged file aside and withdraw what it belonged to."""
+    """Move the damaged file to `quarantine/` and withdraw what depended on it. ReadOnlyStore if read-only."""
     if store.read_only:
         raise ReadOnlyStore(
             f"cannot quarantine in {store.address}: opened with mode='r'; open it with mode='a'"
         )
+    # One folder per incident: a file may be damaged again after it was computed anew.
     aside = f"quarantine/{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}-{secrets.token_hex(3)}"
     published = [record for record in _readable(store) if record.data == damage.data]
     segments = _segment_records(store, damage)
+    # Both "resid_post/zarr.json" and its record "coordinates/resid_post.zarr.json" lead to "resid_post".
     variable = damage.file.removeprefix("coordinates/").removesuffix("zarr.json")[:-1]
     described = metadata_record(variable)
     if segments:
@@ -52,34 +52,36 @@ def quarantine(store: Catalog, damage: Damage) -> None:
         if damage.file in _GROUPS:
             store.files.put_new(f"{damage.data}/{damage.file}", EMPTY_GROUP)
     elif damage.file.startswith(RECORD_FOLDERS):
-        # Bookkeeping: without it the data is invisible until the next run commits it again, as it is.
+        # Without this record the data is invisible until the next run commits the same files again.
         labels = _whole(record.label for record in published if manifest_of(record) == damage.file)
         _withdraw(store, [record for record in published if record.label in labels])
         _move(store, f"{damage.data}/{damage.file}", aside)
     elif variable and described.rpartition("/")[2] in store.files.children(f"{damage.data}/coordinates"):
-        # What describes an array, or the digest of that: neither can be trusted; both are written again.
+        # Array metadata or its checksum record: which of them is damaged is unknown, so both are written
+        # again.
         names = _whole([variable])
         _withdraw(store, [record for record in published if record.label.partition("/")[0] in names])
         _move(store, f"{damage.data}/{described}", aside)
         _move(store, f"{damage.data}/{variable}/zarr.json", aside)
     elif "/c/" in damage.file and damage.file not in committed_files(store, damage.data)[0]:
-        _move(store, f"{damage.data}/{damage.file}", aside)  # in the way of a shard nobody has committed
+        # Nobody has committed this file, but it would stand in the way of the shard's next writer.
+        _move(store, f"{damage.data}/{damage.file}", aside)
     else:
-        # A result, or the labels of a run: nothing smaller than the folder can be computed again.
+        # A result, or the labels of a run: no smaller part can be recomputed by itself.
         _withdraw(store, published)
         _move(store, damage.data, aside)
     store.files.put_new(f"{aside}/damage.json", as_json(damage.__dict__))
     store.index.forget(damage.data)
-    forget_entries()  # one may hold the damaged file mapped
+    forget_entries()  # a cached entry may have the damaged file mapped
 
 
 def _is_in_data(data: str) -> bool:
-    """Whether damage is of a run or a result, by its folder; of a small file of the store otherwise."""
+    """Whether a folder is that of a run or result, as opposed to one of small files like keys or pins."""
     return data.startswith("data/") and data.count("/") == 2
 
 
 def _readable(store: Catalog) -> Iterator[Record]:
-    """Every record, but for key files that are themselves damaged."""
+    """All records whose key files are intact."""
     for name in store.files.list("keys"):
         with suppress(CorruptEntry):
             if (record := store.lookup(Path(name).stem)) is not None:
@@ -87,7 +89,7 @@ def _readable(store: Catalog) -> Iterator[Record]:
 
 
 def _withdraw(store: Catalog, published: list[Record]) -> None:
-    """Take records out of sight, each key before its manifest."""
+    """Make records invisible: delete each key, then its manifest."""
     for record in published:
         store.files.delete(record.path)
         if record.kind == ACTIVATION:
@@ -95,40 +97,48 @@ def _withdraw(store: Catalog, published: list[Record]) -> None:
 
 
 def _segment_records(store: Catalog, damage: Damage) -> dict[str, dict[str, Any]]:
-    """The segment records that list the damaged file, by name."""
-    found = {}
+    """Segment records that list the damaged file, by path."""
+    records = {}
     for name in store.files.list(f"{damage.data}/seg"):
         if name.endswith(".json") and not name.endswith("/zarr.json"):
             with suppress(CorruptEntry):  # an unreadable record is damage of its own
                 record = unsealed(name, store.files.get(name) or b"", ("segment", "cells", "files", PLAIN))
                 if damage.file in record["files"]:
-                    found[name] = record
-    return found
+                    records[name] = record
+    return records
 
 
 def _withdraw_cells(store: Catalog, damage: Damage, name: str, record: dict[str, Any], aside: str) -> None:
-    """Take the damaged file's cells out of a segment record and out of sight; the others stay committed."""
-    variable, _, *place = damage.file.split("/")
-    bad = [c for c in record["cells"] if c == variable or c == f"{variable}.{place[0]}"]
-    rest = [cell for cell in record["cells"] if cell not in bad]
-    files = {file: told for file, told in record["files"].items() if file != damage.file}
-    if rest:
-        plain = {file: told for file, told in record[PLAIN].items() if file in files}
-        kept = {**record, "cells": rest, "files": files, PLAIN: plain}
-        store.files.put_new(record_name(damage.data, record["segment"], rest), sealed(kept))
-    labels = _whole(cell.replace(".", "/") for cell in bad)
+    """Remove the damaged file's cells from a segment record and withdraw them.
+
+    The record without them is written first, so that the other cells stay committed throughout.
+    """
+    variable, _, *indices = damage.file.split("/")
+    damaged = [c for c in record["cells"] if c == variable or c == f"{variable}.{indices[0]}"]
+    remaining = [cell for cell in record["cells"] if cell not in damaged]
+    files = {file: checksum for file, checksum in record["files"].items() if file != damage.file}
+    if remaining:
+        plain = {file: checksum for file, checksum in record[PLAIN].items() if file in files}
+        new_record = {**record, "cells": remaining, "files": files, PLAIN: plain}
+        # Under a new name, as its digest covers the cells; the old record is moved away afterwards.
+        store.files.put_new(record_name(damage.data, record["segment"], remaining), sealed(new_record))
+    labels = _whole(cell.replace(".", "/") for cell in damaged)
     _withdraw(store, [r for r in _readable(store) if r.data == damage.data and r.label in labels])
     _move(store, name, aside)
 
 
 def _whole(labels: Iterable[str]) -> set[str]:
-    """Labels or names of arrays, and of those that mean nothing without them: int8 and its scales."""
-    found = set()
+    """Add the partner of each label: int8 numbers and their scales mean nothing without each other."""
+    complete = set()
     for label in labels:
         variable, slash, layer = label.partition("/")
         name = scaled_name(variable)
-        found |= {f"{variable}{slash}{layer}", f"{name}{slash}{layer}", f"{scale_name(name)}{slash}{layer}"}
-    return found
+        complete |= {
+            f"{variable}{slash}{layer}",
+            f"{name}{slash}{layer}",
+            f"{scale_name(name)}{slash}{layer}",
+        }
+    return complete
 
 
 def _move(store: Catalog, name: str, aside: str) -> None:

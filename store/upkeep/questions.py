@@ -1,7 +1,7 @@
-"""Which questions were asked of a store: notes that workflows and captures leave beside what they stored.
+"""Notes on the questions that a store answers: which workflow, model and settings computed its results.
 
-A note lies in the provenance of the first result of a workflow, or of a run. It is for people, is part of no
-key, and is written once per question.
+A note is stored in the provenance of a workflow's first result, or of a captured run. It is for display only,
+is part of no key, and is written once per question.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from ..provenance import get_provenance, put_provenance
 __all__ = ["Question", "is_capture", "note_capture", "note_question"]
 
 NOTE = "question"
-"""Name of the field of a provenance note that holds the question."""
+"""Field of a provenance note with the question."""
 CAPTURE = "capture"
-"""Stands for the name of a workflow in the note on a run that was captured for its own sake."""
+"""Workflow name in the note on a run captured by `mizarr capture`, without a workflow."""
 _LONGEST_TEXT, _LONGEST_LIST = 200, 8
 """Characters of a text and items of a list that are noted of a setting."""
 
 
 @dataclass(frozen=True)
 class Question:
-    """A workflow that was computed with this store."""
+    """One computed workflow: name, model, settings and result keys."""
 
     workflow: str
     """Name of the workflow."""
     model: str
-    """The model as it was named."""
+    """Model name or path, as the user gave it."""
     settings: Mapping[str, Any]
     """Settings that differ from the defaults, long ones cut; without the model and the device."""
     results: Mapping[str, str]
@@ -54,7 +54,7 @@ class Question:
 
     @classmethod
     def of_note(cls, note: Mapping[str, Any]) -> Question | None:
-        """The question in a provenance note; None where it holds none, or that of a capture."""
+        """Parse a provenance note; None for a note without a question, or on a capture."""
         noted = note.get(NOTE)
         if not isinstance(noted, Mapping) or not noted.get("results"):
             return None
@@ -65,9 +65,14 @@ class Question:
 def note_question(
     store: Catalog, workflow: str, model: str, settings: Mapping[str, Any], results: Mapping[str, str]
 ) -> None:
-    """Note that a workflow was computed; nothing is written to a read-only store, or a second time.
+    """Note that a workflow was computed, once per question; no effect on a read-only store.
 
-    settings: those that differ from the defaults, plain values. results: key of each result by its name.
+    Arguments:
+        store: The store.
+        workflow: Name of the workflow.
+        model: Model name or path, as the user gave it.
+        settings: Settings that differ from the defaults, as plain values.
+        results: Key of each result, by its name in the workflow.
     """
     if results:
         shortened = {name: _shortened(value) for name, value in settings.items()}
@@ -76,12 +81,12 @@ def note_question(
 
 
 def note_capture(store: Catalog, data: str) -> None:
-    """Note that the run in the folder `data` was captured for its own sake, not for a workflow."""
+    """Note that the run in folder `data` was captured directly, without a workflow."""
     _note_once(store, data, {"workflow": CAPTURE})
 
 
 def is_capture(note: Mapping[str, Any]) -> bool:
-    """Whether a provenance note says that a run was captured for its own sake."""
+    """Whether a provenance note marks a directly captured run."""
     return note.get(NOTE) == {"workflow": CAPTURE}
 
 
@@ -92,7 +97,7 @@ def _note_once(store: Catalog, data: str, noted: Mapping[str, Any]) -> None:
 
 
 def _shortened(value: Any) -> Any:
-    """A plain value that is no longer than people want to read."""
+    """Truncate long texts and lists of a setting for display."""
     if isinstance(value, str) and len(value) > _LONGEST_TEXT:
         return f"{value[:_LONGEST_TEXT]}…"
     if isinstance(value, list | tuple):

@@ -1,8 +1,4 @@
-"""Shards of an array as another store has them: compressed, or plain again.
-
-Border: one array of a run, from one store into another; which arrays, and what says that they stand, is told
-by copying.py.
-"""
+"""Convert shards between codecs (compressed, uncompressed) while copying a run to another store."""
 
 from __future__ import annotations
 
@@ -14,27 +10,27 @@ from ..digest import content_digest
 from ..errors import REPAIR, ConfigError, CorruptEntry, StoreFormatError
 from ..runs.archived import plain_measure, recoded
 from ..runs.coordinates import metadata_record
-from ..runs.shards import CODECS, ShardLayout, Written
+from ..runs.shards import CODECS, FileChecksum, ShardLayout
 from ..sealed import read_json, sealed
 
 __all__ = ["PLAINLY", "Differs", "Recoding", "check_codec", "put_text", "recoding_of"]
 
 PLAINLY = "none"
-"""What people say for no codec."""
+"""Value of the codec option for uncompressed shards."""
 
 
 class Differs(Exception):
-    """The target holds something else under a name."""
+    """Conflict: the target contains another file of the same name."""
 
 
 def put_text(target: Catalog, name: str, text: bytes) -> None:
-    """Put a file that describes others; Differs if there is another one."""
+    """Write a metadata file; raises Differs if the target has another one."""
     if not target.files.put_new(name, text) and target.files.get(name) != text:
         raise Differs(name)
 
 
 def check_codec(codec: str | None) -> None:
-    """ConfigError for a codec there is not."""
+    """Raise ConfigError unless the codec is known or None."""
     if codec not in (None, PLAINLY, *CODECS):
         known = ", ".join((*CODECS, PLAINLY))
         raise ConfigError(f"expected a codec among {known}, found {codec!r}; name one, or leave it out")
@@ -42,55 +38,72 @@ def check_codec(codec: str | None) -> None:
 
 @dataclass(frozen=True)
 class Recoding:
-    """How the shards of one array change on the way. data: folder of the run; text: its `zarr.json` in the
-    target."""
+    """Conversion of the shards of one array."""
 
     data: str
+    """Folder of the run."""
     variable: str
     before: ShardLayout
+    """Layout in the source."""
     after: ShardLayout
+    """Layout in the target."""
     text: bytes
+    """`zarr.json` of the array in the target."""
 
     def describe(self, target: Catalog) -> None:
-        """Put the description of the array, and the digest of that; Differs if there is another one."""
+        """Write the array's metadata and its checksum record; raises Differs if the target has others."""
         file = f"{self.variable}/zarr.json"
-        told = {"files": {file: [len(self.text), content_digest(self.text)]}}
+        record = {"files": {file: [len(self.text), content_digest(self.text)]}}
         described = {
             f"{self.data}/{file}": self.text,
-            f"{self.data}/{metadata_record(self.variable)}": sealed(told),
+            f"{self.data}/{metadata_record(self.variable)}": sealed(record),
         }
         for name, text in described.items():
             put_text(target, name, text)
 
     def put(
-        self, source: Catalog, target: Catalog, file: str, told: Written, plain: Written
-    ) -> tuple[Written, int]:
-        """Put one shard; returns size and digest of the file in the target, and the bytes written.
+        self, source: Catalog, target: Catalog, file: str, checksum: FileChecksum, plain: FileChecksum
+    ) -> tuple[FileChecksum, int]:
+        """Convert and write one shard.
 
-        told: of the file in the source; plain: of what it holds without a codec, which has to be the same in
-        the end. Raises CorruptEntry, Differs, and StoreFormatError for a shard that another program wrote.
+        Arguments:
+            source: Store to read.
+            target: Store to write.
+            file: Path of the shard relative to the run.
+            checksum: Size and checksum of the file in the source.
+            plain: Size and checksum of its uncompressed form, which the conversion must preserve.
+
+        Returns:
+            Size and checksum of the file in the target, and the number of bytes written.
+
+        Raises:
+            CorruptEntry: The source file does not match its checksum.
+            Differs: The target has another content.
+            StoreFormatError: Another program wrote the shard, in a form that cannot be restored bit by bit.
         """
         name = f"{self.data}/{file}"
         where = source.files.where(name)
         content = source.files.get(name)
-        if content is None or (len(content), content_digest(content)) != told:
-            found = None if content is None else (len(content), content_digest(content))
-            raise CorruptEntry(f"{where}: expected {told}, found {found}; {REPAIR}")
-        made = b"".join(recoded(content, self.before, self.after, where))
-        if self._plain(made, where) != plain:
+        if content is None or (len(content), content_digest(content)) != checksum:
+            actual = None if content is None else (len(content), content_digest(content))
+            raise CorruptEntry(f"{where}: expected {checksum}, found {actual}; {REPAIR}")
+        new_content = b"".join(recoded(content, self.before, self.after, where))
+        # Padding rows of another writer may differ from zeros, and would be lost.
+        if self._plain(new_content, where) != plain:
             raise StoreFormatError(
                 f"{where}: expected a shard as mizarr lays it out, found one of another program, which "
                 "cannot be stored otherwise to the bit; copy it without a codec"
             )
-        if target.files.put_new(name, made):
-            return (len(made), content_digest(made)), len(made)
-        # Of a copy that was cut off, or by another version of the codec: what it holds is what counts.
-        there = target.files.get(name) or b""
-        if self._plain(there, target.files.where(name)) != plain:
+        if target.files.put_new(name, new_content):
+            return (len(new_content), content_digest(new_content)), len(new_content)
+        # Left by an interrupted copy, or compressed by another zstd version: only the uncompressed form must
+        # match.
+        existing = target.files.get(name) or b""
+        if self._plain(existing, target.files.where(name)) != plain:
             raise Differs(name)
-        return (len(there), content_digest(there)), 0
+        return (len(existing), content_digest(existing)), 0
 
-    def _plain(self, content: bytes, where: str) -> Written:
+    def _plain(self, content: bytes, where: str) -> FileChecksum:
         if self.after.codec:
             return plain_measure(content, self.after, where)
         return len(content), content_digest(content)
@@ -99,21 +112,25 @@ class Recoding:
 def recoding_of(
     source: Catalog, target: Catalog, data: str, variable: str, codec: str | None
 ) -> Recoding | None:
-    """How the shards of an array change; None where they are copied as they lie: as they are wanted already,
-    or of a kind that is none of ours. What the target has of the array decides before what is asked for."""
+    """Which conversion an array needs.
+
+    Returns:
+        None if its files are copied as they are: the codec is the requested one, or the array was not written
+        by mizarr. The codec of an array that the target already has wins over the requested one.
+    """
     name = f"{data}/{variable}/zarr.json"
-    text, there = source.files.get(name), target.files.get(name)
-    before, wanted = _layout(text), _layout(there)
-    if text is None or before is None or (there is not None and wanted is None):
+    text, existing = source.files.get(name), target.files.get(name)
+    before, target_layout = _layout(text), _layout(existing)
+    if text is None or before is None or (existing is not None and target_layout is None):
         return None
     after = before if codec is None else replace(before, codec="" if codec == PLAINLY else codec)
-    if wanted is not None:
-        after = replace(before, codec=wanted.codec)
+    if target_layout is not None:
+        after = replace(before, codec=target_layout.codec)
     if after == before:
         return None
     metadata = read_json(text)
-    told = (metadata[field] for field in ("shape", "dimension_names", "attributes"))
-    return Recoding(data, variable, before, after, after.metadata(*told))
+    fields = (metadata[field] for field in ("shape", "dimension_names", "attributes"))
+    return Recoding(data, variable, before, after, after.metadata(*fields))
 
 
 def _layout(text: bytes | None) -> ShardLayout | None:

@@ -1,7 +1,5 @@
-"""Every committed file against its recorded size and digest, several at a time, at sha256 speed.
-
-Border: files and records; what they mean to an analysis is not asked.
-"""
+"""Verify: compare every committed file with its recorded size and checksum, in parallel, at the speed of
+sha256."""
 
 from __future__ import annotations
 
@@ -25,28 +23,29 @@ from .annotations import ANNOTATIONS
 PINS = "pins"
 LEASES = "leases"
 _PARTS = {"keys": 2, "data": 3, PINS: 1, ANNOTATIONS: 2, LEASES: 1, VOCABULARIES: 1}
-"""Where files lie, and how many steps of a name are the folder of what it belongs to."""
+"""Folders of the store -> number of leading path components that name the run, result or folder a file
+belongs to."""
 
 
 @dataclass(frozen=True)
 class Damage:
-    """One committed file that is not what was committed.
-
-    data: folder of the run or result, relative to the store.  file: relative to that folder.
-    expected, found: "<bytes> bytes" or "sha256:…"; found is "missing" when the file is gone.
-    """
+    """Mismatch between a committed file and its record."""
 
     data: str
+    """Folder of the run or result, relative to the store."""
     file: str
+    """Path relative to that folder."""
     expected: str
+    """"<n> bytes" or "sha256:…"."""
     found: str
+    """Actual size or checksum, a description of damage, or "missing"."""
 
     def __str__(self) -> str:
         return f"{self.data}/{self.file}: expected {self.expected}, found {self.found}"
 
 
 class _Names:
-    """Names of files and folders; what lies below one of them counts."""
+    """Set of paths that also contains everything below its members."""
 
     def __init__(self, names: Iterable[str] = ()) -> None:
         self._names = frozenset(names)
@@ -57,70 +56,85 @@ class _Names:
 
 
 def verify(store: Catalog, *, quick: bool, progress: Callable[[int, int], None] | None) -> list[Damage]:
-    """Committed files that differ from their record, records that are unreadable or lead nowhere, and what
-    lies where a file should and is none."""
-    found = _strangers(store)
-    strange = _Names(f"{damage.data}/{damage.file}" for damage in found)
-    found += _dangling(store, strange)
+    """Find damage in a store.
+
+    Arguments:
+        store: The store.
+        quick: Whether to compare sizes only.
+        progress: Called with (bytes verified, bytes in total).
+
+    Returns:
+        Files that differ from their record, records that are unreadable or refer to nothing, and anything
+        that stands where a file should but is none (a pipe, a folder), sorted by path.
+    """
+    damages = _strangers(store)
+    strange = _Names(f"{damage.data}/{damage.file}" for damage in damages)
+    damages += _dangling(store, strange)
     expected = []
     for data in store.folders():
         files, unreadable = committed_files(store, data, strange)
-        found += unreadable
+        damages += unreadable
         expected += [
             (data, name, size, file_digest)
             for name, (size, file_digest) in files.items()
             if f"{data}/{name}" not in strange
         ]
-    total, done = sum(size for _, _, size, _ in expected), 0
+    total, verified_bytes = sum(size for _, _, size, _ in expected), 0
     with ThreadPoolExecutor(THREADS) as pool:
-        checks = {pool.submit(_check, store, *one, quick=quick): one[2] for one in expected}
+        # Threads suffice: sha256 and reading release the GIL.
+        checks = {pool.submit(_check, store, *item, quick=quick): item[2] for item in expected}
         for check in as_completed(checks):
             if (damage := check.result()) is not None:
-                found.append(damage)
-            done += checks[check]
+                damages.append(damage)
+            verified_bytes += checks[check]
             if progress is not None:
-                progress(done, total)
-    return sorted(found, key=lambda damage: (damage.data, damage.file))
+                progress(verified_bytes, total)
+    return sorted(damages, key=lambda damage: (damage.data, damage.file))
 
 
 def _strangers(store: Catalog) -> list[Damage]:
-    """Links that lead nowhere, pipes, folders named as files: what a reader, or a writer, stumbles over."""
-    found = []
+    """Links, pipes, devices and folders in the place of files, which readers or writers would stumble
+    over."""
+    damages = []
     for part, steps in _PARTS.items():
-        for name, what in store.files.strangers(part):
-            if what == "a folder" and f"/{DATASET}/" in name:
-                continue  # a variable of a result, which may have any name
-            words = name.split("/")
-            at = min(steps, len(words) - 1)
-            found.append(Damage("/".join(words[:at]), "/".join(words[at:]), "a file", what))
-    return found
+        for name, kind in store.files.non_files(part):
+            if kind == "a folder" and f"/{DATASET}/" in name:
+                continue  # a variable of a result may be named like a file
+            components = name.split("/")
+            depth = min(steps, len(components) - 1)
+            damages.append(Damage("/".join(components[:depth]), "/".join(components[depth:]), "a file", kind))
+    return damages
 
 
 def _dangling(store: Catalog, strange: _Names) -> list[Damage]:
-    """Key files, pins, annotations and notes that cannot be read, keys without their manifest, runs not
-    described. strange: names that are damage already."""
-    found = []
+    """Unreadable key files, pins, annotations and notes; keys without a manifest; runs without a description.
+
+    Arguments:
+        store: The store.
+        strange: Paths that are already reported as damage.
+    """
+    damages = []
     for name in store.files.list("keys"):
         folder, _, file = name.rpartition("/")
         try:
             record = None if name in strange else store.lookup(Path(name).stem)
         except CorruptEntry:
-            found.append(Damage(folder, file, "a key file", "unreadable"))
+            damages.append(Damage(folder, file, "a key file", "unreadable"))
             continue
         if record is not None:
             manifest = manifest_of(record)
-            place = f"{record.data}/{manifest}"
-            if place not in strange and store.files.size(place) is None:
-                found.append(Damage(record.data, manifest, f"the manifest of {record.label}", "missing"))
+            manifest_path = f"{record.data}/{manifest}"
+            if manifest_path not in strange and store.files.size(manifest_path) is None:
+                damages.append(Damage(record.data, manifest, f"the manifest of {record.label}", "missing"))
 
-    def look(folder: str, name: str, what: str, read: Callable[[str, bytes], object]) -> bool:
-        """Whether a file is there and can be read; what cannot is noted."""
+    def is_readable(folder: str, name: str, kind: str, read: Callable[[str, bytes], object]) -> bool:
+        """Whether a file exists and is readable; reports an unreadable one."""
         try:
             if name in strange or (text := store.files.get(name)) is None:
                 return False
             read(name, text)
         except CorruptEntry:
-            found.append(Damage(folder, name.removeprefix(f"{folder}/"), what, "unreadable"))
+            damages.append(Damage(folder, name.removeprefix(f"{folder}/"), kind, "unreadable"))
             return False
         return True
 
@@ -128,58 +142,66 @@ def _dangling(store: Catalog, strange: _Names) -> list[Damage]:
         return group_attributes(store.files, name.removesuffix("/zarr.json"))
 
     for name in store.files.list(PINS):
-        look(PINS, name, "a pin", unsealed)
+        is_readable(PINS, name, "a pin", unsealed)
     for name in store.files.list(ANNOTATIONS):
-        look(name.rpartition("/")[0], name, "an annotation", unsealed)
+        is_readable(name.rpartition("/")[0], name, "an annotation", unsealed)
     for name in store.files.list(VOCABULARIES):
-        look(VOCABULARIES, name, "token strings", unsealed)
+        is_readable(VOCABULARIES, name, "token strings", unsealed)
     for data in store.folders():
         for name in note_names(store.files, data):
-            look(data, name, "a note", unsealed)
-        is_run = look(data, f"{data}/zarr.json", "the description of a run", describes_run)
+            is_readable(data, name, "a note", unsealed)
+        # An unreadable description is reported once, not together with everything it describes.
+        is_run = is_readable(data, f"{data}/zarr.json", "the description of a run", describes_run)
         if is_run and not _lists_labels(store, data):
-            found.append(Damage(data, "coordinates", "a list of the files of its labels", "missing"))
-    return found
+            damages.append(Damage(data, "coordinates", "a list of the files of its labels", "missing"))
+    return damages
 
 
 def _lists_labels(store: Catalog, data: str) -> bool:
-    """Whether a record, sound or not, lists the labels of a run, which may have none: it precedes the run."""
-    listed = any(OF_LABELS.fullmatch(name) for name in store.files.children(f"{data}/coordinates"))
-    return listed or "token_id" not in store.files.children(data)
+    """Whether a run's labels are listed in a record, readable or not; True for a run that has no labels
+    yet."""
+    is_listed = any(OF_LABELS.fullmatch(name) for name in store.files.children(f"{data}/coordinates"))
+    return is_listed or "token_id" not in store.files.children(data)
 
 
 def manifest_of(record: Record) -> str:
-    """Where a record's list of files lies, relative to its folder."""
+    """Path of a record's manifest, relative to its folder."""
     return "manifest.json" if record.kind == RESULT else f"manifest/{record.label.replace('/', '.')}.json"
 
 
-def _check(store: Catalog, data: str, name: str, size: int, told: str, *, quick: bool) -> Damage | None:
+def _check(store: Catalog, data: str, name: str, size: int, checksum: str, *, quick: bool) -> Damage | None:
     path = f"{data}/{name}"
     try:
-        there = store.files.size(path)
-        if there is not None and there != size:
-            return Damage(data, name, f"{size} bytes", f"{there} bytes")
-        if there is None:
-            return Damage(data, name, told, "missing")
-        if not quick and (found := store.files.measure(path)[1]) != told:
-            return Damage(data, name, told, found)
+        actual_size = store.files.size(path)
+        if actual_size is not None and actual_size != size:
+            return Damage(data, name, f"{size} bytes", f"{actual_size} bytes")
+        if actual_size is None:
+            return Damage(data, name, checksum, "missing")
+        if not quick and (actual := store.files.measure(path)[1]) != checksum:
+            return Damage(data, name, checksum, actual)
     except (FileNotFoundError, NotADirectoryError):
-        return Damage(data, name, told, "missing")
+        return Damage(data, name, checksum, "missing")
     except CorruptEntry:
-        return Damage(data, name, told, "no file that can be read")
-    except StoreError:  # nobody can tell: no answer, or no permission
+        return Damage(data, name, checksum, "no file that can be read")
+    except StoreError:  # no answer or no permission: says nothing about damage
         raise
     except OSError as error:
-        return Damage(data, name, told, f"unreadable ({error.strerror or error})")
+        return Damage(data, name, checksum, f"unreadable ({error.strerror or error})")
     return None
 
 
 def committed_files(
     store: Catalog, data: str, strange: _Names | None = None
 ) -> tuple[dict[str, tuple[int, str]], list[Damage]]:
-    """File -> (size, digest) of all committed in a folder, published or not; and unreadable lists.
+    """Collect the recorded checksums of a folder, published or not.
 
-    strange: names that are no files.
+    Arguments:
+        store: The store.
+        data: Folder of a run or result.
+        strange: Paths that are no files.
+
+    Returns:
+        File -> (size, checksum), and damage for unreadable records.
     """
     files: dict[str, tuple[int, str]] = {}
     unreadable, strange = [], strange or _Names()
@@ -196,7 +218,7 @@ def committed_files(
 
 
 def _lists(store: Catalog, data: str) -> Iterator[str]:
-    """Names of the records in a folder that list its files."""
+    """Paths of the records in a folder that list files with checksums."""
     yield f"{data}/manifest.json"
     for part in ("coordinates", "manifest", "seg"):
         for name in sorted(store.files.list(f"{data}/{part}")):

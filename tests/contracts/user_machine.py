@@ -863,7 +863,7 @@ def stops_after(files: int | None, stop: Callable[[], None]) -> Any:
     if files is None:
         yield
         return
-    linked, left = store_files._linked, [files]
+    linked, left = store_files._link_new, [files]
 
     def counted(temporary: Path, target: Path) -> bool:
         left[0] -= 1
@@ -871,5 +871,5 @@ def stops_after(files: int | None, stop: Callable[[], None]) -> Any:
             stop()
         return linked(temporary, target)
 
-    with mock.patch.object(store_files, "_linked", counted):
+    with mock.patch.object(store_files, "_link_new", counted):
         yield

@@ -99,7 +99,7 @@ def test_rows_are_found_however_they_are_asked_for(archive, plain):
         there[np.array([4])]
     with pytest.raises(ValueError, match="read-only"):
         there[:2][0] = 1
-    there.let_go()
+    there.release_pages()
     np.testing.assert_array_equal(np.asarray(there), np.asarray(here))
 
 

@@ -201,7 +201,7 @@ def test_a_run_that_somebody_else_describes_meanwhile_is_added_to(
         if self.root == target.files.root and name == group and not target.files.size(group):
             attributes = json.loads(data)["attributes"]
             assert attributes.pop("tokenizer") and attributes.pop("mizarr")
-            real(self, name, store.entry("")._group(attributes))
+            real(self, name, store.entry("")._group_metadata(attributes))
         return real(self, name, data)
 
     monkeypatch.setattr(LocalFolder, "put_new", put_new)

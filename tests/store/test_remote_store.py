@@ -109,7 +109,7 @@ def overwritten(store, name, change):
     raw = bytearray(store.files.get(name))
     change(raw)
     obstore.put(store.files._store, name, bytes(raw))
-    store.files._looks.clear()
+    store.files._stats.clear()
 
 
 def flip(raw):

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from ....store.digest import digest
 from ....store.errors import StoreFull
-from ....store.files import THREADS, room_at
+from ....store.files import THREADS, free_bytes_at
 from ....store.runs.claims import SegmentClaim
 from ....store.runs.committed import VariableLayer
 from ....store.runs.entries import Entry
@@ -239,7 +239,7 @@ class _Way:
         places = [course.places for course in courses]
         needed, folder = of_place * (sum(places) + max(places)), self.entry.folder
         place = folder.scratch(self.entry.path)
-        if needed > (free := room_at(place)):
+        if needed > (free := free_bytes_at(place)):
             raise StoreFull(
                 f"expected {needed} bytes of room in {place} for what is carried from layer to layer, "
                 f"found {free}; capture fewer prompts at once, or free some space (mizarr gc)"

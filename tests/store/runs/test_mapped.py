@@ -92,7 +92,7 @@ def test_a_process_reads_more_shards_of_many_runs_than_files_may_be_open(runs):
 
 def test_shards_within_the_bound_are_opened_once(runs, opens, monkeypatch):
     """Two runs, scanned in turns three times."""
-    monkeypatch.setattr(mapped, "most_mapped", lambda: 2 * SHARDS)
+    monkeypatch.setattr(mapped, "max_mapped", lambda: 2 * SHARDS)
     two = opened_anew(runs[:2])
     for _ in range(3):
         for n in range(SHARDS):
@@ -102,7 +102,7 @@ def test_shards_within_the_bound_are_opened_once(runs, opens, monkeypatch):
 
 
 def test_of_all_runs_those_read_lately_stay_mapped(runs, opens, monkeypatch):
-    monkeypatch.setattr(mapped, "most_mapped", lambda: 50)
+    monkeypatch.setattr(mapped, "max_mapped", lambda: 50)
     some = opened_anew(runs)
     for entry in some:
         for n in range(SHARDS):
@@ -118,7 +118,7 @@ def test_of_all_runs_those_read_lately_stay_mapped(runs, opens, monkeypatch):
 
 
 def test_rows_in_hand_outlive_their_place(runs, monkeypatch):
-    monkeypatch.setattr(mapped, "most_mapped", lambda: 1)
+    monkeypatch.setattr(mapped, "max_mapped", lambda: 1)
     some = opened_anew(runs[:4])
     held = [entry.shard("embed", None, 3) for entry in some]
     assert [rows[:].tolist() for rows in held] == [[[number, 3]] for number in range(4)]
@@ -128,7 +128,7 @@ def test_rows_in_hand_outlive_their_place(runs, monkeypatch):
 
 
 def test_runs_that_are_gone_take_no_room(runs, opens, monkeypatch):
-    monkeypatch.setattr(mapped, "most_mapped", lambda: SHARDS + 5)
+    monkeypatch.setattr(mapped, "max_mapped", lambda: SHARDS + 5)
     gc.freeze()  # what other tests left behind is not looked through at every turn
     (kept,) = opened_anew(runs[:1])
     for n in range(SHARDS):
@@ -146,7 +146,7 @@ def test_runs_that_are_gone_take_no_room(runs, opens, monkeypatch):
 
 def test_threads_that_read_all_runs_at_once_read_what_is_stored(runs, monkeypatch):
     """Hardly any shard stays mapped between two reads of it."""
-    monkeypatch.setattr(mapped, "most_mapped", lambda: 5)
+    monkeypatch.setattr(mapped, "max_mapped", lambda: 5)
     some = opened_anew(runs)
     switches = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)
@@ -171,9 +171,9 @@ def test_threads_that_read_all_runs_at_once_read_what_is_stored(runs, monkeypatc
 @pytest.mark.parametrize(("files", "most"), [(1024, 256), (40, 10), (2, 1), (1 << 20, 4096)])
 def test_the_bound_is_a_quarter_of_the_files_a_process_may_have_open(files, most, monkeypatch):
     monkeypatch.setattr(resource, "getrlimit", lambda which: (files, 1 << 20))
-    assert mapped.most_mapped() == most
+    assert mapped.max_mapped() == most
 
 
 def test_without_a_limit_of_files_there_still_is_a_bound(monkeypatch):
     monkeypatch.setattr(resource, "getrlimit", lambda which: (resource.RLIM_INFINITY,) * 2)
-    assert mapped.most_mapped() == mapped.MAPPED
+    assert mapped.max_mapped() == mapped.MAX_MAPPED

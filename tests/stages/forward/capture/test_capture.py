@@ -284,7 +284,7 @@ def test_taking_turns_waits_for_all_bytes_and_never_for_the_disk(folder, tmp_pat
     a system that takes no bytes before.
     """
     model, ids = Model.from_pretrained(folder), np.arange(64).reshape(4, 16) % VOCAB
-    fill, written, sync = harvest.fill, files._written, os.fsync
+    fill, written, sync = harvest.fill, files._write_new, os.fsync
     log, second_is_begun, waited = [], threading.Event(), []
 
     def filling(model, entry, n, *rest):
@@ -307,7 +307,7 @@ def test_taking_turns_waits_for_all_bytes_and_never_for_the_disk(folder, tmp_pat
 
     monkeypatch.setattr(harvest, "needs_every_core", lambda model: in_turn)
     monkeypatch.setattr(harvest, "fill", filling)
-    monkeypatch.setattr(files, "_written", writing)
+    monkeypatch.setattr(files, "_write_new", writing)
     monkeypatch.setattr(os, "fsync", syncing)
     stored = mizarr.capture(
         model, ids, RESID, store=mizarr.open_store(tmp_path / "store"), segment_tokens=32, progress=False
