@@ -119,6 +119,7 @@ def fate(similarity: Array, pushed: float, first: int | None) -> Fate:
     # float64, and clipped at 0: cosines of nearly equal float32 states exceed 1 by rounding.
     distance = np.maximum(1.0 - np.asarray(similarity, np.float64), 0.0)[first:]
     largest = float(distance.max())
+    # _ROUNDING: a push of almost no distance would otherwise count float32 noise as movement.
     if largest < max(AWAY * (1.0 - pushed), _ROUNDING):
         return Fate("never away")
     if len(distance) == 1:

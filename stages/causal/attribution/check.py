@@ -27,7 +27,7 @@ from ...forward.runs.run import Run
 from ..controls import correlation, rank_correlation
 from ..grids.patching import ActivationPatching
 from ..grids.patching_grid import GridPlace
-from ..grids.patching_metrics import read
+from ..grids.patching_metrics import read_metrics
 from ..grids.patching_results import PreparedGrid
 from .patching import AttributionPatching
 
@@ -83,7 +83,7 @@ class AttributionCheck(AttributionPatching):
             raise StageError(f"{self.name}: expected at least one cell to verify, found {self.verify}")
 
     def outputs_on(self, config: Architecture) -> Mapping[str, Output]:
-        """The same for every model and every set of fields."""
+        """All declared outputs; unlike those of a grid, they do not depend on the metrics."""
         return self.outputs
 
     def cells(self, config: Architecture) -> Sequence[CellLabels]:
@@ -113,7 +113,7 @@ class AttributionCheck(AttributionPatching):
         verified, count = self._picked(prepared)
         metric = self.metrics[0]
         clean, corrupted = (
-            float(read(self.metrics, entry, prepared.clean)[0])
+            float(read_metrics(self.metrics, entry, prepared.clean)[0])
             for entry in (prepared.clean, prepared.unpatched[0])
         )
         # Differences: a rescaled metric moves by as much less as it is scaled.
@@ -142,12 +142,14 @@ class AttributionCheck(AttributionPatching):
         return xr.Dataset(variables, coords, {"metric": metric.name, "units": metric.units})
 
     def joined(self, parts: Sequence[xr.Dataset]) -> xr.Dataset:
-        """The one cell there is, as it was computed."""
+        """The only cell, unchanged."""
         (whole,) = parts
         return whole
 
     def _picked(self, prepared: PreparedGrid) -> tuple[list[tuple[str, int, GridPlace, float]], int]:
-        """Verified cells as (kind, layer, place, estimated metric), and how many of them are the largest."""
+        """Grid cells to verify as (kind, layer, place, estimated metric), largest first, and the number of
+        largest ones.
+        """
         cells = [
             (kind, layer, place, float(number[0]))
             for kind, layer in self._points(prepared)
@@ -155,7 +157,8 @@ class AttributionCheck(AttributionPatching):
                 self.places(prepared.config, kind), self.estimates(prepared, kind, layer), strict=True
             )
         ]
-        base = float(read(self.metrics, prepared.unpatched[0], prepared.clean)[0])
+        base = float(read_metrics(self.metrics, prepared.unpatched[0], prepared.clean)[0])
+        # By the size of the effect, not of the metric: a grid's cells share the unpatched metric `base`.
         order = np.argsort([-abs(number - base) for *_, number in cells], kind="stable")
         n_largest = min(self.verify, len(cells))
         random_cells = np.random.default_rng(self.seed).permutation(order[n_largest:])[: self.verify]

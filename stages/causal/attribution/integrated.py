@@ -33,7 +33,7 @@ from ...forward.hooks.wants import Logits
 from ...forward.runs.experiment import CellLabels, Experiment
 from ...forward.runs.run import Run
 from ..grids.patching_grid import in_range
-from ..grids.patching_metrics import Metric, check_metrics, read, wanted
+from ..grids.patching_metrics import Metric, check_metrics, read_metrics, required_tokens
 from ..grids.patching_results import as_vector, token_texts
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ class GradientPath:
     prompt: Floats
     """Logits of the prompt run, at the same tokens."""
     along: list[Floats]
-    """Logits at every step, at the same tokens."""
+    """Logits of the tokens that the metric reads, at every step."""
     gradient: Tensor
     """Weighted mean of the gradient over the steps, float64 [position, hidden]."""
     tokens: list[str] | None
@@ -133,10 +133,10 @@ class IntegratedGradients(Experiment):
     @property
     def want(self) -> Logits:
         """Logits at one position, of the tokens that the metric reads."""
-        return Logits((self.at,), wanted((self.metric,)))
+        return Logits((self.at,), required_tokens((self.metric,)))
 
     def prepare(self, model: Model) -> GradientPath:
-        """Gradients at every step, and the logits at both ends of the line."""
+        """Gradients at every step, and logits at both ends of the path."""
         import torch
 
         ids = torch.tensor([self.prompt, self.baseline or self.prompt], device=model.device)
@@ -185,6 +185,7 @@ class IntegratedGradients(Experiment):
         import xarray as xr
 
         moved = prepared.end.double() - prepared.start.double()
+        # Eq. 1 of the paper: (x - x') times the mean gradient, summed over hidden.
         shares = (moved * prepared.gradient).sum(-1).cpu().numpy()
         value, baseline_value = (
             self._read(entry, prepared.prompt) for entry in (prepared.prompt, prepared.baseline)
@@ -208,7 +209,7 @@ class IntegratedGradients(Experiment):
         return xr.Dataset(variables, coords, {"metric": self.metric.name, "units": self.metric.units})
 
     def _read(self, logits: Floats, clean: Floats) -> float:
-        return float(read((self.metric,), logits, clean)[0])
+        return float(read_metrics((self.metric,), logits, clean)[0])
 
     def _logits(self, model: Model, embedding: Tensor) -> Floats:
         """Logits of a run whose embedding is replaced by `embedding` [position, hidden]."""

@@ -35,7 +35,7 @@ from ...forward.runs.experiment import CellLabels
 from ...forward.runs.run import Run
 from ..grids.patching import ActivationPatching
 from ..grids.patching_grid import GridPlace, head_axis
-from ..grids.patching_metrics import Metric, Recovery, read
+from ..grids.patching_metrics import Metric, Recovery, read_metrics
 from ..grids.patching_results import PreparedGrid, as_vector, token_texts
 from .attention import NEEDED, key_effects, query_effects, recomputed_attention
 
@@ -146,11 +146,12 @@ class AttributionPatching(ActivationPatching):
     def estimates(self, prepared: PreparedGrid, kind: str, layer: int) -> Floats:
         """Estimated metrics of each place of a hook point, not rescaled: float64 [place, metric]."""
         point = HookPoint(kind, layer)
-        base = read(self.metrics, prepared.unpatched[0], prepared.clean)
+        base = read_metrics(self.metrics, prepared.unpatched[0], prepared.clean)
         estimates = []
         for number in range(len(self.metrics)):
             effects = self._effects(prepared.config, prepared.activations, number, point)
             if self.dropout:
+                # AtP* averages absolute effects, which lose the sign; it is taken from the full gradient.
                 effects = np.copysign(prepared.activations["size", number, point], effects)
             estimates.append(base[number] + effects)
         return np.stack(estimates, axis=1)
@@ -181,6 +182,7 @@ class AttributionPatching(ActivationPatching):
                 for point in patched:
                     effects = np.abs(self._effects(model.config, {**activations, **gradients}, number, point))
                     sizes["size", number, point] = sizes.get(("size", number, point), 0.0) + effects
+        # L - 1, not L: dropping a place's own layer gives 0, as in the paper.
         return {key: total / (model.config.num_layers - 1) for key, total in sizes.items()}
 
     def _is_anew(self, kind: str) -> bool:
@@ -278,6 +280,7 @@ def at_places(effects: Floats, point: HookPoint, places: Sequence[GridPlace]) ->
     is_indexed = [bool(name) and getattr(first, name) is not None for name in fields]
     summed: Floats = effects.sum(axis=tuple(axis for axis, is_index in enumerate(is_indexed) if not is_index))
     names = [name for name, is_index in zip(fields, is_indexed, strict=True) if is_index]
+    # The whole activation is one place: broadcast the single sum.
     if not names:
         return np.broadcast_to(summed, len(places))
     indices = [np.array([getattr(place, name) for place in places]) for name in names]
