@@ -1,6 +1,6 @@
-"""Experiments on edges that tell pairs apart, a cell each: what is changed, and what the metric then is.
+"""Base of experiments on edges with one cell per pair: the changed runs of a pair and their metric.
 
-Border: declarations; never imports torch until it runs.
+Border: declarations. Torch is imported when it runs.
 
 Axes: pair, and what the experiment changes.
 """
@@ -16,7 +16,7 @@ from ...store.arrays import Floats
 from ...store.errors import PromptError, StageError
 from ..forward.runs.experiment import CellLabels
 from .experiment import EdgeExperiment
-from .pairs import tokens_of, value
+from .pairs import metric_value, tokens_of
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -27,44 +27,53 @@ if TYPE_CHECKING:
     from ..forward.models.model import Model
     from .batches import PairBatch
 
-__all__ = ["ByPair", "PairExperiment"]
+__all__ = ["PairMetricRun", "PairExperiment"]
 
 
 @dataclass(frozen=True)
-class ByPair:
-    """One pair, run. clean: its metric. want: the logits that the metric sees. changes: of such logits
-    [row, token], what the metric is beyond the clean one, float64 [row]."""
+class PairMetricRun:
+    """The clean run of one pair, and a function that measures changed runs of it."""
 
     batch: PairBatch
+    """Batch that holds this pair only."""
     clean: float
+    """Metric of the clean run."""
     want: Logits
+    """Logits that the metric reads."""
     changes: Callable[[Any], list[float]]
+    """Such logits of changed runs [row, token] -> metric minus clean metric, [row]."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PairExperiment(EdgeExperiment):
-    """Changes of each pair by itself. A cell is a pair.
-
-    position: the only one at which sources are changed, negative from the end; None for all.
-    """
+    """Changes of each pair by itself. A cell is a pair."""
 
     position: int | None = None
+    """Position at which sources are changed, negative from the end; None changes them at all positions."""
 
     def params(self) -> dict[str, Any]:
-        """Without the pairs, which are in the cells, unless what stands for a source depends on all of
-        them."""
-        given = super().params()
+        """All fields. Pairs label the cells, so they are included only for alternatives that depend on all
+        pairs.
+        """
+        params = super().params()
+        # These replacements depend on the pair alone, so a cell keeps its key when other pairs are added.
         if self.alternative in ("corrupted", "zero"):
-            del given["pairs"]
-        return given
+            del params["pairs"]
+        return params
 
     def outputs_on(self, config: Architecture) -> Mapping[str, Output]:
-        """In the unit of the metric."""
-        return {name: Output(each.dims, self.unit, each.long_name) for name, each in self.outputs.items()}
+        """Outputs in the unit of the metric."""
+        return {
+            name: Output(output.dims, self.unit, output.long_name) for name, output in self.outputs.items()
+        }
 
     def check(self, config: Architecture) -> Layout:
-        """As of every experiment on edges; PromptError for a position that a prompt does not have, StageError
-        for a pair given twice."""
+        """Check the fields against a model, as `EdgeExperiment.check`.
+
+        Raises:
+            PromptError: for a position outside a prompt.
+            StageError: for a pair that is repeated.
+        """
         layout = super().check(config)
         shortest = min(len(pair.clean) for pair in self.pairs)
         if self.position is not None and not -shortest <= self.position < shortest:
@@ -77,35 +86,37 @@ class PairExperiment(EdgeExperiment):
         return layout
 
     def cells(self, config: Architecture) -> Sequence[CellLabels]:
-        """One per pair. Raises what `checked` does."""
+        """One cell per pair. Raises what `check` raises."""
         self.check(config)
         return [{"pair": pair.canonical()} for pair in self.pairs]
 
-    def of_cell(self, model: Model, layout: Layout, cell: CellLabels) -> ByPair:
-        """The pair of a cell, run clean and otherwise."""
+    def pair_run(self, model: Model, layout: Layout, cell: CellLabels) -> PairMetricRun:
+        """Clean run of the pair of a cell, with its replacements."""
         from ..forward.hooks.wants import Logits
         from .batches import as_array, batches
 
-        (place,) = (i for i, pair in enumerate(self.pairs) if pair.canonical() == cell["pair"])
+        (index,) = (i for i, pair in enumerate(self.pairs) if pair.canonical() == cell["pair"])
         (batch,) = batches(
-            model, layout, self.pairs, self.alternative, seed=self.seed, memory=self.memory, only=place
+            model, layout, self.pairs, self.alternative, seed=self.seed, memory=self.memory, only=index
         )
-        metric, clean = self.pairs[place].metric, batch.logits[0]
-        chosen = tokens_of(metric)
-        unchanged = value(metric, clean, clean)
-        seen: Floats = clean if chosen is None else clean[chosen]
+        metric, clean = self.pairs[index].metric, batch.logits[0]
+        tokens = tokens_of(metric)
+        unchanged = metric_value(metric, clean, clean)
+        clean_values: Floats = clean if tokens is None else clean[tokens]
 
         def changes(logits: Any) -> list[float]:
-            return [metric.value(row, seen) - unchanged for row in as_array(logits)]
+            return [metric.value(row, clean_values) - unchanged for row in as_array(logits)]
 
-        return ByPair(batch, unchanged, Logits((-1,), None if chosen is None else tuple(chosen)), changes)
+        return PairMetricRun(
+            batch, unchanged, Logits((-1,), None if tokens is None else tuple(tokens)), changes
+        )
 
     def joined(self, parts: Sequence[xr.Dataset]) -> xr.Dataset:
-        """Along pairs, in their order."""
+        """Cells of all pairs, concatenated along `pair`."""
         import xarray as xr
 
-        along = [name for name, each in parts[0].data_vars.items() if "pair" in each.dims]
-        found: xr.Dataset = xr.concat(
+        along = [name for name, variable in parts[0].data_vars.items() if "pair" in variable.dims]
+        whole: xr.Dataset = xr.concat(
             parts, "pair", data_vars=along, coords="minimal", compat="override", join="override"
         )
-        return found
+        return whole
