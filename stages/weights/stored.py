@@ -1,6 +1,6 @@
-"""A model's matrices as what stages read: a name, the digest of its weights, and which folding is asked.
-
-Border: files and identities; what is made of matrices is each stage's. Stages get `Matrices`, opened.
+"""Stored matrices: a model's matrices as a resource of stages, identified by the digest of the weights and
+the folding.
+Border: files and identities. Stages receive opened `Matrices`.
 """
 
 from __future__ import annotations
@@ -22,40 +22,43 @@ __all__ = ["StoredMatrices"]
 
 @dataclass(frozen=True)
 class StoredMatrices:
-    """The matrices of a model's files (`pipeline.Resource`).
-
-    name, revision: of the model, in no key. model: its identity, of which weights, configuration and dtype
-    are. is_folded: whether norms, value biases and means are folded in (folded.py), or matrices are plain.
-    """
+    """Matrices of a model's files (a `pipeline.Resource`)."""
 
     name: str
+    """Model name, outside of the key: digests identify the weights."""
     revision: str | None
+    """Model revision, outside of the key."""
     model: ModelIdentity
+    """Identity of the model; weights, configuration and dtype enter the key."""
     is_folded: bool = True
+    """Whether norms, value biases and means are folded in (folded.py)."""
 
     @classmethod
     def of(cls, files: ModelFiles, *, dtype: str = "float32", folded: bool = True) -> StoredMatrices:
-        """Those of a model's files as they are now."""
+        """Matrices of a model's files in their present state."""
         return cls(files.name, files.revision, files.identity(dtype=dtype), folded)
 
     def identity(self) -> dict[str, Any]:
-        """What decides every number of them."""
-        it = self.model
+        """Plain values that determine every number of the matrices."""
+        identity = self.model
         return {
-            "weights": it.weights,
-            "config": it.config,
-            "dtype": it.dtype,
+            "weights": identity.weights,
+            "config": identity.config,
+            "dtype": identity.dtype,
             "folded": self.is_folded,
         }
 
     def confirm(self) -> None:
-        """Raise SourceChanged unless the name still leads to these weights."""
+        """Raise SourceChanged unless the name still refers to the same weights."""
         self._files.confirm(self.model)
 
     @contextmanager
     def open(self) -> Iterator[Matrices]:
-        """The matrices; nothing is read before it is asked for. Raises WeightsError unless all tensors are
-        those of the model, as for a pass: names, shapes and dtypes, also of those nobody asks for."""
+        """The matrices, read on demand.
+
+        Raises:
+            WeightsError: unless all tensors have the names, shapes and dtypes that a forward pass needs.
+        """
         files = self._files
         config = files.architecture()
         plain = PlainMatrices(files.checked_checkpoint(), config, self.model.dtype)
