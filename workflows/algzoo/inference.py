@@ -116,8 +116,10 @@ class StoicheiaInference(AlgZooWorkflow):
             found = {"accuracy": accuracy_of(counted), "confusion": counted["confusion"]}
             pairs = [("accuracy", f"{100 * found['accuracy']:.4f} % on {of.format(many)}")]
             pairs.append(("a guess", f"{100 * network.task.chance(network.sequence):.1f} %"))
-        if network.said.trained is not None:
-            pairs.append(("trained on", f"{network.said.trained:,} sequences, seed {network.said.seed}"))
+        if network.metadata.trained is not None:
+            pairs.append(
+                ("trained on", f"{network.metadata.trained:,} sequences, seed {network.metadata.seed}")
+            )
         about = {**self.about, "samples": many, "exhaustive": self.is_exhaustive, **found}
         return Values(
             pairs=tuple(pairs),
