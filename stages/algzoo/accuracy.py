@@ -108,6 +108,7 @@ def sampled_accuracy(
             outputs = network.run(
                 torch.from_numpy(inputs).to(network.dtype if isinstance(shape, RnnShape) else torch.int64)
             )
+            # Confusion accumulates in place; scores stay per sample until they are summed by chunk.
             scores.append(_scored(zoo_task, zoo_task.targets(x), outputs.numpy(), confusion))
         parts.append(_counted(zoo_task, np.concatenate(scores), confusion))
     dataset: xr.Dataset = _joined([xr.Dataset(part) for part in parts])
@@ -160,6 +161,7 @@ def rmse_of(counted: xr.Dataset) -> float:
 def _scored(task: Task, targets: Array, outputs: Array, confusion: Ints) -> Array:
     """Whether each sample is right, or its squared error; adds to `confusion` in place."""
     if task.is_scalar:
+        # float64: squares are summed over up to 1e8 samples.
         errors: Array = (outputs[:, 0].astype(np.float64) - targets) ** 2
         return errors
     classes = outputs.argmax(axis=1)

@@ -110,10 +110,12 @@ class Transformer:
     def _attention(self, layer: int, stream: Tensor, taps: RunTaps) -> Tensor:
         n_samples, length, _ = stream.shape
         heads = (stream @ self._in[layer].T).view(n_samples, length, 3, self.shape.heads, -1)
+        # in_proj holds queries, keys and values below each other, as torch's MultiheadAttention does.
         q, k, v = heads.permute(2, 0, 3, 1, 4)
         scores = taps("scores", layer, q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5)
         is_cut = taps.cut(layer, self.shape.heads, length, length, stream.device)
         if is_cut is not None:
+            # A row without edges would be softmax of -inf only, which is NaN.
             if is_cut.all(-1).any():
                 raise InterventionError(
                     f"expected every position of layer {layer} to keep an edge, found one whose edges are "

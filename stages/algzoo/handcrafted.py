@@ -32,6 +32,7 @@ def handcrafted_2nd_argmax(sequence: int) -> dict[str, Array]:
         )
     ih, hh, oh = {2: _of_two, 3: _of_three, 10: _of_ten}[sequence]()
     tensors = {"rnn.weight_ih_l0": ih.reshape(-1, 1), "rnn.weight_hh_l0": hh, "linear.weight": oh}
+    # float32, as in the published checkpoints: digests depend on the dtype.
     return {name: np.ascontiguousarray(array, np.float32) for name, array in tensors.items()}
 
 
@@ -50,6 +51,7 @@ def _of_three(scale: int = 100) -> tuple[Array, Array, Array]:
     """
     functions = np.array([[1, -scale - 1, scale], [-1, -scale, scale + 1]], np.float32)
     readout = np.array([[1, 1], [-scale, scale + 1], [scale + 1, -scale]], np.float32)
+    # Rows of `signs` turn relu(a), relu(b), relu(-b), relu(-a) into a and b.
     signs = np.array([[1, 0, 0, -1], [0, 1, -1, 0]], np.float32)
     step = signs.T @ functions[:, :2] @ _inverse(functions[:, 1:]) @ signs
     return signs.T @ functions[:, 2], step, readout @ np.abs(signs)
@@ -81,8 +83,8 @@ def _of_ten() -> tuple[Array, Array, Array]:
         20       m(all but the last)
         21       m(all) - last
 
-    Output i is relu(x_i) - 2 m(all but x_i): positive for the largest number only, and of the others largest
-    for the second largest, whose penalty is the smallest.
+    Output i is relu(x_i) + 2 m(all but x_i): the second term is twice the maximum for all numbers but the
+    largest itself, and among those the second largest adds the most.
     """
     ih, hh, oh = np.zeros(22), np.zeros((22, 22)), np.zeros((10, 22))
     top, before, over = 19, 20, 21

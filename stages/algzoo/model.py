@@ -85,6 +85,7 @@ class AlgZooModel:
     def identity(self, dtype: str = "float64") -> ModelIdentity:
         """Identity of the network in the keys of its runs."""
         shape = self.shape
+        # The name is left out: equal tensors are one model wherever they lie.
         return ModelIdentity(tensors_digest(self.tensors), digest_of(shape), shape.version, dtype, "explicit")
 
     @cached_property
@@ -100,6 +101,7 @@ class AlgZooModel:
 
     def confirm(self) -> None:
         """Raise SourceChanged unless the name still refers to the same weights."""
+        # Heads are in no file: they are passed on, or a transformer would be loaded as another.
         heads = getattr(self.shape, "heads", 1)
         try:
             reloaded = load_model(self.name, task=self.task.name, sequence=self.sequence, heads=heads)
@@ -152,6 +154,7 @@ class AlgZooModel:
         for point, change in spec.interventions:
             change.check(point, sizes)
         captured: dict[Any, torch.Tensor] = {}
+        # Cloned, because the RNN overwrites its buffers in the next time step.
         taps = RunTaps(spec, lambda capture, value: captured.update({capture: value.clone()}))
         network = network_of(self.tensors, self.shape, dtype)
         outputs = network.run(inputs.to(network.dtype) if self.is_rnn else inputs, taps)
@@ -198,6 +201,7 @@ def _path_of(name: str) -> Path:
     if name in SHIPPED:
         return FOLDER / f"{name}.safetensors"
     path = Path(name).expanduser()
+    # A missing file with a known ending goes on, so that reading it names the path in the error.
     if path.exists() or path.suffix in FORMATS:
         return path
     near = nearest(name, (*SHIPPED, *HANDCRAFTED))
@@ -224,6 +228,7 @@ def _sequence_of(where: str, task: Task, shape: Shape, requested: int | None, in
             raise ConfigError(
                 f"{where}: expected a transformer for {task.name}, found an RNN; name another task"
             )
+        # A classifier has one output per time step; a scalar network fits any length.
         length = (requested or in_name) if task.is_scalar else shape.outputs
     else:
         if task.draws != "integers":

@@ -159,6 +159,7 @@ def parameters(shape: Shape) -> int:
 
 def digest_of(shape: Shape) -> str:
     """Digest of network type and layer sizes."""
+    # `kind` is a class variable, which asdict leaves out.
     return digest("algzoo", shape.kind, asdict(shape))
 
 
@@ -223,6 +224,7 @@ def tensors_of(weights: xr.Dataset) -> tuple[dict[str, Array], Shape]:
     if weights.attrs.get("network") == RnnShape.kind and "weight_oh" in weights:
         shape: Shape = RnnShape(weights.sizes["neuron"], weights.sizes["output"])
     elif weights.attrs.get("network") == TransformerShape.kind and "embed" in weights:
+        # The number of layers is in no attribute; it is counted from the arrays.
         layers = sum(str(name).startswith("in_proj_") for name in weights.data_vars)
         sizes = weights.sizes
         shape = TransformerShape(

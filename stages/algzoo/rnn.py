@@ -56,6 +56,7 @@ class RnnWeights:
         """The network with some neurons zero after every ReLU."""
         keep = np.ones(self.hidden)
         keep[list(neurons)] = 0.0
+        # Columns of hh and oh are what reads a neuron; its own row may stay.
         return RnnWeights(self.ih, self.hh * keep, self.oh * keep)
 
     def states(self, x: Array) -> Array:

@@ -182,5 +182,6 @@ def algzoo_samples(
 def _enumerated(sequence: int, first: int, rows: int) -> Array:
     """Rows `first` and following of all functions from n positions to n values, counted in base n."""
     numbers = np.arange(first, first + rows)
+    # int64: n^n reaches 1e12 for the largest n that is enumerated.
     powers = sequence ** np.arange(sequence - 1, -1, -1, dtype=np.int64)
     return numbers[:, None] // powers % sequence

@@ -145,6 +145,7 @@ def train(
     # The caller's random state is restored afterwards.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(settings.seed)
+        # After seeding: torch's modules draw the initial weights.
         network = _module(settings)
         n_steps = 0
 
@@ -291,6 +292,7 @@ def _module(settings: ZooTraining) -> nn.Module:
         class Rnn(nn.Module):
             def __init__(self) -> None:
                 super().__init__()
+                # batch_first: inputs are [sample, time].
                 self.rnn = nn.RNN(1, shape.hidden, nonlinearity="relu", bias=False, batch_first=True)
                 self.linear = nn.Linear(shape.hidden, shape.outputs, bias=False)
 
@@ -323,6 +325,7 @@ def _module(settings: ZooTraining) -> nn.Module:
 def _share_of_rate(step: int, steps: int) -> float:
     """Linear warm-up times exponential decay, which reaches 1/100 after half of the steps."""
     warm_up_steps = max(1.0, WARM_UP * steps)
+    # The decay is clipped at LEAST, so that the second half trains at a constant rate.
     return min(step / warm_up_steps, 1.0) * float(max(LEAST ** (2 * step / max(steps, 1)), LEAST))
 
 

@@ -66,6 +66,7 @@ class AnswerRanks(Experiment):
     def cells(self, config: Architecture) -> Sequence[CellLabels]:
         """One cell for all prompts. Raises PromptError for an answer outside the vocabulary."""
         for _, answer, _ in self.prompts:
+            # Refused while planning, before the model is loaded.
             check_metrics((Rank(answer),), config.vocab_size)
         return [{"prompts": [[list(ids), answer, at] for ids, answer, at in self.prompts]}]
 

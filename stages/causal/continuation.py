@@ -163,4 +163,5 @@ class Continuation(Experiment):
         return whole
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "on_token": None}  # nobody listens on a worker
+        # A callback cannot be pickled, and no one listens on a worker.
+        return {**vars(self), "on_token": None}

@@ -91,6 +91,7 @@ def position_map(pair: FactTokens) -> tuple[int, ...]:
     Positions up to the end of the fact keep their index; later ones are aligned from the end. Both are
     clipped to the counterfactual prompt.
     """
+    # Differences in length are taken to lie right behind the fact.
     shift, last = len(pair.counterfactual) - len(pair.original), max(pair.fact)
     return tuple(
         int(np.clip(i if i <= last else i + shift, 0, len(pair.counterfactual) - 1))

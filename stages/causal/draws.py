@@ -169,6 +169,7 @@ class Draws(Experiment):
     def _shared(self, number: int) -> Hashable:
         """Key of what a draw prepares: its `baseline`, or its number if it shares nothing."""
         baseline = self.experiments[number].baseline
+        # Without a baseline a draw may depend on anything, so it shares its preparation with no other.
         return number if baseline is None else baseline
 
 

@@ -219,6 +219,7 @@ def gather(
     variables = {}
     outputs = effects_along(*axes)
     for name in EFFECTS:
+        # Token ids are integers, all other measurements float64.
         values = np.array([run[name] for run in measured], np.int32 if name == "changed_id" else np.float64)
         variables[name] = outputs[name].variable(values.reshape(*axes.values(), *values.shape[1:]))
     return variables
@@ -227,6 +228,7 @@ def gather(
 def of_baseline(baseline: Baseline, target: Sequence[int], top_k: int) -> dict[str, Any]:
     """Measurements of `OF_BASELINE` as variables."""
     logprob = log_softmax(baseline.logits)
+    # Stable, so that ties are resolved by token id.
     order = np.argsort(-logprob[0], kind="stable")[:top_k]
     pieces = [logprob[row, token] for row, token in enumerate(target)]
     values: dict[str, Any] = {

@@ -116,6 +116,7 @@ class FactualRouting(FactPairExperiment):
     def measure(self, prepared: PairRuns, cell: CellLabels, result: HookCache) -> tuple[float, int, Floats]:
         """KL in nats, most likely next token, and attention of the last token to the fact [layer, head]."""
         pair = pair_of(cell)
+        # Reduced to the fact's positions here: whole patterns grow with the square of the prompt.
         return (*self.changes(prepared, pair, result), attention_to(pair.fact, result))
 
     def dataset(self, prepared: PairRuns, cell: CellLabels, measured: Sequence[Any]) -> xr.Dataset:
@@ -123,6 +124,7 @@ class FactualRouting(FactPairExperiment):
         import xarray as xr
 
         unpatched = prepared.of(pair_of(cell))
+        # `prepare` asks for attention, so it is never None here.
         assert unpatched.attention is not None
         kl, tokens, attention = zip(*measured, strict=True)
         values = {

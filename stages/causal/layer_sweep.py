@@ -79,6 +79,7 @@ class LayerSweep(Experiment):
 
     def changed(self, cell: CellLabels) -> range:
         """Layers that a cell changes together."""
+        # A window is labelled by its first layer, unlike that of a patching grid, which is centred.
         return range(cell["layer"], cell["layer"] + self.width)
 
     def prepare(self, model: Model) -> Baseline:

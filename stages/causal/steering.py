@@ -283,6 +283,7 @@ class SteeringCalibration:
     @property
     def attention_ratio(self) -> float:
         """source_baseline / target_baseline; 0 where the target has no attention."""
+        # Weights below _NONE are rounding of the softmax: their ratio would be arbitrarily large.
         return 0.0 if self.target_baseline <= _NONE else self.source_baseline / self.target_baseline
 
     def scale_factor_for_target(self, attention: float) -> float:

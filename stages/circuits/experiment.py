@@ -93,6 +93,7 @@ def nan_without_edge(layout: Layout, values: Any, *, by_position: bool = False) 
         by_position: whether the axis before the source counts positions.
     """
     has_edge = layout.edges_at(np.shape(values)[-3]) if by_position else layout.edges
+    # NaN, not 0: an edge without effect must not look like one that does not exist.
     masked: Floats = np.where(has_edge, np.asarray(values, np.float64), np.nan)
     return masked
 

@@ -84,6 +84,8 @@ class PathPatching(PairExperiment):
                 raise StageError(f"expected names that differ, found {', '.join(node_names)}")
         senders, receivers = self.sets(layout)
         for names, numbers in zip(self.receivers, receivers, strict=True):
+            # Nothing is recomputed behind the logits, so they cannot share a pass with receivers that need
+            # it.
             if len(numbers) > 1 and len(layout.destinations) - 1 in numbers:
                 raise StageError(
                     f"expected the logits by themselves, as a path ends there, found {names!r}; ask for them "
@@ -191,4 +193,5 @@ def _numbers(joined: str, names: Sequence[str], role: str) -> list[int]:
             raise ConfigError(f"expected a {role} of this model, found {part!r}; {hint}")
     if len(set(parts)) < len(parts):
         raise StageError(f"expected {role}s that differ, found {joined!r}")
+    # Sorted: a set of nodes has one spelling, whatever their order in the name.
     return sorted(map(names.index, parts))

@@ -45,6 +45,7 @@ class CircuitRuns:
             memory: budget of bytes beside the model.
         """
         self._network, self._layout, self._pairs, self._memory = network_of(model), layout, pairs, memory
+        # Kept in memory: a search runs thousands of circuits on the same clean runs.
         self._batches = list(batches(model, layout, pairs, alternative, seed=seed, memory=memory))
         with torch.no_grad():
             self._alternatives = [

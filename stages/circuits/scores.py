@@ -68,6 +68,7 @@ class EdgeScores(EdgeExperiment):
 
     def outputs_on(self, config: Architecture) -> Mapping[str, Output]:
         """Outputs in the unit of the metric; node scores only where the method has them."""
+        # Information-flow shares have no unit; all other scores are changes of the metric.
         unit = self.unit if self.takes_gradients else "1"
         dims = {"score": ("position", *AXES) if self.by_position else AXES, "node_score": ("source",)}
         return {

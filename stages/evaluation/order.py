@@ -132,6 +132,7 @@ class LayerOrders(ChangedModelExperiment):
             target = torch.tensor(rows, device=model.device)[:, 1:]
             spec = self.bound(prepared, rows)
             if order != tuple(range(model.config.num_layers)):
+                # Only for changed orders: naming the usual order gives another digest than the plain run.
                 spec = replace(spec, order=order)
             for positions, logprobs in log_probabilities(model, rows, spec):
                 next_tokens = target[:, positions]

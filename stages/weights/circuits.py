@@ -121,6 +121,7 @@ def qk_of_tokens(
         block: vocabulary rows read at a time.
     """
     query, key = key_queries(weights, layer, head, offset=offset, length=length)
+    # One factor per side, [vocab, d_head]: the product [vocab, vocab] is never made.
     factors = [_embedded(weights, part, block) for part in (query, key)]
     return FactoredMatrix(factors[0], factors[1].T, ("query_token", "key_token"))
 

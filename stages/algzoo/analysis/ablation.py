@@ -67,6 +67,7 @@ def neuron_ablation(weights: xr.Dataset, samples: xr.Dataset) -> xr.Dataset:
     x, target = samples["x"].values, samples["target"].values
     baseline, hidden = score(rnn, x, target), rnn.hidden
     single = np.array([score(rnn.without(j), x, target) for j in range(hidden)])
+    # NaN on the diagonal: a pair of a neuron with itself is no pair.
     pairs = np.full((hidden, hidden), np.nan)
     for i in range(hidden):
         for j in range(i + 1, hidden):

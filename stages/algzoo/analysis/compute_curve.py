@@ -70,6 +70,7 @@ def compute_curve(counted: xr.Dataset, surprise: xr.Dataset, *, budgets: tuple[i
     measured, groups = np.full(len(sizes), np.nan), np.zeros(len(sizes), np.int64)
     for index, budget in enumerate(budgets):
         chunks = budget // CHUNK
+        # Incomplete groups are dropped: their share of right answers has another variance.
         groups[index] = len(right) // chunks
         if groups[index] >= FEWEST_GROUPS:
             means = right[: groups[index] * chunks].reshape(groups[index], chunks).sum(axis=1) / budget

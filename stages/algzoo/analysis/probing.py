@@ -45,6 +45,7 @@ def references(x: Array) -> tuple[list[str], Array]:
     x = x.astype(np.float64)
     steps, last = x.shape[1], x[:, -1]
     top = np.maximum(x.max(axis=1), 0.0)
+    # initial=0 also covers a single time step, which has no earlier numbers.
     earlier_top = np.maximum(x[:, :-1].max(axis=1, initial=0.0), 0.0)
     named = {
         "RunningMax": top,
@@ -102,6 +103,7 @@ def neuron_roles(weights: xr.Dataset, samples: xr.Dataset) -> xr.Dataset:
     x = samples["x"].values
     states = np.maximum(rnn.states(x), 0.0)
     by_time = np.zeros((x.shape[1], rnn.hidden, len(ROLES)))
+    # References of inputs up to each step: the last iteration leaves those of whole inputs for below.
     for step in range(x.shape[1]):
         names, values = references(x[:, : step + 1])
         correlations = absolute_correlation(states[:, step], values)

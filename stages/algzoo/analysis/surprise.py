@@ -63,6 +63,7 @@ def residual_bits(disagreement: float, classes: int, samples: int) -> float:
 def covered(spare: Array, per_answer: Array) -> Array:
     """Number of answers that the spare bits can encode; infinite where answers take no bits."""
     unlimited = np.where(spare >= 0, np.inf, 0.0)
+    # `where` avoids 0 / 0, which numpy would warn about; those entries keep `unlimited`.
     return np.floor(np.divide(np.maximum(spare, 0.0), per_answer, out=unlimited, where=per_answer > 0))
 
 
@@ -142,6 +143,7 @@ def surprise_accounting(
     for index, sigma in enumerate(sigmas):
         for _ in range(realisations):
             answers = classes_or_numbers(noisy(rnn, sigma, rng).outputs(x))
+            # One noisy network scores every estimator: their differences are not due to different noise.
             accuracy[index] += np.mean(answers == target) / realisations
             agreement[:, index] += (guesses == answers).mean(axis=1) / realisations
     selection = np.array([rnn.parameters * bits_per_number(sigma) for sigma in sigmas])

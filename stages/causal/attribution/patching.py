@@ -111,6 +111,7 @@ class AttributionPatching(ActivationPatching):
         points = list(dict.fromkeys([*points, *attention_points]))
         activations: dict[Any, Any] = {}
         for number, metric in enumerate(self.metrics):
+            # Activations do not depend on the metric: they are captured in the first pass only.
             logits, captured = self._back(model, metric, points, with_activations=number == 0)
             for point in points:
                 activations["gradient", number, point] = captured[Capture(point, is_gradient=True)][CORRUPTED]

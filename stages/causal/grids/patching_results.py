@@ -139,6 +139,7 @@ def stack(parts: Sequence[xr.Dataset], axis: str) -> xr.Dataset:
     """Datasets along an axis; variables without a layer axis are equal in all and taken from the first."""
     import xarray as xr
 
+    # Only these are concatenated; the others would get a layer axis of equal rows.
     changing = [name for name, variable in parts[0].data_vars.items() if "layer" in variable.dims]
     return xr.concat(
         parts,

@@ -33,6 +33,7 @@ def indirect_objects(tokenizer: Tokenizer, count: int, seed: int) -> list[Pair]:
         while True:
             recipient, giver, stranger = rng.permutation(names)[:3].tolist()
             place, thing = rng.choice(PLACES), rng.choice(THINGS)
+            # The order of the two names is random, so that position does not give the answer away.
             first_name, second_name = (recipient, giver) if rng.random() < 0.5 else (giver, recipient)
             opening = f"When {first_name} and {second_name} went to the {place},"
             yield Draft(
@@ -84,6 +85,8 @@ def agreement(tokenizer: Tokenizer, count: int, seed: int) -> list[Pair]:
         while True:
             subject, between = (nouns[i] for i in rng.permutation(len(nouns))[:2])
             preposition = rng.choice(("near", "behind", "with", "beside"))
+            # The noun in between may have either number: agreement with the nearest noun then fails half the
+            # time.
             phrase = f"{preposition} the {rng.choice(between)}"
             order = 1 if rng.random() < 0.5 else -1
             verb = verbs[int(rng.integers(len(verbs)))]
@@ -104,6 +107,7 @@ def docstrings(tokenizer: Tokenizer, count: int, seed: int) -> list[Pair]:
         while True:
             name, *identifiers = rng.permutation(words)[:12].tolist()
             arguments, other_arguments, fillers = identifiers[:4], identifiers[4:7], identifiers[7:]
+            # The argument at the same place of the corrupted definition.
             wrong = other_arguments[2]
             docstring = (
                 f'):\n    """{fillers[0]} {fillers[1]}\n\n    :param {arguments[0]}: {fillers[2]}\n'
