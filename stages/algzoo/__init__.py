@@ -1,1 +1,1 @@
-"""AlgZoo: networks of a few to a few hundred numbers, trained on tasks whose right answers are known."""
+"""AlgZoo: networks of a few to a few hundred parameters, trained on tasks with known correct answers."""

@@ -1,8 +1,8 @@
-"""How often a network is right, over any number of seeded samples, in bounded memory.
+"""Accuracy of a network over any number of seeded samples, in bounded memory.
 
 Samples are drawn block by block where they are used (samples.py). A block is a cell: a Dask task whose counts
-are stored when it ends, so that a killed run of 1e8 samples goes on, and one of more samples goes on from it.
-Counts are kept per thousand samples, which is what tells how exact fewer samples would have been
+are stored when it ends, so that an interrupted run of 1e8 samples resumes, and a run of more samples reuses
+it. Counts are kept per thousand samples, from which the error of smaller samples is measured
 (analysis/compute_curve.py).
 
 Border: labelled weights in, counts out.
@@ -22,7 +22,7 @@ from ...pipeline.nodes import Node
 from ...store.arrays import Array, Ints
 from ...store.errors import ConfigError, ShapeError
 from .networks import RnnShape, tensors_of
-from .samples import BLOCK, Draw, block_sizes, inputs_there_are, slices
+from .samples import BLOCK, Draw, block_sizes, count_inputs, slices
 from .tasks import Task, task_named
 
 if TYPE_CHECKING:
@@ -31,11 +31,11 @@ if TYPE_CHECKING:
 __all__ = ["CHUNK", "accuracy_of", "rmse_of", "sampled_accuracy", "sampled_accuracy_node"]
 
 CHUNK = 1000
-"""Samples of one stored count."""
+"""Samples per stored count."""
 
 
 def _joined(parts: Sequence[xr.Dataset]) -> xr.Dataset:
-    """Blocks side by side; the confusion of all of them together."""
+    """Chunks of all blocks concatenated, and their confusion matrices added."""
     import xarray as xr
 
     counted = xr.concat([part.drop_vars("confusion", errors="ignore") for part in parts], "chunk")
@@ -69,36 +69,50 @@ def sampled_accuracy(
     end_token: bool = False,
     dtype: str = "float32",
 ) -> xr.Dataset:
-    """Right answers among the samples of each block.
+    """Counts of correct answers, or sums of squared errors, over the samples of each block.
 
-    weights: `AlgZooModel.weights`. blocks: int64 [block], how many samples of each numbered block. draw:
-    "all" counts every input of integers once. dtype: of the passes. Returns samples [chunk], and of a task
-    with classes right [chunk] and confusion [target, output], of one whose answer is a number squared_error
-    [chunk].
+    Arguments:
+        weights: labelled weights, `AlgZooModel.weights`.
+        blocks: number of samples of each numbered block, int64 [block].
+        task: name of the task.
+        sequence: time steps per input.
+        seed: of the samples.
+        draw: "random", or "all" to count every input of an integer task once.
+        end_token: whether integer inputs end with a fixed token; see `samples.slices`.
+        dtype: dtype of the forward passes.
+
+    Returns:
+        samples [chunk]; for classes right [chunk] and confusion [target, output]; for a scalar answer
+        squared_error [chunk].
+
+    Raises:
+        ShapeError: for a block of fewer than 1 or more than `BLOCK` samples.
+        ConfigError: for a network whose outputs do not fit the task.
     """
     import torch
     import xarray as xr
 
     from .forward import network_of
 
-    chosen = task_named(task)
+    zoo_task = task_named(task)
     tensors, shape = tensors_of(weights)
-    _require_fit(chosen, sequence, shape.outputs)
+    _require_fit(zoo_task, sequence, shape.outputs)
     network = network_of(tensors, shape, dtype)
     parts = []
-    for block, many in zip(blocks["block"].values.tolist(), blocks.values.tolist(), strict=True):
-        if not 0 < many <= BLOCK:
-            raise ShapeError(f"expected 1 to {BLOCK} samples of block {block}, found {many}")
+    for block, count in zip(blocks["block"].values.tolist(), blocks.values.tolist(), strict=True):
+        if not 0 < count <= BLOCK:
+            raise ShapeError(f"expected 1 to {BLOCK} samples of block {block}, found {count}")
         scores, confusion = [], np.zeros((shape.outputs, shape.outputs), np.int64)
-        for x in slices(chosen, sequence, block, many, seed=seed, draw=draw, end_token=end_token):
-            given = x.astype(np.float32) if isinstance(shape, RnnShape) else x
-            said = network.run(
-                torch.from_numpy(given).to(network.dtype if isinstance(shape, RnnShape) else torch.int64)
+        for x in slices(zoo_task, sequence, block, count, seed=seed, draw=draw, end_token=end_token):
+            inputs = x.astype(np.float32) if isinstance(shape, RnnShape) else x
+            outputs = network.run(
+                torch.from_numpy(inputs).to(network.dtype if isinstance(shape, RnnShape) else torch.int64)
             )
-            scores.append(_scored(chosen, chosen.targets(x), said.numpy(), confusion))
-        parts.append(_counted(chosen, np.concatenate(scores), confusion))
-    found: xr.Dataset = _joined([xr.Dataset(part) for part in parts])
-    return found
+            # Confusion accumulates in place; scores stay per sample until they are summed by chunk.
+            scores.append(_scored(zoo_task, zoo_task.targets(x), outputs.numpy(), confusion))
+        parts.append(_counted(zoo_task, np.concatenate(scores), confusion))
+    dataset: xr.Dataset = _joined([xr.Dataset(part) for part in parts])
+    return dataset
 
 
 def sampled_accuracy_node(
@@ -112,11 +126,15 @@ def sampled_accuracy_node(
     exhaustive: bool = False,
     dtype: str = "float32",
 ) -> StageNode:
-    """The count of `samples` samples as a node; exhaustive: of all inputs of a task of integers instead."""
+    """Node of a workflow that counts over `samples` samples.
+
+    Arguments:
+        exhaustive: whether to count all inputs of an integer task instead.
+    """
     import xarray as xr
 
-    many = inputs_there_are(task_named(task), sequence) if exhaustive else samples
-    sizes = block_sizes(many)
+    count = count_inputs(task_named(task), sequence) if exhaustive else samples
+    sizes = block_sizes(count)
     blocks = xr.DataArray(np.array(sizes), {"block": np.arange(len(sizes))}, "block", name="samples")
     return sampled_accuracy.on(
         weights=weights,
@@ -131,37 +149,38 @@ def sampled_accuracy_node(
 
 
 def accuracy_of(counted: xr.Dataset) -> float:
-    """Share of right answers among the samples counted."""
+    """Share of correct answers."""
     return float(counted["right"].sum()) / float(counted["samples"].sum())
 
 
 def rmse_of(counted: xr.Dataset) -> float:
-    """Root of the mean squared error among the samples counted."""
+    """Root mean squared error."""
     return float(np.sqrt(float(counted["squared_error"].sum()) / float(counted["samples"].sum())))
 
 
-def _scored(task: Task, targets: Array, said: Array, confusion: Ints) -> Array:
-    """Of each sample whether it is right, or its squared error; right and said classes are added to
-    `confusion`."""
+def _scored(task: Task, targets: Array, outputs: Array, confusion: Ints) -> Array:
+    """Whether each sample is right, or its squared error; adds to `confusion` in place."""
     if task.is_scalar:
-        errors: Array = (said[:, 0].astype(np.float64) - targets) ** 2
+        # float64: squares are summed over up to 1e8 samples.
+        errors: Array = (outputs[:, 0].astype(np.float64) - targets) ** 2
         return errors
-    classes = said.argmax(axis=1)
-    places = np.bincount(targets * len(confusion) + classes, minlength=confusion.size)
-    confusion += places.reshape(confusion.shape)
+    classes = outputs.argmax(axis=1)
+    # Confusion matrix by a single bincount of target * classes + class.
+    counts = np.bincount(targets * len(confusion) + classes, minlength=confusion.size)
+    confusion += counts.reshape(confusion.shape)
     right: Array = classes == targets
     return right
 
 
 def _counted(task: Task, scores: Array, confusion: Ints) -> dict[str, tuple[tuple[str, ...], Array]]:
-    """Sums over chunks of a block."""
+    """Sums of scores over the chunks of a block."""
     starts = np.arange(0, len(scores), CHUNK)
     sizes = np.diff(np.append(starts, len(scores)))
-    found: dict[str, tuple[tuple[str, ...], Array]] = {"samples": (("chunk",), sizes)}
+    variables: dict[str, tuple[tuple[str, ...], Array]] = {"samples": (("chunk",), sizes)}
     if task.is_scalar:
-        return found | {"squared_error": (("chunk",), np.add.reduceat(scores, starts))}
+        return variables | {"squared_error": (("chunk",), np.add.reduceat(scores, starts))}
     right = np.add.reduceat(scores.astype(np.int64), starts)
-    return found | {"right": (("chunk",), right), "confusion": (("target", "output"), confusion)}
+    return variables | {"right": (("chunk",), right), "confusion": (("target", "output"), confusion)}
 
 
 def _require_fit(task: Task, sequence: int, outputs: int) -> None:

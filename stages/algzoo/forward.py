@@ -1,10 +1,10 @@
-"""Passes of the two networks in torch: millions of samples, or some with hook points.
+"""Forward passes of the two networks in torch, with hook points, for millions of samples.
 
-Each has one loop, under taps; taps of an empty spec cost a set lookup per point. The RNN goes through its
-samples a few thousand at a time with buffers of its own: 2.2 times as fast on one core as the plain loop, to
-the bit.
+Each network has one loop, with taps; taps of an empty HookSpec cost a set lookup per hook point. The RNN
+processes a few thousand samples at a time in reused buffers: 2.2 times as fast on one core as the plain loop,
+with identical results.
 
-Border: tensors and taps; knows no files, no tasks and no store.
+Border: tensors and taps; no files, no tasks, no store.
 """
 
 from __future__ import annotations
@@ -26,11 +26,12 @@ __all__ = ["DTYPES", "Network", "Rnn", "Transformer", "network_of"]
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 
 
-def _nowhere(*_: object) -> None:
-    """Where nothing is captured."""
+def _ignore_capture(*_: object) -> None:
+    """Callback for captures; never called, as UNTOUCHED has none."""
 
 
-UNTOUCHED = RunTaps(BoundSpec(), _nowhere)
+UNTOUCHED = RunTaps(BoundSpec(), _ignore_capture)
+"""Taps without captures and interventions."""
 
 
 class Rnn:
@@ -43,25 +44,31 @@ class Rnn:
 
     @torch.no_grad()
     def outputs(self, x: Tensor) -> Tensor:
-        """What it says [sample, output] for numbers [sample, time]. Raises ShapeError for other dims."""
+        """Outputs [sample, output] for inputs [sample, time]. Raises ShapeError for inputs of other dims."""
         _expect(x)
         x = x.to(self.dtype)
         if len(x) <= SLICE:
             return self.run(x)
-        found = x.new_empty(len(x), self.shape.outputs)
+        outputs = x.new_empty(len(x), self.shape.outputs)
         buffers = x.new_empty(2, SLICE, self.shape.hidden)
         for first in range(0, len(x), SLICE):
             part = x[first : first + SLICE]
-            found[first : first + SLICE] = self.run(part, buffers=buffers[:, : len(part)])
-        return found
+            outputs[first : first + SLICE] = self.run(part, buffers=buffers[:, : len(part)])
+        return outputs
 
     @torch.no_grad()
     def run(self, x: Tensor, taps: RunTaps = UNTOUCHED, buffers: Tensor | None = None) -> Tensor:
-        """The same of samples that fit at once, under taps. Tensors handed to taps are written over in the
-        next step. buffers: [2, sample, neuron], to be written to."""
+        """Outputs of samples that fit in memory together, with taps.
+
+        Tensors passed to taps are overwritten in the next time step.
+
+        Arguments:
+            buffers: working memory [2, sample, neuron]; None allocates it.
+        """
         pre, post = x.new_empty(2, len(x), self.shape.hidden) if buffers is None else buffers
         state = post.zero_()
         for step in range(x.shape[1]):
+            # Reused buffers are part of the measured factor of 2.2 over the plain loop.
             torch.mul(x[:, step, None], self._ih, out=pre)
             before = taps("rnn_pre_activation", step, pre.addmm_(state, self._hh))
             state = taps("rnn_hidden", step, torch.clamp(before, min=0, out=post))
@@ -70,27 +77,28 @@ class Rnn:
 
 
 class Transformer:
-    """z = embed[x] + pos_embed; z += softmax(Q K' / sqrt(d)) V O' per layer, unmasked; y = unembed
-    z[last]."""
+    """z = embed[x] + pos_embed; z += softmax(Q K^T / sqrt(d)) V O^T per layer, unmasked; y = unembed
+    z[last].
+    """
 
     def __init__(self, tensors: Mapping[str, Array], shape: TransformerShape, dtype: torch.dtype) -> None:
         self.shape, self.dtype = shape, dtype
-        held = {name: torch.tensor(tensors[name]).to(dtype) for name in shape.tensors}
+        weights = {name: torch.tensor(tensors[name]).to(dtype) for name in shape.tensors}
         self._embed, self._pos, self._unembed = (
-            held[f"{name}.weight"] for name in ("embed", "pos_embed", "unembed")
+            weights[f"{name}.weight"] for name in ("embed", "pos_embed", "unembed")
         )
-        self._in = [held[f"attns.{i}.in_proj_weight"] for i in range(shape.layers)]
-        self._out = [held[f"attns.{i}.out_proj.weight"] for i in range(shape.layers)]
+        self._in = [weights[f"attns.{i}.in_proj_weight"] for i in range(shape.layers)]
+        self._out = [weights[f"attns.{i}.out_proj.weight"] for i in range(shape.layers)]
 
     @torch.no_grad()
     def outputs(self, x: Tensor) -> Tensor:
-        """What it says [sample, output] for integers [sample, time]. Raises ShapeError for others."""
+        """Outputs [sample, output] for integers [sample, time]. Raises ShapeError for other inputs."""
         self._check(x)
         return torch.cat([self.run(part) for part in x.split(SLICE)])
 
     @torch.no_grad()
     def run(self, x: Tensor, taps: RunTaps = UNTOUCHED) -> Tensor:
-        """The same of samples that fit at once, under taps."""
+        """Outputs of samples that fit in memory together, with taps."""
         self._check(x)
         stream = taps("embed", None, self._embed[x.long()] + self._pos)
         for layer in range(self.shape.layers):
@@ -100,19 +108,21 @@ class Transformer:
         return stream[:, -1] @ self._unembed.T
 
     def _attention(self, layer: int, stream: Tensor, taps: RunTaps) -> Tensor:
-        many, length, _ = stream.shape
-        heads = (stream @ self._in[layer].T).view(many, length, 3, self.shape.heads, -1)
+        n_samples, length, _ = stream.shape
+        heads = (stream @ self._in[layer].T).view(n_samples, length, 3, self.shape.heads, -1)
+        # in_proj holds queries, keys and values below each other, as torch's MultiheadAttention does.
         q, k, v = heads.permute(2, 0, 3, 1, 4)
         scores = taps("scores", layer, q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5)
-        cut = taps.cut(layer, self.shape.heads, length, length, stream.device)
-        if cut is not None:
-            if cut.all(-1).any():
+        is_cut = taps.cut(layer, self.shape.heads, length, length, stream.device)
+        if is_cut is not None:
+            # A row without edges would be softmax of -inf only, which is NaN.
+            if is_cut.all(-1).any():
                 raise InterventionError(
                     f"expected every position of layer {layer} to keep an edge, found one whose edges are "
                     "all cut; cut fewer"
                 )
-            scores = scores.masked_fill(cut, float("-inf"))
-        read = (taps("pattern", layer, scores.softmax(-1)) @ v).transpose(1, 2).reshape(many, length, -1)
+            scores = scores.masked_fill(is_cut, float("-inf"))
+        read = (taps("pattern", layer, scores.softmax(-1)) @ v).transpose(1, 2).reshape(n_samples, length, -1)
         added: Tensor = read @ self._out[layer].T
         return added
 
@@ -134,7 +144,7 @@ Network = Rnn | Transformer
 
 
 def network_of(tensors: Mapping[str, Array], shape: Shape, dtype: str = "float32") -> Network:
-    """The network that computes with these tensors. Raises ConfigError for a dtype that is not offered."""
+    """The network with these tensors. Raises ConfigError for another dtype than float32 or float64."""
     if dtype not in DTYPES:
         raise ConfigError(f"expected dtype {' or '.join(DTYPES)}, found {dtype!r}")
     if isinstance(shape, RnnShape):

@@ -1,16 +1,15 @@
-"""A network of AlgZoo by name: its tensors, task and identity, and passes with hook points.
+"""AlgZoo models: a network by name, with its tensors, task and identity, and passes with hook points.
 
     model = load_model("specimen-2nd-argmax-3")                  # or a file, .safetensors or .pth
     cache = model.forward(x, HookSpec().capture("rnn.hook_hidden.*"))
     cache["rnn.hook_hidden.2"]                                   # [batch, neuron]
 
-Identity is content: the same tensors in either format, or written by a function, are one model. A name
-decides nothing but where to look, and what the task is where tensors cannot say it. Passes are float64 unless
-told: some of these networks take differences of large numbers (the written one of 3 numbers is off by 0.3 of
-1000 in float32).
+Identity is content: equal tensors in either format, or from a handcrafted builder, are one model. A name only
+says where to look, and what the task is where tensors cannot tell. Passes are float64 by default: some of
+these networks subtract large numbers (the handcrafted one for 3 numbers is wrong on 0.3 of 1000 samples in
+float32).
 
-Border: joins files, shapes and passes; knows no store. Never imports torch but to compute, or to read a
-`.pth`.
+Border: joins files, shapes and passes; no store. Imports torch only to compute, or to read a `.pth`.
 
 Axes: as in networks.py.
 """
@@ -31,7 +30,7 @@ from ...pipeline.pinned import PinnedFiles
 from ...store.arrays import Array
 from ...store.errors import ConfigError, ModelNotFound, ShapeError, SourceChanged, WeightsError, nearest
 from ...store.keys import ModelIdentity
-from .files import FORMATS, Said, read_tensors
+from .files import FORMATS, ZooMetadata, read_tensors
 from .handcrafted import LENGTHS, handcrafted_2nd_argmax
 from .networks import RnnShape, Shape, digest_of, labelled, parameters, shape_of, tensors_digest
 from .tasks import Task, task_named
@@ -45,59 +44,63 @@ if TYPE_CHECKING:
 __all__ = ["HANDCRAFTED", "SHIPPED", "AlgZooModel", "load_model"]
 
 FOLDER = Path(__file__).parent / "specimen"
+"""Folder of the networks that ship."""
 SHIPPED = ("specimen-2nd-argmax-2", "specimen-2nd-argmax-3", "specimen-longest-cycle-4")
 """Trained networks that ship with mizarr."""
 HANDCRAFTED = {f"handcrafted-2nd-argmax-{length}": length for length in LENGTHS}
-"""Networks that were written (handcrafted.py), and the numbers each reads."""
+"""Name of a handcrafted network (handcrafted.py) -> numbers per input."""
 
 
 @dataclass(frozen=True, eq=False)
 class AlgZooModel:
-    """One network and its task.
-
-    name: as it was asked for; part of no key. sequence: time steps it was made for. said: what its file says
-    of its training.
-    """
+    """One network and its task."""
 
     name: str
+    """Name or path from which it was loaded, outside of every key."""
     task: Task
+    """The task that it solves."""
     sequence: int
+    """Time steps per input."""
     tensors: Mapping[str, Array]
+    """Weights, named as in a checkpoint."""
     shape: Shape
-    said: Said
+    """Network type (RNN or transformer) and layer sizes."""
+    metadata: ZooMetadata
+    """What its file says about its training."""
     files: PinnedFiles
-    """Its file, if it lies in one."""
+    """Its file; no file for a handcrafted network."""
 
     def __post_init__(self) -> None:
-        self._as_read  # noqa: B018 - before anybody can edit them
+        self._as_read  # noqa: B018 - digested before anybody can edit the tensors
 
     @property
     def title(self) -> str:
-        """For titles: the name of the file without folder and ending."""
+        """Name for titles: the file name without folder and ending."""
         return Path(self.name).stem if self.name.endswith(FORMATS) else self.name
 
     @property
     def parameters(self) -> int:
-        """Numbers it is made of."""
+        """Number of parameters."""
         return parameters(self.shape)
 
     @property
     def is_rnn(self) -> bool:
-        """Whether it is the RNN; else it is the transformer."""
+        """Whether it is the RNN, not the transformer."""
         return isinstance(self.shape, RnnShape)
 
     def identity(self, dtype: str = "float64") -> ModelIdentity:
-        """What passes of it are keyed by."""
+        """Identity of the network in the keys of its runs."""
         shape = self.shape
+        # The name is left out: equal tensors are one model wherever they lie.
         return ModelIdentity(tensors_digest(self.tensors), digest_of(shape), shape.version, dtype, "explicit")
 
     @cached_property
     def weights(self) -> xr.Dataset:
-        """Its weights as labelled arrays (networks.py)."""
+        """Weights as labelled arrays (networks.py)."""
         return labelled(self.tensors, self.shape)
 
     def weights_node(self) -> SourceNode:
-        """The weights in a workflow's graph; stored once per network."""
+        """Node of a workflow that stores the weights once per network."""
         identity = self.identity()
         params = {"weights": identity.weights, "config": identity.config}
         return SourceNode("algzoo_weights", 1, params, lambda: self.weights, pinned=(self,))
@@ -116,29 +119,30 @@ class AlgZooModel:
             )
 
     def bind(self, hooks: HookSpec | None, sequence: int) -> BoundSpec:
-        """A spec over the hook points there are for sequences of this length."""
+        """A HookSpec bound to the hook points for inputs of `sequence` time steps."""
         from ..forward.hooks.spec import HookSpec
 
         return (hooks or HookSpec()).bind(self.shape.hook_points(sequence), self.title)
 
     @plain_torch()
     def outputs(self, x: Any, dtype: str = "float64") -> Array:
-        """What it says [sample, output] for inputs [sample, time]."""
+        """Outputs [sample, output] for inputs [sample, time]."""
         import torch
 
         from .forward import network_of
 
-        found: Array = (
+        outputs: Array = (
             network_of(self.tensors, self.shape, dtype).outputs(torch.as_tensor(np.asarray(x))).numpy()
         )
-        return found
+        return outputs
 
     @plain_torch()
     def forward(self, x: Any, hooks: HookSpec | None = None, dtype: str = "float64") -> HookCache:
-        """One pass over inputs [sample, time], with captures and interventions at its hook points.
-
-        `cache.logits` is what it says, [batch, output]. Raises ShapeError for other inputs, and as
-        `HookSpec.bind` and the interventions do.
+        """One pass over inputs [sample, time], with captures and interventions; `cache.logits` are the
+        outputs.
+        Raises:
+            ShapeError: for inputs of other dims or sizes.
+            HookPointNotFound, InterventionError: for a HookSpec that does not fit the network.
         """
         import torch
 
@@ -146,56 +150,64 @@ class AlgZooModel:
         from ..forward.hooks.taps import RunTaps
         from .forward import network_of
 
-        given = torch.as_tensor(np.asarray(x))
-        if given.ndim != 2 or 0 in given.shape:
-            raise ShapeError(f"expected inputs [sample, time], found shape {list(given.shape)}")
-        many, sequence = given.shape
+        inputs = torch.as_tensor(np.asarray(x))
+        if inputs.ndim != 2 or 0 in inputs.shape:
+            raise ShapeError(f"expected inputs [sample, time], found shape {list(inputs.shape)}")
+        n_samples, sequence = inputs.shape
         spec = self.bind(hooks, sequence)
-        sizes = self.shape.axis_sizes(sequence) | {"batch": many}
+        sizes = self.shape.axis_sizes(sequence) | {"batch": n_samples}
         for point, change in spec.interventions:
             change.check(point, sizes)
         captured: dict[Any, torch.Tensor] = {}
+        # Cloned, because the RNN overwrites its buffers in the next time step.
         taps = RunTaps(spec, lambda capture, value: captured.update({capture: value.clone()}))
         network = network_of(self.tensors, self.shape, dtype)
-        said = network.run(given.to(network.dtype) if self.is_rnn else given, taps)
-        return HookCache(given.tolist(), said, captured)
+        outputs = network.run(inputs.to(network.dtype) if self.is_rnn else inputs, taps)
+        return HookCache(inputs.tolist(), outputs, captured)
 
 
 def load_model(
     name: str | Path, *, task: str | None = None, sequence: int | None = None, heads: int = 1
 ) -> AlgZooModel:
-    """A network of AlgZoo: a file (`.safetensors`, `.pth`), one that ships, or one that was written.
+    """Load a network: a file (`.safetensors`, `.pth`), one that ships, or a handcrafted one.
 
-    task, sequence: where neither tensors nor file name say them, or to be checked against what they say.
-    heads: of a transformer, which no file tells. Raises ModelNotFound, WeightsError, and ConfigError for a
-    task that is not known, not told, or not one for these tensors.
+    Arguments:
+        name: path or name.
+        task, sequence: needed where neither tensors nor file name give them; otherwise checked against them.
+        heads: attention heads of a transformer, which no file contains.
+
+    Raises:
+        ModelNotFound: for a missing file.
+        WeightsError: for tensors of no AlgZoo network, or a file name that contradicts them.
+        ConfigError: for a task that is unknown, missing or does not fit the tensors.
     """
     text = str(name)
     files = PinnedFiles(f"the network {text}", "its file was replaced meanwhile; start again with it")
     if text in HANDCRAFTED:
-        tensors, said = (
+        tensors, metadata = (
             handcrafted_2nd_argmax(HANDCRAFTED[text]),
-            Said("2nd_argmax", sequence=HANDCRAFTED[text]),
+            ZooMetadata("2nd_argmax", sequence=HANDCRAFTED[text]),
         )
     else:
-        tensors, said = read_tensors(files.note(_path_of(text)))
+        tensors, metadata = read_tensors(files.note(_path_of(text)))
     shape = shape_of(tensors, text, heads)
     if heads != 1 and isinstance(shape, RnnShape):
         raise ConfigError(f"{text}: expected no heads of an RNN, found heads={heads}; leave it out")
-    chosen = _task_of(text, task or said.task)
-    if said.hidden is not None and said.hidden != shape.hidden:
+    zoo_task = _task_of(text, task or metadata.task)
+    if metadata.hidden is not None and metadata.hidden != shape.hidden:
         raise WeightsError(
-            f"{text}: expected {said.hidden} wide, as the name says, found tensors {shape.hidden} wide; is "
-            "it the right file?"
+            f"{text}: expected {metadata.hidden} wide, as the name says, found tensors {shape.hidden} wide; "
+            "is it the right file?"
         )
-    length = _sequence_of(text, chosen, shape, sequence, said.sequence)
-    return AlgZooModel(text, chosen, length, tensors, shape, said, files)
+    length = _sequence_of(text, zoo_task, shape, sequence, metadata.sequence)
+    return AlgZooModel(text, zoo_task, length, tensors, shape, metadata, files)
 
 
 def _path_of(name: str) -> Path:
     if name in SHIPPED:
         return FOLDER / f"{name}.safetensors"
     path = Path(name).expanduser()
+    # A missing file with a known ending goes on, so that reading it names the path in the error.
     if path.exists() or path.suffix in FORMATS:
         return path
     near = nearest(name, (*SHIPPED, *HANDCRAFTED))
@@ -213,14 +225,17 @@ def _task_of(where: str, name: str | None) -> Task:
     return task_named(name)
 
 
-def _sequence_of(where: str, task: Task, shape: Shape, asked: int | None, named: int | None) -> int:
-    """How long sequences are: by the tensors where they say it, else by who asks, else by the name."""
+def _sequence_of(where: str, task: Task, shape: Shape, requested: int | None, in_name: int | None) -> int:
+    """Time steps per input: from the tensors where they determine it, else as requested, else from the file
+    name.
+    """
     if isinstance(shape, RnnShape):
         if task.draws == "integers":
             raise ConfigError(
                 f"{where}: expected a transformer for {task.name}, found an RNN; name another task"
             )
-        length = (asked or named) if task.is_scalar else shape.outputs
+        # A classifier has one output per time step; a scalar network fits any length.
+        length = (requested or in_name) if task.is_scalar else shape.outputs
     else:
         if task.draws != "integers":
             raise ConfigError(
@@ -233,7 +248,7 @@ def _sequence_of(where: str, task: Task, shape: Shape, asked: int | None, named:
             f"{where}: expected how long sequences are in the name of the file, found nothing; say it: "
             "sequence=3"
         )
-    if length < task.least or shape.outputs != task.outputs(length):
+    if length < task.min_sequence or shape.outputs != task.outputs(length):
         raise ConfigError(
             f"{where}: expected {task.outputs(length)} outputs for {task.name} of {length} numbers, found "
             f"{shape.outputs}; say another task or sequence"
@@ -242,9 +257,9 @@ def _sequence_of(where: str, task: Task, shape: Shape, asked: int | None, named:
         raise ConfigError(
             f"{where}: expected an embedding of {length} integers for {task.name}, found {shape.inputs}"
         )
-    for other, who in ((asked, "asked for"), (named, "in the name")):
-        if other is not None and other != length:
+    for stated, origin in ((requested, "asked for"), (in_name, "in the name")):
+        if stated is not None and stated != length:
             raise ConfigError(
-                f"{where}: expected sequences of {length}, as the tensors say, found {other} {who}"
+                f"{where}: expected sequences of {length}, as the tensors say, found {stated} {origin}"
             )
     return length

@@ -1,15 +1,15 @@
-"""The two kinds of network, without their computation: sizes, hook points, which tensors they are made of.
+"""Kinds of AlgZoo networks, without their computation: sizes, hook points, and the tensors of a checkpoint.
 
     RNN          p_t = W_ih x_t + W_hh h_{t-1},  h_t = relu(p_t),  h_{-1} = 0,  y = W_oh h_{T-1}
-    transformer  z = embed[x] + pos_embed;  per layer z += softmax(Q K' / sqrt(d)) V O', every position seeing
-                 all;  y = unembed z[last]
+    transformer  z = embed[x] + pos_embed;  per layer z += softmax(Q K^T / sqrt(d)) V O^T, unmasked;
+                 y = unembed z[last]
 
-Neither has biases or norms. A file says what it is by the names and shapes of its tensors alone (`shape_of`).
+Neither has biases or norms. The kind is recognised by names and shapes of the tensors alone (`shape_of`).
 
-Border: numpy and labels; never imports torch. What computes is forward.py.
+Border: numpy and labels; never imports torch. forward.py computes.
 
 Axes: neuron of the RNN; output; hidden of the transformer's stream; layer, head, position. `neuron_` and
-`hidden_` are what a matrix reads: rows are targets, columns sources.
+`hidden_` are the axes that a matrix reads: rows are targets, columns sources.
 """
 
 from __future__ import annotations
@@ -42,17 +42,21 @@ __all__ = [
 ]
 
 LARGEST = 4096
-"""Width, classes or time steps of the largest network taken for one of AlgZoo: its own end at 32."""
+"""Largest width, number of classes or time steps that is accepted; AlgZoo's own end at 32."""
 
 
 @dataclass(frozen=True)
 class RnnShape:
-    """A ReLU RNN of one layer over numbers."""
+    """A single-layer ReLU RNN over numbers."""
 
     kind: ClassVar[str] = "rnn"
+    """Network type, in digests and attributes."""
     version: ClassVar[str] = "algzoo-rnn/1"
+    """Version of the forward pass; changes when numbers change."""
     hidden: int
+    """Neurons of the state."""
     outputs: int
+    """Classes, or 1 for a scalar answer."""
 
     @property
     def tensors(self) -> dict[str, tuple[int, ...]]:
@@ -73,7 +77,7 @@ class RnnShape:
         }
 
     def hook_points(self, sequence: int) -> tuple[HookPoint, ...]:
-        """Every hook point for sequences of this length, in execution order."""
+        """Hook points for inputs of `sequence` time steps, in execution order."""
         kinds = ("rnn_pre_activation", "rnn_hidden", "rnn_final_state", "rnn_output")
         return points_of(kinds, sequence)
 
@@ -84,16 +88,24 @@ class RnnShape:
 
 @dataclass(frozen=True)
 class TransformerShape:
-    """A transformer of attention alone over integers; heads are not in a file, and are 1 unless told."""
+    """An attention-only transformer over integers."""
 
     kind: ClassVar[str] = "transformer"
+    """Network type, in digests and attributes."""
     version: ClassVar[str] = "algzoo-transformer/1"
+    """Version of the forward pass; changes when numbers change."""
     hidden: int
+    """Width of the residual stream."""
     outputs: int
+    """Number of classes."""
     layers: int
+    """Attention layers."""
     sequence: int
+    """Positions."""
     inputs: int
+    """Vocabulary size."""
     heads: int = 1
+    """Attention heads, which no file contains."""
 
     @property
     def tensors(self) -> dict[str, tuple[int, ...]]:
@@ -111,8 +123,9 @@ class TransformerShape:
 
     @property
     def dims(self) -> dict[str, tuple[str, tuple[str, ...]]]:
-        """Name in a checkpoint -> name and dims of the labelled array; rows of in_proj: queries, keys,
-        values."""
+        """Name in a checkpoint -> name and dims of the labelled array; rows of in_proj are queries, keys,
+        values.
+        """
         layers = {}
         for i in range(self.layers):
             layers[f"attns.{i}.in_proj_weight"] = (f"in_proj_{i}", ("qkv", "hidden_"))
@@ -125,7 +138,7 @@ class TransformerShape:
         }
 
     def hook_points(self, sequence: int) -> tuple[HookPoint, ...]:
-        """Every hook point, in execution order."""
+        """Hook points, in execution order."""
         kinds = ("embed", "resid_pre", "scores", "pattern", "attn_out", "resid_post")
         return points_of(kinds, self.layers)
 
@@ -136,27 +149,38 @@ class TransformerShape:
 
 
 Shape = RnnShape | TransformerShape
+"""Network type with its layer sizes."""
 
 
 def parameters(shape: Shape) -> int:
-    """Numbers a network is made of: H (1 + H + O), or range H + n H + 4 L H^2 + O H."""
+    """Number of parameters: H (1 + H + O) of an RNN, range H + n H + 4 L H^2 + O H of a transformer."""
     return sum(int(np.prod(size)) for size in shape.tensors.values())
 
 
 def digest_of(shape: Shape) -> str:
-    """Digest of the sizes; two that could give different numbers have different ones."""
+    """Digest of network type and layer sizes."""
+    # `kind` is a class variable, which asdict leaves out.
     return digest("algzoo", shape.kind, asdict(shape))
 
 
 def tensors_digest(tensors: Mapping[str, Array]) -> str:
-    """`sha256:…` of tensors by name: the same from either format, and of one that no file holds."""
-    return f"sha256:{digest('algzoo-weights', {name: array_digest(held) for name, held in tensors.items()})}"
+    """`sha256:…` of tensors by name: equal for both file formats and for handcrafted tensors."""
+    return (
+        f"sha256:{digest('algzoo-weights', {name: array_digest(tensor) for name, tensor in tensors.items()})}"
+    )
 
 
 def shape_of(tensors: Mapping[str, Array], where: str, heads: int = 1) -> Shape:
-    """What the tensors of a checkpoint are the weights of; where: the file, for messages.
+    """Network type and layer sizes, recognised from the tensors of a checkpoint.
 
-    Raises WeightsError for names, dims or sizes of another network, biases, numbers that are none.
+    Arguments:
+        tensors: named as in a checkpoint.
+        where: file or name, for messages.
+        heads: attention heads of a transformer.
+
+    Raises:
+        WeightsError: for tensors of another network, contradicting sizes, biases, or numbers that are not
+            finite.
     """
     shape = _guessed(tensors, where, heads)
     expected = shape.tensors
@@ -174,17 +198,17 @@ def shape_of(tensors: Mapping[str, Array], where: str, heads: int = 1) -> Shape:
             raise WeightsError(
                 f"{where}: expected finite numbers, found NaN or infinity in {name}; train it again"
             )
-    if strange := [name for name in tensors if name not in expected]:
-        biases = " (networks of AlgZoo have no biases)" if any("bias" in name for name in strange) else ""
+    if unexpected := [name for name in tensors if name not in expected]:
+        biases = " (networks of AlgZoo have no biases)" if any("bias" in name for name in unexpected) else ""
         raise WeightsError(
-            f"{where}: expected {', '.join(expected)}, found {strange[0]} besides{biases}; another network "
-            "computes with it"
+            f"{where}: expected {', '.join(expected)}, found {unexpected[0]} besides{biases}; another "
+            "network computes with it"
         )
     return shape
 
 
 def labelled(tensors: Mapping[str, Array], shape: Shape) -> xr.Dataset:
-    """Weights as labelled arrays: what stages read. Attributes say which network it is."""
+    """Weights as labelled arrays, as stages take them; attributes name the kind of network."""
     import xarray as xr
 
     arrays = {name: (dims, np.asarray(tensors[tensor])) for tensor, (name, dims) in shape.dims.items()}
@@ -192,11 +216,15 @@ def labelled(tensors: Mapping[str, Array], shape: Shape) -> xr.Dataset:
 
 
 def tensors_of(weights: xr.Dataset) -> tuple[dict[str, Array], Shape]:
-    """Tensors by their names in a checkpoint, and the shape, of labelled weights. Raises WeightsError for
-    arrays that are not `labelled`'s."""
+    """Tensors named as in a checkpoint, and the shape, of labelled weights.
+
+    Raises:
+        WeightsError: for a dataset that `labelled` did not make.
+    """
     if weights.attrs.get("network") == RnnShape.kind and "weight_oh" in weights:
         shape: Shape = RnnShape(weights.sizes["neuron"], weights.sizes["output"])
     elif weights.attrs.get("network") == TransformerShape.kind and "embed" in weights:
+        # The number of layers is in no attribute; it is counted from the arrays.
         layers = sum(str(name).startswith("in_proj_") for name in weights.data_vars)
         sizes = weights.sizes
         shape = TransformerShape(
@@ -218,16 +246,17 @@ def tensors_of(weights: xr.Dataset) -> tuple[dict[str, Array], Shape]:
 
 
 def _guessed(tensors: Mapping[str, Array], where: str, heads: int) -> Shape:
-    """The network whose sizes the first tensors have."""
-    for name, held in tensors.items():
-        if held.ndim != 2 and "bias" not in name:
+    """Kind and sizes that the characteristic tensors imply; `shape_of` checks the others against them."""
+    for name, tensor in tensors.items():
+        # Biases pass here, so that `shape_of` can name them in its message.
+        if tensor.ndim != 2 and "bias" not in name:
             raise WeightsError(
-                f"{where}: expected matrices, found {name} of shape {list(held.shape)}; is it of AlgZoo?"
+                f"{where}: expected matrices, found {name} of shape {list(tensor.shape)}; is it of AlgZoo?"
             )
-        if max(held.shape, default=0) > LARGEST or 0 in held.shape:
+        if max(tensor.shape, default=0) > LARGEST or 0 in tensor.shape:
             raise WeightsError(
-                f"{where}: expected sizes from 1 to {LARGEST}, found {name} of shape {list(held.shape)}; is "
-                "it of AlgZoo?"
+                f"{where}: expected sizes from 1 to {LARGEST}, found {name} of shape {list(tensor.shape)}; "
+                "is it of AlgZoo?"
             )
     if "linear.weight" in tensors:
         outputs, hidden = tensors["linear.weight"].shape
@@ -236,7 +265,7 @@ def _guessed(tensors: Mapping[str, Array], where: str, heads: int) -> Shape:
         inputs, hidden = tensors["embed.weight"].shape
         if heads < 1 or hidden % heads:
             raise WeightsError(f"{where}: expected heads that divide the width {hidden}, found {heads}")
-        layers = {found[1] for name in tensors if (found := re.match(r"attns\.(\d+)\.", name))}
+        layers = {match[1] for name in tensors if (match := re.match(r"attns\.(\d+)\.", name))}
         return TransformerShape(
             hidden,
             tensors["unembed.weight"].shape[0],

@@ -1,10 +1,10 @@
-"""The RNN as three matrices in float64: what analyses of its weights compute with, without torch.
+"""The RNN as three float64 matrices in numpy, for analyses of its weights without torch.
 
     p_t = ih x_t + hh h_{t-1},  h_t = relu(p_t),  y = oh h_{T-1}
 
-Border: numpy; the passes over millions of samples, and those with hook points, are forward.py's.
+Border: numpy; forward.py has the passes over millions of samples, and those with hook points.
 
-Axes: neuron (rows: what is written), neuron_ (columns: what is read), output, sample, time.
+Axes: neuron (rows: written), neuron_ (columns: read), output, sample, time.
 """
 
 from __future__ import annotations
@@ -26,37 +26,41 @@ __all__ = ["RnnWeights", "require_rnn"]
 
 @dataclass(frozen=True, eq=False)
 class RnnWeights:
-    """ih [neuron], hh [neuron, neuron_], oh [output, neuron]; float64."""
+    """Weights of an RNN, float64."""
 
     ih: Array
+    """Input weights [neuron]."""
     hh: Array
+    """Recurrent weights [neuron, neuron_]."""
     oh: Array
+    """Readout weights [output, neuron]."""
 
     @property
     def hidden(self) -> int:
-        """How many neurons the state has."""
+        """Number of neurons."""
         return len(self.ih)
 
     @property
     def parameters(self) -> int:
-        """H (1 + H + O)."""
+        """Number of parameters, H (1 + H + O)."""
         return self.ih.size + self.hh.size + self.oh.size
 
     def projected(self, keep: Array) -> RnnWeights:
-        """The network whose states go through `keep` [neuron, neuron_] after every ReLU, the last included.
-
-        A state is read through hh and oh alone, so that changing those is changing it.
+        """The network with its state multiplied by `keep` [neuron, neuron_] after every ReLU, the last
+        included.
         """
+        # States are read by hh and oh only, so changing these matrices changes the states they read.
         return RnnWeights(self.ih, self.hh @ keep, self.oh @ keep)
 
     def without(self, *neurons: int) -> RnnWeights:
-        """The network whose neurons are zero after every ReLU."""
+        """The network with some neurons zero after every ReLU."""
         keep = np.ones(self.hidden)
         keep[list(neurons)] = 0.0
+        # Columns of hh and oh are what reads a neuron; its own row may stay.
         return RnnWeights(self.ih, self.hh * keep, self.oh * keep)
 
     def states(self, x: Array) -> Array:
-        """Pre-activations [sample, time, neuron] for inputs [sample, time]; float64."""
+        """Pre-activations, float64 [sample, time, neuron], for inputs [sample, time]."""
         traced = np.empty((len(x), x.shape[1], self.hidden))
         hidden = np.zeros((len(x), self.hidden))
         for step in range(x.shape[1]):
@@ -65,19 +69,23 @@ class RnnWeights:
         return traced
 
     def outputs(self, x: Array) -> Array:
-        """What it says [sample, output] for inputs [sample, time]; float64."""
+        """Outputs, float64 [sample, output], for inputs [sample, time]."""
         hidden = np.zeros((len(x), self.hidden))
         for step in range(x.shape[1]):
             hidden = np.maximum(x[:, step, None] * self.ih + hidden @ self.hh.T, 0.0)
         return hidden @ self.oh.T
 
 
-def require_rnn(weights: xr.Dataset, what: str) -> RnnWeights:
-    """The three matrices of an RNN, float64. Raises WeightsError for another network."""
+def require_rnn(weights: xr.Dataset, analysis: str) -> RnnWeights:
+    """Float64 matrices of labelled weights. Raises WeightsError for a network that is no RNN.
+
+    Arguments:
+        analysis: its name, for the message.
+    """
     tensors, shape = tensors_of(weights)
     if not isinstance(shape, RnnShape):
         raise WeightsError(
-            f"{what}: expected an RNN, found a {shape.kind}; only RNNs are pieces of linear maps"
+            f"{analysis}: expected an RNN, found a {shape.kind}; only RNNs are pieces of linear maps"
         )
     ih, hh, oh = (np.asarray(tensors[name], np.float64) for name in shape.tensors)
     return RnnWeights(ih[:, 0], hh, oh)

@@ -1,10 +1,9 @@
-"""Inputs and right answers: drawn from seeds, enumerated, or by the linear congruential generator of
-candle-mi.
+"""Inputs with correct answers: random from seeds, enumerated, or from candle-mi's linear congruential
+generator.
+Sample i of a seed does not depend on how many are drawn, or by which worker: samples come in blocks of a
+million, and each block has a generator seeded by (seed, block).
 
-Sample i of a seed is the same however many are drawn, and by whom: samples come in blocks of a million, and
-each block has a generator of its own, made of seed and number (`SeedSequence`).
-
-Border: numpy; knows tasks, no networks.
+Border: numpy; tasks but no networks.
 
 Axes: sample, time.
 """
@@ -37,17 +36,18 @@ __all__ = [
 ]
 
 BLOCK = 1_000_000
-"""Samples that share a generator, and a cell of a cached count."""
+"""Samples that share a generator, and form a cell of a stored count."""
 SLICE = 8192
-"""Samples in the hands of a network at once: its states then stay in the cache of a core."""
+"""Samples that a network processes at a time: their states then fit in the cache of a core."""
 PROBE_STATE, SURPRISE_STATE = 42, 123456789
-"""Where candle-mi starts its generator for probes, and for surprise accounting."""
+"""Start states of candle-mi's generator, for probes and for surprise accounting."""
 MULTIPLIER = 6364136223846793005
+"""Multiplier of the generator (Knuth's MMIX)."""
 MOST = 10**12
-"""Inputs there may be at most to be enumerated."""
+"""Largest number of inputs that is enumerated."""
 
 Draw = Literal["random", "all"]
-"""How a block is filled: from its seed, or with all inputs of integers in order."""
+"""How a block is filled: from its seed, or with all integer inputs in order."""
 
 
 def slices(
@@ -60,15 +60,20 @@ def slices(
     draw: Draw = "random",
     end_token: bool = False,
 ) -> Iterator[Array]:
-    """The first `count` inputs of a block, [sample, time] float32 or int64, a few thousand at a time.
+    """The first `count` inputs of a block, in parts [sample, time], float32 or int64.
 
-    end_token: of integers: n - 1 of them in 0..n-2, and then n - 1, from which the answer is read. Raises
-    ConfigError for what only a task of integers has.
+    Arguments:
+        end_token: whether integer inputs are n - 1 values in 0..n-2 followed by n - 1, the position that is
+            read.
+
+    Raises:
+        ConfigError: for draw="all" or an end token with another than an integer task, or for both.
     """
     if task.draws != "integers" and (end_token or draw == "all"):
         raise ConfigError(f"expected a task of integers to end or enumerate, found {task.name}")
     if end_token and draw == "all":
         raise ConfigError("expected all inputs, or samples with an end token, found both; draw samples")
+    # Drawn in order within a block: the first n samples are the same for every count.
     rng = np.random.default_rng([seed, block])
     for first in range(0, count, SLICE):
         rows = min(SLICE, count - first)
@@ -96,37 +101,38 @@ def drawn(
 
 
 def block_sizes(count: int) -> list[int]:
-    """How many samples each block of the first `count` has."""
+    """Number of samples in each block of the first `count` samples."""
     if count < 1:
         raise ConfigError(f"expected at least one sample, found {count}")
-    whole, rest = divmod(count, BLOCK)
-    return [BLOCK] * whole + [rest] * bool(rest)
+    whole, remainder = divmod(count, BLOCK)
+    return [BLOCK] * whole + [remainder] * bool(remainder)
 
 
-def inputs_there_are(task: Task, sequence: int) -> int:
-    """How many inputs a task of integers has, n to the n. Raises ConfigError for another, or too many."""
+def count_inputs(task: Task, sequence: int) -> int:
+    """Number of inputs of an integer task, n^n. Raises ConfigError for another task, or more than `MOST`."""
     if task.draws != "integers":
         raise ConfigError(
             f"expected a task of integers to enumerate, found {task.name}; draw samples instead"
         )
-    if (many := sequence**sequence) > MOST:
+    if (count := sequence**sequence) > MOST:
         raise ConfigError(
-            f"expected at most {MOST:,} inputs to enumerate, found {many:,}; draw samples instead"
+            f"expected at most {MOST:,} inputs to enumerate, found {count:,}; draw samples instead"
         )
-    return int(many)
+    return int(count)
 
 
 def lcg(count: int, sequence: int, state: int = PROBE_STATE) -> Array:
-    """Inputs [sample, time] as candle-mi draws them for its analyses: uniform on [-3, 3), float32.
+    """Inputs [sample, time] of candle-mi's analyses: uniform on [-3, 3), float32.
 
-    s <- 6364136223846793005 s + 1 mod 2^64;  x = (float32(s >> 33) / 2^31 - 0.5) * 6, samples then time.
+    s <- 6364136223846793005 s + 1 mod 2^64;  x = (float32(s >> 33) / 2^31 - 0.5) * 6; time varies fastest.
     """
     bits = np.empty(count * sequence, np.uint64)
     for i in range(bits.size):
         state = (MULTIPLIER * state + 1) % 2**64
+        # The high 31 bits: low bits of such a generator have short periods.
         bits[i] = state >> 33
-    found = (bits.astype(np.float32) / np.float32(2**31) - np.float32(0.5)) * np.float32(6)
-    return found.reshape(count, sequence)
+    numbers = (bits.astype(np.float32) / np.float32(2**31) - np.float32(0.5)) * np.float32(6)
+    return numbers.reshape(count, sequence)
 
 
 @stage(
@@ -146,27 +152,36 @@ def algzoo_samples(
     source: Literal["task", "lcg"] = "task",
     end_token: bool = False,
 ) -> xr.Dataset:
-    """Inputs of a task with their right answers.
+    """Inputs of a task with their correct answers.
 
-    source: "task" draws what the task is trained on, from `seed`; "lcg" the uniform numbers of candle-mi,
-    whose generator starts at `seed`. Returns x [sample, time] (float32, or int64 for integers), target
-    [sample]. Raises ConfigError for an unknown task, or "lcg" for integers.
+    Arguments:
+        samples: number of inputs.
+        seed: of the inputs, or start state of the generator.
+        source: "task" draws from the distribution of training, "lcg" candle-mi's uniform numbers.
+        end_token: see `slices`.
+
+    Returns:
+        x [sample, time], float32 or int64 for integers, and target [sample].
+
+    Raises:
+        ConfigError: for an unknown task, or "lcg" with an integer task.
     """
     import xarray as xr
 
-    chosen = task_named(task)
-    if source == "lcg" and chosen.draws == "integers":
+    zoo_task = task_named(task)
+    if source == "lcg" and zoo_task.draws == "integers":
         raise ConfigError(f"expected a task of numbers with source='lcg', found {task}; use source='task'")
     x = (
         lcg(samples, sequence, seed)
         if source == "lcg"
-        else drawn(chosen, sequence, samples, seed=seed, end_token=end_token)
+        else drawn(zoo_task, sequence, samples, seed=seed, end_token=end_token)
     )
-    return xr.Dataset({"x": (("sample", "time"), x), "target": ("sample", chosen.targets(x))})
+    return xr.Dataset({"x": (("sample", "time"), x), "target": ("sample", zoo_task.targets(x))})
 
 
 def _enumerated(sequence: int, first: int, rows: int) -> Array:
-    """Rows `first` and on of all functions of n positions to n, counted in base n."""
+    """Rows `first` and following of all functions from n positions to n values, counted in base n."""
     numbers = np.arange(first, first + rows)
+    # int64: n^n reaches 1e12 for the largest n that is enumerated.
     powers = sequence ** np.arange(sequence - 1, -1, -1, dtype=np.int64)
     return numbers[:, None] // powers % sequence

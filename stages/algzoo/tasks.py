@@ -1,10 +1,10 @@
-"""The six tasks of AlgZoo: what is drawn, and what is right.
+"""The six tasks of AlgZoo: distribution of inputs and correct answers.
 
-    TASKS["2nd_argmax"].targets(x)       # which of the numbers of each row is the second largest
+    TASKS["2nd_argmax"].targets(x)       # index of the second largest number of each row
 
-Border: numpy; knows no network. Where the Rust library candle-mi differs from the tasks as they are trained,
-the tasks count: the median of an even number of values is the mean of the middle two, and the longest cycle
-is found by following every start until it comes back to itself.
+Border: numpy; no networks. Definitions are those of the training, also where the Rust library candle-mi
+differs: the median of an even number of values is the mean of the middle two, and the longest cycle follows
+every start until it returns to itself.
 
 Axes: sample, time.
 
@@ -27,37 +27,39 @@ __all__ = ["TASKS", "Task", "task_named"]
 
 @dataclass(frozen=True)
 class Task:
-    """One task.
-
-    draws: what its inputs are, independent standard normal numbers or integers in 0..n-1.  is_scalar: whether
-    the answer is a number; else it is one of n classes.  right: the answers for rows of inputs.
-    """
+    """One task."""
 
     name: str
+    """Name in the zoo."""
     draws: Literal["normal", "integers"]
+    """Inputs: independent standard normal numbers, or integers in 0..n-1."""
     is_scalar: bool
+    """True for a numeric answer, False for one of n classes."""
     right: Callable[[Array], Array]
+    """Correct answers [sample] of valid inputs [sample, time]."""
     meaning: str
-    least: int = 2
-    """Shortest sequence it makes sense for."""
+    """Description of the answer."""
+    min_sequence: int = 2
+    """Smallest number of time steps."""
 
     def outputs(self, sequence: int) -> int:
-        """How many numbers a network says: a logit per class, or one."""
+        """Outputs of a network: a logit per class, or one number."""
         return 1 if self.is_scalar else sequence
 
     def chance(self, sequence: int) -> float:
-        """Accuracy of a guess, 0 for a number."""
+        """Accuracy of guessing; 0 for a scalar answer."""
         return 0.0 if self.is_scalar else 1.0 / sequence
 
     def targets(self, x: Array) -> Array:
-        """Right answers [sample] for inputs [sample, time]: int64 classes, or float64 numbers.
+        """Correct answers [sample] for inputs [sample, time]: int64 classes, or float64 numbers.
 
-        Raises ShapeError for other dims, sequences too short, and integers outside of 0..n-1.
+        Raises:
+            ShapeError: for inputs of other dims, too few time steps, or integers outside 0..n-1.
         """
-        if x.ndim != 2 or x.shape[1] < self.least:
+        if x.ndim != 2 or x.shape[1] < self.min_sequence:
             raise ShapeError(
-                f"{self.name}: expected inputs [sample, time] of at least {self.least} time steps, found "
-                f"shape {list(x.shape)}"
+                f"{self.name}: expected inputs [sample, time] of at least {self.min_sequence} time steps, "
+                f"found shape {list(x.shape)}"
             )
         if self.draws == "integers" and x.size and not (x.min() >= 0 and x.max() < x.shape[1]):
             raise ShapeError(
@@ -68,7 +70,7 @@ class Task:
 
 
 def task_named(name: str) -> Task:
-    """The task of this name; ConfigError for an unknown one, with the nearest."""
+    """The task of this name. Raises ConfigError for an unknown one, suggesting the nearest."""
     if name not in TASKS:
         near = nearest(name, TASKS)
         hint = f"did you mean {near!r}?" if near else f"there are {', '.join(TASKS)}"
@@ -81,8 +83,8 @@ def _second_argmax(x: Array) -> Ints:
 
 
 def _argmax(x: Array) -> Ints:
-    found: Ints = x.argmax(axis=1)
-    return found
+    index: Ints = x.argmax(axis=1)
+    return index
 
 
 def _argmedian(x: Array) -> Ints:
@@ -90,35 +92,38 @@ def _argmedian(x: Array) -> Ints:
 
 
 def _median(x: Array) -> Array:
-    found: Array = np.median(x.astype(np.float64), axis=1)
-    return found
+    median: Array = np.median(x.astype(np.float64), axis=1)
+    return median
 
 
 def _argoutlier(x: Array) -> Ints:
+    # float64: in float32 the mean's rounding may decide between two nearly equal distances.
     exact = x.astype(np.float64)
-    found: Ints = np.abs(exact - exact.mean(axis=1, keepdims=True)).argmax(axis=1)
-    return found
+    index: Ints = np.abs(exact - exact.mean(axis=1, keepdims=True)).argmax(axis=1)
+    return index
 
 
 def _longest_cycle(x: Array) -> Ints:
-    """Longest cycle of each row read as a function, less one: the least L with f^L(s) = s, over all s."""
+    """Longest cycle minus 1 of each row read as a function f: the largest L with f^(L+1)(s) = s for the first
+    time.
+    """
     f = x.astype(np.int64)
     start = np.broadcast_to(np.arange(f.shape[1]), f.shape)
-    place, longest = start, np.zeros(len(f), np.int64)
+    current, longest = start, np.zeros(len(f), np.int64)
     is_open = np.ones(f.shape, bool)
     for steps in range(f.shape[1]):
-        place = np.take_along_axis(f, place, axis=1)
-        closes = is_open & (place == start)
+        current = np.take_along_axis(f, current, axis=1)
+        closes = is_open & (current == start)
         longest[closes.any(axis=1)] = steps
         is_open &= ~closes
     return longest
 
 
 def _at_rank(x: Array, rank: int) -> Ints:
-    """Index of the value of each row that has this place in ascending order; earlier ones first among equals.
-
-    Places are counted by comparing pairs, over contiguous columns: five times as fast as sorting short rows.
+    """Index of the value with ascending rank `rank` in each row; among equal values earlier ones have lower
+    rank.
     """
+    # Ranks from pairwise comparisons over contiguous columns: 5 times as fast as sorting short rows.
     columns = np.ascontiguousarray(x.T)
     below = np.zeros(columns.shape, np.int16)
     for i in range(1, len(columns)):
@@ -126,8 +131,8 @@ def _at_rank(x: Array, rank: int) -> Ints:
             is_less = columns[i] < columns[j]
             below[j] += is_less
             below[i] += ~is_less
-    found: Ints = (below == rank).argmax(axis=0)
-    return found
+    index: Ints = (below == rank).argmax(axis=0)
+    return index
 
 
 # Name -> task, in the order of the zoo.

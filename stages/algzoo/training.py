@@ -1,16 +1,15 @@
-"""Training of networks of AlgZoo, as the zoo's were: fresh samples in every step, AdamW, a seed.
+"""Training of AlgZoo networks, as in the zoo: fresh samples in every step, AdamW, a seed.
 
     mizarr train-zoo …    # the command; or, cached in a store:
     trained_rnn.on(task="2nd_argmax", hidden=4, sequence=3, seed=0)
 
 The schedule is the zoo's (lr 0.04 / sqrt(H), weight decay 1e-3, batches of 1024, linear warm-up, exponential
-decay to a hundredth at half time); its 2^30 sequences are days on a CPU, so that defaults here are 2^22, with
-a warm-up in proportion. Tiny networks end in local minima as often as not: the zoo kept the best of five
-seeds.
+decay to 1/100 at half time). Its 2^30 sequences take days on a CPU, so the default is 2^22, with proportional
+warm-up. Small networks often end in local minima: the zoo kept the best of five seeds.
 
-Border: settings in, weights out. The same settings give the same weights on one machine with one thread.
+Border: settings in, weights out. Equal settings give equal weights on one machine with one thread.
 
-Axes: as in networks.py; step (of the optimiser, where the loss was noted).
+Axes: as in networks.py; step (of the optimiser, at which the loss was recorded).
 """
 
 from __future__ import annotations
@@ -46,41 +45,51 @@ __all__ = [
 ]
 
 WARM_UP = 2**14 / 2**20
-"""Share of the zoo's steps in which its rate rises."""
+"""Share of the steps with rising learning rate, as in the zoo."""
 NOTED = 64
-"""How often the loss is noted in the course of a training."""
+"""Number of mean losses recorded per training."""
 RATE, DECAY, LEAST = 0.04, 1e-3, 0.01
+"""Learning rate times sqrt(H), weight decay, and final share of the learning rate."""
 
 
 @dataclass(frozen=True)
 class ZooTraining:
-    """One training.
+    """Settings of one training.
 
-    sequences: drawn in all. batch: drawn in a step. layers, heads: of a transformer. end_token: of integers,
-    see samples.py. checkpoints: sequences after which the weights are kept, too, whole batches. Raises
-    ConfigError for sizes that make no network.
+    Raises:
+        ConfigError: for sizes that make no network.
     """
 
     task: str
+    """Name of the task."""
     hidden: int
+    """Neurons of the RNN, or width of the transformer."""
     sequence: int
+    """Time steps per input."""
     seed: int = 0
+    """Seed of initial weights and samples."""
     sequences: int = 2**22
+    """Total number of training inputs."""
     batch: int = 1024
+    """Inputs per step."""
     layers: int = 2
+    """Layers of a transformer."""
     heads: int = 1
+    """Attention heads of a transformer."""
     end_token: bool = False
+    """Whether integer inputs end with a fixed token; see `samples.slices`."""
     checkpoints: tuple[int, ...] = ()
+    """Numbers of inputs after which weights are kept, multiples of the batch."""
 
     def __post_init__(self) -> None:
-        chosen = task_named(self.task)
-        for name, value, least in (
+        zoo_task = task_named(self.task)
+        for name, value, minimum in (
             ("hidden", self.hidden, 1),
-            ("sequence", self.sequence, chosen.least + self.end_token),
+            ("sequence", self.sequence, zoo_task.min_sequence + self.end_token),
             ("layers", self.layers, 1),
         ):
-            if not least <= value <= LARGEST:
-                raise ConfigError(f"expected {name} from {least} to {LARGEST}, found {value}")
+            if not minimum <= value <= LARGEST:
+                raise ConfigError(f"expected {name} from {minimum} to {LARGEST}, found {value}")
         as_count(self.seed, "seed", least=0, most=LARGEST_INTEGER)
         if self.batch < 1 or self.sequences < 0:
             raise ConfigError(
@@ -88,18 +97,18 @@ class ZooTraining:
             )
         if self.heads < 1 or self.hidden % self.heads:
             raise ConfigError(f"expected heads that divide the width {self.hidden}, found {self.heads}")
-        whole = range(0, self.steps * self.batch + 1, self.batch)
-        if wrong := [after for after in self.checkpoints if after not in whole]:
+        batch_ends = range(0, self.steps * self.batch + 1, self.batch)
+        if invalid := [after for after in self.checkpoints if after not in batch_ends]:
             raise ConfigError(
-                f"expected checkpoints after whole batches of {self.batch}, up to {whole[-1]}, found "
-                f"{wrong[0]}"
+                f"expected checkpoints after whole batches of {self.batch}, up to {batch_ends[-1]}, found "
+                f"{invalid[0]}"
             )
-        if self.end_token and chosen.draws != "integers":
+        if self.end_token and zoo_task.draws != "integers":
             raise ConfigError(f"expected a task of integers with an end token, found {self.task}")
 
     @property
     def shape(self) -> Shape:
-        """Of the network that is trained."""
+        """Network type and layer sizes."""
         outputs = task_named(self.task).outputs(self.sequence)
         if task_named(self.task).draws == "normal":
             return RnnShape(self.hidden, outputs)
@@ -107,7 +116,7 @@ class ZooTraining:
 
     @property
     def steps(self) -> int:
-        """Steps of the optimiser, of a whole batch each: sequences that fill none are not drawn."""
+        """Optimiser steps, each of a full batch; inputs that do not fill one are not drawn."""
         return self.sequences // self.batch
 
 
@@ -117,35 +126,45 @@ def train(
     advance: Callable[[int], None] = lambda steps: None,
     keep: Callable[[int, dict[str, Array]], None] = lambda sequences, tensors: None,
 ) -> tuple[dict[str, Array], Array]:
-    """Tensors of a trained network, and its mean losses [step]: nats of a class, or squared error.
+    """Train a network.
 
-    advance: told how many steps were made. keep: given the tensors at each of the checkpoints, and after how
-    many sequences. Without a step the network is the drawn one.
+    Without steps the network has its initial weights.
+
+    Arguments:
+        settings: of the training.
+        advance: called with the number of steps made since the last call.
+        keep: called at each checkpoint with the number of inputs so far and the tensors.
+
+    Returns:
+        Tensors named as in a checkpoint, and mean losses [step]: nats for classes, or squared error.
     """
     import torch
 
     task = task_named(settings.task)
     losses = np.full(NOTED, np.nan)
+    # The caller's random state is restored afterwards.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(settings.seed)
+        # After seeding: torch's modules draw the initial weights.
         network = _module(settings)
-        made = 0
+        n_steps = 0
 
-        def reached() -> None:
-            if made * settings.batch in settings.checkpoints:
-                keep(made * settings.batch, _tensors(network))
+        def keep_checkpoint() -> None:
+            if n_steps * settings.batch in settings.checkpoints:
+                keep(n_steps * settings.batch, _tensors(network))
 
-        reached()
+        keep_checkpoint()
         rate = RATE / settings.hidden**0.5
         optimiser = torch.optim.AdamW(network.parameters(), lr=rate, weight_decay=DECAY)
         schedule = torch.optim.lr_scheduler.LambdaLR(
             optimiser, lambda step: _share_of_rate(step, settings.steps)
         )
-        places = np.arange(settings.steps) * NOTED // max(settings.steps, 1)
-        for place in range(NOTED):
-            many = int((places == place).sum())
+        # Steps are spread over NOTED records as evenly as possible, for any number of steps.
+        record_of_step = np.arange(settings.steps) * NOTED // max(settings.steps, 1)
+        for record in range(NOTED):
+            count = int((record_of_step == record).sum())
             sums = 0.0
-            for _ in range(many):
+            for _ in range(count):
                 x = _drawn(task, settings)
                 loss = _loss(task, network(x), _targets(task, x))
                 optimiser.zero_grad()
@@ -153,10 +172,10 @@ def train(
                 optimiser.step()
                 schedule.step()
                 sums += loss.item()
-                made += 1
-                reached()
-            losses[place] = sums / many if many else np.nan
-            advance(many)
+                n_steps += 1
+                keep_checkpoint()
+            losses[record] = sums / count if count else np.nan
+            advance(count)
     return _tensors(network), losses
 
 
@@ -171,7 +190,11 @@ def train(
 def trained_rnn(
     *, task: str, hidden: int, sequence: int, seed: int = 0, sequences: int = 2**22, batch: int = 1024
 ) -> xr.Dataset:
-    """A trained RNN as labelled weights, and its losses; see `ZooTraining`."""
+    """A trained RNN as labelled weights, and its losses; see `ZooTraining` for the arguments.
+
+    Raises:
+        ConfigError: for an integer task, which needs a transformer.
+    """
     settings = ZooTraining(task, hidden, sequence, seed, sequences, batch)
     if not isinstance(settings.shape, RnnShape):
         raise ConfigError(
@@ -198,21 +221,24 @@ def training_checkpoints(
     sequences: int = 2**22,
     batch: int = 1024,
 ) -> xr.Dataset:
-    """Weights of an RNN on its way, [checkpoint, …]; one training, see `ZooTraining`. Raises ConfigError for
-    no checkpoints."""
+    """Weights of an RNN at several points of one training, [checkpoint, …]; see `ZooTraining` for the
+    arguments.
+    Raises:
+        ConfigError: without checkpoints, or for an integer task.
+    """
     import xarray as xr
 
     settings = ZooTraining(task, hidden, sequence, seed, sequences, batch, checkpoints=tuple(checkpoints))
     if not isinstance(settings.shape, RnnShape) or not checkpoints:
         raise ConfigError(f"expected checkpoints of an RNN, found {list(checkpoints)} of {task}")
-    kept: dict[int, xr.Dataset] = {}
+    by_sequences: dict[int, xr.Dataset] = {}
 
     def keep(after: int, tensors: dict[str, Array]) -> None:
-        kept[after] = labelled(tensors, settings.shape)
+        by_sequences[after] = labelled(tensors, settings.shape)
 
     train(settings, keep=keep)
-    found: xr.Dataset = xr.concat(list(kept.values()), "checkpoint")
-    return found.assign_coords(checkpoint=list(kept))
+    weights: xr.Dataset = xr.concat(list(by_sequences.values()), "checkpoint")
+    return weights.assign_coords(checkpoint=list(by_sequences))
 
 
 @stage(
@@ -221,13 +247,16 @@ def training_checkpoints(
     outputs={name: Output(dims, is_optional=True) for name, dims in RnnShape(1, 1).dims.values()},
 )
 def weights_at(trained: xr.Dataset, *, checkpoint: int) -> xr.Dataset:
-    """One of the checkpoints of `training_checkpoints`, as labelled weights."""
+    """Labelled weights at one checkpoint of `training_checkpoints`."""
     return trained.sel(checkpoint=checkpoint, drop=True)
 
 
 def file_name(settings: ZooTraining, ending: str = ".safetensors", trained: int | None = None) -> str:
-    """As the zoo names its files: task, width, length, sequences of training, seed. trained: of a
-    checkpoint."""
+    """File name in the zoo's convention: task, width, length, training inputs, seed.
+
+    Arguments:
+        trained: inputs so far, for a checkpoint; None for the end of training.
+    """
     trained = settings.steps * settings.batch if trained is None else trained
     return f"{settings.task}_{settings.hidden}_{settings.sequence}_{trained}_{settings.seed}{ending}"
 
@@ -235,23 +264,26 @@ def file_name(settings: ZooTraining, ending: str = ".safetensors", trained: int 
 def save_trained(
     settings: ZooTraining, tensors: dict[str, Array], path: Path, trained: int | None = None
 ) -> Path:
-    """Write a trained network; a `.safetensors` says of itself what its name says. trained: of a
-    checkpoint."""
-    said: dict[str, str | int] = {
+    """Write a trained network; a `.safetensors` holds the settings of its name as metadata.
+
+    Arguments:
+        trained: inputs so far, for a checkpoint; None for the end of training.
+    """
+    metadata: dict[str, str | int] = {
         "task": settings.task,
         "sequence": settings.sequence,
         "trained": settings.steps * settings.batch if trained is None else trained,
         "seed": settings.seed,
     }
-    return write_tensors(path, tensors, said)
+    return write_tensors(path, tensors, metadata)
 
 
 def _tensors(network: nn.Module) -> dict[str, Array]:
-    return {name: held.detach().numpy().copy() for name, held in network.state_dict().items()}
+    return {name: tensor.detach().numpy().copy() for name, tensor in network.state_dict().items()}
 
 
 def _module(settings: ZooTraining) -> nn.Module:
-    """The network as torch trains it; its state dict has the names of a checkpoint."""
+    """The network as a torch module; its state dict has the names of a checkpoint."""
     from torch import nn
 
     shape = settings.shape
@@ -260,6 +292,7 @@ def _module(settings: ZooTraining) -> nn.Module:
         class Rnn(nn.Module):
             def __init__(self) -> None:
                 super().__init__()
+                # batch_first: inputs are [sample, time].
                 self.rnn = nn.RNN(1, shape.hidden, nonlinearity="relu", bias=False, batch_first=True)
                 self.linear = nn.Linear(shape.hidden, shape.outputs, bias=False)
 
@@ -290,21 +323,22 @@ def _module(settings: ZooTraining) -> nn.Module:
 
 
 def _share_of_rate(step: int, steps: int) -> float:
-    """Linear warm-up times exponential decay, which ends at a hundredth when half of the steps are made."""
-    warm = max(1.0, WARM_UP * steps)
-    return min(step / warm, 1.0) * float(max(LEAST ** (2 * step / max(steps, 1)), LEAST))
+    """Linear warm-up times exponential decay, which reaches 1/100 after half of the steps."""
+    warm_up_steps = max(1.0, WARM_UP * steps)
+    # The decay is clipped at LEAST, so that the second half trains at a constant rate.
+    return min(step / warm_up_steps, 1.0) * float(max(LEAST ** (2 * step / max(steps, 1)), LEAST))
 
 
 def _drawn(task: Task, settings: ZooTraining) -> Tensor:
     import torch
 
-    many, length = settings.batch, settings.sequence
+    count, length = settings.batch, settings.sequence
     if task.draws == "normal":
-        return torch.randn(many, length)
-    free = torch.randint(length - settings.end_token, (many, length - settings.end_token))
+        return torch.randn(count, length)
+    integers = torch.randint(length - settings.end_token, (count, length - settings.end_token))
     if settings.end_token:
-        return torch.cat([free, torch.full((many, 1), length - 1)], dim=1)
-    return free
+        return torch.cat([integers, torch.full((count, 1), length - 1)], dim=1)
+    return integers
 
 
 def _targets(task: Task, x: Tensor) -> Tensor:
@@ -313,7 +347,11 @@ def _targets(task: Task, x: Tensor) -> Tensor:
     return torch.from_numpy(np.asarray(task.targets(x.numpy())))
 
 
-def _loss(task: Task, said: Tensor, targets: Tensor) -> Any:
+def _loss(task: Task, outputs: Tensor, targets: Tensor) -> Any:
     from torch.nn.functional import cross_entropy, mse_loss
 
-    return mse_loss(said[:, 0], targets.to(said.dtype)) if task.is_scalar else cross_entropy(said, targets)
+    return (
+        mse_loss(outputs[:, 0], targets.to(outputs.dtype))
+        if task.is_scalar
+        else cross_entropy(outputs, targets)
+    )

@@ -1,35 +1,35 @@
-"""Absorption: does a state that was pushed from its way come back to it, and stay?
+"""Absorption: whether a perturbed residual state returns to the unperturbed trajectory and stays there.
 
-A push is followed at one position, layer by layer, by its distance from the undisturbed run,
+A vector is added to resid_post of one layer and position (a push). The perturbed run is followed at one read
+position, layer by layer, by its cosine distance from the unperturbed run,
 
-    d[o] = 1 - cos(undisturbed_o, pushed_o),
+    d[o] = 1 - cos(unperturbed_o, perturbed_o),
 
-half the squared angle for small ones. Four things are said of it, in this order:
+which is half the squared angle for small angles. `fate` decides, in this order:
 
-reached: a change at (layer l, position p) can be seen at the position read, at the first layer that lets it
-through (`first_reached`). A causal model looks back only, as far as its windows go, and behind its last layer
-not at all. What cannot be reached gives no verdict.
+out of reach: no layer lets the change at (layer, position) reach the read position (`first_reached`): a
+causal model attends backwards only, a sliding window limits how far, and nothing follows the last layer.
 
-away: the largest d from there on is at least AWAY of the push's own distance, which is that of the pushed
-state, at its position, right after the push. What was never away cannot come back.
+never away: the largest d from the first reached layer on is below AWAY times the distance of the push itself,
+which is d at the pushed position right after the addition. A state that never left cannot return.
 
-absorbed at layer o: the first one behind the largest d from which on d stays at most RETURNED of it, to the
-end. Being near for a layer is not enough, nor is never having been far.
+absorbed at layer o: the first layer behind the maximum of d from which on d stays at most RETURNED of that
+maximum, up to the last layer. Being near for one layer is not enough.
 
-attractor: pushes of all layers and strengths that were away are absorbed, and less of their distance is left
-at the end than of pushes as long in random directions.
+attractor (`label`): the pushes of all layers and strengths that went away are absorbed, and a smaller share
+of their distance remains at the end than for random directions of equal norm.
 
-These definitions and both thresholds are ours. Related: later layers make up for ablated attention, called
-self-repair (McGrath et al. 2023, "The Hydra Effect", arXiv:2307.15771); small changes of a state hardly
-change the output, and random directions of the same size are what others are held against (Heimersheim and
-Mendel 2024, "Activation plateaus and sensitive directions in GPT2", a research report); regions in which the
-output stays the same, found by interpolation between states (Janiak et al. 2024, arXiv:2409.17113). The word
-is from dynamics, where an attractor draws in whatever starts near it (Strogatz 1994, "Nonlinear Dynamics and
-Chaos", section 9.3); a network of so many layers has no limit, so here it is a figure of speech.
+These definitions and both thresholds are of this project. Related: later layers compensate for ablated
+attention, called self-repair (McGrath et al. 2023, "The Hydra Effect", arXiv:2307.15771); small perturbations
+of a state hardly change the output, with random directions of equal size as the baseline (Heimersheim and
+Mendel 2024, "Activation plateaus and sensitive directions in GPT2"); regions of constant output found by
+interpolation between states (Janiak et al. 2024, arXiv:2409.17113). "Attractor" is borrowed from dynamical
+systems (Strogatz 1994, "Nonlinear Dynamics and Chaos", section 9.3); a network of finite depth has no limit,
+so it is a figure of speech here.
 
-Border: cosines in, words and shares out; which pushes were made, the experiments know.
+Border: cosines in, verdicts and shares out; experiments decide which pushes are made.
 
-Axes: layer (where it is pushed), strength, read_layer.
+Axes: layer (where the vector is added), strength, read_layer.
 """
 
 from __future__ import annotations
@@ -51,58 +51,63 @@ if TYPE_CHECKING:
 __all__ = ["AWAY", "RETURNED", "Fate", "Word", "fate", "fates", "first_reached", "label", "share_left"]
 
 AWAY = 0.1
-"""Share of the push's own distance that the state read must have gone."""
+"""A push went away if the largest distance is at least this share of the push's own distance."""
 RETURNED = 0.25
-"""Share of its largest distance at which a state is back: half the angle."""
+"""Share of the largest distance below which a state has returned; 0.25 of it is half the angle."""
 _ROUNDING = 1e-7
-"""Distance that float32 cannot tell from none."""
+"""Cosine distance below which float32 states cannot be told apart."""
 
 Word = Literal["out of reach", "nothing follows", "never away", "absorbed", "not absorbed"]
 VERDICTS: tuple[Word, ...] = ("absorbed", "not absorbed")
-"""What is said of a push that was away and had a layer to come back in; the others are no verdict."""
+"""Outcomes of pushes that went away and had a later layer to return in; the other words are no verdict."""
 
 
 @dataclass(frozen=True)
 class Fate:
-    """What became of one push.
-
-    word: see the module. layer: where it was absorbed, else None. left: share of its largest distance that is
-    left at the end, 0 to 1; NaN without a verdict.
-    """
+    """Outcome of one push; see the module for the definitions."""
 
     word: Word
+    """The outcome, one of `Word`."""
     layer: int | None = None
+    """Layer at which the push was absorbed; None unless `word` is "absorbed"."""
     left: float = float("nan")
+    """Distance at the last layer divided by the largest distance, 0 to 1; NaN without a verdict."""
 
     @property
     def is_verdict(self) -> bool:
-        """Whether it was away, and could have come back."""
+        """Whether the push went away and had a later layer in which it could return."""
         return self.word in VERDICTS
 
 
 def first_reached(config: Architecture, layer: int, position: int, read: int) -> int | None:
-    """The first layer after which a push of resid_post at (layer, position) may be seen at `read`; None where
-    it never is."""
+    """First layer after which a change of resid_post at (layer, position) can reach the position `read`.
+
+    None if no layer lets it through: every sliding window is too short, or `read` precedes `position` in a
+    causal model.
+    """
     if position == read:
         return layer
     furthest = position
-    for later in range(layer + 1, config.num_layers):
-        reach = config.reach(HookPoint.resid_post(later - 1))
+    for deeper in range(layer + 1, config.num_layers):
+        reach = config.reach(HookPoint.resid_post(deeper - 1))
         if reach == "all":
-            return later
+            return deeper
         if reach == "later":
-            window = config.layers[later].mixer.window
+            window = config.layers[deeper].mixer.window
+            # A window of w positions, the query's own included, moves information w - 1 positions per layer.
             furthest = read if window is None else furthest + window - 1
             if position < read <= furthest:
-                return later
+                return deeper
     return None
 
 
 def fate(similarity: Array, pushed: float, first: int | None) -> Fate:
-    """What became of a push.
+    """Outcome of one push.
 
-    similarity: cosines with the undisturbed run, [read_layer]. pushed: cosine of the pushed state with what
-    it was, at its own position. first: the layer after which it may be seen (`first_reached`).
+    Arguments:
+        similarity: cosines of perturbed with unperturbed states at the read position, [read_layer].
+        pushed: cosine of the state right after the push with the state before, at the pushed position.
+        first: first layer whose state can differ, from `first_reached`; None if there is none.
 
     >>> fate(np.array([1.0, 0.5, 0.8, 0.97, 0.96]), 0.5, 1)
     Fate(word='absorbed', layer=3, left=0.08000000000000007)
@@ -111,13 +116,16 @@ def fate(similarity: Array, pushed: float, first: int | None) -> Fate:
     """
     if first is None:
         return Fate("out of reach")
+    # float64, and clipped at 0: cosines of nearly equal float32 states exceed 1 by rounding.
     distance = np.maximum(1.0 - np.asarray(similarity, np.float64), 0.0)[first:]
     largest = float(distance.max())
+    # _ROUNDING: a push of almost no distance would otherwise count float32 noise as movement.
     if largest < max(AWAY * (1.0 - pushed), _ROUNDING):
         return Fate("never away")
     if len(distance) == 1:
         return Fate("nothing follows")
     far = np.flatnonzero(distance > RETURNED * largest)
+    # The maximum itself exceeds RETURNED of it, so `far` is never empty.
     back, left = int(far[-1]) + 1, float(distance[-1]) / largest
     return Fate("absorbed", first + back, left) if back < len(distance) else Fate("not absorbed", None, left)
 
@@ -125,32 +133,40 @@ def fate(similarity: Array, pushed: float, first: int | None) -> Fate:
 def fates(
     similarity: xr.DataArray, pushed: xr.DataArray, first: Mapping[int, int | None]
 ) -> dict[tuple[int, float], Fate]:
-    """What became of every push, by (layer, strength).
+    """Outcome of every push, by (layer, strength).
 
-    similarity: [layer, strength, read_layer]. pushed: [layer, strength]. first: by layer. See `fate`.
+    Arguments:
+        similarity: cosines with the unperturbed run, [layer, strength, read_layer].
+        pushed: cosine of each push's own state, [layer, strength].
+        first: `first_reached` of every pushed layer.
     """
     rows = similarity.transpose("layer", "strength", "read_layer").values
-    own = pushed.transpose("layer", "strength").values
+    pushed_cosines = pushed.transpose("layer", "strength").values
     return {
-        (layer, strength): fate(rows[i, j], float(own[i, j]), first[layer])
+        (layer, strength): fate(rows[i, j], float(pushed_cosines[i, j]), first[layer])
         for i, layer in enumerate(similarity["layer"].values.tolist())
         for j, strength in enumerate(similarity["strength"].values.tolist())
     }
 
 
 def share_left(fates: Collection[Fate]) -> float:
-    """Mean share of their largest distance that is left of pushes at the end; NaN if none has a verdict."""
-    left = [each.left for each in fates if each.is_verdict]
-    return float(np.mean(left)) if left else float("nan")
+    """Mean of `Fate.left` over the pushes with a verdict; NaN if none has one."""
+    shares = [outcome.left for outcome in fates if outcome.is_verdict]
+    return float(np.mean(shares)) if shares else float("nan")
 
 
 def label(fates: Collection[Fate], *, is_beyond_chance: bool) -> str:
-    """Two words for pushes of several layers and strengths; see the module for "attractor".
+    """Summary of pushes of several layers and strengths.
 
-    is_beyond_chance: whether less is left of them than of random ones. Where some are absorbed and some are
-    not, it depends on the depth or the strength.
+    Arguments:
+        is_beyond_chance: whether a smaller share of distance is left than after random pushes, with
+            significance.
+
+    Returns:
+        "no verdict", "attractor", "absorbed like any push" (all absorbed, but random pushes are as well),
+        "not absorbed", or "depth-dependent" (some absorbed, some not).
     """
-    words = {each.word for each in fates if each.is_verdict}
+    words = {outcome.word for outcome in fates if outcome.is_verdict}
     if not words:
         return "no verdict"
     if words == {"absorbed"}:

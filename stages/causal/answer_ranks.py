@@ -1,9 +1,9 @@
-"""Ranks of answers: which prompts does a model know, nothing being changed?
+"""Ranks of correct answers in the unmodified model: which prompts does the model know?
 
-A prompt is known where the first token of its answer is the model's likeliest next token: rank 0. One forward
-pass per prompt, so that a question can ask before it runs thousands of interventions on facts nobody knows.
+A prompt counts as known when the first token of its answer has rank 0, the largest next-token logit. One
+forward pass per prompt, so that a workflow can drop unknown facts before it runs thousands of interventions.
 
-Border: token ids in, numbers out; knows no texts. Never imports torch until it runs.
+Border: token ids in, numbers out; no text. Torch is imported when it runs.
 
 Axes: prompt.
 """
@@ -33,15 +33,17 @@ if TYPE_CHECKING:
 __all__ = ["AnswerRanks", "AskedPrompt"]
 
 AskedPrompt = tuple[tuple[int, ...], int, int]
-"""Token ids of a prompt, the first token of its answer, and the position whose logits say it (-1: the last).
+"""(token ids of a prompt, first token of its answer, position whose logits predict that token; -1 is the
+last).
 """
 
 
 @dataclass(frozen=True)
 class AnswerRanks(Experiment):
-    """How many tokens are likelier than each prompt's answer.
+    """Number of tokens with a larger logit than the answer, for each prompt.
 
-    prompts: with answer and position. Raises StageError for none.
+    Raises:
+        StageError: without prompts.
     """
 
     name: ClassVar[str] = "answer_ranks"
@@ -51,18 +53,20 @@ class AnswerRanks(Experiment):
     }
 
     prompts: tuple[AskedPrompt, ...]
+    """Prompts with the answer token and the position read; see `AskedPrompt`."""
 
     def __post_init__(self) -> None:
         if not self.prompts:
             raise StageError("answer_ranks: expected at least one prompt with its answer, found none")
 
     def params(self) -> dict[str, Any]:
-        """None of its own: the one cell lists the prompts."""
+        """Empty: the labels of the only cell list the prompts."""
         return {}
 
     def cells(self, config: Architecture) -> Sequence[CellLabels]:
-        """One, as it takes one pass per prompt. Raises PromptError for an answer outside the vocabulary."""
+        """One cell for all prompts. Raises PromptError for an answer outside the vocabulary."""
         for _, answer, _ in self.prompts:
+            # Refused while planning, before the model is loaded.
             check_metrics((Rank(answer),), config.vocab_size)
         return [{"prompts": [[list(ids), answer, at] for ids, answer, at in self.prompts]}]
 
@@ -71,21 +75,22 @@ class AnswerRanks(Experiment):
         return [Run(ids, None, Logits((at,))) for ids, _, at in cell["prompts"]]
 
     def sketch(self, config: Architecture, cell: CellLabels) -> Sequence[Run]:
-        """The runs themselves: making them needs no loaded model."""
+        """The runs themselves: they need no loaded model."""
         return self.runs(None, cell)
 
     def measure(self, prepared: None, cell: CellLabels, result: HookCache) -> Any:
-        """Logits of one prompt where its answer is said, float64 [vocab]."""
+        """Logits of one prompt at its answer position, float64 [vocab]."""
         return as_vector(result.logits)
 
     def measure_run(self, prepared: None, cell: CellLabels, number: int, result: HookCache) -> float:
-        """The rank of the prompt's own answer."""
+        """Rank of the answer to prompt `number` of the cell."""
         _, answer, _ = cell["prompts"][number]
         logits = self.measure(prepared, cell, result)
+        # `Rank` ignores the clean run, so the same logits stand in for both.
         return Rank(answer).value(logits, logits)
 
     def dataset(self, prepared: None, cell: CellLabels, measured: Sequence[float]) -> xr.Dataset:
-        """Ranks in the order of the prompts."""
+        """`rank` [prompt], in the order of the prompts."""
         import xarray as xr
 
         return xr.Dataset({"rank": self.outputs["rank"].variable(np.array(measured, np.float64))})

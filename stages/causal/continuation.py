@@ -1,10 +1,10 @@
-"""Prompts continued by a model: what `generate` gives, as a result that is stored like any other.
+"""Text generation as an experiment: continuations of prompts, stored like any other result.
 
-Border: token ids and settings in, labelled datasets out; how a token comes about is in forward/generate.py.
-Never imports torch until it runs.
+Border: token ids and settings in, labelled datasets out; sampling and the KV cache are in forward/generation.
+Torch is imported when it runs.
 
-Axes: prompt (one cell each: one more prompt computes one prompt), step (each gives one token), position (of
-the prompt). Log-probabilities in nats, of the model's own distribution.
+Axes: prompt (one cell each, so another prompt computes one cell), step (each gives one token), position (in
+the prompt). Log-probabilities in nats, of the model's distribution at temperature 1.
 """
 
 from __future__ import annotations
@@ -34,16 +34,15 @@ __all__ = ["Continuation"]
 
 Listener = Callable[[Sequence[int], "NewToken"], None]
 _PAST = {"token_id": -1, "prompt_id": -1, "position_read": -1}
-"""What stands past the end of a shorter prompt or continuation, where it is not NaN."""
+"""Fill value past the end of a shorter prompt or continuation; NaN for variables that are not listed."""
 
 
 @dataclass(frozen=True)
 class Continuation(Experiment):
     """Prompts continued token by token.
 
-    prompts: token ids. settings: as for `generate`, one seed for every prompt, and the ids that end a
-    sequence named. hooks: interventions at every step, and captures, which the result then holds step by
-    step. on_token: told each token, with the prompt it continues, while it is computed; no part of the key.
+    Raises:
+        ConfigError: for settings with `eos=None`, which names no ids.
     """
 
     name: ClassVar[str] = "continuation"
@@ -61,9 +60,13 @@ class Continuation(Experiment):
     reads_text: ClassVar[bool] = True
 
     prompts: tuple[tuple[int, ...], ...]
+    """Token ids of each prompt."""
     settings: GenerationSettings
+    """As for `generate`, with explicit end-of-sequence ids; each prompt starts from the same seed."""
     hooks: HookSpec | None = None
+    """Interventions at every step, and captures, which the result holds by step."""
     on_token: Listener | None = field(default=None, compare=False, repr=False)
+    """Called with the prompt and each new token while it is computed; not part of the key."""
 
     def __post_init__(self) -> None:
         if self.settings.eos is None:
@@ -73,30 +76,33 @@ class Continuation(Experiment):
             )
 
     def params(self) -> dict[str, Any]:
-        """Which prompts is said by the cells; a seed nobody draws with, and who listens, decide nothing.
+        """Generation settings and hooks; prompts are labels of the cells.
 
-        Where it is left open whether keys are kept, the tokens are those of reading anew, and so is the key.
+        The seed is left out at temperature 0. `cache=None` has the key of `cache=False`: without a choice the
+        prompt is read again at each step.
         """
-        chosen = vars(self.settings) | {"cache": bool(self.settings.cache)}
+        settings = vars(self.settings) | {"cache": bool(self.settings.cache)}
+        # At temperature 0 nothing is sampled, so the seed must not split the cache.
         if self.settings.temperature == 0:
-            del chosen["seed"]
-        return chosen | {"hooks": None if self.hooks is None else self.hooks.canonical()}
+            del settings["seed"]
+        return settings | {"hooks": None if self.hooks is None else self.hooks.canonical()}
 
     def outputs_on(self, config: Architecture) -> Mapping[str, Output]:
-        """What is always given, and an array per kind of hook point captured; where a step keeps its newest
-        position alone, without that axis."""
-        found = {name: output for name, output in self.outputs.items() if name != "<captured>"}
+        """The fixed arrays, and one per captured kind of hook point, without a position axis where each step
+        captures the newest position only.
+        """
+        outputs = {name: output for name, output in self.outputs.items() if name != "<captured>"}
         for capture in () if self.hooks is None else self.hooks.bind(config.hook_points).captures:
             axes = [
                 f"{axis}?" if axis in ("position", "query_position") else axis
                 for axis in capture.point.dims[1:]
             ]
             layer = [] if capture.point.layer is None else ["layer"]
-            found[capture.variable] = Output(("prompt", "step", *layer, *axes))
-        return found
+            outputs[capture.variable] = Output(("prompt", "step", *layer, *axes))
+        return outputs
 
     def cells(self, config: Architecture) -> Sequence[CellLabels]:
-        """One per prompt. Raises PromptError for one that leaves no room to generate."""
+        """One cell per prompt. Raises PromptError for a prompt that leaves no room in the context."""
         for ids in self.prompts:
             if not 0 < len(ids) < config.context_length:
                 raise PromptError(
@@ -106,18 +112,20 @@ class Continuation(Experiment):
         return [{"prompt": list(ids)} for ids in self.prompts]
 
     def prepare(self, model: Model) -> Model:
-        """The model itself: what a step runs depends on what the one before gave."""
+        """The model itself: each step depends on the token before, so no runs can be planned."""
         return model
 
     def runs(self, prepared: Model, cell: CellLabels) -> Sequence[Run]:
-        """None that could be planned ahead."""
+        """None: see `prepare`."""
         return []
 
     def measure(self, prepared: Model, cell: CellLabels, result: HookCache) -> None:
-        """Never asked: nothing is planned, see `dataset`."""
+        """Never called, as there are no runs; `dataset` generates."""
 
     def dataset(self, prepared: Model, cell: CellLabels, measured: Sequence[Any]) -> xr.Dataset:
-        """One prompt continued: token_id, logprob [prompt, step], texts [prompt], captures by step."""
+        """Continuation of one prompt: token_id and logprob [prompt, step], text [prompt], captures by
+        step.
+        """
         from ..forward.generation.generate import TokenStream
 
         ids, listener = cell["prompt"], self.on_token
@@ -125,25 +133,25 @@ class Continuation(Experiment):
         for new in stream:
             if listener is not None:
                 listener(ids, new)
-        given = stream.result()
-        (result,) = given
-        about = {name: {"long_name": output.long_name} for name, output in self.outputs.items()}
-        dataset = given.to_xarray().assign_attrs(reading=given.reading)
+        continuations = stream.result()
+        (result,) = continuations
+        attrs = {name: {"long_name": output.long_name} for name, output in self.outputs.items()}
+        dataset = continuations.to_xarray().assign_attrs(reading=continuations.reading)
         dataset = dataset.assign(
-            prompt_id=(("prompt", "position"), np.array([ids], np.int32), about["prompt_id"]),
-            generated_text=("prompt", [result.generated_text or ""], about["generated_text"]),
-            finish_reason=("prompt", [result.finish_reason or ""], about["finish_reason"]),
+            prompt_id=(("prompt", "position"), np.array([ids], np.int32), attrs["prompt_id"]),
+            generated_text=("prompt", [result.generated_text or ""], attrs["generated_text"]),
+            finish_reason=("prompt", [result.finish_reason or ""], attrs["finish_reason"]),
         )
-        # Numbered, so that prompts of different length can be joined.
+        # xarray pads by label: numbered axes let prompts of different length be joined.
         numbered = [axis for axis in ("step", "position", "key_position") if axis in dataset.dims]
         return dataset.assign_coords({axis: np.arange(dataset.sizes[axis]) for axis in numbered})
 
     def joined(self, parts: Sequence[xr.Dataset]) -> xr.Dataset:
-        """All prompts, past the ends of shorter ones NaN, or -1 for token ids."""
+        """All prompts, padded to the longest with NaN, or -1 for token ids."""
         import xarray as xr
 
         fills = {name: _PAST.get(str(name), np.nan) for part in parts for name in part.variables}
-        found: xr.Dataset = xr.concat(
+        whole: xr.Dataset = xr.concat(
             parts,
             "prompt",
             join="outer",
@@ -152,7 +160,8 @@ class Continuation(Experiment):
             data_vars="minimal",
             fill_value=fills,
         )
-        return found
+        return whole
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "on_token": None}  # nobody listens on a worker
+        # A callback cannot be pickled, and no one listens on a worker.
+        return {**vars(self), "on_token": None}

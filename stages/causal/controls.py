@@ -1,17 +1,17 @@
-"""Controls: what an effect is worth beside causes of equal size that were not chosen.
+"""Controls: null distributions, p-values and confidence intervals of causal effects.
 
-An intervention changes something almost always; that *this* one does, and not any of its size, is a claim. So
-an effect stands beside its null: the same measure under causes drawn at random - other features, heads,
-directions or positions, scaled to the same size - and the claim is what share of them does as much.
+Almost any intervention changes something. The claim that a *particular* cause matters needs a comparison with
+causes of equal size drawn at random: other features, heads, directions or positions. Their effects are the
+null distribution.
 
     null = Null(values, "features of the same layer that write as much")
     null.share_as_large(effect)          # empirical p, never 0 (Phipson & Smyth 2010)
     interval(effects_by_prompt)          # percentile bootstrap over prompts (Efron & Tibshirani 1993, ch. 13)
 
-A cause that was found by looking at several on the same data has had as many chances: `looked_at` multiplies
-the share (Bonferroni). One that is scored on prompts nobody looked at when it was chosen has had one.
+A cause selected as the best of n candidates on the same data has had n chances: `looked_at` multiplies the
+p-value by n (Bonferroni). A cause scored on held-out prompts has had one.
 
-Border: numbers in, numbers out; what is drawn is an experiment's business (draws.py).
+Border: numbers in, numbers out; experiments decide what is drawn (draws.py).
 
 Axes: draw, prompt.
 """
@@ -44,87 +44,92 @@ __all__ = [
 ]
 
 ROUNDING = 1e-9
-"""Effects that differ by less are the same: what float64 sums of float32 logits cannot tell apart."""
+"""Relative difference below which effects count as equal: rounding of float64 sums of float32 logits."""
 CHANCE = 0.05
-"""Share of random causes that may do as much before an effect is told as no more than chance."""
+"""Significance level: largest p-value of an effect reported as beyond chance."""
 RESAMPLES = 2000
-"""Of the bootstrap: its own error of a 95 % bound is then about a tenth of the interval's width."""
+"""Bootstrap resamples: the sampling error of a 95 % bound is then about a tenth of the interval's width."""
 
 Side = Literal["above", "below", "either"]
 
 
 @dataclass(frozen=True, eq=False)
 class Null:
-    """The measure under causes that were drawn, not chosen.
+    """Null distribution of an effect: the same measure under randomly drawn causes.
 
-    values: float [draw]. of: what was drawn, in words: "heads of the same layer". side: which effects count
-    as large: those above the null, below it, or far from its median. looked_at: how many candidates the cause
-    was chosen among on the same data, itself included. No draws at all mean that no control was run: the
-    null then has no median, no bounds and no share (NaN), and nothing is beyond chance. Raises ConfigError
-    for draws that are no numbers.
+    Without draws no control was run: median, bounds and p-value are NaN, and no effect is beyond chance.
+
+    Raises:
+        ConfigError: for draws that are not finite, or `looked_at` below 1.
     """
 
     values: Floats
+    """Effect of each random cause, float64 [draw]."""
     of: str
+    """What was drawn, in words: "heads of the same layer"."""
     side: Side = "above"
+    """Which effects count as large: "above" the null, "below" it, or far from its median on "either" side."""
     looked_at: int = 1
+    """Number of candidates from which the cause was selected on the same data, itself included."""
 
     def __post_init__(self) -> None:
         values = np.asarray(self.values, np.float64).ravel()
+        # A NaN draw would count as neither large nor small and lower the p-value.
         if not np.isfinite(values).all():
-            told = f"{int((~np.isfinite(values)).sum())} that are not"
-            raise ConfigError(f"expected finite draws of {self.of}, found {told}; choose other prompts")
+            n_infinite = f"{int((~np.isfinite(values)).sum())} that are not"
+            raise ConfigError(f"expected finite draws of {self.of}, found {n_infinite}; choose other prompts")
         if self.looked_at < 1:
             raise ConfigError(f"expected looked_at of at least 1, found {self.looked_at}")
         object.__setattr__(self, "values", values)
 
     @property
     def is_run(self) -> bool:
-        """Whether there are any draws to hold an effect against."""
+        """Whether there are draws to compare an effect with."""
         return len(self.values) > 0
 
     @property
     def median(self) -> float:
-        """Of the draws, in the unit of the measure."""
+        """Median of the draws, in the unit of the measure; NaN without draws."""
         return float(np.median(self.values)) if self.is_run else float("nan")
 
     def bound(self, share: float = 0.95) -> tuple[float, float]:
-        """Between which this share of the draws lies, the same share left out on both sides."""
+        """Quantiles between which `share` of the draws lies, with equal tails; NaN without draws."""
         if not self.is_run:
             return float("nan"), float("nan")
-        rest = (1.0 - share) / 2.0
-        low, high = np.quantile(self.values, [rest, 1.0 - rest])
+        tail = (1.0 - share) / 2.0
+        low, high = np.quantile(self.values, [tail, 1.0 - tail])
         return float(low), float(high)
 
     def as_large(self, effect: float) -> int:
-        """How many draws do as much as `effect` or more, but for rounding: 1e-16 is not more than 0."""
+        """Number of draws at least as large as `effect`, up to rounding."""
+        # Without a tolerance, 1e-16 of summation error would count as larger than an effect of exactly 0.
         rounding = ROUNDING * max(1.0, abs(effect))
         if self.side == "above":
-            found = self.values >= effect - rounding
+            is_as_large = self.values >= effect - rounding
         elif self.side == "below":
-            found = self.values <= effect + rounding
+            is_as_large = self.values <= effect + rounding
         else:
-            found = np.abs(self.values - self.median) >= abs(effect - self.median) - rounding
-        return int(found.sum())
+            is_as_large = np.abs(self.values - self.median) >= abs(effect - self.median) - rounding
+        return int(is_as_large.sum())
 
     def share_as_large(self, effect: float) -> float:
-        """Probability of an effect this large if the cause were one of those drawn, 0 < share <= 1.
-
-        (1 + draws as large) / (1 + draws), as the cause itself is a draw under the null (Phipson & Smyth
-        2010, "Permutation p-values should never be zero"), times `looked_at`. NaN for an effect that is no
-        number, and without draws.
+        """Empirical p-value of an effect, 0 < p <= 1; NaN for an effect that is not finite, and without
+        draws.
+        (1 + draws as large) / (1 + draws), as the cause itself is one draw under the null (Phipson & Smyth
+        2010, "Permutation p-values should never be zero"), times `looked_at`, at most 1.
         """
         if not np.isfinite(effect) or not self.is_run:
             return float("nan")
-        own = (1 + self.as_large(effect)) / (1 + len(self.values))
-        return float(min(1.0, own * self.looked_at))
+        # The effect itself is one draw under the null, so p is at least 1 / (draws + 1).
+        p_value = (1 + self.as_large(effect)) / (1 + len(self.values))
+        return float(min(1.0, p_value * self.looked_at))
 
     def is_beyond_chance(self, effect: float, chance: float = CHANCE) -> bool:
-        """Whether fewer random causes do as much than `chance` allows. Too few draws can never say so."""
+        """Whether the p-value is at most `chance`; never with fewer than 1 / chance - 1 draws."""
         return bool(self.share_as_large(effect) <= chance)
 
     def to_json(self, effect: float) -> dict[str, Any]:
-        """Everything that is said of it, as plain values."""
+        """The null distribution and the p-value of an effect, as plain values."""
         low, high = self.bound()
         return {
             "of": self.of,
@@ -139,27 +144,38 @@ class Null:
 
 
 def interval(values: Any, share: float = 0.95, seed: int = 0) -> tuple[float, float]:
-    """Between which the mean of such values lies: percentile bootstrap over them, float [prompt].
+    """Confidence interval of a mean: percentile bootstrap over values [prompt]; NaNs are left out.
 
-    Bounds are equal for a single value, about whose spread nothing is known. NaNs are left out.
+    Arguments:
+        share: confidence level.
+
+    Returns:
+        (low, high); equal for a single value, whose spread is unknown; NaN for none.
     """
-    known = np.asarray(values, np.float64).ravel()
-    known = known[np.isfinite(known)]
-    if not len(known):
+    finite = np.asarray(values, np.float64).ravel()
+    finite = finite[np.isfinite(finite)]
+    if not len(finite):
         return float("nan"), float("nan")
-    rest = (1.0 - share) / 2.0
-    drawn = np.random.default_rng(seed).integers(len(known), size=(RESAMPLES, len(known)))
-    low, high = np.quantile(known[drawn].mean(axis=1), [rest, 1.0 - rest])
+    tail = (1.0 - share) / 2.0
+    drawn = np.random.default_rng(seed).integers(len(finite), size=(RESAMPLES, len(finite)))
+    low, high = np.quantile(finite[drawn].mean(axis=1), [tail, 1.0 - tail])
     return float(low), float(high)
 
 
 def interval_of_mean(
     mean: float, deviation: float, count: int, share: float = 0.95
 ) -> tuple[float, float] | None:
-    """Between which the mean of many more such values lies, where only mean and deviation of some are kept.
+    """Confidence interval of a mean, where only mean and standard deviation of the values are stored.
 
-    deviation: of `count` values, divided by count, as numpy has it. None for fewer than 3 values. Student's
-    t by its expansion in 1 / freedom (Abramowitz & Stegun 1964, eq. 26.7.5), within 4 % from 3 values on.
+    Student's t by its expansion in 1 / degrees of freedom (Abramowitz & Stegun 1964, eq. 26.7.5), within 4 %
+    from 3 values on.
+
+    Arguments:
+        deviation: standard deviation, divided by count (numpy's default `ddof=0`).
+        count: number of values.
+
+    Returns:
+        (low, high), or None for fewer than 3 values.
     """
     if count < 3:
         return None
@@ -167,81 +183,94 @@ def interval_of_mean(
     z = NormalDist().inv_cdf(0.5 + share / 2.0)
     t = z + (z**3 + z) / (4 * freedom) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)
     t += (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * freedom**3)
-    wide = t * deviation / np.sqrt(freedom)
-    return float(mean - wide), float(mean + wide)
+    half_width = t * deviation / np.sqrt(freedom)
+    return float(mean - half_width), float(mean + half_width)
 
 
 def random_means(causes: Any, count: int, *, seed: int) -> Floats:
-    """Means over prompts of a cause drawn anew in each of them: float64 [draw].
+    """Null distribution of a mean over prompts: in each prompt a cause is drawn at random, float64 [draw].
 
-    causes: the measure under every cause of every prompt, the one that is told among them, float [prompt,
-    cause]. This is the null of an effect that is a mean over prompts: which cause it was says nothing, within
-    any prompt (a randomisation test in blocks, Edgington & Onghena 2007, ch. 6). Without the told cause, few
-    others would make p too small.
+    A randomisation test in blocks (Edgington & Onghena 2007, ch. 6): under the null it does not matter,
+    within any prompt, which cause was taken.
+
+    Arguments:
+        causes: effect of every cause in every prompt, the claimed cause included, [prompt, cause].
+        count: number of draws.
     """
-    held = np.asarray(causes, np.float64)
-    drawn = np.random.default_rng(seed).integers(held.shape[1], size=(count, held.shape[0]))
-    found: Floats = held[np.arange(held.shape[0]), drawn].mean(axis=1)
-    return found
+    effects = np.asarray(causes, np.float64)
+    # The claimed cause stays among those drawn: with few causes p would be too small without it.
+    drawn = np.random.default_rng(seed).integers(effects.shape[1], size=(count, effects.shape[0]))
+    means: Floats = effects[np.arange(effects.shape[0]), drawn].mean(axis=1)
+    return means
 
 
 def random_signs(differences: Any, count: int, *, seed: int) -> Floats:
-    """Means over prompts of differences whose signs are drawn: float64 [draw, ...].
+    """Null distribution of a mean over prompts of paired differences: signs are drawn, float64 [draw, ...].
 
-    differences: float [..., prompt], of something and its control. Where neither is better, either sign is as
-    likely in every prompt (a randomisation test of matched pairs, Fisher 1935; Edgington & Onghena 2007, ch.
-    5); leading axes share the signs of a prompt.
+    A randomisation test of matched pairs (Fisher 1935; Edgington & Onghena 2007, ch. 5): where neither side
+    is better, either sign is equally likely in every prompt.
+
+    Arguments:
+        differences: cause minus control, [..., prompt]; leading axes share the signs of a prompt.
+        count: number of draws.
     """
-    held = np.asarray(differences, np.float64)
-    signs = np.random.default_rng(seed).choice([-1.0, 1.0], size=(count, held.shape[-1]))
-    found: Floats = np.moveaxis(held @ signs.T, -1, 0) / held.shape[-1]
-    return found
+    values = np.asarray(differences, np.float64)
+    # Signs are shared by leading axes, which keeps dependence between them (layers of one prompt) in the
+    # null.
+    signs = np.random.default_rng(seed).choice([-1.0, 1.0], size=(count, values.shape[-1]))
+    means: Floats = np.moveaxis(values @ signs.T, -1, 0) / values.shape[-1]
+    return means
 
 
 def chosen_at_random(
     population: Sequence[Any], count: int, *, seed: int, without: Sequence[Any] = ()
 ) -> list[Any]:
-    """`count` of a population but for `without`, in the order drawn; all where there is less.
+    """Random sample without replacement, in the order drawn; all remaining items where there are fewer than
+    `count`.
 
-    Raises ConfigError where nothing is left.
+    Arguments:
+        without: items that are never drawn.
+
+    Raises:
+        ConfigError: where no item remains.
     """
     left_out = set(without)
-    rest = [each for each in population if each not in left_out]
-    if not rest:
+    candidates = [item for item in population if item not in left_out]
+    if not candidates:
         raise ConfigError(f"expected something to draw controls from, found all {len(population)} excluded")
-    order = np.random.default_rng(seed).permutation(len(rest))
-    return [rest[i] for i in order[:count]]
+    order = np.random.default_rng(seed).permutation(len(candidates))
+    return [candidates[i] for i in order[:count]]
 
 
 def random_directions(like: Any, count: int, *, seed: int) -> npt.NDArray[np.float32]:
-    """Directions drawn evenly from the sphere, as long as `like` [..., hidden]: float32 [draw, ..., hidden].
-
-    Normal deviates, normalised (Muller 1959). Leading axes are drawn each for itself.
+    """Random vectors, uniform on the sphere, of the norm of `like` [..., hidden]: float32 [draw, ...,
+    hidden].
+    Normalised Gaussian samples (Muller 1959), independent along the leading axes.
     """
-    wanted = np.asarray(like, np.float64)
-    drawn = np.random.default_rng(seed).standard_normal((count, *wanted.shape))
-    length = np.linalg.norm(drawn, axis=-1, keepdims=True)
-    found: npt.NDArray[np.float32] = np.asarray(
-        drawn / length * np.linalg.norm(wanted, axis=-1, keepdims=True), np.float32
+    template = np.asarray(like, np.float64)
+    drawn = np.random.default_rng(seed).standard_normal((count, *template.shape))
+    norms = np.linalg.norm(drawn, axis=-1, keepdims=True)
+    directions: npt.NDArray[np.float32] = np.asarray(
+        drawn / norms * np.linalg.norm(template, axis=-1, keepdims=True), np.float32
     )
-    return found
+    return directions
 
 
-def rank_correlation(one: Floats, other: Floats) -> float:
+def rank_correlation(x: Floats, y: Floats) -> float:
     """Spearman's rank correlation; equal values share their mean rank."""
-    return correlation(_ranks(one), _ranks(other))
+    return correlation(_ranks(x), _ranks(y))
 
 
-def correlation(one: Floats, other: Floats) -> float:
-    """Pearson's correlation; NaN for fewer than three values, or where all are equal."""
-    one, other = (
-        np.asarray(values, np.float64) - np.mean(values) if len(values) else values for values in (one, other)
-    )
-    size = float(np.linalg.norm(one) * np.linalg.norm(other))
-    return float(one @ other) / size if len(one) > 2 and size > 0 else float("nan")
+def correlation(x: Floats, y: Floats) -> float:
+    """Pearson's correlation; NaN for fewer than three values, or where all of one side are equal."""
+    x, y = (np.asarray(values, np.float64) - np.mean(values) if len(values) else values for values in (x, y))
+    scale = float(np.linalg.norm(x) * np.linalg.norm(y))
+    # Two points always correlate by 1 or -1.
+    return float(x @ y) / scale if len(x) > 2 and scale > 0 else float("nan")
 
 
 def _ranks(values: Floats) -> Floats:
-    _, place, counts = np.unique(values, return_inverse=True, return_counts=True)
-    ranks: Floats = (np.cumsum(counts) - (counts - 1) / 2)[place]
+    _, group, counts = np.unique(values, return_inverse=True, return_counts=True)
+    # Mean of the ranks that a group of ties covers: cumsum is its last rank.
+    ranks: Floats = (np.cumsum(counts) - (counts - 1) / 2)[group]
     return ranks

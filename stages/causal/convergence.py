@@ -1,20 +1,19 @@
-"""Does a push heal? Contrastive steering vectors, and how soon later layers look as if nothing had happened.
+"""Contrastive steering vectors, and how similar later layers stay to the unsteered run.
 
-A contrastive vector is a difference of residual states: of a prompt and its counterpart, or of the means over
-two lists of prompts (Rimsky et al. 2024, "Steering Llama 2 via Contrastive Activation Addition"). Here v_l is
-added to resid_post of layer l at one position, and at every later layer o the state of the last token is
-compared with the undisturbed one:
+A contrastive vector is a difference of residual states, of a prompt and its counterpart or of the means over
+two lists of prompts (Rimsky et al. 2024, "Steering Llama 2 via Contrastive Activation Addition"). v_l is
+added to resid_post of layer l at one position, and at every later layer o the last token's state is compared
+with the unsteered one:
 
     M[l][o] = cos(baseline_o, steered_o)
 
-M[l][l] is the state right after the addition (candle-mi's, taken before it, is 1). Layers before l are
-untouched: 1. Whether a push was absorbed, absorption.py says of a row of M.
+M[l][l] is taken right after the addition (candle-mi takes it before, where it is 1). Layers before l are
+unchanged, so M is 1 there. absorption.py decides from a row of M whether the perturbation was absorbed.
 
-Border: token ids and positions; knows no text. What an addition did to the answer is in effects.py, pushes in
-random directions are in random_pushes.py, how runs share their work is the planner's. Never imports torch
-until it runs.
+Border: token ids and positions, no text. Effects on the answer are in effects.py, random directions in
+random_pushes.py; the planner shares work between runs. Torch is imported when it runs.
 
-Axes: layer (where the vector is added), strength (its factor), read_layer, hidden, rank.
+Axes: layer (where the vector is added), strength (factor of the vector), read_layer, hidden, rank.
 """
 
 from __future__ import annotations
@@ -60,20 +59,16 @@ if TYPE_CHECKING:
 __all__ = ["NEAR", "ContrastiveVectors", "PromptTokens", "PushedStates", "Pushes", "best_layer", "cosine"]
 
 NEAR = 0.95
-"""Cosine from which on two states are called near."""
+"""Cosine from which two states count as near."""
 _NORM = 1e-10
+"""Norm below which a vector has no direction."""
 PromptTokens = tuple[tuple[int, ...], ...]
+"""Token ids of several prompts."""
 
 
 @dataclass(frozen=True)
 class ContrastiveVectors(Experiment):
-    """Mean residual state after every layer, at one position of each prompt, of two lists of prompts; and
-    the difference of the means.
-
-    positive, negative: token ids; the vector points from negative to positive. positive_positions,
-    negative_positions: one per prompt, or one for all; negative ones count from the end. normalised: scale
-    each layer's vector to length 1.
-    """
+    """Mean residual state of two lists of prompts after every layer, and the difference of the means."""
 
     name: ClassVar[str] = "contrastive_vectors"
     version: ClassVar[int] = 1
@@ -86,73 +81,90 @@ class ContrastiveVectors(Experiment):
     }
 
     positive: PromptTokens
+    """Token ids of the prompts to which the vector points."""
     negative: PromptTokens
+    """Token ids of the prompts from which the vector points."""
     positive_positions: tuple[int, ...] = (-1,)
+    """Position read in each positive prompt, or one for all; negative counts from the end."""
     negative_positions: tuple[int, ...] = (-1,)
+    """Position read in each negative prompt, or one for all."""
     normalised: bool = False
+    """Whether each layer's vector is scaled to norm 1."""
 
     def cells(self, config: Architecture) -> Sequence[CellLabels]:
-        """The two sides. Raises PromptError for an empty side, or a position a prompt does not have."""
+        """One cell per side. Raises PromptError for an empty side, or a position outside its prompt."""
         for side in ("positive", "negative"):
             self._places(side)
         return [{"side": "positive"}, {"side": "negative"}]
 
     def runs(self, prepared: Any, cell: CellLabels) -> list[Run]:
-        """One per prompt of the cell's side, with the state after every layer and no logits."""
+        """One run per prompt of the side, capturing resid_post of every layer, without logits."""
         hooks = HookSpec().capture("blocks.*.hook_resid_post")
         return [Run(ids, hooks, None) for ids, _ in self._places(cell["side"])]
 
     def measure(self, prepared: Any, cell: CellLabels, result: HookCache) -> dict[int, Array]:
-        """The states after every layer, [layer, hidden], at each position asked for of this prompt."""
+        """States after every layer [layer, hidden], by position read in this prompt."""
         ids = tuple(result.tokens[0])
-        wanted = {position for prompt, position in self._places(cell["side"]) if prompt == ids}
-        return {place: np.stack([array(result[point][0, place]) for point in result]) for place in wanted}
+        # One prompt may occur several times with different positions: its run is shared by all of them.
+        positions = {read_position for prompt, read_position in self._places(cell["side"]) if prompt == ids}
+        return {
+            position: np.stack([array(result[point][0, position]) for point in result])
+            for position in positions
+        }
 
     def dataset(self, prepared: Any, cell: CellLabels, measured: Sequence[Any]) -> xr.Dataset:
-        """mean_state [side, layer, hidden] of one side, float32; `prompts`: how many the mean is over."""
+        """mean_state [side, layer, hidden] of one side, float32; the coordinate `prompts` counts the
+        prompts.
+        """
         import xarray as xr
 
-        places = [position for _, position in self._places(cell["side"])]
-        states = [held[position] for held, position in zip(measured, places, strict=True)]
+        positions = [position for _, position in self._places(cell["side"])]
+        states = [by_position[position] for by_position, position in zip(measured, positions, strict=True)]
+        # A vector is a small difference of two means: they are accumulated in float64.
         mean = np.mean(np.asarray(states, np.float64), axis=0)
         return xr.Dataset(
             {"mean_state": self.outputs["mean_state"].variable(mean.astype(np.float32)[None])},
             coords={
                 "side": [cell["side"]],
                 "layer": np.arange(len(mean)),
-                "prompts": ("side", [len(places)], {"long_name": "prompts the mean is over"}),
+                "prompts": ("side", [len(positions)], {"long_name": "prompts the mean is over"}),
             },
         )
 
     def joined(self, parts: Sequence[xr.Dataset]) -> xr.Dataset:
-        """Both sides, and their difference: vector [layer, hidden], norm [layer] (before normalising)."""
+        """Both sides, vector [layer, hidden], and its norm [layer] before normalising.
+
+        Raises:
+            StageError: for a zero difference in some layer, if `normalised`.
+        """
         import xarray as xr
 
-        found = xr.concat(parts, "side", join="exact", coords="minimal", compat="override")
-        told = difference_of_means(found["mean_state"].drop_vars("prompts"))
-        vector, norm = told["direction"], told["norm"]
+        whole = xr.concat(parts, "side", join="exact", coords="minimal", compat="override")
+        difference = difference_of_means(whole["mean_state"].drop_vars("prompts"))
+        vector, norm = difference["direction"], difference["norm"]
         if self.normalised:
+            # A vector of norm 0 would become NaN at every strength.
             if not (norm > _NORM).all():
                 raise StageError(
                     "expected two sides that differ in every layer, found a difference of 0, which has no "
                     "direction; choose other prompts or positions, or normalised=False"
                 )
             vector = vector / norm
-        found["vector"] = vector.assign_attrs(self.outputs["vector"].attrs)
-        found["norm"] = norm.assign_attrs(self.outputs["norm"].attrs)
-        return found
+        whole["vector"] = vector.assign_attrs(self.outputs["vector"].attrs)
+        whole["norm"] = norm.assign_attrs(self.outputs["norm"].attrs)
+        return whole
 
     def computed(self, model: Model) -> xr.Dataset:
-        """The same in memory, for whoever holds a model."""
+        """The dataset computed in memory on a loaded model, without a store."""
         parts = []
         for cell in self.cells(model.config):
             runs = self.runs(None, cell)
             passes = (model.forward(run.prompt, run.hooks, want=None) for run in runs)
-            parts.append(self.dataset(None, cell, [self.measure(None, cell, one) for one in passes]))
+            parts.append(self.dataset(None, cell, [self.measure(None, cell, result) for result in passes]))
         return self.joined(parts)
 
     def _places(self, side: str) -> list[tuple[tuple[int, ...], int]]:
-        """(prompt, position counted from its start) of one side."""
+        """(prompt, position counted from the start) of each prompt of one side."""
         prompts: PromptTokens = getattr(self, side)
         positions: tuple[int, ...] = getattr(self, f"{side}_positions")
         if not prompts:
@@ -161,55 +173,64 @@ class ContrastiveVectors(Experiment):
             raise PromptError(
                 f"expected one {side} position, or one per prompt ({len(prompts)}), found {len(positions)}"
             )
-        spread = positions * len(prompts) if len(positions) == 1 else positions
-        found = []
-        for number, (ids, position) in enumerate(zip(prompts, spread, strict=True)):
+        per_prompt = positions * len(prompts) if len(positions) == 1 else positions
+        places = []
+        for number, (ids, position) in enumerate(zip(prompts, per_prompt, strict=True)):
             check_tokens(ids)
             if not -len(ids) <= position < len(ids):
                 raise PromptError(
                     f"expected a position in 0..{len(ids) - 1} of {side} prompt {number} (or negative, from "
                     f"the end), found {position}"
                 )
-            found.append((ids, position % len(ids)))
-        return found
+            places.append((ids, position % len(ids)))
+        return places
 
 
 @dataclass(frozen=True)
 class _Prepared:
-    """The undisturbed run of the prompt, and what is added to it.
-
-    states: last token after each layer, [layer, hidden]. vectors: [layer, hidden].
-    """
+    """The unsteered run, and the vectors that are added."""
 
     unchanged: Baseline
+    """Logits of the unsteered run."""
     states: Array
+    """State of the last token after each layer, float32 [layer, hidden]."""
     vectors: Array
+    """Contrastive vectors [layer, hidden]."""
 
 
 @dataclass(frozen=True)
 class Pushes(Experiment):
-    """Something added after each layer by itself, at several strengths: what experiments of it share.
-
-    tokens: ids of the prompt. positive … normalised: the vectors, as in `ContrastiveVectors`. position: where
-    they are added; negative counts from the end. layers: None for all.
-    """
+    """Base of experiments that add a vector after each layer by itself, at several strengths."""
 
     tokens: tuple[int, ...]
+    """Token ids of the prompt that is steered."""
     positive: PromptTokens
+    """Positive prompts; this and the next four fields are those of `ContrastiveVectors`."""
     negative: PromptTokens
     positive_positions: tuple[int, ...] = (-1,)
     negative_positions: tuple[int, ...] = (-1,)
     normalised: bool = False
     position: int = -1
+    """Position at which the vector is added; negative counts from the end."""
     strengths: tuple[float, ...] = (1.0,)
+    """Factors of the vector, finite and distinct."""
     layers: tuple[int, ...] | None = None
+    """Layers after which the vector is added, one stored cell each; None for all layers."""
 
     def params(self) -> dict[str, Any]:
-        """Which layers is said by the cells: one more layer leaves the others what they are."""
+        """All fields but `layers`, which label the cells: another layer leaves the keys of the others
+        unchanged.
+        """
         return {name: value for name, value in vars(self).items() if name != "layers"}
 
     def cells(self, config: Architecture) -> Sequence[CellLabels]:
-        """One per layer. Raises PromptError, InterventionError or StageError for what cannot be run."""
+        """One cell per layer.
+
+        Raises:
+            PromptError: for an empty prompt, or a position outside it.
+            StageError: for strengths that are missing, repeated or not finite.
+            InterventionError: for a layer that does not exist.
+        """
         check_tokens(self.tokens)
         length = len(self.tokens)
         if not -length <= self.position < length:
@@ -227,7 +248,13 @@ class Pushes(Experiment):
     def pushed(
         self, ids: tuple[int, ...], want: Logits | None, layer: int, n_layers: int, vector: Array
     ) -> list[Run]:
-        """A run per strength, with a vector added after a layer and the states from there on captured."""
+        """One run per strength, with `vector` added after a layer and all states from there on captured.
+
+        Arguments:
+            ids: token ids of the prompt, followed by pieces of a target, if any.
+            n_layers: number of layers of the model.
+            vector: float32 [hidden].
+        """
         later = [HookPoint.resid_post(o) for o in range(layer, n_layers)]
         place = self.position % len(self.tokens)
         return [
@@ -242,16 +269,17 @@ class Pushes(Experiment):
         ]
 
     def similarity(self, states: Array, result: HookCache) -> Array:
-        """Cosines of the last token's states with undisturbed ones [layer, hidden]; [read_layer], 1 in layers
-        before the push."""
-        found = np.ones(len(states))
+        """Cosines of the last token's states with the unsteered `states` [layer, hidden]: float64
+        [read_layer], 1 before the pushed layer.
+        """
+        cosines = np.ones(len(states))
         for point in result:
-            found[point.layer] = cosine(states[point.layer], array(result[point][0, len(self.tokens) - 1]))
-        return found
+            cosines[point.layer] = cosine(states[point.layer], array(result[point][0, len(self.tokens) - 1]))
+        return cosines
 
     @property
     def contrast(self) -> ContrastiveVectors:
-        """The experiment that makes the vectors that are added."""
+        """Experiment that computes the contrastive vectors."""
         return ContrastiveVectors(
             self.positive, self.negative, self.positive_positions, self.negative_positions, self.normalised
         )
@@ -259,9 +287,10 @@ class Pushes(Experiment):
 
 @dataclass(frozen=True)
 class PushedStates(Pushes):
-    """A contrastive vector added after each layer by itself, at several strengths.
+    """A contrastive vector added after each layer by itself: effect on the answer and similarity of later
+    states.
 
-    target: the pieces of a word to follow, may be empty. The rest: see `Pushes`.
+    Fields other than these two are those of `Pushes`.
     """
 
     name: ClassVar[str] = "steering_convergence"
@@ -278,48 +307,53 @@ class PushedStates(Pushes):
     }
 
     target: tuple[int, ...] = ()
+    """Token ids of a word whose probability is followed; may be empty."""
     top_k: int = 10
+    """Number of most changed tokens in the result."""
 
     def cells(self, config: Architecture) -> Sequence[CellLabels]:
-        """As `Pushes`, and of the target."""
+        """Cells of `Pushes`. Raises PromptError or ConfigError for an invalid target, too."""
         check_tokens(self.tokens, self.target)
         check_target(self.target, config)
         return super().cells(config)
 
     def prepare(self, model: Model) -> _Prepared:
-        """The undisturbed run, and the vectors."""
+        """Unsteered run with the states of the last prompt token, and the contrastive vectors."""
         ids, want = with_target(self.tokens, self.target)
         hooks = HookSpec().capture("blocks.*.hook_resid_post")
         result = model.forward(ids, hooks, want=want)
+        # The state of the prompt's last token, not of the target's pieces behind it.
         last = len(self.tokens) - 1
         states = np.stack([array(result[point][0, last]) for point in result])
         vectors = self.contrast.computed(model)["vector"].values
         return _Prepared(Baseline(model.config, read_logits(result), {}), states, vectors)
 
     def runs(self, prepared: _Prepared, cell: CellLabels) -> list[Run]:
-        """One per strength, as `pushed`, with pieces of the target behind the prompt."""
+        """One run per strength, on the prompt followed by the pieces of the target."""
         ids, want = with_target(self.tokens, self.target)
         vector = prepared.vectors[cell["layer"]]
         return self.pushed(ids, want, cell["layer"], len(prepared.states), vector)
 
     def measure(self, prepared: _Prepared, cell: CellLabels, result: HookCache) -> dict[str, Any]:
-        """What changed, and how similar the last token's state is after each layer, [read_layer]."""
+        """Effects on the next token, and `similarity` [read_layer]."""
         similarity = self.similarity(prepared.states, result)
         measured = effect(prepared.unchanged.logits, read_logits(result), self.target, self.top_k)
         return measured | {"similarity": similarity}
 
     def dataset(self, prepared: _Prepared, cell: CellLabels, measured: Sequence[Any]) -> xr.Dataset:
-        """The effects [layer, strength], and similarity [layer, strength, read_layer]."""
+        """Effects [layer, strength], similarity [layer, strength, read_layer], and norms [layer] of one
+        layer.
+        """
         import xarray as xr
 
         layer = cell["layer"]
-        similarity = np.array([one["similarity"] for one in measured])[None]
+        similarity = np.array([run["similarity"] for run in measured])[None]
         lengths = [float(np.linalg.norm(rows[layer])) for rows in (prepared.vectors, prepared.states)]
-        own = {"similarity": similarity, "vector_norm": lengths[:1], "state_norm": lengths[1:]}
+        arrays = {"similarity": similarity, "vector_norm": lengths[:1], "state_norm": lengths[1:]}
         return xr.Dataset(
             {
                 **gather(measured, {"layer": 1, "strength": len(self.strengths)}),
-                **{name: self.outputs[name].variable(values) for name, values in own.items()},
+                **{name: self.outputs[name].variable(values) for name, values in arrays.items()},
                 **of_baseline(prepared.unchanged, self.target, self.top_k),
             },
             coords={
@@ -330,22 +364,27 @@ class PushedStates(Pushes):
         )
 
     def joined(self, parts: Sequence[xr.Dataset]) -> xr.Dataset:
-        """Cells of all layers, along `layer`."""
+        """Cells of all layers, concatenated along `layer`."""
         return along_layers(parts)
 
 
-def cosine(one: Array, other: Array) -> float:
-    """Cosine of two vectors; 0 where either has no length."""
-    a, b = np.asarray(one, np.float64), np.asarray(other, np.float64)
+def cosine(x: Array, y: Array) -> float:
+    """Cosine of two vectors, computed in float64; 0 if either has norm 0."""
+    a, b = np.asarray(x, np.float64), np.asarray(y, np.float64)
     norm = float(np.linalg.norm(a) * np.linalg.norm(b))
     return 0.0 if norm < _NORM else float(a @ b) / norm
 
 
 def best_layer(similarity: Mapping[int, Array], kl: Mapping[int, float], near: float = NEAR) -> int:
-    """The deepest layer whose push is near the undisturbed state after some later layer; if none is, the one
-    of smallest KL, the earlier of equals. Where to look closer, as candle-mi chooses it: no verdict.
+    """Layer to look at more closely, as candle-mi selects it; a heuristic, not a test.
 
-    similarity: [read_layer], by layer pushed.
+    The deepest layer whose push is near the unsteered state after some later layer. If there is none, the
+    layer of smallest KL, the earlier of equals.
+
+    Arguments:
+        similarity: cosines [read_layer], by pushed layer.
+        kl: KL(baseline || steered) in nats, by pushed layer.
     """
     deep = [layer for layer, row in similarity.items() if (np.asarray(row)[layer + 1 :] >= near).any()]
+    # Keyed by (KL, layer): min alone would depend on the order of the mapping.
     return max(deep) if deep else min(kl, key=lambda layer: (kl[layer], layer))

@@ -1,15 +1,15 @@
-"""CounterFact patching: where along a prompt, and at which depth, does a fact turn into another?
+"""CounterFact patching: at which positions and depths does a patch turn one fact into another?
 
-The original prompt is run with the residual stream of one position overwritten, in every layer of a block of
-layers, by what the counterfactual prompt has there; everything else evolves by itself. What the model would
-say next either changes or it does not (protocol: Transluce's activation-patching data, after Li et al. 2025).
-candle-mi's program replaces the whole sequence at every layer of the block, so that only the block's last
-layer has an effect; here each layer's patch acts.
+In the run of the original prompt, resid_post of one position is overwritten, in every layer of a block, by
+the counterfactual prompt's state; everything else is computed normally. Measured is the change of the
+next-token distribution (protocol: Transluce's activation-patching data, after Li et al. 2025). candle-mi
+replaces the whole sequence at every layer of the block, so that only the block's last layer has an effect;
+here each layer's patch acts.
 
-What such a patch does to attention is asked in factual_routing.py.
+The effect of such patches on attention is in factual_routing.py.
 
-Border: token ids and positions in, labelled arrays out; texts and labels of tokens are made in workflows. A
-cell is one pair of prompts. Planning imports no torch.
+Border: token ids and positions in, labelled arrays out; workflows make texts and token labels. One cell is
+one pair of prompts. Planning imports no torch.
 
 Axes: pair; patch (one position and block of one pair).
 """
@@ -51,27 +51,30 @@ __all__ = [
     "position_map",
 ]
 
-SAID: Mapping[str, Output] = {
+NEXT_TOKENS: Mapping[str, Output] = {
     f"{name}_token_id": Output(("pair",), "1", f"said by the {name} prompt")
     for name in ("original", "counterfactual")
 }
+"""Outputs of both experiments: the most likely next token of each unpatched prompt."""
 
 
 @dataclass(frozen=True)
 class FactTokens:
-    """Two prompts as token ids, and which positions of the original one state the fact.
-
-    subject: (position, counterfactual position) of each token of it, which routing patches together; patching
-    does not read it.
-    """
+    """A pair of prompts as token ids, and the positions that state the fact."""
 
     original: tuple[int, ...]
+    """Token ids of the prompt that is patched."""
     counterfactual: tuple[int, ...]
+    """Token ids of the prompt whose states are put in."""
     fact: tuple[int, ...]
+    """Positions of the fact in the original prompt."""
     subject: tuple[tuple[int, int], ...] | None = None
+    """(position, counterfactual position) of each subject token, patched together by `FactualRouting`;
+    `CounterFactPatching` ignores it.
+    """
 
     def check(self) -> None:
-        """PromptError for prompts that are empty or equal, or a fact that is not in the prompt."""
+        """Raise PromptError for empty or equal prompts, or a fact outside the original prompt."""
         if not self.original or not self.counterfactual or self.original == self.counterfactual:
             raise PromptError(
                 f"expected two prompts that differ, found {len(self.original)} and "
@@ -83,11 +86,12 @@ class FactTokens:
 
 
 def position_map(pair: FactTokens) -> tuple[int, ...]:
-    """For every position of the original, the counterfactual one whose state is put there.
+    """For every position of the original prompt, the counterfactual position whose state is put there.
 
-    Tokens of the fact, and what stands before it (a BOS), keep their index; what comes after is counted from
-    the end. Both are kept within the counterfactual prompt.
+    Positions up to the end of the fact keep their index; later ones are aligned from the end. Both are
+    clipped to the counterfactual prompt.
     """
+    # Differences in length are taken to lie right behind the fact.
     shift, last = len(pair.counterfactual) - len(pair.original), max(pair.fact)
     return tuple(
         int(np.clip(i if i <= last else i + shift, 0, len(pair.counterfactual) - 1))
@@ -98,71 +102,75 @@ def position_map(pair: FactTokens) -> tuple[int, ...]:
 def differing_span(original: Sequence[int], counterfactual: Sequence[int]) -> tuple[tuple[int, int], ...]:
     """The span in which two prompts differ, as (position, counterfactual position), in order.
 
-    Spans meet at their ends, where subjects of any length are complete (Meng et al. 2022); what the original
-    has more at the start gets the first of the other's.
+    Spans of unequal length are aligned at their last token, where a subject is complete (Meng et al. 2022);
+    surplus positions at the start of the original get the first counterfactual position.
     """
     start, end = common_ends(original, counterfactual)
     last, source = (max(len(prompt) - end - 1, 0) for prompt in (original, counterfactual))
     first = min(start, source)
+    # max: where the original span is longer, its first positions share the first counterfactual one.
     return tuple((i, max(source - last + i, first)) for i in range(min(start, last), last + 1))
 
 
 def blocks_of(num_layers: int, size: int) -> list[list[int]]:
-    """Contiguous blocks of layers; the last may be shorter."""
+    """Contiguous blocks of `size` layers; the last may be shorter."""
     return [list(range(start, min(start + size, num_layers))) for start in range(0, num_layers, size)]
 
 
 class Unpatched(NamedTuple):
-    """A pair of prompts run as they are.
-
-    original, counterfactual: logits of the last position, float64 [vocab]. states: of the counterfactual, by
-    hook point, [position, hidden]. attention: of the original's last position on its fact, or None.
-    """
+    """Results of both prompts of a pair without patches."""
 
     original: Floats
+    """Logits at the last position of the original, float64 [vocab]."""
     counterfactual: Floats
+    """Logits at the last position of the counterfactual, float64 [vocab]."""
     states: dict[HookPoint, Tensor]
+    """States of the counterfactual run by hook point, [position, hidden]."""
     attention: Floats | None
+    """Attention of the original's last position to the fact, float64 [layer, head]; None unless requested."""
 
 
 @dataclass
 class PairRuns:
-    """A model, and the pairs run through it so far: each is run when its first patch is planned.
-
-    model: None where runs are only sketched; every state is zero then.
-    """
+    """Unpatched runs of pairs, computed when the first patch of a pair is planned."""
 
     config: Architecture
+    """Architecture of the model."""
     model: Model | None
+    """None while runs are only sketched: every state is zero then."""
     with_attention: bool = False
-    held: dict[FactTokens, Unpatched] = field(default_factory=dict)
+    """Whether attention to the fact is measured in the original run."""
+    computed: dict[FactTokens, Unpatched] = field(default_factory=dict)
+    """Results so far, by pair."""
 
     def of(self, pair: FactTokens) -> Unpatched:
-        """A pair's own two runs."""
+        """Unpatched results of a pair; computed at the first call."""
         if self.model is None:
             return Unpatched(np.zeros(0), np.zeros(0), Blank(self.config, len(pair.counterfactual)), None)
-        if pair not in self.held:
+        # Pairs run lazily: after an interruption only pairs of missing cells are run again.
+        if pair not in self.computed:
             layers = range(self.config.num_layers)
             states = [HookPoint("resid_post", layer) for layer in layers]
             weights = weights_of(self.config) if self.with_attention else []
-            asked = [
+            runs = [
                 Run(pair.original, HookSpec().capture(*weights) if weights else None),
                 Run(pair.counterfactual, HookSpec().capture(*states)),
             ]
-            found = dict(stream(self.model, asked))
-            self.held[pair] = Unpatched(
-                as_vector(found[0].logits),
-                as_vector(found[1].logits),
-                {point: found[1][point][0] for point in states},
-                attention_to(pair.fact, found[0]) if self.with_attention else None,
+            results = dict(stream(self.model, runs))
+            self.computed[pair] = Unpatched(
+                as_vector(results[0].logits),
+                as_vector(results[1].logits),
+                {point: results[1][point][0] for point in states},
+                attention_to(pair.fact, results[0]) if self.with_attention else None,
             )
-        return self.held[pair]
+        return self.computed[pair]
 
 
 def patched(unpatched: Unpatched, block: Sequence[int], places: Sequence[tuple[int, int]]) -> HookSpec:
-    """Positions overwritten in every layer of a block by the counterfactual's states.
+    """Interventions that overwrite positions in every layer of a block with counterfactual states.
 
-    places: (position, counterfactual position) of each.
+    Arguments:
+        places: (position, counterfactual position) of each overwritten position.
     """
     positions, sources = zip(*places, strict=True)
     spec = HookSpec()
@@ -173,10 +181,12 @@ def patched(unpatched: Unpatched, block: Sequence[int], places: Sequence[tuple[i
 
 
 def weights_of(config: Architecture) -> list[HookPoint]:
-    """Where every layer says how much positions read of each other; StageError where none does."""
+    """Hook points of the attention weights of every layer. Raises StageError for a model without
+    attention.
+    """
     if config.attention_kind is None:
         raise StageError(
-            f"expected a model that shows how much positions read of each other, found {config.model_type}"
+            f"expected a model with attention weights, found {config.model_type}, which has none"
         )
     return config.points_of(config.attention_kind)
 
@@ -184,23 +194,25 @@ def weights_of(config: Architecture) -> list[HookPoint]:
 def attention_to(fact: Sequence[int], result: HookCache) -> Floats:
     """Mean attention of the last position over the positions of a fact, float64 [layer, head]."""
     layers = [result[point][0, :, -1, list(fact)].float().mean(-1).cpu().numpy() for point in result]
-    found: Floats = np.stack(layers).astype(np.float64)
-    return found
+    weights: Floats = np.stack(layers).astype(np.float64)
+    return weights
 
 
 @dataclass(frozen=True, kw_only=True)
-class OnPairs(Experiment):
-    """What both experiments have in common: pairs as cells, blocks of layers, one metric."""
+class FactPairExperiment(Experiment):
+    """Base of experiments with one cell per pair of prompts, patched in blocks of layers."""
 
     pairs: tuple[FactTokens, ...]
+    """Pairs of prompts; lengths within a pair may differ."""
     block_size: int = 4
+    """Number of neighbouring layers patched together."""
 
     def params(self) -> dict[str, Any]:
-        """All fields but the pairs, which are the cells."""
+        """All fields but the pairs, which label the cells."""
         return {name: value for name, value in vars(self).items() if name != "pairs"}
 
     def check(self, config: Architecture) -> None:
-        """Raise for no pairs, a pair that is none, or blocks that do not fit the model."""
+        """Raise StageError for no pairs or an invalid block size, PromptError for an invalid pair."""
         if not self.pairs:
             raise StageError(f"{self.name}: expected at least one pair of prompts, found none")
         if not 1 <= self.block_size <= config.num_layers:
@@ -216,37 +228,34 @@ class OnPairs(Experiment):
         return self.runs(PairRuns(config, None), cell)
 
     def changes(self, prepared: PairRuns, pair: FactTokens, result: HookCache) -> tuple[float, int]:
-        """KL(original || patched) in nats, and the token the patched run would say."""
+        """KL(original || patched) in nats, and the most likely next token of the patched run."""
         logits = as_vector(result.logits)
         return float(kl_divergence(prepared.of(pair).original, logits)), int(logits.argmax())
 
 
 @dataclass(frozen=True, kw_only=True)
-class CounterFactPatching(OnPairs):
-    """Every position and block of layers of every pair.
-
-    pairs: of prompts; lengths may differ (`position_map`). block_size: layers patched together.
-    """
+class CounterFactPatching(FactPairExperiment):
+    """Every position and block of layers of every pair patched, one run each."""
 
     name: ClassVar[str] = "counterfact_patching"
     version: ClassVar[int] = 1
     outputs: ClassVar[Mapping[str, Output]] = {
         "kl": Output(("patch",), "nats", "KL(original || patched) of next-token distributions"),
         "token_id": Output(("patch",), "1", "said when patched"),
-        **SAID,
+        **NEXT_TOKENS,
     }
 
     def cells(self, config: Architecture) -> Sequence[CellLabels]:
-        """One per pair. Raises what `check` does."""
+        """One cell per pair. Raises what `check` raises."""
         self.check(config)
         return [cell_of(pair) for pair in self.pairs]
 
     def prepare(self, model: Model) -> PairRuns:
-        """The model; pairs are run as they come up."""
+        """The model; unpatched runs of a pair are computed when first needed."""
         return PairRuns(model.config, model)
 
     def runs(self, prepared: PairRuns, cell: CellLabels) -> Sequence[Run]:
-        """One per block and position, positions fastest."""
+        """One run per block and position; position varies fastest."""
         pair = pair_of(cell)
         return [
             Run(pair.original, patched(prepared.of(pair), block, [place]))
@@ -255,11 +264,11 @@ class CounterFactPatching(OnPairs):
         ]
 
     def measure(self, prepared: PairRuns, cell: CellLabels, result: HookCache) -> tuple[float, int]:
-        """KL from the original run, and what would be said."""
+        """KL from the original run in nats, and the most likely next token."""
         return self.changes(prepared, pair_of(cell), result)
 
     def dataset(self, prepared: PairRuns, cell: CellLabels, measured: Sequence[Any]) -> xr.Dataset:
-        """The patches of one pair, [patch], and what its two prompts would say."""
+        """Patches of one pair [patch], and the next tokens of its unpatched prompts [pair]."""
         import xarray as xr
 
         pair = pair_of(cell)
@@ -270,16 +279,16 @@ class CounterFactPatching(OnPairs):
             "position": ("patch", np.tile(np.arange(len(sources)), blocks)),
             "counterfactual_position": ("patch", np.tile(sources, blocks)),
         }
-        kl, told_tokens = (np.array(column) for column in zip(*measured, strict=True))
+        kl, token_ids = (np.array(column) for column in zip(*measured, strict=True))
         arrays = {
             "kl": self.outputs["kl"].variable(kl.astype(np.float64)),
-            "token_id": self.outputs["token_id"].variable(told_tokens.astype(np.int64)),
-            **said(prepared.of(pair)),
+            "token_id": self.outputs["token_id"].variable(token_ids.astype(np.int64)),
+            **next_tokens(prepared.of(pair)),
         }
         return xr.Dataset(arrays, coords)
 
     def joined(self, parts: Sequence[xr.Dataset]) -> xr.Dataset:
-        """The patches of all pairs one after another; `pair_of` says whose each is."""
+        """Patches of all pairs concatenated along `patch`; coordinate `pair_of` is the number of the pair."""
         import xarray as xr
 
         patches = xr.concat([part.drop_dims("pair") for part in parts], "patch", combine_attrs="override")
@@ -289,14 +298,14 @@ class CounterFactPatching(OnPairs):
         return patches.merge(pairs)
 
 
-def said(unpatched: Unpatched) -> dict[str, Any]:
-    """What both prompts of a pair would say by themselves, [pair]."""
-    both = zip(SAID.items(), (unpatched.original, unpatched.counterfactual), strict=True)
+def next_tokens(unpatched: Unpatched) -> dict[str, Any]:
+    """Most likely next token of each prompt of a pair without patches, [pair]."""
+    both = zip(NEXT_TOKENS.items(), (unpatched.original, unpatched.counterfactual), strict=True)
     return {name: output.variable(np.array([logits.argmax()], np.int64)) for (name, output), logits in both}
 
 
 def cell_of(pair: FactTokens) -> dict[str, Any]:
-    """The labels of a pair's cell; its subject is not one of them."""
+    """Labels of the cell of a pair, without its subject."""
     return {
         "original": list(pair.original),
         "counterfactual": list(pair.counterfactual),
@@ -305,5 +314,5 @@ def cell_of(pair: FactTokens) -> dict[str, Any]:
 
 
 def pair_of(cell: CellLabels) -> FactTokens:
-    """The pair a cell is about."""
+    """FactTokens of a cell, without subject."""
     return FactTokens(tuple(cell["original"]), tuple(cell["counterfactual"]), tuple(cell["fact"]))

@@ -1,14 +1,13 @@
-"""Masks of a text filled in, pass by pass: what a masked language model writes, and when it was sure of it.
+"""Denoising: iterative filling of masks by a masked language model, with its confidence at every step.
 
-A pass over the whole text says what stands at every mask that is left; some of them are filled, the surest
-first, and the next pass reads the text with them (Ghazvininejad et al. 2019, "Mask-Predict"; Nie et al. 2025,
-"Large Language Diffusion Models", section 2.4; Ye et al. 2025, "Dream 7B"). What is filled stays.
+Each pass predicts all remaining masks; the most confident ones are filled, and the next pass reads the text
+with them (Ghazvininejad et al. 2019, "Mask-Predict"; Nie et al. 2025, "Large Language Diffusion Models",
+section 2.4; Ye et al. 2025, "Dream 7B"). A filled token is never changed again.
 
-Border: token ids in, labelled arrays out; texts and words are made by whoever asks. Never imports torch until
-it runs.
+Border: token ids in, labelled arrays out; callers encode and decode text. Torch is imported when it runs.
 
-Axes: prompt (one cell each), position, step (a pass). Log-probabilities and entropies in nats, of the model's
-own distribution at temperature 1 over all tokens; the mask itself is never filled in.
+Axes: prompt (one cell each), position, step (one pass). Log-probabilities and entropies in nats, of the
+model's distribution at temperature 1 over the whole vocabulary; the mask token itself is never filled in.
 """
 
 from __future__ import annotations
@@ -38,21 +37,16 @@ if TYPE_CHECKING:
 __all__ = ["ORDERS", "Denoising", "filled_by_step"]
 
 ORDERS = ("confidence", "margin", "entropy", "position", "random")
-"""Which masks are filled first: those whose token is likeliest, that are farthest above the next token, whose
-distribution has the least entropy, that stand first, or any."""
+"""Order in which masks are filled: by probability of the best token, its margin over the second, smallest
+entropy, position from left to right, or at random.
+"""
 _PAST = {"token_id": -1, "step_filled": -1, "best_id": -1}
-"""What stands past the end of a shorter prompt or trace, where it is not NaN."""
+"""Fill value past the end of a shorter prompt or trace; NaN for variables that are not listed."""
 
 
 @dataclass(frozen=True)
 class Denoising(Experiment):
-    """Texts whose masks are filled in.
-
-    prompts: token ids, masks among them. mask: id of these. steps: passes at most, None for one for each
-    mask; where there are fewer passes than masks, each fills as many, the first ones one more. order: one of
-    `ORDERS`. temperature: 0 fills in the likeliest token; above, one drawn from softmax(logits /
-    temperature), by a generator of this seed for every prompt. hooks: interventions in every pass.
-    """
+    """Texts whose masks are filled by a masked language model."""
 
     name: ClassVar[str] = "denoising"
     version: ClassVar[int] = 1
@@ -66,24 +60,37 @@ class Denoising(Experiment):
     }
 
     prompts: tuple[tuple[int, ...], ...]
+    """Token ids, with masks among them."""
     mask: int
+    """Id of the mask token."""
     steps: int | None = None
+    """Most passes; None for one per mask. With fewer passes than masks, see `filled_by_step`."""
     order: str = "confidence"
+    """One of `ORDERS`."""
     temperature: float = 0.0
+    """0 fills in the most likely token; above 0 samples from softmax(logits / temperature)."""
     seed: int = 0
+    """Seed of sampling and of random order, the same for every prompt."""
     hooks: HookSpec | None = None
+    """Interventions in every pass; captures are refused."""
 
     def params(self) -> dict[str, Any]:
-        """Which prompts is said by the cells; a seed nobody draws with decides nothing."""
-        chosen: dict[str, Any] = {"mask": self.mask, "steps": self.steps, "order": self.order}
+        """All fields but prompts, which label the cells; temperature and seed only where something is
+        sampled.
+        """
+        params: dict[str, Any] = {"mask": self.mask, "steps": self.steps, "order": self.order}
         if self.temperature > 0 or self.order == "random":
-            chosen |= {"temperature": self.temperature, "seed": self.seed}
-        return chosen | {"hooks": None if self.hooks is None else self.hooks.canonical()}
+            params |= {"temperature": self.temperature, "seed": self.seed}
+        return params | {"hooks": None if self.hooks is None else self.hooks.canonical()}
 
     def cells(self, config: Architecture) -> Sequence[CellLabels]:
-        """One per prompt. Raises ConfigError for a model that predicts the next token, an unknown order,
-        steps or a temperature that are none, and hooks that capture; PromptError for a prompt without a mask
-        or longer than the context."""
+        """One cell per prompt.
+
+        Raises:
+            ConfigError: for a next-token model, an unknown order, invalid steps or temperature, or hooks with
+                captures.
+            PromptError: for a prompt without a mask, or longer than the context.
+        """
         if config.predicts_next:
             raise ConfigError(
                 f"expected a model that fills in masks, found {config.model_type}, which predicts the next "
@@ -112,18 +119,18 @@ class Denoising(Experiment):
         return [{"prompt": list(ids)} for ids in self.prompts]
 
     def prepare(self, model: Model) -> Model:
-        """The model itself: what a pass reads depends on what the one before filled in."""
+        """The model itself: each pass depends on the tokens filled before, so no runs can be planned."""
         return model
 
     def runs(self, prepared: Model, cell: CellLabels) -> Sequence[Run]:
-        """None that could be planned ahead."""
+        """None: see `prepare`."""
         return []
 
     def measure(self, prepared: Model, cell: CellLabels, result: HookCache) -> None:
-        """Never asked: nothing is planned, see `dataset`."""
+        """Never called, as there are no runs; `dataset` fills the masks."""
 
     def dataset(self, prepared: Model, cell: CellLabels, measured: Sequence[Any]) -> xr.Dataset:
-        """One prompt, from its masks to its last token."""
+        """One prompt with all masks filled, and the trace of predictions by step."""
         import torch
         import xarray as xr
 
@@ -135,18 +142,21 @@ class Denoising(Experiment):
         best_id = np.full(trace, -1, np.int32)
         best, entropy = np.full(trace, np.nan), np.full(trace, np.nan)
         for step, count in enumerate(counts):
-            places = np.flatnonzero(ids == self.mask)
-            said = self._said(prepared, ids, places)
-            top = said.masked_fill(torch.arange(said.shape[1]) == self.mask, float("-inf")).topk(2)
-            best_id[step, places], best[step, places] = top.indices[:, 0].numpy(), top.values[:, 0].numpy()
-            entropy[step, places] = -(said.exp() * said).nan_to_num(0.0).sum(1).numpy()
-            tokens = self._tokens(said, top.indices[:, 0], generator)
-            own = said.gather(1, tokens[:, None])[:, 0].numpy()
+            masked = np.flatnonzero(ids == self.mask)
+            logprobs = self._logprobs(prepared, ids, masked)
+            # The mask token is excluded from the candidates only; probabilities stay those over the whole
+            # vocabulary.
+            top = logprobs.masked_fill(torch.arange(logprobs.shape[1]) == self.mask, float("-inf")).topk(2)
+            best_id[step, masked], best[step, masked] = top.indices[:, 0].numpy(), top.values[:, 0].numpy()
+            # nan_to_num: 0 * log 0 is 0 in the entropy, but NaN in floating point.
+            entropy[step, masked] = -(logprobs.exp() * logprobs).nan_to_num(0.0).sum(1).numpy()
+            tokens = self._tokens(logprobs, top.indices[:, 0], generator)
+            chosen_logprob = logprobs.gather(1, tokens[:, None])[:, 0].numpy()
             margin = (top.values[:, 0].exp() - top.values[:, 1].exp()).numpy()
-            first = self._ranked(own, margin, entropy[step, places], generator)[:count]
-            chosen = places[first]
-            ids[chosen], logprob[chosen] = tokens.numpy()[first], own[first]
-            filled_at[chosen] = step
+            selected = self._ranked(chosen_logprob, margin, entropy[step, masked], generator)[:count]
+            filled = masked[selected]
+            ids[filled], logprob[filled] = tokens.numpy()[selected], chosen_logprob[selected]
+            filled_at[filled] = step
         values = {
             "token_id": ids,
             "step_filled": filled_at,
@@ -155,57 +165,60 @@ class Denoising(Experiment):
             "best_logprob": best,
             "entropy": entropy,
         }
-        data = {name: self.outputs[name].variable(each[None]) for name, each in values.items()}
+        data = {name: self.outputs[name].variable(value[None]) for name, value in values.items()}
         return xr.Dataset(data, {"step": np.arange(len(counts)), "position": np.arange(len(ids))})
 
-    def _said(self, model: Model, ids: Any, places: Any) -> torch.Tensor:
-        """Log-probabilities [mask, vocab], float64, at some places of a text."""
+    def _logprobs(self, model: Model, ids: Any, places: Any) -> torch.Tensor:
+        """Log-probabilities at the masked positions `places` of a text, float64 [mask, vocab]."""
         spec = model.bind(self.hooks)
         refuse_gradients(spec, "denoising")
+        # Some models (Dream) predict a mask from the position before it, as next-token models do.
         read = np.maximum(places - model.config.mask_shift, 0)
         logits, _ = model.run_batch([ids.tolist()], spec, Logits(positions=tuple(read.tolist())))
         assert logits is not None  # asked for
-        found: torch.Tensor = logits[0].double().cpu().log_softmax(-1)
-        return found
+        logprobs: torch.Tensor = logits[0].double().cpu().log_softmax(-1)
+        return logprobs
 
-    def _tokens(self, said: torch.Tensor, best: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-        """What would be filled in at every mask: a token each, drawn from the first mask on."""
+    def _tokens(self, logprobs: torch.Tensor, best: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+        """Candidate token for every mask: the best one, or a sample in order of position."""
         import torch
 
         from ..forward.generation.sampling import sample_token
 
         if self.temperature == 0:
             return best
-        others = said.clone()
-        others[:, self.mask] = float("-inf")
-        drawn = [sample_token(row, temperature=self.temperature, generator=generator) for row in others]
+        candidates = logprobs.clone()
+        # Sampling must never fill in the mask token itself.
+        candidates[:, self.mask] = float("-inf")
+        drawn = [sample_token(row, temperature=self.temperature, generator=generator) for row in candidates]
         return torch.tensor(drawn)
 
-    def _ranked(self, own: Floats, margin: Floats, entropy: Floats, generator: torch.Generator) -> Any:
-        """Masks in the order in which they are filled; of equal ones the first comes first."""
+    def _ranked(self, logprob: Floats, margin: Floats, entropy: Floats, generator: torch.Generator) -> Any:
+        """Indices of masks in the order in which they are filled; ties go to the first position."""
         import torch
 
         by = {
-            "confidence": -own,
+            "confidence": -logprob,
             "margin": -margin,
             "entropy": entropy,
-            "position": np.arange(len(own)),
+            "position": np.arange(len(logprob)),
         }
         if self.order == "random":
-            return torch.randperm(len(own), generator=generator).numpy()
+            return torch.randperm(len(logprob), generator=generator).numpy()
+        # Stable, so that ties go to the first position.
         return np.argsort(by[self.order], kind="stable")
 
     def joined(self, parts: Sequence[xr.Dataset]) -> xr.Dataset:
-        """All prompts, past the ends of shorter ones NaN, or -1 for token ids and steps."""
+        """All prompts, padded to the longest with NaN, or -1 for token ids and steps."""
         import xarray as xr
 
         fills = {name: _PAST.get(str(name), np.nan) for part in parts for name in part.variables}
-        found: xr.Dataset = xr.concat(parts, "prompt", join="outer", fill_value=fills)
-        return found
+        whole: xr.Dataset = xr.concat(parts, "prompt", join="outer", fill_value=fills)
+        return whole
 
 
 def filled_by_step(masks: int, steps: int | None) -> list[int]:
-    """How many masks each pass fills: as many in each, the first ones one more.
+    """Number of masks that each pass fills: equal numbers, with the remainder spread over the first passes.
 
     >>> filled_by_step(7, 3), filled_by_step(2, 5), filled_by_step(2, None)
     ([3, 2, 2], [1, 1], [1, 1])

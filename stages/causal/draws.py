@@ -1,14 +1,15 @@
-"""Draws: one experiment done with many causes, side by side, as its null needs them.
+"""One experiment repeated with many random causes, as a null distribution needs it.
 
     Draws((InjectionSweep(doses=random), InjectionSweep(doses=another), ...)).on(model)
 
-Its result is theirs along an axis `draw`. All runs of all draws go to the planner as one list, so that what
-they share is computed once; each draw is a cell of its own, so that twice as many cost the new ones only.
-Many small draws cost more to store than to compute (a cell is a dozen arrays): `AtOnce` stores them as one.
+The result is the experiment's, with an additional first axis `draw`. All runs of all draws go to the planner
+as one list, so shared work is computed once. Each draw has its own cells, so adding draws computes only the
+new ones. Many small draws cost more to store than to compute (a cell is a dozen arrays): `AtOnce` stores all
+draws as one cell.
 
-Border: experiments that agree in everything but their cause; what a cause is, they know.
+Border: experiments that differ in their cause only; the experiments know what a cause is.
 
-Axes: draw, then the experiment's own.
+Axes: draw, then those of the experiment.
 """
 
 from __future__ import annotations
@@ -37,170 +38,194 @@ if TYPE_CHECKING:
 __all__ = ["AtOnce", "Draws"]
 
 RUNS, ENDS = "runs of draws", "ends of draws"
-"""Among what `AtOnce` prepares: the runs of all draws, and after which of them each draw ends."""
+"""Keys in what `AtOnce.prepare` returns: runs of all draws, and cumulative run count after each draw."""
 
 
 @dataclass(frozen=True)
 class Draws(Experiment):
-    """Experiments of one kind, each a draw. Raises StageError for none, several kinds, or one twice."""
+    """Repeated experiments of one kind with different causes, each a draw.
+
+    Raises:
+        StageError: for no experiments, experiments of several kinds, or two equal ones.
+    """
 
     experiments: tuple[Experiment, ...]
+    """The draws, equal in name and version."""
 
     def __post_init__(self) -> None:
-        kinds = {(each.name, each.version) for each in self.experiments}
+        kinds = {(experiment.name, experiment.version) for experiment in self.experiments}
         if len(kinds) != 1:
-            told = ", ".join(f"{name} {version}" for name, version in sorted(kinds)) or "none"
-            raise StageError(f"expected draws of one experiment, found {told}")
+            names = ", ".join(f"{name} {version}" for name, version in sorted(kinds)) or "none"
+            raise StageError(f"expected draws of one experiment, found {names}")
         if len(self._numbers) < len(self.experiments):
             raise StageError(f"{self.name}: expected draws that differ, found one of them twice")
 
     @property
     def name(self) -> str:  # type: ignore[override]
-        """That of the experiment, and that it was drawn."""
+        """Name of the experiment with the suffix "/draws"."""
         return f"{self.experiments[0].name}/draws"
 
     @property
     def registered(self) -> str:
-        """See `Experiment`: that of what is drawn."""
+        """Registered name of the experiment that is drawn."""
         return self.experiments[0].registered
 
     @property
     def version(self) -> int:  # type: ignore[override]
-        """That of what is drawn."""
+        """Version of the experiment that is drawn."""
         return self.experiments[0].version
 
     @property
     def reads_text(self) -> bool:  # type: ignore[override]
-        """See `Experiment`: as what is drawn does."""
+        """Whether the experiment that is drawn reads text."""
         return self.experiments[0].reads_text
 
     def params(self) -> dict[str, Any]:
-        """None of its own: every cell says what was drawn."""
+        """Empty: every cell is labelled with the parameters of its draw."""
         return {}
 
     def outputs_on(self, config: Architecture) -> Mapping[str, Output]:
-        """Those of the experiment, each along `draw` first."""
-        own = self.experiments[0].outputs_on(config)
-        return {name: replace(output, dims=("draw", *output.dims)) for name, output in own.items()}
+        """Outputs of the experiment with a first dim `draw`."""
+        outputs = self.experiments[0].outputs_on(config)
+        return {name: replace(output, dims=("draw", *output.dims)) for name, output in outputs.items()}
 
     def cells(self, config: Architecture) -> Sequence[CellLabels]:
-        """Those of every draw, with its parameters: a draw keeps its cells, whatever others there are."""
-        return [{"draw": each.params(), **cell} for each in self.experiments for cell in each.cells(config)]
+        """Cells of every draw, labelled with its parameters, so that a draw keeps its keys when others are
+        added.
+        """
+        return [
+            # Parameters label the cell, not the draw's number: adding draws leaves the keys of others
+            # unchanged.
+            {"draw": experiment.params(), **cell}
+            for experiment in self.experiments
+            for cell in experiment.cells(config)
+        ]
 
     def prepare(self, model: Model) -> Mapping[Hashable, Any]:
-        """What each needs, once for those with the same `baseline`."""
-        found: dict[Hashable, Any] = {}
-        for number, each in enumerate(self.experiments):
-            if (key := self._shared(number)) not in found:
-                found[key] = each.prepare(model)
-        return found
+        """What each draw prepares, computed once for draws with the same `baseline`."""
+        prepared: dict[Hashable, Any] = {}
+        for number, experiment in enumerate(self.experiments):
+            if (key := self._shared(number)) not in prepared:
+                prepared[key] = experiment.prepare(model)
+        return prepared
 
     def runs(self, prepared: Mapping[Hashable, Any], cell: CellLabels) -> Sequence[Run]:
-        """Those of the draw's own cell."""
-        number, own = self._of(cell)
-        return self.experiments[number].runs(prepared[self._shared(number)], own)
+        """Runs of the cell in its draw."""
+        number, draw_cell = self._of(cell)
+        return self.experiments[number].runs(prepared[self._shared(number)], draw_cell)
 
     def sketch(self, config: Architecture, cell: CellLabels) -> Sequence[Run] | None:
-        """As the draw sketches them."""
-        number, own = self._of(cell)
-        return self.experiments[number].sketch(config, own)
+        """Sketched runs of the cell in its draw."""
+        number, draw_cell = self._of(cell)
+        return self.experiments[number].sketch(config, draw_cell)
 
     def measure(self, prepared: Mapping[Hashable, Any], cell: CellLabels, result: HookCache) -> Any:
-        """As the draw measures it."""
-        number, own = self._of(cell)
-        return self.experiments[number].measure(prepared[self._shared(number)], own, result)
+        """Measurement of one run, as the draw measures it."""
+        number, draw_cell = self._of(cell)
+        return self.experiments[number].measure(prepared[self._shared(number)], draw_cell, result)
 
     def dataset(
         self, prepared: Mapping[Hashable, Any], cell: CellLabels, measured: Sequence[Any]
     ) -> xr.Dataset:
-        """One draw's, as it gives it."""
-        number, own = self._of(cell)
-        return self.experiments[number].dataset(prepared[self._shared(number)], own, measured)
+        """Dataset of one cell, as the draw returns it."""
+        number, draw_cell = self._of(cell)
+        return self.experiments[number].dataset(prepared[self._shared(number)], draw_cell, measured)
 
     def joined(self, parts: Sequence[xr.Dataset]) -> xr.Dataset:
-        """Each draw's cells joined as the experiment joins them, then all of them along `draw`."""
+        """Cells of each draw joined as the experiment joins them, then concatenated along `draw`."""
         import xarray as xr
 
-        each_has, rest = divmod(len(parts), len(self.experiments))
-        if rest:
+        cells_per_draw, remainder = divmod(len(parts), len(self.experiments))
+        if remainder:
             raise StageError(f"{self.name}: expected as many cells of every draw, found {len(parts)} in all")
-        of_each = [
-            each.joined(parts[number * each_has : (number + 1) * each_has])
-            for number, each in enumerate(self.experiments)
+        joined_draws = [
+            experiment.joined(parts[number * cells_per_draw : (number + 1) * cells_per_draw])
+            for number, experiment in enumerate(self.experiments)
         ]
-        found: xr.Dataset = xr.concat(
-            of_each, "draw", data_vars="all", coords="minimal", compat="override", join="override"
+        whole: xr.Dataset = xr.concat(
+            joined_draws, "draw", data_vars="all", coords="minimal", compat="override", join="override"
         )
-        return found
+        return whole
 
     @property
     def pinned(self) -> Sequence[Pinned]:
-        """What any of the draws reads, each once."""
-        return tuple(dict.fromkeys(resource for each in self.experiments for resource in each.pinned))
+        """Pinned resources of all draws, without duplicates."""
+        return tuple(
+            dict.fromkeys(resource for experiment in self.experiments for resource in experiment.pinned)
+        )
 
     def _of(self, cell: CellLabels) -> tuple[int, CellLabels]:
-        """Number of the draw a cell belongs to, and the cell as that knows it."""
-        own = {name: label for name, label in cell.items() if name != "draw"}
-        return self._numbers[digest("draw", cell["draw"])], own
+        """Number of the draw to which a cell belongs, and the cell with the labels of that draw's
+        experiment.
+        """
+        draw_cell = {name: label for name, label in cell.items() if name != "draw"}
+        return self._numbers[digest("draw", cell["draw"])], draw_cell
 
     @cached_property
     def _numbers(self) -> dict[str, int]:
-        return {digest("draw", each.params()): number for number, each in enumerate(self.experiments)}
+        return {
+            digest("draw", experiment.params()): number for number, experiment in enumerate(self.experiments)
+        }
 
     def _shared(self, number: int) -> Hashable:
-        """What stands for a draw's preparation: what that depends on, else the draw itself."""
+        """Key of what a draw prepares: its `baseline`, or its number if it shares nothing."""
         baseline = self.experiments[number].baseline
+        # Without a baseline a draw may depend on anything, so it shares its preparation with no other.
         return number if baseline is None else baseline
 
 
 @dataclass(frozen=True)
 class AtOnce(Draws):
-    """Draws stored as one cell: one more computes all of them anew. The result is that of `Draws`."""
+    """All draws stored as one cell: another draw computes all of them again. Same result as `Draws`."""
 
     @property
     def name(self) -> str:  # type: ignore[override]
-        """That of the experiment, and how it was drawn."""
+        """Name of the draws with the suffix "/at_once"."""
         return f"{super().name}/at_once"
 
     def cells(self, config: Architecture) -> Sequence[CellLabels]:
-        """One, which lists those of every draw."""
+        """One cell, which lists the cells of every draw."""
         return [{"draws": super().cells(config)}]
 
     def runs(self, prepared: Mapping[Hashable, Any], cell: CellLabels) -> Sequence[Run]:
-        """Those of every draw, one after another."""
+        """Concatenated runs of all draws."""
         runs: Sequence[Run] = prepared[RUNS]
         return runs
 
     def sketch(self, config: Architecture, cell: CellLabels) -> Sequence[Run] | None:
-        """As the draws sketch them; None where one of them cannot."""
-        sketched = [super(AtOnce, self).sketch(config, own) for own in cell["draws"]]
+        """Sketched runs of all draws; None where one cannot be sketched."""
+        sketched = [super(AtOnce, self).sketch(config, draw_cell) for draw_cell in cell["draws"]]
         return None if None in sketched else [run for runs in sketched for run in runs or ()]
 
     def prepare(self, model: Model) -> Mapping[Hashable, Any]:
-        """What each needs, and the runs of all: a run's number says whose it is."""
-        found = dict(super().prepare(model))
+        """What each draw prepares, and the runs of all, so that a run's number identifies its draw."""
+        prepared = dict(super().prepare(model))
         (whole,) = self.cells(model.config)
-        runs = [super(AtOnce, self).runs(found, own) for own in whole["draws"]]
-        return found | {RUNS: [run for each in runs for run in each], ENDS: np.cumsum([*map(len, runs)])}
+        runs = [super(AtOnce, self).runs(prepared, draw_cell) for draw_cell in whole["draws"]]
+        return prepared | {
+            RUNS: [run for draw_runs in runs for run in draw_runs],
+            ENDS: np.cumsum([*map(len, runs)]),
+        }
 
     def measure_run(
         self, prepared: Mapping[Hashable, Any], cell: CellLabels, number: int, result: HookCache
     ) -> Any:
-        """As the draw measures it whose run it is."""
-        own = int(np.searchsorted(prepared[ENDS], number, side="right"))
-        return self.measure(prepared, cell["draws"][own], result)
+        """Measurement of run `number`, as its draw measures it."""
+        # side="right": the run at a cumulative count belongs to the next draw.
+        draw = int(np.searchsorted(prepared[ENDS], number, side="right"))
+        return self.measure(prepared, cell["draws"][draw], result)
 
     def dataset(
         self, prepared: Mapping[Hashable, Any], cell: CellLabels, measured: Sequence[Any]
     ) -> xr.Dataset:
-        """What each draw gives of its own cells, joined along `draw`."""
+        """Datasets of all draws, joined along `draw`."""
         ends = prepared[ENDS].tolist()
         parts = [
-            super(AtOnce, self).dataset(prepared, own, measured[start:end])
-            for own, start, end in zip(cell["draws"], [0, *ends], ends, strict=False)
+            super(AtOnce, self).dataset(prepared, draw_cell, measured[start:end])
+            for draw_cell, start, end in zip(cell["draws"], [0, *ends], ends, strict=False)
         ]
         return super().joined(parts)
 
     def joined(self, parts: Sequence[xr.Dataset]) -> xr.Dataset:
-        """The one cell there is, as it was computed."""
+        """The only cell, unchanged."""
         return parts[0]

@@ -1,19 +1,19 @@
-"""What an intervention did to the next token: the measurements that experiments on attention share.
+"""Effects of an intervention on the next token: measurements shared by knockout and steering experiments.
 
-A causal effect is the difference between what is measured in a run with an intervention and in the run as it
-was, all else as it would then be (Pearl 2001, "Direct and indirect effects", for the definition; Vig et al.
-2020, "Investigating gender bias in language models using causal mediation analysis", for language models).
-That *this* cause has it, and not any of its size, is said by a null (controls.py).
+A causal effect is the difference between a run with the intervention and the run without it (Pearl 2001,
+"Direct and indirect effects", for the definition; Vig et al. 2020, "Investigating gender bias in language
+models using causal mediation analysis", for language models). Whether it exceeds that of other causes of
+equal size is decided with a null distribution (controls.py).
 
-A prompt may be followed by the pieces of a target word. Its probability is then that of all its pieces, each
-given those before it (one pass over the prompt with the pieces behind it: what comes later changes nothing
-earlier), and never that of its last piece alone, which is another word. Logit differences are about the first
-piece, the one that the prompt itself is asked for.
+A prompt may be followed by the pieces of a multi-token target. Its probability is the product over all
+pieces, each conditioned on those before it, from one pass over prompt and pieces (a causal model makes
+earlier positions independent of later ones). The last piece alone would be another word. Logit differences
+are about the first piece, the next token of the prompt itself.
 
-Border: logits as arrays, runs as values; loads no model and never imports torch.
+Border: logits as arrays, runs as values; loads no model and imports no torch.
 
-Axes: vocab; piece = pieces of the target; rank = most changed tokens, largest change first. Units: nats
-(KL, log-probability), logits, probabilities without unit.
+Axes: vocab; piece = token of the target; rank = most changed tokens, largest change first. Units: nats (KL,
+log-probability), logits; probabilities have none.
 """
 
 from __future__ import annotations
@@ -52,49 +52,53 @@ EFFECTS: Mapping[str, Output] = {
     "changed_baseline": Output(("rank",), "1", "their probability in the baseline"),
     "changed_other": Output(("rank",), "1", "their probability in the changed run"),
 }
-"""Measurements of one changed run, with axes of their own. Those of the target are NaN without one."""
+"""Measurements of one changed run, with the axes of one run. Those of the target are NaN without a target."""
 OF_BASELINE: Mapping[str, Output] = {
     "baseline_id": Output(("rank",), "1", "most likely next tokens"),
     "baseline_probability": Output(("rank",), "1", "their probability"),
     "baseline_first_probability": Output((), "1", "probability of the first piece"),
     "baseline_target_logprob": Output((), "nats", "log-probability of the whole target"),
 }
-"""Of the unchanged run."""
+"""Measurements of the unchanged run."""
 
 
 def effects_along(*axes: str) -> dict[str, Output]:
-    """The outputs of an experiment with a run for each place along some axes, slowest first."""
-    placed = {name: replace(each, dims=(*axes, *each.dims)) for name, each in EFFECTS.items()}
-    return {**placed, **OF_BASELINE}
+    """Declared outputs of an experiment with one run for each point along `axes`, slowest first."""
+    outputs = {name: replace(output, dims=(*axes, *output.dims)) for name, output in EFFECTS.items()}
+    return {**outputs, **OF_BASELINE}
 
 
 @dataclass(frozen=True)
 class Baseline:
-    """The unchanged run, against which others are measured.
-
-    logits: float64 [piece, vocab]. pattern: attention weights by layer, float32 [head, query, key].
-    """
+    """The unchanged run, with which changed runs are compared."""
 
     config: Architecture
+    """Architecture of the model."""
     logits: Floats
+    """float64 [piece, vocab]; row 0 is the prompt's last position."""
     pattern: Mapping[int, npt.NDArray[np.float32]]
+    """Attention pattern by layer, float32 [head, query, key]; only of the layers that were requested."""
 
     @classmethod
     def sketch(cls, config: Architecture) -> Baseline:
-        """Of a model nobody has loaded: enough to say which runs there will be."""
+        """Placeholder without a loaded model, enough to list the runs."""
         return cls(config, np.zeros((0, 0)), {})
 
     def weight(self, layer: int, heads: Sequence[int] | None, edges: Sequence[tuple[int, int]]) -> Floats:
-        """Mean attention weight of edges in each of some heads (None: all), float64 [head]."""
+        """Mean attention weight of `edges` in each of `heads` (None: all), float64 [head]."""
         return edge_weight(self.pattern[layer], heads, edges)
 
 
 def baseline_run(
     model: Model, tokens: Sequence[int], target: Sequence[int], layers: Iterable[int] = ()
 ) -> Baseline:
-    """One unchanged run, with the attention patterns of some layers kept.
+    """Unchanged run of a prompt and its target.
 
-    Raises PromptError for a target the model has no token for.
+    Arguments:
+        layers: layers whose attention patterns are captured.
+
+    Raises:
+        PromptError: for a target outside the vocabulary.
     """
     vocab = model.config.vocab_size
     outside = [token for token in target if token >= vocab]
@@ -110,40 +114,48 @@ def baseline_run(
 def edge_weight(
     pattern: npt.NDArray[Any], heads: Sequence[int] | None, edges: Sequence[tuple[int, int]]
 ) -> Floats:
-    """Mean weight of edges in each of some heads (None: all) of a pattern [head, query, key]; [head]."""
+    """Mean weight of `edges` (query, key) in each of `heads` (None: all), float64 [head].
+
+    Arguments:
+        pattern: attention weights [head, query, key].
+    """
     queries, keys = zip(*edges, strict=True)
-    chosen = pattern if heads is None else pattern[list(heads)]
-    found: Floats = chosen[:, list(queries), list(keys)].astype(np.float64).mean(1)
-    return found
+    selected = pattern if heads is None else pattern[list(heads)]
+    weights: Floats = selected[:, list(queries), list(keys)].astype(np.float64).mean(1)
+    return weights
 
 
 def layers_of(layers: Sequence[int] | None, n_layers: int, window: int = 1) -> list[int]:
-    """The layers asked for, all by default, from each of which `window` layers must exist.
+    """The layers of a sweep, all by default; the window that starts at each must fit the model.
 
-    Raises InterventionError for a layer out of range, none at all, or one named twice.
+    Raises:
+        InterventionError: for a layer out of range, no layers, or one named twice.
     """
     last = n_layers - window
     if not 1 <= window <= n_layers:
         raise InterventionError(f"expected a window of 1..{n_layers} layers, found {window}")
-    chosen = list(range(last + 1) if layers is None else as_indices(layers, "layers", InterventionError))
-    outside = [layer for layer in chosen if not 0 <= layer <= last]
-    if outside or not chosen or len(set(chosen)) != len(chosen):
-        found = outside[0] if outside else chosen or "none"
+    starts = list(range(last + 1) if layers is None else as_indices(layers, "layers", InterventionError))
+    outside = [layer for layer in starts if not 0 <= layer <= last]
+    if outside or not starts or len(set(starts)) != len(starts):
+        found = outside[0] if outside else starts or "none"
         raise InterventionError(f"expected layers in 0..{last}, each once, found {found}")
-    return chosen
+    return starts
 
 
 def with_target(tokens: Sequence[int], target: Sequence[int]) -> tuple[tuple[int, ...], Logits]:
-    """The tokens to run and the logits to ask for, so that every piece of the target is read where it is
-    predicted: at the prompt's last position and at each piece but the last."""
+    """Token ids to run and logits to read, such that every piece of the target is read where it is predicted.
+
+    These are the prompt's last position, and each piece but the last.
+    """
     if not target:
         return tuple(tokens), Logits(positions=(len(tokens) - 1,))
+    # The last piece predicts nothing that is read.
     ids = (*tokens, *target[:-1])
     return ids, Logits(positions=tuple(range(len(tokens) - 1, len(ids))))
 
 
 def check_tokens(tokens: Sequence[int], target: Sequence[int] = ()) -> None:
-    """PromptError unless there is a prompt and all ids are plain non-negative numbers."""
+    """Raise PromptError for an empty prompt, or ids that are not non-negative integers."""
     if not tokens:
         raise PromptError("expected a prompt of at least one token, found none")
     for token in (*tokens, *target):
@@ -152,34 +164,38 @@ def check_tokens(tokens: Sequence[int], target: Sequence[int] = ()) -> None:
 
 
 def check_target(target: Sequence[int], config: Architecture) -> None:
-    """ConfigError for a target of several tokens where positions see later ones: each is read with those
-    before it behind the prompt (`with_target`), which there change what is read."""
+    """Raise ConfigError for a multi-token target on a bidirectional model."""
+    # With bidirectional attention the pieces behind the prompt would change the prediction they are read
+    # from.
     if len(target) > 1:
         config.require_next_token()
 
 
 def check_words(words: Sequence[int], vocab_size: int) -> None:
-    """PromptError for token ids that are not in the vocabulary."""
+    """Raise PromptError for token ids outside the vocabulary."""
     outside = [word for word in words if word >= vocab_size]
     if outside:
         raise PromptError(f"expected token ids in 0..{vocab_size - 1}, found {outside[0]}")
 
 
 def array(values: Any) -> npt.NDArray[np.float32]:
-    """A tensor (any dtype, on any device) as a float32 array."""
-    found: npt.NDArray[np.float32] = values.detach().float().cpu().numpy()
-    return found
+    """A tensor of any dtype and device as a float32 numpy array."""
+    converted: npt.NDArray[np.float32] = values.detach().float().cpu().numpy()
+    return converted
 
 
 def read_logits(result: HookCache) -> Floats:
-    """Logits [piece, vocab] of one run, float64."""
+    """Logits of one run, float64 [piece, vocab]."""
     return array(result.logits[0]).astype(np.float64)
 
 
 def effect(baseline: Floats, changed: Floats, target: Sequence[int], top_k: int) -> dict[str, Any]:
-    """Every measurement of EFFECTS on one run.
+    """Measurements of `EFFECTS` for one changed run.
 
-    baseline, changed: logits [piece, vocab]; the first row is the prompt's last position.
+    Arguments:
+        baseline, changed: logits [piece, vocab]; row 0 is the prompt's last position.
+        target: token ids of the pieces; may be empty.
+        top_k: number of most changed tokens.
     """
     before, after = baseline[0], changed[0]
     tokens = top_changed(before, after, top_k)
@@ -199,18 +215,20 @@ def effect(baseline: Floats, changed: Floats, target: Sequence[int], top_k: int)
 def gather(
     measured: Sequence[Mapping[str, Any]], axes: Mapping[str, int]
 ) -> dict[str, tuple[tuple[str, ...], npt.NDArray[Any], dict[str, str]]]:
-    """Measurements of runs laid out along axes (name -> size, slowest first), as variables with units."""
-    found = {}
+    """Measurements of several runs as variables along `axes` (name -> size, slowest first), with units."""
+    variables = {}
     outputs = effects_along(*axes)
     for name in EFFECTS:
-        values = np.array([one[name] for one in measured], np.int32 if name == "changed_id" else np.float64)
-        found[name] = outputs[name].variable(values.reshape(*axes.values(), *values.shape[1:]))
-    return found
+        # Token ids are integers, all other measurements float64.
+        values = np.array([run[name] for run in measured], np.int32 if name == "changed_id" else np.float64)
+        variables[name] = outputs[name].variable(values.reshape(*axes.values(), *values.shape[1:]))
+    return variables
 
 
 def of_baseline(baseline: Baseline, target: Sequence[int], top_k: int) -> dict[str, Any]:
-    """The unchanged run's own next tokens and its probability of the target, as variables."""
+    """Measurements of `OF_BASELINE` as variables."""
     logprob = log_softmax(baseline.logits)
+    # Stable, so that ties are resolved by token id.
     order = np.argsort(-logprob[0], kind="stable")[:top_k]
     pieces = [logprob[row, token] for row, token in enumerate(target)]
     values: dict[str, Any] = {
@@ -223,10 +241,10 @@ def of_baseline(baseline: Baseline, target: Sequence[int], top_k: int) -> dict[s
 
 
 def along_layers(parts: Sequence[xr.Dataset]) -> xr.Dataset:
-    """Cells of single layers as one dataset."""
+    """Datasets of single layers, concatenated along `layer`."""
     import xarray as xr
 
-    found: xr.Dataset = xr.concat(
+    whole: xr.Dataset = xr.concat(
         parts, "layer", data_vars="minimal", coords="minimal", compat="override", join="exact"
     )
-    return found
+    return whole

@@ -1,16 +1,15 @@
-"""Factual routing: which heads look elsewhere once the subject of a fact is another?
+"""Factual routing: which heads change their attention to a fact when its subject is replaced?
 
-The subject of the original prompt is overwritten, block by block of layers, by that of the counterfactual one
-(counterfact.py), and the attention of the last token to the fact is compared head by head with the run as it
-was (candle-mi's factual_routing).
+The subject of the original prompt is overwritten, block by block of layers, by the counterfactual subject
+(counterfact.py), and the attention of the last token to the fact is compared head by head with the unpatched
+run (candle-mi's factual_routing).
 
-Routing is this: what is said of a subject reaches the place where the next word is predicted through
-attention heads that depend on the subject (Geva et al. 2023, "Dissecting Recall of Factual Associations in
-Auto-Regressive Language Models", section 6). It is shown where another subject moves the attention of a head
-more than states as foreign as it, but of no such subject, do; that attention moves at all shows nothing.
+Routing means that attributes of a subject reach the predicting position through heads that depend on the
+subject (Geva et al. 2023, "Dissecting Recall of Factual Associations in Auto-Regressive Language Models",
+section 6). Evidence is a head whose attention changes more under another subject than under states of equal
+distance that belong to no subject; that attention changes at all is no evidence.
 
-Border: as counterfact.py, whose cells and pairs these are; where a subject is, is said by whoever makes the
-pairs. Planning imports no torch.
+Border: pairs and cells as in counterfact.py; callers locate the subject. Planning imports no torch.
 
 Axes: pair, block, layer, head.
 """
@@ -29,15 +28,15 @@ from ...store.errors import PromptError
 from ..forward.runs.experiment import CellLabels
 from ..forward.runs.run import Run
 from .counterfact import (
-    SAID,
-    OnPairs,
+    NEXT_TOKENS,
+    FactPairExperiment,
     PairRuns,
     attention_to,
     blocks_of,
     cell_of,
+    next_tokens,
     pair_of,
     patched,
-    said,
     weights_of,
 )
 from .grids.patching_grid import in_range
@@ -53,10 +52,10 @@ __all__ = ["FactualRouting"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class FactualRouting(OnPairs):
+class FactualRouting(FactPairExperiment):
     """The subject of every pair patched, block by block, and the attention of the last token to the fact.
 
-    pairs: with `subject`. block_size: layers patched together.
+    Each pair needs `FactTokens.subject`.
     """
 
     name: ClassVar[str] = "factual_routing"
@@ -70,12 +69,16 @@ class FactualRouting(OnPairs):
         ),
         "kl": Output(("pair", "block"), "nats", "KL(original || patched) of next-token distributions"),
         "token_id": Output(("pair", "block"), "1", "said when patched"),
-        **SAID,
+        **NEXT_TOKENS,
     }
 
     def check(self, config: Architecture) -> None:
-        """As for patching; PromptError for a pair whose subject is missing or outside its prompts,
-        StageError for a model in which nobody attends."""
+        """Check the pairs against a model, as `CounterFactPatching` does.
+
+        Raises:
+            PromptError: for a pair without subject, or with a subject outside its prompts.
+            StageError: for a model without attention.
+        """
         super().check(config)
         weights_of(config)
         for pair in self.pairs:
@@ -88,18 +91,18 @@ class FactualRouting(OnPairs):
             in_range("counterfactual subject", "position", sources, len(pair.counterfactual))
 
     def cells(self, config: Architecture) -> Sequence[CellLabels]:
-        """One per pair, with the places of its subject. Raises what `check` does."""
+        """One cell per pair, labelled with its subject as well. Raises what `check` raises."""
         self.check(config)
         return [
-            {**cell_of(pair), "subject": [list(each) for each in pair.subject or ()]} for pair in self.pairs
+            {**cell_of(pair), "subject": [list(place) for place in pair.subject or ()]} for pair in self.pairs
         ]
 
     def prepare(self, model: Model) -> PairRuns:
-        """The model; pairs are run as they come up, the original's attention looked at."""
+        """The model; unpatched runs of a pair, with attention, are computed when first needed."""
         return PairRuns(model.config, model, with_attention=True)
 
     def runs(self, prepared: PairRuns, cell: CellLabels) -> Sequence[Run]:
-        """One per block, with the attention of every layer."""
+        """One run per block, capturing the attention weights of every layer."""
         pair, config = pair_of(cell), prepared.config
         patterns = weights_of(config)
         return [
@@ -111,15 +114,17 @@ class FactualRouting(OnPairs):
         ]
 
     def measure(self, prepared: PairRuns, cell: CellLabels, result: HookCache) -> tuple[float, int, Floats]:
-        """KL from the original run, what would be said, and the attention of the last token to the fact."""
+        """KL in nats, most likely next token, and attention of the last token to the fact [layer, head]."""
         pair = pair_of(cell)
+        # Reduced to the fact's positions here: whole patterns grow with the square of the prompt.
         return (*self.changes(prepared, pair, result), attention_to(pair.fact, result))
 
     def dataset(self, prepared: PairRuns, cell: CellLabels, measured: Sequence[Any]) -> xr.Dataset:
-        """One pair: attention [pair, block, layer, head], and as it is unpatched [pair, layer, head]."""
+        """One pair: attention [pair, block, layer, head], and unpatched attention [pair, layer, head]."""
         import xarray as xr
 
         unpatched = prepared.of(pair_of(cell))
+        # `prepare` asks for attention, so it is never None here.
         assert unpatched.attention is not None
         kl, tokens, attention = zip(*measured, strict=True)
         values = {
@@ -131,11 +136,11 @@ class FactualRouting(OnPairs):
         arrays = {name: self.outputs[name].variable(value) for name, value in values.items()}
         layers, heads = unpatched.attention.shape
         return xr.Dataset(
-            {**arrays, **said(unpatched)}, {"layer": np.arange(layers), "head": np.arange(heads)}
+            {**arrays, **next_tokens(unpatched)}, {"layer": np.arange(layers), "head": np.arange(heads)}
         )
 
     def joined(self, parts: Sequence[xr.Dataset]) -> xr.Dataset:
-        """Cells of all pairs, along `pair`."""
+        """Cells of all pairs, concatenated along `pair`."""
         import xarray as xr
 
         whole: xr.Dataset = xr.concat(parts, "pair", join="exact", combine_attrs="override")

@@ -1,15 +1,14 @@
-"""Attention knockout: what the model no longer says when one position may not read another.
+"""Attention knockout: effect on the next token when one position may not attend to another.
 
-An edge is cut by setting its score to -inf together with the causal mask, after any soft cap, so that the
-rest of the row shares the whole weight (Geva et al. 2023, "Dissecting Recall of Factual Associations in
-Auto-Regressive Language Models", section 5). A head that is knocked out as a whole attends to nothing and
-writes nothing: its z is zero.
+An edge is cut by setting its attention score to -inf with the causal mask, after any soft cap, so that the
+remaining keys share the full weight (Geva et al. 2023, "Dissecting Recall of Factual Associations in
+Auto-Regressive Language Models", section 5). A head knocked out as a whole has z = 0.
 
-Border: token ids and numbers; what is cut is a KnockoutSpec, what it did is in effects.py, how runs share
-their work is the planner's. Never imports torch until it runs.
+Border: token ids and numbers; a KnockoutSpec holds the edges, effects.py measures, the planner shares work
+between runs. Torch is imported when it runs.
 
-Axes: layer (where edges are cut), edge (one run each), head, rank. Edges are (query, key): the query reads
-the key. All positions are those of the prompt: pieces of a target that follow it are left alone.
+Axes: layer (where edges are cut), edge (one run each), head, rank. An edge is (query, key). Positions are
+those of the prompt: pieces of a target behind it are not cut.
 """
 
 from __future__ import annotations
@@ -43,24 +42,22 @@ __all__ = ["EdgeKnockout", "HeadKnockout"]
 
 @dataclass(frozen=True)
 class _Knockout(LayerSweep):
-    """What both sweeps share.
-
-    edges: (query, key), None for every position. keeps_self: whether "every position" leaves out the edge
-    from a position to itself.
-    """
+    """Base of both knockout sweeps."""
 
     edges: tuple[Edge, ...] = ()
+    """(query, key) positions; None on either side for every position."""
     keeps_self: bool = field(default=False, kw_only=True)
+    """Whether an edge with None leaves out the edge from each position to itself."""
 
     def check(self, config: Architecture) -> None:
-        """Raise InterventionError for edges or heads that are not there."""
+        """Raise InterventionError for edges or heads that do not exist."""
         for spec in self._specs():
             spec.validate(
                 config.num_layers, config.axis_sizes["head"], len(self.tokens), ahead=config.looks_ahead
             )
 
     def prepare(self, model: Model) -> Baseline:
-        """The unchanged run with its attention."""
+        """Unchanged run with the attention patterns of the swept layers."""
         layers = [cell["layer"] for cell in self.cells(model.config)]
         return baseline_run(model, self.tokens, self.target, layers)
 
@@ -76,7 +73,7 @@ class _Knockout(LayerSweep):
 
 @dataclass(frozen=True)
 class EdgeKnockout(_Knockout):
-    """Each edge cut by itself, in each layer by itself, in all heads or in some of them together."""
+    """Each edge cut by itself in each layer by itself, in all heads or in `heads` together."""
 
     name: ClassVar[str] = "edge_knockout"
     version: ClassVar[int] = 1
@@ -88,22 +85,24 @@ class EdgeKnockout(_Knockout):
     }
 
     heads: tuple[int, ...] | None = None
+    """Head indices in which edges are cut; None for all heads."""
 
     def runs(self, prepared: Baseline, cell: CellLabels) -> list[Run]:
-        """One per edge, cut in the cell's layer alone."""
+        """One run per edge, cut in the layer of the cell."""
         length = len(self.tokens)
         return [
             self.run_of(spec.layer(cell["layer"]).hooks(prepared.config, length)) for spec in self._specs()
         ]
 
     def dataset(self, prepared: Baseline, cell: CellLabels, measured: Sequence[Any]) -> xr.Dataset:
-        """The effects [layer, edge], and the weight each edge had."""
+        """Effects [layer, edge], and the attention weight of each edge before the cut."""
         import xarray as xr
 
         layer = cell["layer"]
         ahead = prepared.config.looks_ahead
         resolved = [spec.resolved(len(self.tokens), ahead=ahead) for spec in self._specs()]
         weight = [[prepared.weight(layer, self.heads, edges).mean() for edges in resolved]]
+        # -1 stands for "all positions" in an integer coordinate, which cannot hold None.
         sides = np.array([[-1 if place is None else place for place in edge] for edge in self._places()])
         return xr.Dataset(
             {
@@ -123,6 +122,7 @@ class EdgeKnockout(_Knockout):
             raise InterventionError(
                 "expected at least one edge to cut, found none; give edges=((query, key),)"
             )
+        # One spec per edge: `self.edges` together would be a single run.
         specs = [self._spec([edge]) for edge in self.edges]
         return specs if self.heads is None else [spec.heads(self.heads) for spec in specs]
 
@@ -137,7 +137,9 @@ class EdgeKnockout(_Knockout):
 
 @dataclass(frozen=True)
 class HeadKnockout(_Knockout):
-    """The same edges cut in one head after another; without edges the whole head, at every position."""
+    """The same edges cut in one head after another; without edges, the whole head is zeroed at every
+    position.
+    """
 
     name: ClassVar[str] = "head_knockout"
     version: ClassVar[int] = 1
@@ -149,12 +151,13 @@ class HeadKnockout(_Knockout):
     }
 
     def runs(self, prepared: Baseline, cell: CellLabels) -> list[Run]:
-        """One per head: the edges cut in it; without edges its z set to 0, but for pieces of the target."""
+        """One run per head: the edges cut in it, or its z set to 0 at the positions of the prompt."""
         config, layer = prepared.config, cell["layer"]
         heads = range(config.axis_sizes["head"])
         if self.edges:
             spec, length = self._spec(self.edges).layer(layer), len(self.tokens)
             return [self.run_of(spec.head(head).hooks(config, length)) for head in heads]
+        # Pieces of the target behind the prompt keep their attention; one piece has no position of its own.
         places = tuple(range(len(self.tokens))) if len(self.target) > 1 else None
         point = HookPoint.z(layer)
         return [
@@ -162,19 +165,19 @@ class HeadKnockout(_Knockout):
         ]
 
     def dataset(self, prepared: Baseline, cell: CellLabels, measured: Sequence[Any]) -> xr.Dataset:
-        """The effects [layer, head], and the weight the edges had in each head."""
+        """Effects [layer, head], and the attention weight of the edges in each head."""
         import xarray as xr
 
         layer, heads = cell["layer"], prepared.config.axis_sizes["head"]
-        found: dict[str, Any] = {
+        variables: dict[str, Any] = {
             **gather(measured, {"layer": 1, "head": heads}),
             **of_baseline(prepared, self.target, self.top_k),
         }
         if self.edges:
             edges = self._spec(self.edges).resolved(len(self.tokens), ahead=prepared.config.looks_ahead)
             weight = prepared.weight(layer, None, edges)
-            found["attention"] = self.outputs["attention"].variable(weight[None])
-        return xr.Dataset(found, coords={"layer": [layer], "head": np.arange(heads)})
+            variables["attention"] = self.outputs["attention"].variable(weight[None])
+        return xr.Dataset(variables, coords={"layer": [layer], "head": np.arange(heads)})
 
     def _specs(self) -> list[KnockoutSpec]:
         return [self._spec(self.edges)] if self.edges else []

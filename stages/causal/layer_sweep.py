@@ -1,12 +1,11 @@
-"""One prompt, one layer changed after another: what sweeps of knockout and steering have in common.
+"""Base of experiments that change one layer after another on one prompt: knockout and steering sweeps.
 
-A `LayerSweep` says which runs a layer needs; here they become cells that are stored layer by layer, measured
-against the unchanged run as effects.py measures.
+A subclass says which runs a layer needs. Each layer is a stored cell, and every run is compared with the
+unchanged run (effects.py).
 
-Border: token ids and numbers; what is changed is said by the experiment that inherits. Never imports torch
-until it runs.
+Border: token ids and numbers; subclasses define the intervention. Torch is imported when it runs.
 
-Axes: layer, then the experiment's own; rank.
+Axes: layer, then those of the subclass; rank.
 """
 
 from __future__ import annotations
@@ -44,59 +43,64 @@ __all__ = ["LayerSweep"]
 
 @dataclass(frozen=True)
 class LayerSweep(Experiment):
-    """A prompt, what is followed, one cell per layer.
-
-    tokens: ids of the prompt. layers: None for all. target: the pieces of a word to follow, may be empty.
-    top_k: how many changed tokens are kept of each run.
-    """
+    """A prompt with a target to follow, and one cell per layer."""
 
     tokens: tuple[int, ...]
+    """Token ids of the prompt."""
     _: KW_ONLY
     layers: tuple[int, ...] | None = None
+    """Layers of the sweep, one stored cell each; None for all layers."""
     target: tuple[int, ...] = ()
+    """Token ids of a word whose probability is followed; may be empty."""
     top_k: int = 10
+    """Number of most changed tokens that the result holds for each run."""
 
     @abstractmethod
     def check(self, config: Architecture) -> None:
-        """Raise InterventionError or StageError for what this model or prompt does not have."""
+        """Check the fields against a model. Raises InterventionError or StageError."""
 
     @property
     def width(self) -> int:
-        """How many layers are changed together, from the one that labels a cell on."""
+        """Number of neighbouring layers that are changed together; a cell is labelled with the first."""
         return 1
 
     def params(self) -> dict[str, Any]:
-        """Which layers is said by the cells: one more layer leaves the others what they are."""
+        """All fields but `layers`, which label the cells: another layer leaves the keys of the others
+        unchanged.
+        """
         return {name: value for name, value in vars(self).items() if name != "layers"}
 
     def cells(self, config: Architecture) -> Sequence[CellLabels]:
-        """One per layer. Raises what `check` does, and PromptError for a prompt of no tokens."""
+        """One cell per layer. Raises what `check` raises, and PromptError for an empty prompt."""
         check_tokens(self.tokens, self.target)
         check_target(self.target, config)
         self.check(config)
         return [{"layer": layer} for layer in layers_of(self.layers, config.num_layers, self.width)]
 
     def changed(self, cell: CellLabels) -> range:
-        """The layers that a cell changes together."""
+        """Layers that a cell changes together."""
+        # A window is labelled by its first layer, unlike that of a patching grid, which is centred.
         return range(cell["layer"], cell["layer"] + self.width)
 
     def prepare(self, model: Model) -> Baseline:
-        """The unchanged run, without attention weights. PromptError for a target beyond the vocabulary."""
+        """The unchanged run, without attention patterns. Raises PromptError for a target outside the
+        vocabulary.
+        """
         return baseline_run(model, self.tokens, self.target)
 
     def sketch(self, config: Architecture, cell: CellLabels) -> Sequence[Run]:
-        """The runs themselves: nothing in them comes from the model."""
+        """The runs themselves: their interventions hold no activations of the model."""
         return self.runs(Baseline.sketch(config), cell)
 
     def measure(self, prepared: Baseline, cell: CellLabels, result: HookCache) -> dict[str, Any] | Floats:
-        """What changed, and by how much."""
+        """Effects of one run on the next token (`EFFECTS`)."""
         return effect(prepared.logits, read_logits(result), self.target, self.top_k)
 
     def joined(self, parts: Sequence[xr.Dataset]) -> xr.Dataset:
-        """Cells of all layers, along `layer`."""
+        """Cells of all layers, concatenated along `layer`."""
         return along_layers(parts)
 
     def run_of(self, hooks: HookSpec) -> Run:
-        """The prompt, its target behind it, under some hooks."""
+        """A run of the prompt, followed by the target's pieces, under `hooks`."""
         ids, want = with_target(self.tokens, self.target)
         return Run(ids, hooks, want)

@@ -1,7 +1,7 @@
-"""What an intervention did, in numbers: metrics on next-token logits.
+"""Metrics on next-token logits, and their gradients.
 
-Border: logits as numpy arrays or DataArrays, the vocabulary on the last axis; knows no model. Computed in
-float64, as a KL of nearly equal distributions is a difference of nearly equal numbers. Never imports torch.
+Border: logits as numpy arrays or DataArrays with the vocabulary on the last axis; no model, no torch. All
+numbers are float64: the KL of nearly equal distributions is a difference of nearly equal numbers.
 
 Axes: any leading axes, vocab last.
 """
@@ -31,78 +31,91 @@ __all__ = [
 
 
 def log_softmax(logits: Any) -> Floats:
-    """Log-probabilities, nats, float64 [..., vocab]."""
-    wide = np.asarray(logits, np.float64)
-    wide = wide - wide.max(-1, keepdims=True)
-    found: Floats = wide - np.log(np.exp(wide).sum(-1, keepdims=True))
-    return found
+    """Log-probabilities in nats, float64 [..., vocab]."""
+    shifted = np.asarray(logits, np.float64)
+    # The largest logit is subtracted first, so that exp cannot overflow.
+    shifted = shifted - shifted.max(-1, keepdims=True)
+    logprobs: Floats = shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
+    return logprobs
 
 
 def kl_divergence(baseline: Any, other: Any) -> Floats:
-    """KL(softmax(baseline) || softmax(other)) in nats, [...]; leading axes broadcast. No term is left out, so
-    it is never negative beyond rounding, and exact to about 1e-15 of its terms."""
+    """KL(softmax(baseline) || softmax(other)) in nats, float64 [...]; leading axes broadcast."""
     p, q = log_softmax(baseline), log_softmax(other)
-    found: Floats = (np.exp(p) * (p - q)).sum(-1)
-    return np.maximum(found, 0.0)
+    divergence: Floats = (np.exp(p) * (p - q)).sum(-1)
+    # Summed over the whole vocabulary, so never negative but for rounding (about 1e-15 of the terms).
+    return np.maximum(divergence, 0.0)
 
 
 def kl_gradient(baseline: Any, other: Any) -> Floats:
-    """Gradient of KL(softmax(baseline) || softmax(other)) with respect to `other`: q - p, [..., vocab]."""
-    found: Floats = np.exp(log_softmax(other)) - np.exp(log_softmax(baseline))
-    return found
+    """Gradient of KL(softmax(baseline) || softmax(other)) with respect to `other`: q - p, float64 [...,
+    vocab].
+    """
+    # d/dz KL(p || softmax(z)) = softmax(z) - p.
+    gradient: Floats = np.exp(log_softmax(other)) - np.exp(log_softmax(baseline))
+    return gradient
 
 
 def logit_difference(logits: Any, token: int, other: int) -> Floats:
-    """logits[token] - logits[other], float64 [...]. Raises PromptError for ids beyond the vocabulary."""
-    wide = np.asarray(logits, np.float64)
-    _check(wide, token, other)
-    found: Floats = wide[..., token] - wide[..., other]
-    return found
+    """logits[token] - logits[other], float64 [...]. Raises PromptError for ids outside the vocabulary."""
+    values = np.asarray(logits, np.float64)
+    _check(values, token, other)
+    difference: Floats = values[..., token] - values[..., other]
+    return difference
 
 
 def probability(logits: Any, token: int) -> Floats:
-    """softmax(logits)[token], float64 [...]. Raises PromptError for an id outside of the vocabulary."""
+    """softmax(logits)[token], float64 [...]. Raises PromptError for an id outside the vocabulary."""
     _check(np.asarray(logits), token)
-    found: Floats = np.exp(log_softmax(logits)[..., token])
-    return found
+    values: Floats = np.exp(log_softmax(logits)[..., token])
+    return values
 
 
 def log_probability_gradient(logits: Any, token: int) -> Floats:
-    """Gradient of log softmax(logits)[token]: 1 at the token, less the probabilities, [..., vocab]."""
+    """Gradient of log softmax(logits)[token] with respect to logits: onehot(token) - softmax, float64 [...,
+    vocab].
+    """
     _check(np.asarray(logits), token)
-    found: Floats = -np.exp(log_softmax(logits))
-    # 1 - p of the token itself, without the difference of nearly equal numbers.
-    others = np.delete(found, token, axis=-1)
-    found[..., token] = -others.sum(-1)
-    return found
+    gradient: Floats = -np.exp(log_softmax(logits))
+    # 1 - p of the token itself cancels for p near 1; the sum of the other probabilities does not.
+    other_gradients = np.delete(gradient, token, axis=-1)
+    gradient[..., token] = -other_gradients.sum(-1)
+    return gradient
 
 
 def probability_gradient(logits: Any, token: int) -> Floats:
-    """Gradient of softmax(logits)[token]: p times that of its logarithm, [..., vocab]."""
-    found: Floats = probability(logits, token)[..., None] * log_probability_gradient(logits, token)
-    return found
+    """Gradient of softmax(logits)[token] with respect to logits: p times that of its logarithm, float64 [...,
+    vocab].
+    """
+    gradient: Floats = probability(logits, token)[..., None] * log_probability_gradient(logits, token)
+    return gradient
 
 
 @dataclass(frozen=True)
 class TokenChange:
-    """A token whose probability an intervention changed."""
+    """Change of one token's probability by an intervention."""
 
     token_id: int
+    """Index in the vocabulary."""
     baseline: float
+    """Probability in the run without the intervention."""
     other: float
+    """Probability in the run with the intervention."""
 
     @property
     def difference(self) -> float:
-        """other - baseline: above 0 where the token became likelier."""
+        """other - baseline: positive where the token became more likely."""
         return self.other - self.baseline
 
 
 def top_changed(baseline: Any, other: Any, k: int = 10) -> list[TokenChange]:
-    """The k tokens whose probability changed most, largest absolute change first, ties by token id.
+    """The k tokens whose probability changed most, by absolute change; ties by token id.
 
-    baseline, other: logits [vocab].
+    Arguments:
+        baseline, other: logits [vocab] without and with the intervention.
     """
     p, q = np.exp(log_softmax(baseline)), np.exp(log_softmax(other))
+    # Stable, so that ties are resolved by token id on every platform.
     order = np.argsort(-np.abs(p - q), kind="stable")[:k]
     return [TokenChange(int(i), float(p[i]), float(q[i])) for i in order]
 

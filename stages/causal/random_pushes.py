@@ -1,12 +1,12 @@
-"""Random pushes: what becomes of a state that is pushed as far in a direction nobody chose.
+"""Random pushes: null distribution of steering by contrastive vectors.
 
-The null of `PushedStates` (convergence.py): at every layer a direction drawn evenly from the sphere, as long
-as the contrastive vector of that layer, added at the same position and strengths. One experiment is one draw;
-`Draws` does many.
+The control of `PushedStates` (convergence.py): at every layer a random direction, uniform on the sphere and
+of the norm of that layer's contrastive vector, is added at the same position and strengths. One experiment is
+one draw; `Draws` repeats it.
 
-Border: token ids and positions. Whether a push was absorbed, absorption.py says.
+Border: token ids and positions; absorption.py decides whether a push was absorbed.
 
-Axes: layer (where it is pushed), strength, read_layer.
+Axes: layer (where the vector is added), strength, read_layer.
 """
 
 from __future__ import annotations
@@ -38,22 +38,21 @@ __all__ = ["RandomPushes", "Undisturbed"]
 
 @dataclass(frozen=True)
 class Undisturbed:
-    """What random pushes are made of.
-
-    last, at_push: undisturbed states of the last token and where it is pushed, [layer, hidden]. vectors: what
-    random ones are as long as, [layer, hidden].
-    """
+    """States of the unsteered run, and the vectors whose norm the random directions get."""
 
     last: Array
+    """State of the last token after each layer, float32 [layer, hidden]."""
     at_push: Array
+    """State at the steered position after each layer, float32 [layer, hidden]."""
     vectors: Array
+    """Contrastive vectors [layer, hidden]."""
 
 
 @dataclass(frozen=True)
 class RandomPushes(Pushes):
-    """A random direction as long as the contrastive vector, added after each layer by itself.
+    """A random direction of the contrastive vector's norm added after each layer by itself.
 
-    draw: seed of the directions, of all layers. The rest: see `Pushes`.
+    The other fields are those of `Pushes`.
     """
 
     name: ClassVar[str] = "random_pushes"
@@ -70,14 +69,16 @@ class RandomPushes(Pushes):
     }
 
     draw: int = 0
+    """Seed of the directions of all layers."""
 
     @property
     def baseline(self) -> Hashable:
-        """All but the draw, the strengths and the layers."""
+        """All fields on which `prepare` depends: not the draw, the strengths or the layers."""
+        # Draws that agree in these share one unsteered run and one set of vectors.
         return (self.tokens, self.position, self.contrast)
 
     def prepare(self, model: Model) -> Undisturbed:
-        """The undisturbed run, and the vectors."""
+        """Unsteered run, and the contrastive vectors."""
         result = model.forward(self.tokens, HookSpec().capture("blocks.*.hook_resid_post"), want=None)
         states = np.stack([array(result[point][0]) for point in result])
         return Undisturbed(
@@ -87,30 +88,30 @@ class RandomPushes(Pushes):
         )
 
     def cells(self, config: Architecture) -> Sequence[CellLabels]:
-        """One for all layers: a draw is small, and nobody asks for half of one. Raises as `Pushes`."""
-        return [{"layers": [each["layer"] for each in super().cells(config)]}]
+        """One cell for all layers, as a draw is small. Raises what `Pushes.cells` raises."""
+        return [{"layers": [cell["layer"] for cell in super().cells(config)]}]
 
     def runs(self, prepared: Undisturbed, cell: CellLabels) -> list[Run]:
-        """One per layer and strength."""
+        """One run per layer and strength; strength varies fastest."""
         ids, directions, n_layers = tuple(self.tokens), self.directions(prepared), len(prepared.last)
         layers = cell["layers"]
         return [run for layer in layers for run in self.pushed(ids, None, layer, n_layers, directions[layer])]
 
     def measure(self, prepared: Undisturbed, cell: CellLabels, result: HookCache) -> Array:
-        """How similar the last token's state is after each layer, [read_layer]."""
+        """Cosine of the last token's state with the unsteered one after each layer, [read_layer]."""
         return self.similarity(prepared.last, result)
 
     def dataset(self, prepared: Undisturbed, cell: CellLabels, measured: Sequence[Any]) -> xr.Dataset:
-        """similarity [layer, strength, read_layer], pushed [layer, strength]."""
+        """similarity [layer, strength, read_layer] and pushed [layer, strength]."""
         import xarray as xr
 
         layers, vectors = cell["layers"], self.directions(prepared)
         before = prepared.at_push
         pushed = [[cosine(before[i], before[i] + s * vectors[i]) for s in self.strengths] for i in layers]
         similarity = np.array(measured).reshape(len(layers), len(self.strengths), -1)
-        own = {"similarity": similarity, "pushed": np.array(pushed)}
+        arrays = {"similarity": similarity, "pushed": np.array(pushed)}
         return xr.Dataset(
-            {name: self.outputs[name].variable(values) for name, values in own.items()},
+            {name: self.outputs[name].variable(values) for name, values in arrays.items()},
             coords={
                 "layer": list(layers),
                 "strength": list(self.strengths),
@@ -119,6 +120,8 @@ class RandomPushes(Pushes):
         )
 
     def directions(self, prepared: Undisturbed) -> Array:
-        """[layer, hidden], in every layer as long as the vector they stand beside."""
-        found: Array = random_directions(prepared.vectors, 1, seed=self.draw)[0]
-        return found
+        """Random directions of this draw, float32 [layer, hidden], with the norms of the contrastive
+        vectors.
+        """
+        directions: Array = random_directions(prepared.vectors, 1, seed=self.draw)[0]
+        return directions

@@ -1,14 +1,15 @@
-"""Prompts continued while a block of layers is gone through again, fed with what some words stand for.
+"""Recurrent continuation: text generated while a block of layers is run repeatedly, with feedback of a word
+direction.
 
-What is fed, at the last token of a prompt, is the mean of the rows by which the LM head reads the words' last
-tokens, at length 1 times a strength: recurrent feedback, candle-mi's "anacrousis" (forward/hooks/recurrent.py
-says what the pass is). The null of such a trial is the same trial with a direction that is drawn.
+The feedback, added at the last token of a prompt, is the normalised mean of the words' rows of the
+unembedding, times a strength: candle-mi's "anacrousis" (forward/hooks/recurrent.py defines the pass). The
+null is the same trial with a random direction.
 
-Border: token ids, layers and strengths in, labelled datasets out; which words rhyme, and what counts as a
-success, is known to who asks.
+Border: token ids, layers and strengths in, labelled datasets out; callers know which words rhyme and what
+counts as success.
 
-Axes: trial, group by group (one cell each: a killed protocol goes on with the next), step (each gives one
-token).
+Axes: trial, group by group (one cell each, so that an interrupted protocol resumes at the next), step (each
+gives one token).
 """
 
 from __future__ import annotations
@@ -41,29 +42,37 @@ if TYPE_CHECKING:
 __all__ = ["RecurrentContinuation", "Trial", "words_direction"]
 
 TOP = 100
-"""Of the likeliest tokens among which words are counted."""
+"""`words_in_top` counts words among this many most likely tokens."""
 _SHORTEST = 1e-8
-"""A mean of rows that is no longer than this is left as it is."""
+"""Norm up to which a mean of unembedding rows is not normalised."""
 
 
 @dataclass(frozen=True)
 class Trial:
     """One prompt under one recurrence.
 
-    prompt: token ids. words: last tokens of the words that are followed, and whose direction is fed.
-    strength: what the direction, of length 1, is multiplied by; None feeds nothing. depth: 1 for a plain
-    pass. draw: of random directions in place of the words', drawn from `seed`; None for theirs.
+    Raises:
+        ConfigError: without words, or for an invalid recurrence.
     """
 
     prompt: tuple[int, ...]
+    """Token ids."""
     words: tuple[int, ...]
+    """Last token of each word that is followed; their mean unembedding row is the feedback."""
     loop_start: int = 0
+    """First layer of the repeated block."""
     loop_end: int = 0
+    """Last layer of the repeated block."""
     depth: int = 1
+    """Number of passes through the block; 1 is a plain forward pass."""
     strength: float | None = None
+    """Factor of the unit-norm direction; None for no feedback."""
     sustained: bool = False
+    """Whether feedback continues at generated tokens; see `RecurrentPass`."""
     draw: int | None = None
+    """Index of a random direction that replaces the words' direction; None for the words' own."""
     seed: int = 0
+    """Seed of the random directions."""
 
     def __post_init__(self) -> None:
         if not self.words:
@@ -71,24 +80,24 @@ class Trial:
         self.fed(np.zeros(1, np.float32))
 
     def fed(self, direction: npt.NDArray[np.float32]) -> RecurrentPass:
-        """The recurrence, with a direction at the last token of the prompt."""
+        """The recurrent pass that feeds `direction`, float32 [hidden], at the last token of the prompt."""
         feedback = [] if self.strength is None else [(len(self.prompt) - 1, direction, self.strength)]
         return RecurrentPass(self.loop_start, self.loop_end, self.depth, feedback, self.sustained)
 
     def labels(self) -> dict[str, Any]:
-        """What decides its numbers, as plain values: a seed only where something is drawn."""
-        told = asdict(self)
+        """Plain values that determine the numbers; without draw and seed where no direction is drawn."""
+        labels = asdict(self)
         if self.draw is None:
-            del told["draw"], told["seed"]
-        return told
+            del labels["draw"], labels["seed"]
+        return labels
 
 
 @dataclass(frozen=True)
 class RecurrentContinuation(Experiment):
-    """Prompts continued under recurrences, and how likely the words are behind each prompt.
+    """Prompts continued under recurrences, and the probability of the words directly after each prompt.
 
-    groups: of trials that are stored together, such as all prompts under one condition. settings: as for
-    `generate`, without draws, and the ids that end a sequence named.
+    Raises:
+        ConfigError: for settings that sample, or that name no end-of-sequence ids.
     """
 
     name: ClassVar[str] = "recurrent_continuation"
@@ -106,7 +115,9 @@ class RecurrentContinuation(Experiment):
     reads_text: ClassVar[bool] = True
 
     groups: tuple[tuple[Trial, ...], ...]
+    """Trials stored together as one cell, such as all prompts under one condition."""
     settings: GenerationSettings
+    """As for `generate`, at temperature 0, with explicit end-of-sequence ids."""
 
     def __post_init__(self) -> None:
         if self.settings.eos is None or self.settings.temperature:
@@ -116,35 +127,35 @@ class RecurrentContinuation(Experiment):
             )
 
     def params(self) -> dict[str, Any]:
-        """How tokens are chosen; the trials are the cells."""
+        """Generation settings without the seed; trials label the cells."""
         return {name: value for name, value in vars(self.settings).items() if name != "seed"}
 
     def cells(self, config: Architecture) -> Sequence[CellLabels]:
-        """One per group. Raises ConfigError for layers the model does not have."""
+        """One cell per group. Raises ConfigError for layers that the model does not have."""
         for trial in chain.from_iterable(self.groups):
             RecurrentPass(trial.loop_start, trial.loop_end).check(config, len(trial.prompt))
         return [{"trials": [trial.labels() for trial in group]} for group in self.groups]
 
     def prepare(self, model: Model) -> Model:
-        """The model itself: what a step runs depends on what the one before gave."""
+        """The model itself: each step depends on the token before, so no runs can be planned."""
         return model
 
     def runs(self, prepared: Model, cell: CellLabels) -> Sequence[Run]:
-        """None that could be planned ahead."""
+        """None: see `prepare`."""
         return []
 
     def measure(self, prepared: Model, cell: CellLabels, result: HookCache) -> None:
-        """Never asked: nothing is planned, see `dataset`."""
+        """Never called, as there are no runs; `dataset` generates."""
 
     def dataset(self, prepared: Model, cell: CellLabels, measured: Sequence[Any]) -> xr.Dataset:
-        """The trials of one group: token_id, logprob [trial, step], all else [trial]."""
+        """Trials of one group: token_id and logprob [trial, step], other variables [trial]."""
         trials = [
             Trial(**{name: _hashable(value) for name, value in labels.items()}) for labels in cell["trials"]
         ]
-        return self.joined([self._tried(prepared, trial) for trial in trials])
+        return self.joined([self._trial(prepared, trial) for trial in trials])
 
-    def _tried(self, model: Model, trial: Trial) -> xr.Dataset:
-        """What came of one trial."""
+    def _trial(self, model: Model, trial: Trial) -> xr.Dataset:
+        """Dataset of one trial."""
         import xarray as xr
 
         from ..forward.generation.generate import TokenStream
@@ -155,7 +166,7 @@ class RecurrentContinuation(Experiment):
             pass
         (result,) = stream.result()
         logits = model.forward([trial.prompt], want=LAST_LOGITS, recurrent=recurrent).logits[0, 0]
-        found: dict[str, Any] = {
+        values: dict[str, Any] = {
             "token_id": np.array([result.generated_ids], np.int32),
             "logprob": np.array([result.logprobs]),
             "generated_text": [result.generated_text or ""],
@@ -166,53 +177,67 @@ class RecurrentContinuation(Experiment):
         }
         return xr.Dataset(
             {
-                name: (output.dims, found[name], {"units": output.unit, "long_name": output.long_name})
+                name: (output.dims, values[name], {"units": output.unit, "long_name": output.long_name})
                 for name, output in self.outputs.items()
             },
             {"step": np.arange(len(result.generated_ids))},
         )
 
     def joined(self, parts: Sequence[xr.Dataset]) -> xr.Dataset:
-        """All trials, in their order; past the ends of shorter texts NaN, or -1 for token ids."""
+        """All trials in order, padded to the longest text with NaN, or -1 for token ids."""
         import xarray as xr
 
         fills = {"token_id": -1, "logprob": np.nan}
-        found: xr.Dataset = xr.concat(parts, "trial", join="outer", coords="minimal", fill_value=fills)
-        return found
+        whole: xr.Dataset = xr.concat(parts, "trial", join="outer", coords="minimal", fill_value=fills)
+        return whole
 
 
 @plain_torch()
 def words_direction(model: Model, words: Sequence[int]) -> npt.NDArray[np.float32]:
-    """Mean of the rows by which the LM head reads some tokens, at length 1: float32 [hidden]. Raises
-    ConfigError where it does not read the stream itself."""
+    """Unit-norm mean of the unembedding rows of some tokens, float32 [hidden].
+
+    Raises:
+        ConfigError: for a model whose LM head is not a linear map of the residual stream.
+    """
     model.config.require_linear_head()
     rows = model.network.unembedding[list(words)].double().mean(0)
-    length = float(rows.norm())
-    found: npt.NDArray[np.float32] = (rows / length if length > _SHORTEST else rows).float().cpu().numpy()
-    return found
+    norm = float(rows.norm())
+    direction: npt.NDArray[np.float32] = (rows / norm if norm > _SHORTEST else rows).float().cpu().numpy()
+    return direction
 
 
 def _direction(model: Model, trial: Trial) -> npt.NDArray[np.float32]:
-    own = words_direction(model, trial.words)
+    direction = words_direction(model, trial.words)
     if trial.draw is None:
-        return own
-    found: npt.NDArray[np.float32] = random_directions(own, trial.draw + 1, seed=trial.seed)[-1]
-    return found
+        return direction
+    # Draw i is the last of i + 1 samples: direction i of a seed is the same however many are drawn.
+    random_direction: npt.NDArray[np.float32] = random_directions(direction, trial.draw + 1, seed=trial.seed)[
+        -1
+    ]
+    return random_direction
 
 
 def _among(logprobs: npt.NDArray[np.float64], words: Sequence[int]) -> dict[str, Any]:
-    """Where some tokens stand among all: log-probabilities float64 [vocab] in nats."""
-    chosen = np.unique(np.array(words))
+    """Probability and rank of some words.
+
+    Arguments:
+        logprobs: log-probabilities of the whole vocabulary in nats, float64 [vocab].
+        words: token ids; repeated ones count once.
+    """
+    # Unique, so that a token shared by two words adds its probability once.
+    word_ids = np.unique(np.array(words))
+    # Ranks by inverting the sorting permutation; stable, so that ties go to the lower id.
     order = np.argsort(-logprobs, kind="stable")
     rank = np.empty(len(order), np.int64)
     rank[order] = np.arange(len(order))
-    best = int(chosen[rank[chosen].argmin()])
+    best = int(word_ids[rank[word_ids].argmin()])
     return {
-        "words_logprob": float(np.logaddexp.reduce(logprobs[chosen])),
+        # logaddexp adds probabilities without underflow.
+        "words_logprob": float(np.logaddexp.reduce(logprobs[word_ids])),
         "best_word": best,
         "best_word_logprob": float(logprobs[best]),
         "best_word_rank": int(rank[best]),
-        "words_in_top": int((rank[chosen] < TOP).sum()),
+        "words_in_top": int((rank[word_ids] < TOP).sum()),
     }
 
 

@@ -1,20 +1,20 @@
-"""Writes to a recurrent state, knocked out or steered: what does the model say without what a token wrote?
+"""Knockout and steering of writes to a recurrent state (RWKV).
 
-A token of a recurrent model is read later through the state it wrote to, S_t = (what is left of S_{t-1}) +
-c_t k_t v_t^T. Here c of one token is set to 0 (state knockout), or c of some tokens to several scales (state
-steering), as candle-mi does (StateKnockoutSpec, StateSteeringSpec); decay happens all the same. Two ways
-around the state stay open: the token shift, which shows each token to the next one, and other layers. So no
-effect says that the state of *these layers* was not needed, and not that the token was not read.
+In a recurrent model a token is read later through the state to which it wrote, S_t = decay(S_{t-1}) + c_t k_t
+v_t^T. Here c of one token is set to 0 (state knockout), or c of several tokens to other scales (state
+steering), as in candle-mi (StateKnockoutSpec, StateSteeringSpec); decay is unchanged. Information can bypass
+the state through the token shift, which shows each token to the next, and through other layers. So a missing
+effect means that the state of *these layers* was not needed, not that the token was never read.
 
-In RWKV-5 and 6 a token reads the state before its own write, so that the last token's own write is read by
-nobody; in RWKV-7 it reads its own.
+In RWKV-5 and 6 a token reads the state before its own write, so that the last token's write is never read; in
+RWKV-7 it reads its own.
 
-Border: token ids and numbers; what is changed is a spec of writes (forward/hooks/writes.py), how runs share
-their work is the planner's. Never imports torch until it runs.
+Because a state decays, recent writes matter most, in randomly initialised models too. The control of a
+knocked-out write is therefore a random value of equal norm at the same position (`RandomWrites`), not a write
+of another position.
 
-Not every write counts alike: a state decays, so what was written last is read most, in random weights too. A
-write left out therefore stands beside random values as long, written in its place and left out likewise
-(`RandomWrites`), and not beside writes of other positions.
+Border: token ids and numbers; forward/hooks/writes.py defines the interventions, the planner shares work
+between runs. Torch is imported when it runs.
 
 Axes: layer (the first that is changed), position (of the write, one run each), dose, draw, rank.
 """
@@ -52,66 +52,68 @@ if TYPE_CHECKING:
 __all__ = ["WRITE_SCALES", "RandomWrites", "StateKnockout", "StateSteering"]
 
 WRITE_SCALES = (-1.0, 0.0, 0.5, 1.0, 2.0, 4.0)
-"""Turned round, knocked out, halved, as it is, doubled, four times."""
+"""Default scales: sign reversed, knocked out, halved, unchanged, doubled, quadrupled."""
 
 
 @dataclass(frozen=True)
-class _Writes(LayerSweep):
-    """What both share.
-
-    window: how many layers from there on are changed together; all of them: as many as the model has. heads:
-    None for all. The rest: see `LayerSweep`.
-    """
+class _StateWriteSweep(LayerSweep):
+    """Base of sweeps over writes to the recurrent state."""
 
     window: int = field(default=1, kw_only=True)
+    """Number of neighbouring layers changed together, from the labelled one on."""
     heads: tuple[int, ...] | None = field(default=None, kw_only=True)
+    """Head indices whose state is changed; None for all heads."""
 
     @property
     def width(self) -> int:
-        """How many neighbouring layers are changed together."""
+        """Number of neighbouring layers changed together."""
         return self.window
 
     def _variables(
         self, prepared: Baseline, cell: CellLabels, measured: Sequence[Any], axes: Mapping[str, Sequence[Any]]
     ) -> xr.Dataset:
-        """The effects [layer, *axes], and what the unchanged run says. axes: labels by name."""
+        """Effects [layer, *axes] of one cell, and measurements of the unchanged run.
+
+        Arguments:
+            axes: coordinate labels by name of the axis, slowest first.
+        """
         import xarray as xr
 
-        found = gather(measured, {"layer": 1, **{axis: len(labels) for axis, labels in axes.items()}})
+        effects = gather(measured, {"layer": 1, **{axis: len(labels) for axis, labels in axes.items()}})
         layer = ("layer", [cell["layer"]], {"long_name": f"first of {self.window} changed layers"})
-        of_run = of_baseline(prepared, self.target, self.top_k)
+        of_unchanged = of_baseline(prepared, self.target, self.top_k)
         coords = {axis: np.array(labels) for axis, labels in axes.items()}
-        return xr.Dataset(found | of_run, coords={"layer": layer, **coords})
+        return xr.Dataset(effects | of_unchanged, coords={"layer": layer, **coords})
 
 
 @dataclass(frozen=True)
-class StateKnockout(_Writes):
-    """The write of each position knocked out by itself, in each layer by itself or in several together.
-
-    positions: whose writes; None for every position of the prompt.
-    """
+class StateKnockout(_StateWriteSweep):
+    """The write of each position knocked out by itself, in each layer or window of layers."""
 
     name: ClassVar[str] = "state_knockout"
     version: ClassVar[int] = 1
     outputs: ClassVar[Mapping[str, Output]] = effects_along("layer", "position")
 
     positions: tuple[int, ...] | None = None
+    """Positions whose writes are knocked out, one run each; None for every position of the prompt."""
 
     def check(self, config: Architecture) -> None:
-        """Raise InterventionError for a model without such a state, positions or heads that are not there."""
-        self._spec(self._chosen()).validate(config, len(self.tokens))
+        """Raise InterventionError for a model without a recurrent state, or positions or heads that do not
+        exist.
+        """
+        self._spec(self._positions()).validate(config, len(self.tokens))
 
     def runs(self, prepared: Baseline, cell: CellLabels) -> list[Run]:
-        """One per position, its write knocked out in all layers of the cell."""
-        specs = [self._spec([place]).layers(self.changed(cell)) for place in self._chosen()]
+        """One run per position, its write knocked out in all layers of the cell."""
+        specs = [self._spec([place]).layers(self.changed(cell)) for place in self._positions()]
         return [self.run_of(spec.hooks(prepared.config, len(self.tokens))) for spec in specs]
 
     def dataset(self, prepared: Baseline, cell: CellLabels, measured: Sequence[Any]) -> xr.Dataset:
-        """The effects [layer, position]; positions counted from the start."""
-        places = [place % len(self.tokens) for place in self._chosen()]
+        """Effects [layer, position]; positions count from the start."""
+        places = [place % len(self.tokens) for place in self._positions()]
         return self._variables(prepared, cell, measured, {"position": places})
 
-    def _chosen(self) -> Sequence[int]:
+    def _positions(self) -> Sequence[int]:
         return range(len(self.tokens)) if self.positions is None else self.positions
 
     def _spec(self, positions: Sequence[int]) -> StateKnockoutSpec:
@@ -120,10 +122,9 @@ class StateKnockout(_Writes):
 
 
 @dataclass(frozen=True)
-class StateSteering(_Writes):
-    """The writes of some positions multiplied together by several scales, in each layer by itself.
-
-    positions: whose writes. doses: scales; 0 is a knockout, 1 changes nothing.
+class StateSteering(_StateWriteSweep):
+    """The writes of some positions multiplied together by several scales, in each layer or window of
+    layers.
     """
 
     name: ClassVar[str] = "state_steering"
@@ -131,22 +132,29 @@ class StateSteering(_Writes):
     outputs: ClassVar[Mapping[str, Output]] = effects_along("layer", "dose")
 
     positions: tuple[int, ...]
+    """Positions whose writes are scaled together."""
     doses: tuple[float, ...] = WRITE_SCALES
+    """Scales, distinct; 0 is a knockout, 1 changes nothing."""
 
     def check(self, config: Architecture) -> None:
-        """Raise StageError for no doses; InterventionError as of a knockout, and for a scale that is no
-        number."""
+        """Check the fields against a model.
+
+        Raises:
+            StageError: for missing or repeated doses.
+            InterventionError: for a model without a recurrent state, positions or heads that do not exist, or
+                a scale that is not finite.
+        """
         check_doses(self.doses)
         for dose in self.doses:
             self._spec(dose).hooks(config, len(self.tokens))
 
     def runs(self, prepared: Baseline, cell: CellLabels) -> list[Run]:
-        """One per dose, in all layers of the cell."""
+        """One run per dose, in all layers of the cell."""
         specs = [self._spec(dose).layers(self.changed(cell)) for dose in self.doses]
         return [self.run_of(spec.hooks(prepared.config, len(self.tokens))) for spec in specs]
 
     def dataset(self, prepared: Baseline, cell: CellLabels, measured: Sequence[Any]) -> xr.Dataset:
-        """The effects [layer, dose], and what the unchanged run says."""
+        """Effects [layer, dose], and measurements of the unchanged run."""
         return self._variables(prepared, cell, measured, {"dose": self.doses})
 
     def _spec(self, dose: float) -> StateSteeringSpec:
@@ -155,22 +163,26 @@ class StateSteering(_Writes):
 
 
 @dataclass(frozen=True)
-class _Written(Baseline):
-    """The unchanged run, and what its tokens write: keys, values float32 [head, position, width] by layer."""
+class _WritesOfRun(Baseline):
+    """The unchanged run, with the keys and values that its tokens write."""
 
     keys: Mapping[int, npt.NDArray[np.float32]]
+    """Keys by layer, float32 [head, position, width]."""
     values: Mapping[int, npt.NDArray[np.float32]]
+    """Values by layer, float32 [head, position, width]."""
 
 
 @dataclass(frozen=True)
-class RandomWrites(_Writes):
-    """A null: random values as long as each position's own, written in its place, and then left out.
+class RandomWrites(_StateWriteSweep):
+    """Null of a state knockout: random values of equal norm written in place of each value, then left out.
 
-    Of both kinds of write what is measured is the way from the run with it to the run without any: KL(with u
-    || without), |u| = |v| in every head, where a knockout has KL(with v || without). The two ends are alike
-    but for what v means. (To take k u^T away from the state that holds k v^T would be another thing: what is
-    read shrinks without v, and turns without u.) positions: whose. draws: directions for each, drawn by seed
-    for each layer and position.
+    For real and random writes alike, the effect is the distance from the run with the write to the run
+    without any: KL(with u || without) for a random value u, |u| = |v| in every head, and KL(with v ||
+    without) for the knockout. The two differ only in what v means. Subtracting k u^T from a state that holds
+    k v^T would be a different comparison: without v the read vector shrinks, without u it turns.
+
+    Raises:
+        StageError: for fewer than one draw.
     """
 
     name: ClassVar[str] = "random_writes"
@@ -178,66 +190,73 @@ class RandomWrites(_Writes):
     outputs: ClassVar[Mapping[str, Output]] = effects_along("layer", "position", "draw_of_write")
 
     positions: tuple[int, ...]
+    """Positions whose writes are replaced."""
     draws: int = 20
+    """Number of random values per position."""
     seed: int = 0
+    """Random seed, mixed with layer and position into independent directions."""
 
     def check(self, config: Architecture) -> None:
-        """As of a knockout; StageError for no draws."""
+        """Raise InterventionError as a knockout does, StageError for fewer than one draw."""
         if self.draws < 1:
             raise StageError(f"{self.name}: expected at least one draw, found {self.draws}")
         StateKnockoutSpec(chosen_heads=self.heads).positions(self.positions).validate(
             config, len(self.tokens)
         )
 
-    def prepare(self, model: Model) -> _Written:
-        """The unchanged run with the keys and values of every layer."""
-        plain, layers = super().prepare(model), range(model.config.num_layers)
+    def prepare(self, model: Model) -> _WritesOfRun:
+        """Unchanged run with the keys and values of every layer."""
+        unchanged, layers = super().prepare(model), range(model.config.num_layers)
         points = [HookPoint(kind, layer) for kind in ("rwkv_k", "rwkv_v") for layer in layers]
-        held = model.forward(self.tokens, HookSpec().capture(*points))
+        captured = model.forward(self.tokens, HookSpec().capture(*points))
         keys, values = (
-            {layer: array(held[HookPoint(kind, layer)][0]) for layer in layers}
+            {layer: array(captured[HookPoint(kind, layer)][0]) for layer in layers}
             for kind in ("rwkv_k", "rwkv_v")
         )
-        return _Written(plain.config, plain.logits, plain.pattern, keys, values)
+        return _WritesOfRun(unchanged.config, unchanged.logits, unchanged.pattern, keys, values)
 
-    def runs(self, prepared: _Written, cell: CellLabels) -> list[Run]:
-        """Per position the one without its write, then one per draw."""
+    def runs(self, prepared: _WritesOfRun, cell: CellLabels) -> list[Run]:
+        """For each position, the run without its write, then one run per draw."""
         return [run for place in self._places for run in self._runs(prepared, cell, place)]
 
-    def _runs(self, written: _Written, cell: CellLabels, place: int) -> list[Run]:
+    def _runs(self, written: _WritesOfRun, cell: CellLabels, place: int) -> list[Run]:
         layers = self.changed(cell)
         without = self._spec(place).layers(layers).hooks(written.config, len(self.tokens))
-        with_other = [HookSpec() for _ in range(self.draws)]
+        with_random = [HookSpec() for _ in range(self.draws)]
         for layer in layers:
-            key, value = (each[layer][:, place] for each in (written.keys, written.values))
+            key, value = (by_layer[layer][:, place] for by_layer in (written.keys, written.values))
+            # SeedSequence mixes the three numbers: seed + layer + position would repeat directions across
+            # layers.
             (seed,) = np.random.SeedSequence([self.seed, layer, place]).generate_state(1).tolist()
-            others = random_directions(value, self.draws, seed=seed)
-            for draw, other in enumerate(others):
-                change = key[:, None, :, None] * (other - value)[:, None, None, :]
-                chosen = change if self.heads is None else change[list(self.heads)]
-                with_other[draw] = with_other[draw].intervene(
-                    HookPoint("rwkv_state_seq", layer), Add(chosen, positions=(place,), heads=self.heads)
+            random_values = random_directions(value, self.draws, seed=seed)
+            for draw, random_value in enumerate(random_values):
+                # The state holds k v^T: adding k (u - v)^T replaces the write of v by that of u.
+                change = key[:, None, :, None] * (random_value - value)[:, None, None, :]
+                # The payload of an intervention on some heads has those heads only.
+                selected = change if self.heads is None else change[list(self.heads)]
+                with_random[draw] = with_random[draw].intervene(
+                    HookPoint("rwkv_state_seq", layer), Add(selected, positions=(place,), heads=self.heads)
                 )
-        return [self.run_of(spec) for spec in (without, *with_other)]
+        return [self.run_of(spec) for spec in (without, *with_random)]
 
     def sketch(self, config: Architecture, cell: CellLabels) -> list[Run]:
-        """The runs with other numbers: what is taken is as long as values are."""
+        """The runs with constants in place of keys and values."""
         sizes = config.axis_sizes
-        one = np.ones((sizes["head"], len(self.tokens), sizes["key"]), np.float32)
-        held = dict.fromkeys(range(config.num_layers), one)
-        plain = Baseline.sketch(config)
-        return self.runs(_Written(config, plain.logits, plain.pattern, held, held), cell)
+        ones = np.ones((sizes["head"], len(self.tokens), sizes["key"]), np.float32)
+        by_layer = dict.fromkeys(range(config.num_layers), ones)
+        unchanged = Baseline.sketch(config)
+        return self.runs(_WritesOfRun(config, unchanged.logits, unchanged.pattern, by_layer, by_layer), cell)
 
     def measure(self, prepared: Baseline, cell: CellLabels, result: HookCache) -> Floats:
-        """The logits: what they are measured against is a run of the same cell."""
+        """Logits [piece, vocab]: they are compared with another run of the same cell, in `dataset`."""
         return read_logits(result)
 
     def dataset(self, prepared: Baseline, cell: CellLabels, measured: Sequence[Any]) -> xr.Dataset:
-        """The effects [layer, position, draw_of_write] of leaving out what was drawn."""
+        """Effects [layer, position, draw_of_write] of leaving out the random writes."""
         effects = []
         for start in range(0, len(measured), self.draws + 1):
-            without, *with_other = measured[start : start + self.draws + 1]
-            effects += [effect(each, without, self.target, self.top_k) for each in with_other]
+            without, *with_random = measured[start : start + self.draws + 1]
+            effects += [effect(logits, without, self.target, self.top_k) for logits in with_random]
         axes = {"position": self._places, "draw_of_write": range(self.draws)}
         return self._variables(prepared, cell, effects, axes)
 

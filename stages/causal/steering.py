@@ -1,18 +1,18 @@
-"""Attention steering: how the model's answer moves as an edge is given more or less weight.
+"""Attention steering: dose response of the next token to scaled attention weights.
 
-A dose multiplies the weight of some edges inside the pass and renormalises the rows it touched, over the keys
-a query may see, so that rows sum to 1 and nothing leaks to the future. For one edge of weight a and dose d
+A dose multiplies the weight of some edges during the pass, and the affected rows are renormalised over their
+visible keys, so that rows sum to 1 and causality holds. An edge of weight a under dose d gets
 
     a' = d a / (1 + (d - 1) a),
 
-which is linear in d only while a is small: a' never passes 1. `SteeringCalibration` offers both the linear
-reading of doses (d a, as candle-mi has it) and the exact one; `exact_factor` inverts the formula, also for a
-mean over heads, where it has no closed form.
+which is linear in d only while a is small, and never exceeds 1. `SteeringCalibration` offers the linear
+approximation (d a, as in candle-mi) and the exact form; `exact_factor` inverts the formula, also for a mean
+over heads, which has no closed form.
 
-Border: labelled arrays and numbers; what is steered is a SteeringSpec, how runs share their work is the
-planner's. Never imports torch until it runs.
+Border: labelled arrays and numbers; a SteeringSpec holds the edges, the planner shares work between runs.
+Torch is imported when it runs.
 
-Axes: layer (the first that is steered), dose, head, rank. Units: attention weights and doses have none.
+Axes: layer (the first that is steered), dose, head, rank. Attention weights and doses have no unit.
 """
 
 from __future__ import annotations
@@ -62,19 +62,15 @@ __all__ = [
 ]
 
 DOSE_LEVELS = (0.5, 1.0, 2.0, 3.0, 4.0, 6.0)
+"""Default factors of an attention weight."""
 _NONE = 1e-10
-"""Weights below this are taken for no attention at all."""
+"""Attention weight below which an edge counts as absent."""
 _OVER = "mean over edges and steered layers"
 
 
 @dataclass(frozen=True)
 class DoseResponse(LayerSweep):
-    """The same edges at several doses, from each layer by itself.
-
-    edges: (query, key), None for every position. doses: factors, or weights where kind is "set_value".
-    window: how many layers from there on are steered together. heads: None for all. The rest: see
-    `LayerSweep`.
-    """
+    """The same edges scaled by several doses, in each layer or window of layers."""
 
     name: ClassVar[str] = "dose_response"
     version: ClassVar[int] = 1
@@ -87,18 +83,25 @@ class DoseResponse(LayerSweep):
     }
 
     edges: tuple[Edge, ...]
+    """(query, key) positions; None on either side for every position."""
     doses: tuple[float, ...] = DOSE_LEVELS
+    """Factors, or target weights if `kind` is "set_value"; distinct."""
     window: int = 1
+    """Number of neighbouring layers steered together, from the labelled one on."""
     heads: tuple[int, ...] | None = None
+    """Head indices in which edges are steered; None for all heads."""
     kind: Literal["scale", "set_value"] = "scale"
+    """"scale" multiplies weights, "set_value" replaces them, before rows are renormalised."""
 
     @property
     def width(self) -> int:
-        """How many neighbouring layers are steered together."""
+        """Number of neighbouring layers steered together."""
         return self.window
 
     def check(self, config: Architecture) -> None:
-        """Raise StageError for no doses, InterventionError for edges or heads that are not there."""
+        """Raise StageError for missing or repeated doses, InterventionError for edges or heads that do not
+        exist.
+        """
         check_doses(self.doses)
         for dose in self.doses:
             self._spec(dose).validate(
@@ -106,12 +109,12 @@ class DoseResponse(LayerSweep):
             )
 
     def prepare(self, model: Model) -> Baseline:
-        """The unchanged run with its attention."""
+        """Unchanged run with the attention patterns of the steered layers."""
         steered = {layer for cell in self.cells(model.config) for layer in self.changed(cell)}
         return baseline_run(model, self.tokens, self.target, sorted(steered))
 
     def runs(self, prepared: Baseline, cell: CellLabels) -> list[Run]:
-        """One per dose, with the attention weights of the layers that are steered."""
+        """One run per dose, capturing the attention patterns of the steered layers."""
         points = [HookPoint.pattern(layer) for layer in self.changed(cell)]
         hooks = [
             self._spec(dose).layers(self.changed(cell)).hooks(prepared.config, len(self.tokens))
@@ -120,7 +123,7 @@ class DoseResponse(LayerSweep):
         return [self.run_of(spec.capture(*points)) for spec in hooks]
 
     def measure(self, prepared: Baseline, cell: CellLabels, result: HookCache) -> dict[str, Any]:
-        """What changed, and the weight of the edges in the steered run, by head."""
+        """Effects of one run, and the mean weight of the edges in it, float64 [head]."""
         patterns = [array(result[HookPoint.pattern(layer)][0]) for layer in self.changed(cell)]
         weight = np.mean(
             [edge_weight(pattern, self.heads, self._resolved(prepared.config)) for pattern in patterns],
@@ -129,14 +132,14 @@ class DoseResponse(LayerSweep):
         return effect(prepared.logits, read_logits(result), self.target, self.top_k) | {"weight": weight}
 
     def dataset(self, prepared: Baseline, cell: CellLabels, measured: Sequence[Any]) -> xr.Dataset:
-        """The effects [layer, dose], and the attention to the targets before and after."""
+        """Effects [layer, dose], and the attention weight of the edges before and after steering."""
         import xarray as xr
 
         weights = [
             prepared.weight(layer, self.heads, self._resolved(prepared.config))
             for layer in self.changed(cell)
         ]
-        before, after = np.mean(weights, axis=0), np.array([one["weight"] for one in measured])
+        before, after = np.mean(weights, axis=0), np.array([run["weight"] for run in measured])
         heads = range(prepared.config.axis_sizes["head"]) if self.heads is None else self.heads
         attention = {
             "baseline_attention": [before.mean()],
@@ -170,26 +173,31 @@ class DoseResponse(LayerSweep):
 
 
 def check_doses(doses: Sequence[float]) -> None:
-    """StageError for no doses, or one twice."""
+    """Raise StageError for no doses, or repeated ones."""
     if not doses or len(set(doses)) != len(doses):
         found = list(doses) or "none"
         raise StageError(f"expected doses, each once, found {found}; DOSE_LEVELS is a good start")
 
 
 def measure_attention_to_targets(pattern: Any, query: int, keys: Sequence[int]) -> float:
-    """Mean weight a query gives to some keys, over all leading axes (layers, prompts, heads).
+    """Mean weight that a query gives to some keys, over all leading axes (layers, prompts, heads).
 
-    pattern: [..., query, key], an array, a DataArray or a tensor on the CPU. Negative positions count from
-    the end. Raises InterventionError for a position out of range, or no keys.
+    Arguments:
+        pattern: [..., query, key], an array, a DataArray or a tensor on the CPU.
+        query: position; negative counts from the end.
+        keys: positions; negative ones count from the end.
+
+    Raises:
+        InterventionError: for a position out of range, or no keys.
     """
-    weights = np.asarray(getattr(pattern, "values", pattern), np.float64)
-    queries, positions = weights.shape[-2:]
+    weights = np.asarray(pattern, np.float64)
+    n_queries, n_keys = weights.shape[-2:]
     if not len(keys):
         raise InterventionError("expected at least one key to measure attention to, found none")
-    for what, place, size in (("a query", query, queries), *(("keys", key, positions) for key in keys)):
-        if not -size <= place < size:
+    for name, position, size in (("a query", query, n_queries), *(("keys", key, n_keys) for key in keys)):
+        if not -size <= position < size:
             raise InterventionError(
-                f"expected {what} in 0..{size - 1} (or negative, from the end), found {place}"
+                f"expected {name} in 0..{size - 1} (or negative, from the end), found {position}"
             )
     return float(weights[..., query, :][..., list(keys)].mean())
 
@@ -204,14 +212,20 @@ def steered_weight(weight: Any, factor: float) -> Any:
 
 
 def exact_factor(weights: Any, target: float) -> float:
-    """The factor that gives the mean of some weights a target, renormalisation included.
+    """Factor that gives the mean of some weights a target value, renormalisation included.
 
-    weights: one weight per row that is steered (the heads of a query), each of a row of its own. One weight
-    a: t (1 - a) / (a (1 - t)). Several: found by bisection, as the mean grows with the factor.
-    Raises InterventionError where no factor does: a target outside 0 … 1, or weights that are all 0 or 1.
+    One weight a: t (1 - a) / (a (1 - t)). Several: by bisection, as the mean is monotonic in the factor.
+
+    Arguments:
+        weights: one weight per steered row (the heads of a query).
+        target: mean weight to reach.
+
+    Raises:
+        InterventionError: where no factor reaches the target: outside 0 to 1, or weights that are all 0 or 1.
     """
-    held = np.atleast_1d(np.asarray(weights, np.float64)).ravel()
-    low, high = float((held >= 1).mean()), float((held > 0).mean())
+    values = np.atleast_1d(np.asarray(weights, np.float64)).ravel()
+    # Weights of exactly 0 and 1 are fixed points of every factor, so they bound the reachable mean.
+    low, high = float((values >= 1).mean()), float((values > 0).mean())
     if target == low == 0.0:
         return 0.0
     if not low < target < high:
@@ -219,12 +233,13 @@ def exact_factor(weights: Any, target: float) -> float:
             f"expected a mean weight between {low:.4g} and {high:.4g}, which the factors 0 and infinity "
             f"give, found {target}"
         )
-    if len(held) == 1:
-        return float(target * (1 - held[0]) / (held[0] * (1 - target)))
-    below, above = -700.0, 700.0  # logarithms of the factor
+    if len(values) == 1:
+        return float(target * (1 - values[0]) / (values[0] * (1 - target)))
+    # Bisection on the logarithm of the factor; exp(+-700) is just inside the range of float64.
+    below, above = -700.0, 700.0
     for _ in range(200):
         middle = (below + above) / 2
-        if steered_weight(held, float(np.exp(middle))).mean() < target:
+        if steered_weight(values, float(np.exp(middle))).mean() < target:
             below = middle
         else:
             above = middle
@@ -233,19 +248,24 @@ def exact_factor(weights: Any, target: float) -> float:
 
 @dataclass(frozen=True)
 class SteeringCalibration:
-    """How much attention to give: from what a source condition has to what a target condition has.
+    """Attention weight to aim at when a target condition is steered to resemble a source condition.
 
-    source_baseline, target_baseline: mean attention of n_source and n_target samples, at one layer. Where the
-    target has none (below 1e-10) no factor can make any: the ratio is 0, and factors are 1.
+    Where the target condition has no attention (below 1e-10) no factor can create any: the ratio is 0, and
+    factors are 1.
     """
 
     source_baseline: float
+    """Mean attention weight of the source condition."""
     target_baseline: float
+    """Mean attention weight of the target condition."""
     layer: int
+    """Layer at which both were measured."""
     n_source: int = 1
+    """Number of samples of the source condition."""
     n_target: int = 1
+    """Number of samples of the target condition."""
     recommended_target: float | None = None
-    """Attention to aim at; None for that of the source."""
+    """Attention weight to aim at; None takes the source's weight."""
 
     def __post_init__(self) -> None:
         for name in ("source_baseline", "target_baseline"):
@@ -256,61 +276,74 @@ class SteeringCalibration:
             object.__setattr__(self, "recommended_target", self.source_baseline)
 
     def with_target(self, attention: float) -> SteeringCalibration:
-        """The same with another attention to aim at."""
+        """Copy with another attention weight to aim at."""
         baselines = (self.source_baseline, self.target_baseline)
         return SteeringCalibration(*baselines, self.layer, self.n_source, self.n_target, attention)
 
     @property
     def attention_ratio(self) -> float:
-        """Source over target; 0 where the target has none."""
+        """source_baseline / target_baseline; 0 where the target has no attention."""
+        # Weights below _NONE are rounding of the softmax: their ratio would be arbitrarily large.
         return 0.0 if self.target_baseline <= _NONE else self.source_baseline / self.target_baseline
 
     def scale_factor_for_target(self, attention: float) -> float:
-        """Factor for a wanted attention, read linearly: attention / target_baseline. Leaves renormalisation
-        out, so the pass gives less than asked for; `exact_factor_for_target` does not."""
+        """Factor for a wanted attention weight in the linear approximation: attention / target_baseline.
+
+        It ignores renormalisation, so the pass gives less than requested; `exact_factor_for_target` does not.
+        """
         return 1.0 if self.target_baseline <= _NONE else attention / self.target_baseline
 
     def scale_factor_to_source(self) -> float:
-        """Factor for the source's attention, read linearly."""
+        """Factor for the source's attention weight, in the linear approximation."""
         return self.scale_factor_for_target(self.source_baseline)
 
     def exact_factor_for_target(self, attention: float) -> float:
-        """Factor that gives one edge of weight target_baseline this attention, renormalisation included."""
+        """Factor that gives one edge of weight target_baseline this attention weight, renormalisation
+        included.
+        """
         return 1.0 if self.target_baseline <= _NONE else exact_factor(self.target_baseline, attention)
 
     @property
     def dose_levels_absolute(self) -> list[tuple[float, float]]:
-        """(dose, attention) read linearly, dose * target_baseline; may exceed 1, where no weight goes."""
+        """(dose, attention) in the linear approximation, dose * target_baseline; may exceed 1."""
         return [(dose, self.target_baseline * dose) for dose in DOSE_LEVELS]
 
     @property
     def dose_levels_exact(self) -> list[tuple[float, float]]:
-        """(dose, attention) that one edge of weight target_baseline gets, renormalisation included."""
+        """(dose, attention) of one edge of weight target_baseline, renormalisation included."""
         return [(dose, float(steered_weight(self.target_baseline, dose))) for dose in DOSE_LEVELS]
 
 
 @dataclass(frozen=True)
 class DosePoint:
-    """One dose: attention to the targets under it, and what it did (nats)."""
+    """One dose of a dose-response curve."""
 
     scale_factor: float
+    """Factor of the attention weight."""
     attention_level: float
+    """Mean attention weight of the edges under this dose."""
     kl_divergence: float
+    """KL(baseline || steered) of the next token, in nats."""
 
 
 @dataclass(frozen=True)
 class DoseResponseCurve:
-    """Doses and what they did, in the order in which they were added."""
+    """Dose-response curve of one layer, with points in the order in which they were added."""
 
     sample_id: str
+    """Name of the prompt."""
     condition: str
+    """Name of the condition to which the prompt belongs."""
     layer: int
+    """First steered layer."""
     baseline_attention: float
+    """Mean attention weight of the edges without steering."""
     points: tuple[DosePoint, ...] = field(default=())
+    """The doses."""
 
     @classmethod
     def of(cls, response: xr.Dataset, layer: int, *, sample_id: str, condition: str) -> DoseResponseCurve:
-        """The curve of one layer of a `DoseResponse`."""
+        """Curve of one layer of a `DoseResponse` result."""
         part = response.sel(layer=layer)
         columns = (part[name].values.tolist() for name in ("dose", "attention", "kl"))
         points = tuple(DosePoint(*row) for row in zip(*columns, strict=True))
@@ -319,17 +352,21 @@ class DoseResponseCurve:
     def with_point(
         self, scale_factor: float, attention_level: float, kl_divergence: float
     ) -> DoseResponseCurve:
-        """The curve with one more point."""
+        """Copy with one more point."""
         points = (*self.points, DosePoint(scale_factor, attention_level, kl_divergence))
         return DoseResponseCurve(self.sample_id, self.condition, self.layer, self.baseline_attention, points)
 
     def scale_for_target(self, attention: float) -> float | None:
-        """Factor at which attention reaches a level, by linear interpolation between the first two
-        neighbouring points that bracket it; None outside. Neighbours of equal level say nothing."""
-        for one, next_one in zip(self.points, self.points[1:], strict=False):
-            low, high = one.attention_level, next_one.attention_level
+        """Factor at which attention reaches a level, by linear interpolation; None if no points bracket it.
+
+        The first two neighbouring points that bracket the level are used; neighbours of equal level are
+        skipped.
+        """
+        for point, next_point in zip(self.points, self.points[1:], strict=False):
+            low, high = point.attention_level, next_point.attention_level
+            # Equal neighbours would divide by 0, and bracket the level only where they equal it.
             if abs(high - low) < _NONE or not min(low, high) <= attention <= max(low, high):
                 continue
             share = (attention - low) / (high - low)
-            return one.scale_factor + share * (next_one.scale_factor - one.scale_factor)
+            return point.scale_factor + share * (next_point.scale_factor - point.scale_factor)
         return None

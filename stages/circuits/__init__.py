@@ -1,2 +1,3 @@
-"""Circuits: which edges of a model's graph a behaviour needs, found by gradients and by exact runs, and
-tested."""
+"""Circuits: discovery of the edges that a behaviour needs, by gradients and exact runs, and their
+evaluation.
+"""

@@ -1,8 +1,8 @@
-"""Batches: pairs of one length through a model, with what each source adds and what stands for it elsewhere.
+"""Batches of prompt pairs of equal length, with source outputs of the clean run and their replacements.
 
-Border: a model and pairs in, tensors and logits out; which edges are changed, others decide.
+Border: a model and pairs in, tensors and logits out; callers decide which edges are changed.
 
-Axes: B pairs of a batch, S positions, D hidden, source as in forward/edges/layout.py.
+Axes: B pairs of a batch, S positions, D hidden; source as in forward/edges/layout.py.
 """
 
 from __future__ import annotations
@@ -28,34 +28,36 @@ if TYPE_CHECKING:
 __all__ = ["MEMORY", "PairBatch", "as_array", "batches", "gradients", "network_of"]
 
 MEMORY = 1 << 30
-"""Bytes that may be taken beside the model unless told otherwise."""
+"""Default budget of bytes beside the model's weights."""
 
 
 @dataclass(frozen=True)
 class PairBatch:
-    """Some pairs of one length.
+    """Some pairs of one length, with their clean run."""
 
-    places: which of all pairs. ids, corrupted_ids: int [B, S]. clean: the clean pass. other: what stands for
-    each source where an edge is left out, [B, source, S, D]. logits: the clean ones at the last position,
-    float64 [B, vocab].
-    """
-
-    places: list[int]
+    indices: list[int]
+    """Index of each pair among all pairs."""
     pairs: list[Pair]
+    """The pairs."""
     ids: Tensor
+    """Token ids of the clean prompts, int64 [B, S]."""
     corrupted_ids: Tensor
+    """Token ids of the corrupted prompts, int64 [B, S]."""
     clean: EdgeSources
-    other: Tensor
+    """Outputs of all sources in the clean run."""
+    replacement: Tensor
+    """What an edge that is left out carries instead, by source, [B, source, S, D]."""
     logits: Floats
+    """Clean logits at the last position, float64 [B, vocab]."""
 
     @property
     def change(self) -> Tensor:
-        """What each source adds elsewhere less what it adds here, [B, source, S, D]."""
-        return self.other - self.clean.added
+        """Replacement minus clean output of each source, [B, source, S, D]."""
+        return self.replacement - self.clean.added
 
 
 def network_of(model: Model) -> SplitNetwork:
-    """The network of a model that `Layout.of` takes."""
+    """The network of a model, as a `SplitNetwork`. Raises ConfigError for a model with streamed weights."""
     model.require_all_weights("edges and circuits")
     return cast(SplitNetwork, model.network)
 
@@ -71,69 +73,78 @@ def batches(
     memory: int = MEMORY,
     only: int | None = None,
 ) -> Iterator[PairBatch]:
-    """All pairs, as many of one length at once as fit a quarter of the memory.
+    """All pairs in batches of equal length, sized to fit a quarter of the memory.
 
-    seed: of which other prompt is drawn for "resampled". only: of which pair alone.
+    Arguments:
+        alternative: what an edge that is left out carries; see `Alternative`.
+        seed: of the prompts drawn for "resampled".
+        memory: budget of bytes beside the model.
+        only: index of a single pair to run; None for all.
     """
     network = network_of(model)
     for group in by_length(pairs):
         length, element = len(pairs[group[0]].clean), network.dtype.itemsize
-        of_a_pair = 3 * len(layout.sources) * length * model.config.hidden_size * element
-        most = max(1, memory // 4 // of_a_pair)
-        parts = [group[start : start + most] for start in range(0, len(group), most)]
+        # Clean outputs, replacements and their difference are held at once, hence the factor 3.
+        bytes_per_pair = 3 * len(layout.sources) * length * model.config.hidden_size * element
+        batch_size = max(1, memory // 4 // bytes_per_pair)
+        parts = [group[start : start + batch_size] for start in range(0, len(group), batch_size)]
+        # The mean is over all pairs of this length, whatever the batch or `only`.
         mean = _mean(model, layout, pairs, parts) if alternative == "mean" else None
         donors = _donors(group, seed)
-        for places in parts if only is None else [[place] for place in group if place == only]:
-            chosen = [pairs[place] for place in places]
+        for indices in parts if only is None else [[index] for index in group if index == only]:
+            batch_pairs = [pairs[index] for index in indices]
             ids, corrupted = (
-                _ids(model, [getattr(pair, name) for pair in chosen]) for name in ("clean", "corrupted")
+                _ids(model, [getattr(pair, name) for pair in batch_pairs]) for name in ("clean", "corrupted")
             )
             clean = sources_of(network, layout, ids)
             if alternative == "zero":
-                other = torch.zeros_like(clean.added)
+                replacement = torch.zeros_like(clean.added)
             elif mean is not None:
-                other = mean.expand_as(clean.added)
+                replacement = mean.expand_as(clean.added)
             else:
-                drawn = _ids(model, [pairs[donors[place]].clean for place in places])
-                asked = corrupted if alternative == "corrupted" else drawn
-                other = sources_of(network, layout, asked).added
+                donor_ids = _ids(model, [pairs[donors[index]].clean for index in indices])
+                replacement_ids = corrupted if alternative == "corrupted" else donor_ids
+                replacement = sources_of(network, layout, replacement_ids).added
+            # Metrics read the last position only, so one row per prompt is unembedded.
             logits = network.unembed(network.final_norm(clean.streams.logits[:, -1]), Logits())
-            yield PairBatch(places, chosen, ids, corrupted, clean, other, as_array(logits))
+            yield PairBatch(indices, batch_pairs, ids, corrupted, clean, replacement, as_array(logits))
 
 
 def as_array(logits: Tensor) -> Floats:
     """Logits as metrics read them, float64."""
-    found: Floats = logits.double().cpu().numpy()
-    return found
+    values: Floats = logits.double().cpu().numpy()
+    return values
 
 
 def gradients(batch: PairBatch, logits: Tensor) -> Tensor:
-    """The gradient of each pair's metric with respect to last logits of its run, [B, vocab]."""
-    held = as_array(logits)
-    found = np.zeros_like(held)
-    for row, (pair, run, clean) in enumerate(zip(batch.pairs, held, batch.logits, strict=True)):
-        chosen = tokens_of(pair.metric)
-        where = slice(None) if chosen is None else chosen
-        found[row, where] = pair.metric.gradient(run[where], clean[where])
-    return torch.from_numpy(found).to(logits)
+    """Gradient of each pair's metric with respect to the last logits of its run, [B, vocab]."""
+    runs = as_array(logits)
+    gradient = np.zeros_like(runs)
+    for row, (pair, run, clean) in enumerate(zip(batch.pairs, runs, batch.logits, strict=True)):
+        tokens = tokens_of(pair.metric)
+        columns = slice(None) if tokens is None else tokens
+        gradient[row, columns] = pair.metric.gradient(run[columns], clean[columns])
+    return torch.from_numpy(gradient).to(logits)
 
 
 def _mean(model: Model, layout: Layout, pairs: Sequence[Pair], parts: Sequence[Sequence[int]]) -> Tensor:
-    """What each source adds on average over the clean prompts of one length, [source, S, D]."""
+    """Mean output of each source over the clean prompts of one length, [source, S, D]."""
     summed, count = None, 0
-    for places in parts:
-        ids = _ids(model, [pairs[place].clean for place in places])
+    for indices in parts:
+        ids = _ids(model, [pairs[index].clean for index in indices])
+        # Summed in float64, so that the mean does not depend on how pairs are batched.
         added = sources_of(network_of(model), layout, ids).added.double().sum(0)
-        summed, count = added if summed is None else summed + added, count + len(places)
+        summed, count = added if summed is None else summed + added, count + len(indices)
     assert summed is not None  # there are pairs
     return (summed / count).to(model.dtype)
 
 
 def _donors(group: Sequence[int], seed: int) -> dict[int, int]:
-    """For each pair another one, drawn: each is a neighbour's donor in a random order."""
+    """Donor of each pair, another pair of the group, as {index: donor index}."""
     order = np.random.default_rng(seed).permutation(len(group))
+    # A random cycle: no pair is its own donor, and each is used once.
     shifted = np.roll(order, 1)
-    return {group[int(to)]: group[int(of)] for to, of in zip(order, shifted, strict=True)}
+    return {group[int(pair)]: group[int(donor)] for pair, donor in zip(order, shifted, strict=True)}
 
 
 def _ids(model: Model, rows: Sequence[Sequence[int]]) -> Tensor:

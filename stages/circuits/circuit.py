@@ -1,19 +1,19 @@
 """Circuit: a set of edges of a model's graph that is claimed to do a task, as a value.
 
-    found = Circuit.top(layout, scores, 150).pruned()
-    rest = ~found                                   # every other edge
-    Circuit.from_json(found.to_json()) == found
+    circuit = Circuit.top(layout, scores, 150).pruned()
+    complement = ~circuit                            # every other edge
+    Circuit.from_json(circuit.to_json()) == circuit
 
-Selections are those of EAP-IG (Hanna et al., Have Faith in Faithfulness, 2024, section 2.3), pruning as its
-code prunes: what nothing reads, or what reads nothing, does not belong.
+Selection follows EAP-IG (Hanna et al. 2024, "Have Faith in Faithfulness", section 2.3), and so does pruning:
+nodes without incoming or without outgoing edges are removed with their edges.
 
-A circuit may say of each edge at which positions it is one (Haklay et al., Position-aware Automatic Circuit
-Discovery, 2025): what a destination reads of a source there, "m1->a2.h3<v>@5". What a head reads for keys and
-values at a position goes into what it adds there and later; a node is a part at a position.
+A circuit may have edges by position (Haklay et al. 2025, "Position-aware Automatic Circuit Discovery"):
+"m1->a2.h3<v>@5" is what the destination reads of the source at position 5. What a head reads there for keys
+and values enters its output at this and later positions; a node is then a head or MLP at a position.
 
-Border: names and numbers of edges; knows no model and no scores but those it is given. Never imports torch.
+Border: names and numbers of edges; no model. Never imports torch.
 
-Axes: position (where it says), source, destination, as in forward/edges/layout.py.
+Axes: position (if edges are by position), source, destination, as in forward/edges/layout.py.
 """
 
 from __future__ import annotations
@@ -34,100 +34,131 @@ from ..forward.edges.layout import INPUT, LOGITS, Bools, Layout
 __all__ = ["Circuit"]
 
 FORMAT = 1
+"""Version of the JSON form."""
 LEAVES_NOTHING = -1
-"""Owner of the logits (`Layout.owner`), which are no source."""
+"""`Layout.owner` of the logits, which are a destination but no source."""
 
 
 @dataclass(frozen=True, eq=False)
 class Circuit:
-    """Edges of a graph. chosen: bool [source, destination], or [position, source, destination] of prompts of
-    that length; copied, and False where there is no edge."""
+    """Edges of a graph.
+
+    Raises:
+        ShapeError: for an array whose shape does not fit the graph.
+    """
 
     layout: Layout
+    """Sources, destinations and possible edges of the model's graph."""
     chosen: Bools
+    """Edges of the circuit, bool [source, destination], or [position, source, destination] for prompts of
+    that length; copied, and set to False where the graph has no edge.
+    """
 
     def __post_init__(self) -> None:
-        held = np.array(self.chosen, np.bool_)
-        if held.ndim not in (2, 3) or held.shape[-2:] != self.layout.edges.shape or not len(held):
+        edges = np.array(self.chosen, np.bool_)
+        if edges.ndim not in (2, 3) or edges.shape[-2:] != self.layout.edges.shape or not len(edges):
             raise ShapeError(
                 f"expected edges [source, destination] of shape {list(self.layout.edges.shape)}, or of each "
-                f"position, found {list(held.shape)}"
+                f"position, found {list(edges.shape)}"
             )
-        held &= _edges(self.layout, len(held) if held.ndim == 3 else None)
-        held.setflags(write=False)
-        object.__setattr__(self, "chosen", held)
+        # Impossible edges are dropped silently, so that complements stay within the graph.
+        edges &= _edges(self.layout, len(edges) if edges.ndim == 3 else None)
+        edges.setflags(write=False)
+        object.__setattr__(self, "chosen", edges)
 
     @property
     def positions(self) -> int | None:
-        """How many positions it tells apart; None where it is of all of them."""
+        """Length of the position axis; None for a circuit whose edges hold at all positions."""
         return len(self.chosen) if self.chosen.ndim == 3 else None
 
     # -- made of
 
     @classmethod
     def whole(cls, layout: Layout, positions: int | None = None) -> Circuit:
-        """Every edge: the model as it is. positions: of how many each has edges of its own; None for none."""
+        """Every edge: the full model.
+
+        Arguments:
+            positions: number of positions with edges of their own; None for edges at all positions.
+        """
         return cls(layout, _edges(layout, positions))
 
     @classmethod
     def of(cls, layout: Layout, names: Iterable[str], positions: int | None = None) -> Circuit:
-        """Edges by name, "m1->a2.h3<v>", with positions "m1->a2.h3<v>@5". Raises ConfigError for one that is
-        not there."""
+        """Edges by name, "m1->a2.h3<v>", with positions "m1->a2.h3<v>@5".
+
+        Raises:
+            ConfigError: for an edge that does not exist.
+        """
         if positions is None:
             return cls(layout, layout.chosen(list(names)))
-        every = _edges(layout, positions)
-        found = np.zeros_like(every)
+        all_edges = _edges(layout, positions)
+        edges = np.zeros_like(all_edges)
         for name in names:
-            edge, _, at = name.partition("@")
-            here = layout.chosen([edge])
-            if not at.isdecimal() or int(at) >= positions or not (here & every[int(at)]).any():
+            edge, _, position = name.partition("@")
+            named = layout.chosen([edge])
+            if (
+                not position.isdecimal()
+                or int(position) >= positions
+                or not (named & all_edges[int(position)]).any()
+            ):
                 raise ConfigError(
                     f"expected an edge at one of {positions} positions, such as "
                     f"{layout.name(0, 0) + '@0'!r}, found {name!r}"
                 )
-            found[int(at)] |= here
-        return cls(layout, found)
+            edges[int(position)] |= named
+        return cls(layout, edges)
 
     @classmethod
     def top(cls, layout: Layout, scores: Any, size: int) -> Circuit:
-        """The edges of largest |score| [source, destination], or [position, source, destination]; of equal
-        ones the first by position and source."""
+        """The `size` edges of largest |score|; ties go to the first by position and source.
+
+        Arguments:
+            scores: [source, destination], or [position, source, destination].
+        """
         magnitude = _magnitudes(layout, scores)
+        # Stable on -|score|: ties keep the order of position, source and destination.
         order = np.argsort(-magnitude, axis=None, kind="stable")[: _within(size, magnitude)]
         return cls(layout, _among(order, magnitude.shape))
 
     @classmethod
     def greedy(cls, layout: Layout, scores: Any, size: int) -> Circuit:
-        """As many edges one after the other, from the logits down: each time the one of largest |score| into
-        a node that is in already, whose source is then in as well."""
+        """`size` edges taken backwards from the logits: each time the one of largest |score| into a node of
+        the circuit.
+        The source of each edge joins the circuit, so that every edge leads to the logits.
+        """
         magnitude = _magnitudes(layout, scores)
         order = _from_the_logits(layout, magnitude, _within(size, magnitude))
         return cls(layout, _among(order, magnitude.shape))
 
     @classmethod
     def at_random(cls, layout: Layout, size: int, *, seed: int, positions: int | None = None) -> Circuit:
-        """As many edges, drawn evenly and without replacement."""
-        every = _edges(layout, positions)
-        drawn = np.random.default_rng(seed).choice(np.flatnonzero(every), _within(size, every), replace=False)
-        return cls(layout, _among(drawn, every.shape))
+        """`size` random edges, uniform and without replacement."""
+        all_edges = _edges(layout, positions)
+        places = np.random.default_rng(seed).choice(
+            np.flatnonzero(all_edges), _within(size, all_edges), replace=False
+        )
+        return cls(layout, _among(places, all_edges.shape))
 
     @classmethod
     def grown(cls, layout: Layout, size: int, *, seed: int, positions: int | None = None) -> Circuit:
-        """As many edges, drawn one after the other from the logits down, as `greedy` takes them: each leads
-        to the logits, as those of a circuit that does something must."""
-        (found,) = cls.growing(layout, (size,), seed=seed, positions=positions)
-        return found
+        """`size` random edges taken backwards from the logits, as `greedy` takes them, so that each leads to
+        the logits.
+        A fairer control than `at_random`, whose edges mostly reach nothing.
+        """
+        (circuit,) = cls.growing(layout, (size,), seed=seed, positions=positions)
+        return circuit
 
     @classmethod
     def growing(
         cls, layout: Layout, sizes: Sequence[int], *, seed: int, positions: int | None = None
     ) -> tuple[Circuit, ...]:
-        """`grown` of several sizes, drawn together: each goes on where a smaller one ends."""
+        """`grown` of several sizes; each contains the smaller ones."""
         shape = _edges(layout, positions).shape
+        # A random order as scores makes `greedy` draw uniformly among the edges into the circuit.
         scores = np.random.default_rng(seed).permutation(int(np.prod(shape))) + 1.0
         magnitude = _magnitudes(layout, scores.reshape(shape))
-        most = max((_within(size, magnitude) for size in sizes), default=0)
-        order = _from_the_logits(layout, magnitude, most)
+        largest = max((_within(size, magnitude) for size in sizes), default=0)
+        order = _from_the_logits(layout, magnitude, largest)
         return tuple(cls(layout, _among(order[:size], shape)) for size in sizes)
 
     # -- sets
@@ -158,6 +189,7 @@ class Circuit:
         )
 
     def __hash__(self) -> int:
+        # Arrays are not hashable; equal circuits have equal digests.
         return hash(self.digest)
 
     def __repr__(self) -> str:
@@ -166,19 +198,23 @@ class Circuit:
         return f"Circuit({len(self)} of {count} edges{where}, {len(self.nodes)} nodes)"
 
     def at(self, positions: int) -> Circuit:
-        """The same at each of so many positions."""
+        """This circuit with a position axis: the same edges at each of `positions` positions.
+
+        Raises:
+            ConfigError: for a circuit with another number of positions.
+        """
         if self.positions not in (None, positions):
             raise ConfigError(f"expected a circuit of {positions} positions, found one of {self.positions}")
         return Circuit(self.layout, np.broadcast_to(self.chosen, (positions, *self.layout.edges.shape)))
 
     @property
     def anywhere(self) -> Circuit:
-        """The edges it has at any position."""
-        return Circuit(self.layout, np.array(self._by_place.any(0)))
+        """Edges that the circuit has at any position, without positions."""
+        return Circuit(self.layout, np.array(self._by_position.any(0)))
 
     @cached_property
     def edges(self) -> tuple[str, ...]:
-        """Names, destination by destination, positions in order."""
+        """Names of the edges, by destination, source and position."""
         if self.positions is None:
             return tuple(self.layout.names(self.chosen))
         places = zip(*np.nonzero(self.chosen.transpose(2, 1, 0)), strict=True)
@@ -186,113 +222,133 @@ class Circuit:
 
     @cached_property
     def nodes(self) -> tuple[str, ...]:
-        """Names of the nodes with an edge, in the order in which they are computed; the logits last."""
-        owner, held = self.layout.owner, self._by_place
-        with_edges: Bools = np.array(held.any(2))
-        position, read = np.nonzero(held.any(1) & (owner >= 0))
-        with_edges[position, owner[read]] = True
+        """Names of the nodes with an edge, in order of computation; the logits last."""
+        owner, by_position = self.layout.owner, self._by_position
+        with_edges: Bools = np.array(by_position.any(2))
+        position, destination = np.nonzero(by_position.any(1) & (owner >= 0))
+        with_edges[position, owner[destination]] = True
         names = [
-            self._named(self.layout.sources[source], int(at))
-            for source, at in zip(*np.nonzero(with_edges.T), strict=True)
+            self._named(self.layout.sources[source], int(node_position))
+            for source, node_position in zip(*np.nonzero(with_edges.T), strict=True)
         ]
-        is_read = held[-1, :, -1].any()
-        return (*names, self._named(LOGITS, len(held) - 1)) if is_read else tuple(names)
+        is_read = by_position[-1, :, -1].any()
+        return (*names, self._named(LOGITS, len(by_position) - 1)) if is_read else tuple(names)
 
     def pruned(self) -> Circuit:
-        """Without edges of nodes that nothing in it reads or, but for the input, that read nothing in it;
-        again, until nothing changes."""
-        held, owner, later = self._by_place, self.layout.owner, self.layout.is_seen_later
+        """The circuit without edges of nodes that have no outgoing or (except the input) no incoming edges.
+
+        Repeated until nothing changes.
+        """
+        edges, owner, later = self._by_position, self.layout.owner, self.layout.is_seen_later
         while True:
-            given: Bools = np.array(held.any(1))
-            given[:, later] = np.logical_or.accumulate(given[:, later], axis=0)
-            is_reading: Bools = np.zeros(held.shape[:2], np.bool_)
-            position, read = np.nonzero(given & (owner >= 0))
-            is_reading[position, owner[read]] = True
+            has_input: Bools = np.array(edges.any(1))
+            has_input[:, later] = np.logical_or.accumulate(has_input[:, later], axis=0)
+            # A key or value read at a position reaches the head's output at all later positions: accumulate.
+            is_reading: Bools = np.zeros(edges.shape[:2], np.bool_)
+            position, destination = np.nonzero(has_input & (owner >= 0))
+            is_reading[position, owner[destination]] = True
             is_reading[:, self.layout.sources.index(INPUT)] = True
-            stays = held.any(2) & is_reading
-            is_read = stays[:, owner] | (owner < 0)
+            is_kept = edges.any(2) & is_reading
+            is_read = is_kept[:, owner] | (owner < 0)
             is_read[:, later] = np.logical_or.accumulate(is_read[::-1, later], axis=0)[::-1]
-            left = held & stays[:, :, None] & is_read[:, None]
-            if (left == held).all():
-                return Circuit(self.layout, held.reshape(self.chosen.shape))
-            held = left
+            remaining = edges & is_kept[:, :, None] & is_read[:, None]
+            if (remaining == edges).all():
+                return Circuit(self.layout, edges.reshape(self.chosen.shape))
+            edges = remaining
 
     # -- elsewhere
 
     @property
     def digest(self) -> str:
-        """Of the graph's sizes and the edges."""
+        """Digest of the graph's sizes and the edges."""
         return digest("circuit", self.to_json())
 
     def to_json(self) -> dict[str, Any]:
         """Plain values, which `from_json` reads back."""
         sizes = {"heads": self.layout.num_heads, "parallel": list(self.layout.parallel)}
-        told = {} if self.positions is None else {"positions": self.positions}
-        return {"format": FORMAT, **sizes, **told, "edges": list(self.edges)}
+        optional = {} if self.positions is None else {"positions": self.positions}
+        return {"format": FORMAT, **sizes, **optional, "edges": list(self.edges)}
 
     @classmethod
-    def from_json(cls, told: Mapping[str, Any]) -> Circuit:
-        """What `to_json` gave. Raises ConfigError for anything else, naming what is wrong."""
+    def from_json(cls, record: Mapping[str, Any]) -> Circuit:
+        """Circuit from a record made by `to_json`.
+
+        Raises:
+            ConfigError: for an invalid record, naming the wrong field.
+        """
         expected = {"format": int, "heads": int, "parallel": list, "edges": list}
-        if not isinstance(told, Mapping) or set(told) - {"positions"} != set(expected):
-            found = ", ".join(map(str, told)) if isinstance(told, Mapping) else repr(told)
+        if not isinstance(record, Mapping) or set(record) - {"positions"} != set(expected):
+            found = ", ".join(map(str, record)) if isinstance(record, Mapping) else repr(record)
             raise ConfigError(f"expected a circuit with {', '.join(expected)}, found {found}")
-        for name, kind in {**expected, **({"positions": int} if "positions" in told else {})}.items():
-            if type(told[name]) is not kind:
-                raise ConfigError(f"circuit: expected {name} as {kind.__name__}, found {told[name]!r}")
-        if told["format"] != FORMAT:
-            raise ConfigError(f"expected a circuit of format {FORMAT}, found {told['format']!r}")
-        if told["heads"] < 1 or not told["parallel"] or not all(type(p) is bool for p in told["parallel"]):
+        for name, kind in {**expected, **({"positions": int} if "positions" in record else {})}.items():
+            if type(record[name]) is not kind:
+                raise ConfigError(f"circuit: expected {name} as {kind.__name__}, found {record[name]!r}")
+        if record["format"] != FORMAT:
+            raise ConfigError(f"expected a circuit of format {FORMAT}, found {record['format']!r}")
+        if (
+            record["heads"] < 1
+            or not record["parallel"]
+            or not all(type(p) is bool for p in record["parallel"])
+        ):
             raise ConfigError(
                 "circuit: expected heads of at least 1 and, in parallel, true or false for each layer, found "
-                f"{told['heads']!r} and {told['parallel']!r}"
+                f"{record['heads']!r} and {record['parallel']!r}"
             )
-        positions = told.get("positions")
+        positions = record.get("positions")
         if positions is not None and positions < 1:
             raise ConfigError(f"circuit: expected at least one position, found {positions}")
-        names = told["edges"]
+        names = record["edges"]
         if not all(isinstance(name, str) for name in names) or len(set(names)) < len(names):
             raise ConfigError("circuit: expected the names of edges, each once, found another list")
-        return cls.of(Layout(told["heads"], tuple(told["parallel"])), names, positions)
+        return cls.of(Layout(record["heads"], tuple(record["parallel"])), names, positions)
 
     def node_link(self, scores: Any = None) -> dict[str, Any]:
-        """As networkx.node_link_graph(…, edges="edges") reads a directed graph of several edges between two
-        nodes: for a head three kinds of them, and with positions a fourth, "attends", from where its keys or
-        values are read to later ones of it that write. scores: as the edges, their weights."""
+        """The graph as networkx.node_link_graph(…, edges="edges") reads it: directed, with parallel edges.
+
+        A head has edges of three kinds, its key. With positions there is a fourth, "attends", from each
+        position at which keys or values are read to later positions of the head.
+
+        Arguments:
+            scores: weight of each edge, shaped as the edges; None for no weights.
+        """
         edges = []
-        given = None if scores is None else np.asarray(scores).reshape(self._by_place.shape)
-        for place in zip(*np.nonzero(self._by_place), strict=True):
-            at, source, destination = map(int, place)
+        weights = None if scores is None else np.asarray(scores).reshape(self._by_position.shape)
+        for index in zip(*np.nonzero(self._by_position), strict=True):
+            position, source, destination = map(int, index)
             node, _, kind = self.layout.destinations[destination].partition("<")
             ends = {
-                "source": self._named(self.layout.sources[source], at),
-                "target": self._named(node, at),
+                "source": self._named(self.layout.sources[source], position),
+                "target": self._named(node, position),
                 "key": kind.rstrip(">") or "all",
             }
-            edges.append(ends | ({} if given is None else {"weight": float(given[at, source, destination])}))
+            edges.append(
+                ends | ({} if weights is None else {"weight": float(weights[position, source, destination])})
+            )
         nodes = [{"id": name} for name in self.nodes]
         edges += self._attending()
         return {"directed": True, "multigraph": True, "graph": {}, "nodes": nodes, "edges": edges}
 
     def _attending(self) -> list[dict[str, Any]]:
-        """From each head at a position, where its keys or values are read, to later ones of it that write."""
-        is_key: Bools = np.array(self._by_place.any(1)) & self.layout.is_seen_later
-        writes: Bools = np.array(self._by_place.any(2))
-        found = {}
-        for start, read in zip(*np.nonzero(is_key), strict=True):
-            head = int(self.layout.owner[read])
+        """ "attends" edges: from a head at a position where its keys or values are read, to the same head at
+        later ones.
+        """
+        is_key: Bools = np.array(self._by_position.any(1)) & self.layout.is_seen_later
+        writes: Bools = np.array(self._by_position.any(2))
+        links = {}
+        for start, destination in zip(*np.nonzero(is_key), strict=True):
+            head = int(self.layout.owner[destination])
             name = self.layout.sources[head]
             for end in range(int(start) + 1, len(writes)):
                 if writes[end, head]:
                     ends = self._named(name, int(start)), self._named(name, end)
-                    found[ends] = {"source": ends[0], "target": ends[1], "key": "attends"}
-        return list(found.values())
+                    links[ends] = {"source": ends[0], "target": ends[1], "key": "attends"}
+        return list(links.values())
 
     @property
-    def _by_place(self) -> Bools:
-        """[position, source, destination]; of one place where positions are not told apart."""
-        found: Bools = self.chosen.reshape(-1, *self.layout.edges.shape)
-        return found
+    def _by_position(self) -> Bools:
+        """Edges [position, source, destination], with one position if the circuit has none."""
+        edges: Bools = self.chosen.reshape(-1, *self.layout.edges.shape)
+        return edges
 
     def _named(self, node: str, position: int) -> str:
         return node if self.positions is None else f"{node}@{position}"
@@ -313,63 +369,76 @@ class Circuit:
 
 
 def _edges(layout: Layout, positions: int | None) -> Bools:
-    """Which edges there are, [source, destination], or at each of some positions."""
+    """Edges of the graph, bool [source, destination], or at each of `positions`."""
     return layout.edges if positions is None else layout.edges_at(positions)
 
 
-def _among(places: Any, shape: tuple[int, ...]) -> Bools:
-    """True at some places of an array, counted in its order."""
-    found: Bools = np.zeros(int(np.prod(shape)), np.bool_)
-    found[places] = True
-    return found.reshape(shape)
+def _among(indices: Any, shape: tuple[int, ...]) -> Bools:
+    """Bool array that is True at flat indices."""
+    mask: Bools = np.zeros(int(np.prod(shape)), np.bool_)
+    mask[indices] = True
+    return mask.reshape(shape)
 
 
 def _magnitudes(layout: Layout, scores: Any) -> Floats:
-    """|score| of every edge, -inf where there is none; ShapeError, or ConfigError for what is no number."""
-    given = np.asarray(scores, np.float64)
-    if given.ndim not in (2, 3) or given.shape[-2:] != layout.edges.shape or not len(given):
+    """score| of every edge, -inf where the graph has no edge.
+
+    Raises:
+        ShapeError: for scores of another shape than the graph.
+        ConfigError: for an edge whose score is not finite.
+    """
+    values = np.asarray(scores, np.float64)
+    if values.ndim not in (2, 3) or values.shape[-2:] != layout.edges.shape or not len(values):
         raise ShapeError(
             f"expected scores [source, destination] of shape {list(layout.edges.shape)}, found "
-            f"{list(given.shape)}; scores by position have that axis first"
+            f"{list(values.shape)}; scores by position have that axis first"
         )
-    every = _edges(layout, len(given) if given.ndim == 3 else None)
-    if not np.isfinite(given[every]).all():
+    is_edge = _edges(layout, len(values) if values.ndim == 3 else None)
+    if not np.isfinite(values[is_edge]).all():
         raise ConfigError("expected a finite score for every edge, found NaN or infinity")
-    return np.where(every, np.abs(given), -np.inf)
+    # -inf sorts impossible edges last, behind edges of score 0.
+    return np.where(is_edge, np.abs(values), -np.inf)
 
 
 def _from_the_logits(layout: Layout, magnitude: Floats, size: int) -> Ints:
-    """Places of edges, in the order in which `Circuit.greedy` takes them; as many as asked for lead there."""
-    by_place = magnitude.reshape(-1, *layout.edges.shape)
-    is_waiting = np.zeros_like(by_place, np.bool_)
-    waiting: list[tuple[float, int]] = []
+    """Flat indices of `size` edges in the order in which `Circuit.greedy` takes them; fewer if no more lead
+    to the logits.
+    """
+    by_position = magnitude.reshape(-1, *layout.edges.shape)
+    is_queued = np.zeros_like(by_position, np.bool_)
+    queue: list[tuple[float, int]] = []
 
     def enter(position: int, node: int) -> None:
         """Queue the edges into a node, the largest first and of equal ones the first by source."""
-        into = (layout.owner == node) & (by_place > -np.inf) & ~is_waiting
+        into = (layout.owner == node) & (by_position > -np.inf) & ~is_queued
+        # A node at a position reads queries and MLP inputs there, keys and values there and before.
         into[position + 1 :] = False
         into[:position, :, ~layout.is_seen_later] = False
-        is_waiting[into] = True
-        for place in np.flatnonzero(into).tolist():
-            heapq.heappush(waiting, (-by_place.flat[place], place))
+        is_queued[into] = True
+        for index in np.flatnonzero(into).tolist():
+            heapq.heappush(queue, (-by_position.flat[index], index))
 
-    last = len(by_place) - 1
+    last = len(by_position) - 1
     entered = {(last, LEAVES_NOTHING)}
     enter(last, LEAVES_NOTHING)
-    found: list[int] = []
-    while waiting and len(found) < size:
-        place = heapq.heappop(waiting)[1]
-        found.append(place)
-        position, source, _ = map(int, np.unravel_index(place, by_place.shape))
+    order: list[int] = []
+    while queue and len(order) < size:
+        index = heapq.heappop(queue)[1]
+        order.append(index)
+        position, source, _ = map(int, np.unravel_index(index, by_position.shape))
         if (position, source) not in entered:
             entered.add((position, source))
             enter(position, source)
-    return np.array(found, np.int64)
+    return np.array(order, np.int64)
 
 
-def _within(size: int, every: Any) -> int:
-    """A size that there are edges for. every: bool, or magnitudes with -inf where there is none."""
-    most = int((every > -np.inf).sum()) if every.dtype != np.bool_ else int(every.sum())
-    if not 0 <= size <= most:
-        raise ConfigError(f"expected a size in 0..{most} edges, found {size}")
+def _within(size: int, edges: Any) -> int:
+    """`size`, if the graph has as many edges; else raises ConfigError.
+
+    Arguments:
+        edges: bool, or magnitudes with -inf where there is no edge.
+    """
+    n_edges = int((edges > -np.inf).sum()) if edges.dtype != np.bool_ else int(edges.sum())
+    if not 0 <= size <= n_edges:
+        raise ConfigError(f"expected a size in 0..{n_edges} edges, found {size}")
     return size

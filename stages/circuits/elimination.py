@@ -1,17 +1,16 @@
-"""Elimination: edges of the whole model left out one after the other, each step an exact run.
+"""Elimination: edges of the full model left out one after another, each step tested by an exact run.
 
-One loop, two rules. ACDC (Conmy et al., Towards Automated Circuit Discovery, 2023, algorithm 1) goes from the
-logits down to the input and leaves an edge out where that makes the metric worse by less than a threshold.
-As its published code has it, each query, key and value of a layer's heads is first tried as a whole, all
-edges into it at once, and then what is left edge by edge. By budget, edges go in the order of a score, the
-smallest first, and each is left out while all that is left out has made the metric worse by no more than an
-allowance.
+One loop, two rules. ACDC (Conmy et al. 2023, "Towards Automated Circuit Discovery", algorithm 1) goes from
+the logits to the input and leaves out an edge if this makes the metric worse by less than a threshold. As in
+its published code, all edges into each query, key and value of a layer's heads are first tried together, then
+the remaining ones edge by edge. By budget, edges are tried in ascending order of |score|, and each is left
+out as long as all edges left out make the metric worse by no more than the threshold.
 
-A step depends on those before it, but most steps leave their edge out. So the next few are run at once, as if
-all of them did, twice as many each time; what stands is everything up to the first that did not, and the rest
-is run again, from one step on.
+Steps are sequential, but most steps leave their edge out. So the next few are run in one batch as if all did,
+with the batch doubled each time. Results up to the first edge that must stay are valid; the rest is run
+again, starting from a batch of one.
 
-Border: masks and a function that measures them; knows no model.
+Border: masks and a function that measures them; no model.
 
 Axes: source, destination.
 """
@@ -29,90 +28,105 @@ from ..forward.edges.layout import Bools, Layout
 __all__ = ["Elimination", "Step", "downwards", "eliminated"]
 
 Step = tuple[int | None, int]
-"""Source and destination of an edge; None for all edges into the destination at once."""
+"""(source, destination) of an edge; source None for all edges into the destination."""
 Measure = Callable[[Bools, int], Floats]
-"""Masks [circuit, source, destination], and the first layer into which they leave edges out -> how much worse
-than the model each is, [circuit]."""
+"""(masks [circuit, source, destination], first layer into which they leave edges out) -> how much worse than
+the full model each circuit is, [circuit].
+"""
 IsLeftOut = Callable[[float, float], bool]
-"""How much worse the circuit is without the edge, and with it -> whether it is left out."""
+"""(how much worse the circuit is without the edge, with the edge) -> whether the edge is left out."""
 AT_ONCE = 16
+"""Largest number of steps per batch."""
 
 
 @dataclass(frozen=True)
 class Elimination:
-    """What is left, and what it took. worse: of what is left. steps: edges put to the test, or all into a
-    destination at once; runs: circuits run for it, as steps behind one that left nothing out are run
-    again."""
+    """The remaining circuit and the cost of finding it."""
 
     chosen: Bools
+    """Remaining edges, bool [source, destination]."""
     worse: float
+    """How much worse than the full model the remaining circuit is, in the unit of the measure."""
     steps: int
+    """Edges tested, counting all edges into a destination as one."""
     runs: int
+    """Circuits run, including steps that were run again."""
 
 
 def eliminated(
     layout: Layout, order: Sequence[Step], measure: Measure, is_left_out: IsLeftOut, at_once: int = AT_ONCE
 ) -> Elimination:
-    """The edges that are left of the whole model.
+    """Eliminate edges of the full model.
 
-    order: of what is put to the test. at_once: most steps run together; changes no result. Edges into a node
-    that no edge leaves any more change nothing, and go without a run; those that are gone are no step.
+    Edges into a node without outgoing edges have no effect and are left out without a run; edges that are
+    already gone are no step.
+
+    Arguments:
+        order: edges in the order in which they are tested.
+        measure: how much worse each masked circuit is.
+        is_left_out: the rule.
+        at_once: most steps in one batch; the result does not depend on it.
     """
-    held, worse = layout.edges.copy(), 0.0
+    edges, worse = layout.edges.copy(), 0.0
     waiting, steps, runs = list(order), 0, 0
-    # Below the layers of destinations seen so far everything is still the model.
-    lowest, together = layout.num_layers - 1, 1
+    # Below the lowest layer tested so far the circuit equals the full model: its activations are reused.
+    lowest, batch_size = layout.num_layers - 1, 1
     while waiting:
-        if not held[place := _place(waiting[0])].any():
+        if not edges[index := _index(waiting[0])].any():
             waiting.pop(0)
             continue
-        if _is_unread(layout, held, waiting[0]):
+        if _is_unread(layout, edges, waiting[0]):
             waiting.pop(0)
-            held[place] = False
+            edges[index] = False
             steps += 1
             continue
-        coming = waiting[:together]
-        together = min(2 * together, at_once)
-        lowest = min(lowest, *(layout.layer_of(destination) for _, destination in coming))
-        masks = np.repeat(held[None], len(coming), axis=0)
-        for number, edge in enumerate(coming):
-            masks[(slice(number, None), *_place(edge))] = False
-        found = measure(masks, lowest)
-        runs += len(coming)
-        for edge, without in zip(coming, found.tolist(), strict=True):
+        batch = waiting[:batch_size]
+        # Doubling after success and restarting at 1 bounds the wasted runs by the useful ones.
+        batch_size = min(2 * batch_size, at_once)
+        lowest = min(lowest, *(layout.layer_of(destination) for _, destination in batch))
+        masks = np.repeat(edges[None], len(batch), axis=0)
+        for number, edge in enumerate(batch):
+            # Circuit `number` leaves out all edges of the batch up to its own.
+            masks[(slice(number, None), *_index(edge))] = False
+        measured = measure(masks, lowest)
+        runs += len(batch)
+        for edge, without in zip(batch, measured.tolist(), strict=True):
             waiting.pop(0)
-            if not held[place := _place(edge)].any():
+            if not edges[index := _index(edge)].any():
                 continue
             steps += 1
-            if _is_unread(layout, held, edge):
-                held[place] = False
+            if _is_unread(layout, edges, edge):
+                edges[index] = False
                 continue
+            # Later circuits of the batch leave this edge out, so their results are invalid: they run again.
             if not is_left_out(without, worse):
-                together = 1
+                batch_size = 1
                 break
-            held[place], worse = False, without
-    return Elimination(held, worse, steps, runs)
+            edges[index], worse = False, without
+    return Elimination(edges, worse, steps, runs)
 
 
 def downwards(layout: Layout) -> list[Step]:
-    """As the published code goes: destinations from the logits down, values before keys before queries and
-    the last head first, those of a layer each as a whole before any edge; into each the sources from the last
-    one down."""
-    found: list[Step] = []
+    """Steps of ACDC's published code, from the logits to the input.
+
+    Destinations in descending order (values before keys before queries, last head first); the inputs of a
+    layer's heads first as a whole, then edge by edge, with sources in descending order.
+    """
+    steps: list[Step] = []
     for destination in reversed(range(len(layout.destinations))):
         layer = layout.layer_of(destination)
         if layer < layout.num_layers and destination == layout.mlp_input(layer) - 1:
             inputs = layout.inputs(layer)
-            found += [(None, each) for each in reversed(range(inputs.start, inputs.stop))]
-        found += [(source, destination) for source in reversed(range(int(layout.read[destination])))]
-    return found
+            steps += [(None, column) for column in reversed(range(inputs.start, inputs.stop))]
+        steps += [(source, destination) for source in reversed(range(int(layout.read[destination])))]
+    return steps
 
 
-def _place(step: Step) -> tuple[int | slice, int]:
+def _index(step: Step) -> tuple[int | slice, int]:
     source, destination = step
     return slice(None) if source is None else source, destination
 
 
-def _is_unread(layout: Layout, held: Bools, edge: Step) -> bool:
-    node = int(layout.owner[edge[1]])
-    return node >= 0 and not held[node].any()
+def _is_unread(layout: Layout, edges: Bools, step: Step) -> bool:
+    node = int(layout.owner[step[1]])
+    return node >= 0 and not edges[node].any()

@@ -1,16 +1,16 @@
-"""Evaluation of circuits: what a model still does when only some of its edges carry what it computes.
+"""Evaluation of circuits: how much of the model's behaviour a circuit preserves.
 
-    values = CircuitValues(pairs=pairs, circuits=(found, ~found), alternative="mean")
-    faithfulness(values)                       # 1 as the model, 0 as nothing at all
+    values = CircuitValues(pairs=pairs, circuits=(circuit, ~circuit), alternative="mean")
+    faithfulness(values)                       # 1: as the full model, 0: as no edges
 
-A circuit is run with every edge outside of it carrying what stands for its source
-(forward/edges/circuits.py). Faithfulness is the share of the model's effect that is left (Wang et al.,
-Interpretability in the Wild, 2023, section 4; normalised as by Hanna et al., 2024, equation 4); completeness
-is that of the complement, of which a circuit that holds all there is leaves nothing; minimality is what
-leaving one more edge out changes. The areas are those of the Mechanistic Interpretability Benchmark (Mueller
-et al., MIB, 2025, section 4.2).
+In a run of a circuit every other edge carries the replacement of its source (forward/edges/circuits.py).
+Faithfulness is the share of the model's effect that remains (Wang et al. 2023, "Interpretability in the
+Wild", section 4; normalised as in Hanna et al. 2024, equation 4). Completeness is the faithfulness of the
+complement, near 0 if the circuit contains all that matters. Minimality is the change from leaving out one
+more edge. Areas are those of the Mechanistic Interpretability Benchmark (Mueller et al. 2025, MIB, section
+4.2).
 
-Border: pairs and circuits in, labelled arrays out. Never imports torch until it runs.
+Border: pairs and circuits in, labelled arrays out. Torch is imported when it runs.
 
 Axes: circuit, pair.
 """
@@ -42,9 +42,10 @@ __all__ = ["CircuitValues", "areas", "faithfulness", "without_each"]
 
 @dataclass(frozen=True, kw_only=True)
 class CircuitValues(EdgeExperiment):
-    """The metric of each pair under each circuit, as it is, and with no edge at all."""
+    """Metric of each pair under each circuit, in the full model, and in the empty circuit."""
 
     circuits: tuple[Circuit, ...]
+    """Circuits of the model's graph; those with positions need prompts of that length."""
 
     name: ClassVar[str] = "circuit_values"
     version: ClassVar[int] = 1
@@ -56,19 +57,24 @@ class CircuitValues(EdgeExperiment):
     }
 
     def params(self) -> dict[str, Any]:
-        """Circuits by what they are."""
+        """All fields; circuits enter by their digest."""
         return {**super().params(), "circuits": [circuit.digest for circuit in self.circuits]}
 
     def outputs_on(self, config: Architecture) -> Mapping[str, Output]:
-        """In the unit of the metric."""
+        """Outputs in the unit of the metric; `size` has none."""
         return {
-            name: each if name == "size" else Output(each.dims, self.unit, each.long_name)
-            for name, each in self.outputs.items()
+            name: output if name == "size" else Output(output.dims, self.unit, output.long_name)
+            for name, output in self.outputs.items()
         }
 
     def check(self, config: Architecture) -> Layout:
-        """As of every experiment on edges; ConfigError for a circuit of another graph, StageError for
-        none."""
+        """Check the fields against a model, as `EdgeExperiment.check`.
+
+        Raises:
+            ConfigError: for a circuit of another graph.
+            StageError: without circuits.
+            PromptError: for prompts of another length than a circuit's positions.
+        """
         layout = super().check(config)
         if not self.circuits:
             raise StageError("expected at least one circuit, found none")
@@ -86,42 +92,54 @@ class CircuitValues(EdgeExperiment):
         """value [circuit, pair], size [circuit], clean and empty [pair]."""
         import xarray as xr
 
-        from .runs import Measured
+        from .runs import CircuitRuns
 
         layout, declared = self.check(prepared.config), self.outputs_on(prepared.config)
-        told = next((circuit.positions for circuit in self.circuits if circuit.positions), None)
-        circuits = [circuit if told is None else circuit.at(told) for circuit in self.circuits]
-        masks = np.stack([*(each.chosen for each in circuits), np.zeros_like(circuits[0].chosen)])
-        found = Measured(prepared, layout, self.pairs, self.alternative, self.seed, self.memory)
-        values = found.values(masks)
-        given = {
+        positions = next((circuit.positions for circuit in self.circuits if circuit.positions), None)
+        # Masks of one batch need one shape: circuits without positions are repeated at each position.
+        circuits = [circuit if positions is None else circuit.at(positions) for circuit in self.circuits]
+        masks = np.stack([*(item.chosen for item in circuits), np.zeros_like(circuits[0].chosen)])
+        runs = CircuitRuns(prepared, layout, self.pairs, self.alternative, self.seed, self.memory)
+        values = runs.values(masks)
+        variables = {
             "value": values[:-1],
             "size": np.array([len(circuit) for circuit in self.circuits]),
-            "clean": found.clean,
+            "clean": runs.clean,
             "empty": values[-1],
         }
-        return xr.Dataset({name: declared[name].variable(each) for name, each in given.items()})
+        return xr.Dataset({name: declared[name].variable(item) for name, item in variables.items()})
 
 
 def faithfulness(values: xr.Dataset) -> Floats:
-    """(M(circuit) - M(nothing)) / (M(model) - M(nothing)) of the means over pairs, [circuit]; not clipped.
+    """(M(circuit) - M(empty)) / (M(clean) - M(empty)) of means over pairs, float64 [circuit]; not clipped.
 
-    Raises StageError where model and nothing do not differ: there is nothing to be faithful to.
+    Arguments:
+        values: dataset of `CircuitValues`.
+
+    Raises:
+        StageError: where the full model and the empty circuit have equal metrics.
     """
     clean, empty = (float(values[name].mean("pair")) for name in ("clean", "empty"))
+    # Below float32 rounding of the metric the quotient would be noise.
     if abs(clean - empty) <= 1e-7 * max(1.0, abs(clean), abs(empty)):
         raise StageError(
             f"expected a metric in which the model and no edge at all differ, found {clean:.6g} and "
             f"{empty:.6g}; choose other pairs, another metric, or another alternative"
         )
-    found: Floats = (values["value"].mean("pair").values - empty) / (clean - empty)
-    return found
+    shares: Floats = (values["value"].mean("pair").values - empty) / (clean - empty)
+    return shares
 
 
 def areas(shares: Any, faithful: Any) -> tuple[float, float]:
-    """CPR and CMD of MIB: the area under faithfulness [size], and that between it and 1, over the share of
-    edges that circuits have [size], ascending, by trapezoids. Raises StageError for fewer than two sizes, or
-    others."""
+    """CPR and CMD of MIB: areas under faithfulness, and between faithfulness and 1, by the trapezoidal rule.
+
+    Arguments:
+        shares: share of all edges in each circuit, ascending, [size].
+        faithful: faithfulness of each circuit, [size].
+
+    Raises:
+        StageError: for fewer than two sizes, or sizes that do not ascend.
+    """
     x, f = np.asarray(shares, np.float64), np.asarray(faithful, np.float64)
     if x.ndim != 1 or x.shape != f.shape or len(x) < 2 or not (np.diff(x) > 0).all():
         raise StageError(
@@ -131,10 +149,10 @@ def areas(shares: Any, faithful: Any) -> tuple[float, float]:
 
 
 def without_each(circuit: Circuit) -> Iterator[tuple[str, Circuit]]:
-    """Each edge by name, and the circuit without it."""
-    for place in zip(*np.nonzero(circuit.chosen), strict=True):
-        left = circuit.chosen.copy()
-        left[place] = False
-        *at, source, destination = map(int, place)
+    """Leave-one-out circuits: the name of each edge, and the circuit without that edge."""
+    for index in zip(*np.nonzero(circuit.chosen), strict=True):
+        remaining = circuit.chosen.copy()
+        remaining[index] = False
+        *at, source, destination = map(int, index)
         name = circuit.layout.name(source, destination)
-        yield f"{name}@{at[0]}" if at else name, Circuit(circuit.layout, left)
+        yield f"{name}@{at[0]}" if at else name, Circuit(circuit.layout, remaining)

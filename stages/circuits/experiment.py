@@ -1,9 +1,9 @@
-"""What experiments on edges share: pairs, what an edge carries that is left out, and the axes of a graph.
+"""Base of experiments on edges: pairs of prompts, replacements of sources, and the axes of the graph.
 
-They list no runs: an edge is no hook point, and what thousands of edges share is more than prefixes
-(forward/edges). Each cell is computed when its dataset is asked for.
+These experiments list no runs: an edge is no hook point, and thousands of edges share more than prefixes of a
+run (forward/edges). Each cell is computed when its dataset is requested.
 
-Border: declarations; never imports torch until it runs.
+Border: declarations. Torch is imported when it runs.
 """
 
 from __future__ import annotations
@@ -19,85 +19,97 @@ from ...store.errors import PromptError
 from ..forward.edges.layout import Layout
 from ..forward.runs.experiment import CellLabels, Experiment
 from ..forward.runs.run import Run
-from .pairs import Alternative, Pair, checked
+from .pairs import Alternative, Pair, checked_layout
 
 if TYPE_CHECKING:
     from ..forward.architectures.architecture import Architecture
     from ..forward.hooks.cache import HookCache
     from ..forward.models.model import Model
 
-__all__ = ["EdgeExperiment", "labels", "one_length", "where_there_are_edges"]
+__all__ = ["EdgeExperiment", "labels", "one_length", "nan_without_edge"]
 
 MEMORY = 1 << 30
+"""Default budget of bytes; equal to that of batches.py, which imports torch."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EdgeExperiment(Experiment):
-    """Pairs of prompts, and what stands for a source where an edge is left out.
-
-    seed: of what is drawn for "resampled". memory: bytes that passes may take, in no key.
-    """
+    """Pairs of prompts, and what an edge carries that is left out."""
 
     pairs: tuple[Pair, ...]
+    """Pairs, with metrics of one unit."""
     alternative: Alternative = "corrupted"
+    """What an edge carries that is left out; see `Alternative`."""
     seed: int = 0
+    """Seed of the prompts drawn for "resampled"."""
     memory: int = field(default=MEMORY, compare=False)
+    """Budget of bytes beside the model; not part of the key."""
 
     def params(self) -> dict[str, Any]:
-        """All fields but the memory."""
-        given = {name: value for name, value in vars(self).items() if name != "memory"}
-        return {**given, "pairs": [pair.canonical() for pair in self.pairs]}
+        """All fields but the memory, with pairs as plain values."""
+        fields = {name: value for name, value in vars(self).items() if name != "memory"}
+        return {**fields, "pairs": [pair.canonical() for pair in self.pairs]}
 
     @property
     def unit(self) -> str:
-        """The unit of the metric that all pairs share."""
+        """Unit of the metric of all pairs."""
         return self.pairs[0].metric.units
 
     def check(self, config: Architecture) -> Layout:
-        """The graph of a model; raises what `checked` raises."""
-        return checked(self.pairs, self.alternative, config)
+        """The graph of a model. Raises what `checked_layout` raises."""
+        return checked_layout(self.pairs, self.alternative, config)
 
     def cells(self, config: Architecture) -> Sequence[CellLabels]:
-        """One without labels, unless a kind says otherwise. Raises what `checked` does."""
+        """One cell without labels, unless a subclass has several. Raises what `check` raises."""
         self.check(config)
         return [{}]
 
     def prepare(self, model: Model) -> Model:
-        """The model: every cell computes by itself."""
+        """The model: every cell computes for itself."""
         return model
 
     def runs(self, prepared: Model, cell: CellLabels) -> list[Run]:
-        """None: a cell is computed when its dataset is asked for."""
+        """None: a cell is computed by `dataset`."""
         return []
 
     def sketch(self, config: Architecture, cell: CellLabels) -> None:
-        """What no runs are made of, nobody can sketch."""
+        """None: without runs nothing can be sketched."""
         return
 
     def measure(self, prepared: Model, cell: CellLabels, result: HookCache) -> Any:
-        """Never called: there are no runs."""
+        """Never called, as there are no runs."""
         raise AssertionError("an experiment on edges lists no runs")
 
 
 def labels(layout: Layout) -> dict[str, list[str]]:
-    """Coordinates of a graph's axes."""
+    """Coordinates of the source and destination axes."""
     return {"source": list(layout.sources), "destination": list(layout.destinations)}
 
 
-def where_there_are_edges(layout: Layout, values: Any, *, by_position: bool = False) -> Floats:
-    """Values [..., source, destination], NaN where there is no edge. by_position: whether positions are the
-    axis before the source."""
-    every = layout.edges_at(np.shape(values)[-3]) if by_position else layout.edges
-    found: Floats = np.where(every, np.asarray(values, np.float64), np.nan)
-    return found
+def nan_without_edge(layout: Layout, values: Any, *, by_position: bool = False) -> Floats:
+    """Values [..., source, destination] as float64, NaN where the graph has no edge.
+
+    Arguments:
+        by_position: whether the axis before the source counts positions.
+    """
+    has_edge = layout.edges_at(np.shape(values)[-3]) if by_position else layout.edges
+    # NaN, not 0: an edge without effect must not look like one that does not exist.
+    masked: Floats = np.where(has_edge, np.asarray(values, np.float64), np.nan)
+    return masked
 
 
-def one_length(pairs: Sequence[Pair], wanted: int | None = None) -> int:
-    """Tokens of every prompt. Raises PromptError where positions are told apart and pairs differ in them, or
-    have others than wanted."""
+def one_length(pairs: Sequence[Pair], length: int | None = None) -> int:
+    """Number of tokens of every prompt.
+
+    Arguments:
+        length: expected number; None for any.
+
+    Raises:
+        PromptError: for prompts of several lengths, or of another length than `length`.
+    """
     lengths = sorted({len(pair.clean) for pair in pairs})
-    if len(lengths) > 1 or wanted not in (None, lengths[0]):
-        expected = "one length" if wanted is None else f"{wanted} tokens"
+    if len(lengths) > 1 or length not in (None, lengths[0]):
+        expected = "one length" if length is None else f"{length} tokens"
         raise PromptError(
             f"expected prompts of {expected}, as positions are told apart, found lengths {lengths}; choose "
             "others, or edges of all positions together"

@@ -1,20 +1,20 @@
-"""Methods: what changing an edge would do to a metric, estimated by gradients.
+"""Edge scores by gradients: estimated effect of changing an edge on a metric.
 
-Every method but one is a first-order estimate, <D, g>: what the source's output changes by, times the
-gradient with respect to what the destination reads, summed over positions and width. They differ in where
-the gradient is taken.
+All methods but one are first-order estimates <D, g>: the change D of the source's output times the gradient g
+of the metric at the destination's input, summed over positions and hidden. They differ in where the gradient
+is taken.
 
-    EAP                  in the clean run (Syed et al., Attribution Patching Outperforms ACDC, 2023)
-    EAP-IG-inputs        on the way from the corrupted embedding to the clean one, k / n of it, k = 0 … n - 1
-                         (Hanna et al., Have Faith in Faithfulness, 2024, equation 3)
-    clean-corrupted      in both runs, halved (ibid.)
-    EAP-IG-activations   in runs in which one group - the input, a layer's heads, an MLP - stands k / n of the
-                         way, k = 1 … n, averaged over all groups and steps
+    EAP                  in the clean run (Syed et al. 2023, "Attribution Patching Outperforms ACDC")
+    EAP-IG-inputs        with the embedding k / n of the way from corrupted to clean, k = 0 … n - 1
+                         (Hanna et al. 2024, "Have Faith in Faithfulness", equation 3)
+    clean-corrupted      in the clean and the corrupted run, averaged (ibid.)
+    EAP-IG-activations   with the output of one group (the input, a layer's heads, an MLP) k / n of the way,
+                         k = 1 … n, averaged over all groups and steps
     information-flow-routes
-                         no gradient: the share of a destination's stream that a source makes up (Ferrando and
-                         Voita, Information Flow Routes, 2024, equation 3)
+                         no gradient: the share of a destination's input that a source makes up (Ferrando
+                         and Voita 2024, "Information Flow Routes", equation 3)
 
-An estimate is of M(the edge left out) - M(clean): positive where leaving it out raises the metric.
+The estimate is of M(edge left out) - M(clean): positive where leaving the edge out raises the metric.
 
 Border: one batch of pairs; tensors.
 
@@ -38,21 +38,26 @@ from ..forward.networks.history import STREAM
 from .batches import PairBatch
 from .names import Method
 
-__all__ = ["OfLogits", "edge_scores"]
+__all__ = ["LogitGradient", "edge_scores"]
 
-OfLogits = Callable[[Tensor], Tensor]
+LogitGradient = Callable[[Tensor], Tensor]
+"""Last logits [B, vocab] -> gradient of each pair's metric with respect to them, same shape."""
 
 
 @dataclass(frozen=True)
-class _At:
-    """Where a gradient is taken, and what it counts for edges and for nodes. lost: whether edges from the
-    input into the first layer's heads count nothing."""
+class _GradientPoint:
+    """A run whose gradient enters the estimate, and its weights."""
 
     streams: Streams
+    """Residual streams of the run."""
     weight: float
-    of_nodes: float
+    """Weight of its gradient in edge scores."""
+    node_weight: float
+    """Weight of its gradient in node scores."""
     held: tuple[Held, ...] = ()
-    lost: bool = False
+    """Parts with constant output in this run: gradients do not pass through them."""
+    skips_first_heads: bool = False
+    """Whether edges into the first layer's heads count 0 in this run."""
 
 
 @torch.no_grad()
@@ -62,108 +67,137 @@ def edge_scores(
     batch: PairBatch,
     method: Method,
     steps: int,
-    of_logits: OfLogits,
+    of_logits: LogitGradient,
     *,
     by_position: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Scores of a batch's edges and of all edges of each node at once, <D, dM/du>, summed over its pairs:
-    float64 [source, destination] and [source]; of a method that takes no gradient, 0 of nodes.
+    """Scores of the edges, and of all outgoing edges of each node together, summed over a batch's pairs.
 
-    of_logits: last logits [B, vocab] -> gradient of each pair's metric. steps: n. Of nodes, the steps of
-    EAP-IG-inputs are k = 1 … n. by_position: whether products are not summed over positions, and scores are
-    [position, source, destination].
+    Arguments:
+        steps: n of the integrated-gradients methods.
+        of_logits: gradient of each pair's metric at the last logits.
+        by_position: whether scores are kept by position instead of summed over positions.
+
+    Returns:
+        float64 [source, destination], with a first axis position if `by_position`, and float64 [source]. Node
+        scores are 0 for information-flow-routes; those of EAP-IG-inputs use the steps k = 1 … n.
     """
-    places = batch.ids.shape[1:] if by_position else ()
-    found = torch.zeros((*places, *layout.edges.shape), dtype=torch.float64)
+    position_axis = batch.ids.shape[1:] if by_position else ()
+    scores = torch.zeros((*position_axis, *layout.edges.shape), dtype=torch.float64)
     nodes = torch.zeros(len(layout.sources), dtype=torch.float64)
     if method == "information-flow-routes":
         for columns, shares in _shares(layout, batch):
+            # No gradient: the share depends on the source and on which destinations read the same stream.
             by_source = shares.T if by_position else shares.mean(-1)
-            found[..., : len(shares), columns] = by_source[..., None]
-        return found, nodes
+            scores[..., : len(shares), columns] = by_source[..., None]
+        return scores, nodes
     change = batch.change
-    for at in _taken(network, layout, batch, method, steps):
-        for columns, gradient in cotangents(network, layout, at.streams, of_logits, at.held):
+    for point in _gradient_points(network, layout, batch, method, steps):
+        for columns, gradient in cotangents(network, layout, point.streams, of_logits, point.held):
+            # Destinations of one slice read the same sources: the first `count`.
             count = int(layout.read[columns][0])
             estimate = _product(change[:, :count], gradient, by_position=by_position).double().cpu()
-            nodes[:count] += at.of_nodes * estimate.sum(-1).reshape(-1, count).sum(0)
-            if not (at.lost and columns == layout.inputs(0)):
-                found[..., :count, columns] += at.weight * estimate
-    return found, nodes
+            # A node's score is the sum over all edges that leave it, hence the sum over columns.
+            nodes[:count] += point.node_weight * estimate.sum(-1).reshape(-1, count).sum(0)
+            if not (point.skips_first_heads and columns == layout.inputs(0)):
+                scores[..., :count, columns] += point.weight * estimate
+    return scores, nodes
 
 
-def _taken(
+def _gradient_points(
     network: SplitNetwork, layout: Layout, batch: PairBatch, method: Method, steps: int
-) -> Iterator[_At]:
-    """Where gradients are taken, one after the other, so that no more than one run is held."""
+) -> Iterator[_GradientPoint]:
+    """Generate the runs in which gradients are taken; only the current run is in memory."""
     if method == "EAP":
-        yield _At(batch.clean.streams, 1.0, 1.0)
+        yield _GradientPoint(batch.clean.streams, 1.0, 1.0)
     elif method == "clean-corrupted":
-        yield _At(batch.clean.streams, 0.5, 0.5)
-        yield _At(streams_of(network, layout, batch.corrupted_ids), 0.5, 0.5)
+        yield _GradientPoint(batch.clean.streams, 0.5, 0.5)
+        yield _GradientPoint(streams_of(network, layout, batch.corrupted_ids), 0.5, 0.5)
     elif method == "EAP-IG-inputs":
-        yield from _on_the_way(network, layout, batch, steps)
+        yield from _interpolated_inputs(network, layout, batch, steps)
     else:
-        yield from _in_groups(network, layout, batch, steps)
+        yield from _interpolated_groups(network, layout, batch, steps)
 
 
-def _on_the_way(network: SplitNetwork, layout: Layout, batch: PairBatch, steps: int) -> Iterator[_At]:
-    """Runs whose embedding is k / n of the way from the corrupted prompt's to the clean one's: for edges from
-    k = 0 on, for nodes to k = n."""
-    entering, weight = batch.clean.streams.heads[0], 1 / steps
-    away = network.embed(batch.corrupted_ids, None)[STREAM] - batch.clean.added[:, 0]
+def _interpolated_inputs(
+    network: SplitNetwork, layout: Layout, batch: PairBatch, steps: int
+) -> Iterator[_GradientPoint]:
+    """Runs with the embedding k / n of the way from corrupted to clean: k = 0 … n - 1 for edges, 1 … n for
+    nodes.
+    """
+    clean_input, weight = batch.clean.streams.heads[0], 1 / steps
+    difference = network.embed(batch.corrupted_ids, None)[STREAM] - batch.clean.added[:, 0]
     for k in range(steps):
-        given: dict[Place, Tensor] = {("embed", None): entering + (1 - k / steps) * away}
-        yield _At(streams_of(network, layout, batch.ids, given), weight, weight if k else 0.0)
-    yield _At(batch.clean.streams, 0.0, weight)
+        replaced: dict[Place, Tensor] = {("embed", None): clean_input + (1 - k / steps) * difference}
+        # The published code integrates edges from k = 0 and nodes from k = 1; both are kept.
+        yield _GradientPoint(streams_of(network, layout, batch.ids, replaced), weight, weight if k else 0.0)
+    yield _GradientPoint(batch.clean.streams, 0.0, weight)
 
 
-def _in_groups(network: SplitNetwork, layout: Layout, batch: PairBatch, steps: int) -> Iterator[_At]:
-    """Runs in which one group of sources stands k / n of the way from what stands for it to what it adds.
+def _interpolated_groups(
+    network: SplitNetwork, layout: Layout, batch: PairBatch, steps: int
+) -> Iterator[_GradientPoint]:
+    """Runs with one group of sources k / n of the way from its replacement to its clean output.
 
-    Where the input is held and nothing but sources makes up the stream that enters, edges into the first
-    layer's heads are left out: that stream is a constant there, as the published code has it. A learned
-    position makes it one that still has a gradient.
+    With the input interpolated and no other term in the first residual stream, that stream is a constant, and
+    edges into the first layer's heads get no gradient, as in the published code. A learned position embedding
+    leaves it differentiable.
     """
     weight = 1 / (steps * (2 * layout.num_layers + 1))
     change, clean = batch.change, batch.clean
-    entering = clean.streams.heads[0]
+    clean_input = clean.streams.heads[0]
     fixed = constants(network, layout, batch.ids[:1], clean.z[0][:1])
     has_positions = "positions" in network.config.tensors.outside
     for k in range(1, steps + 1):
-        away = 1 - k / steps
-        given: dict[Place, Tensor] = {("embed", None): entering + away * change[:, 0]}
-        yield _At(streams_of(network, layout, batch.ids, given), weight, weight, (), not has_positions)
+        share = 1 - k / steps
+        embedding: dict[Place, Tensor] = {("embed", None): clean_input + share * change[:, 0]}
+        yield _GradientPoint(
+            streams_of(network, layout, batch.ids, embedding), weight, weight, (), not has_positions
+        )
         for layer in range(layout.num_layers):
             heads, mlp = layout.heads(layer), layout.mlp(layer)
-            summed = (clean.added[:, heads] + away * change[:, heads]).sum(1)
-            of_heads: dict[Place, Tensor] = {("attn_out", layer): summed + (fixed[layer + 1] - fixed[layer])}
-            yield _At(streams_of(network, layout, batch.ids, of_heads), weight, weight, (("heads", layer),))
-            of_mlp: dict[Place, Tensor] = {("mlp_out", layer): clean.added[:, mlp] + away * change[:, mlp]}
-            yield _At(streams_of(network, layout, batch.ids, of_mlp), weight, weight, (("mlp", layer),))
+            summed = (clean.added[:, heads] + share * change[:, heads]).sum(1)
+            heads_replaced: dict[Place, Tensor] = {
+                ("attn_out", layer): summed + (fixed[layer + 1] - fixed[layer])
+            }
+            yield _GradientPoint(
+                streams_of(network, layout, batch.ids, heads_replaced), weight, weight, (("heads", layer),)
+            )
+            mlp_replaced: dict[Place, Tensor] = {
+                ("mlp_out", layer): clean.added[:, mlp] + share * change[:, mlp]
+            }
+            yield _GradientPoint(
+                streams_of(network, layout, batch.ids, mlp_replaced), weight, weight, (("mlp", layer),)
+            )
 
 
 def _shares(layout: Layout, batch: PairBatch) -> Iterator[tuple[slice, Tensor]]:
-    """Destinations that read the same, and the share of what they read that each source makes up, summed over
-    pairs, float64 [source, S]."""
+    """Destinations with equal inputs, and each source's share of that input, summed over pairs, float64
+    [source, S].
+    """
     streams = batch.clean.streams
-    read: list[tuple[slice, Tensor]] = [(slice(-1, None), streams.logits)]
+    inputs: list[tuple[slice, Tensor]] = [(slice(-1, None), streams.logits)]
     for layer in range(layout.num_layers):
         column = layout.mlp_input(layer)
-        read += [
+        inputs += [
             (layout.inputs(layer), streams.heads[layer]),
             (slice(column, column + 1), streams.mlps[layer]),
         ]
-    for columns, stream in read:
-        count = int(layout.read[columns][0])
+    for columns, stream in inputs:
+        n_sources = int(layout.read[columns][0])
+        # Proximity of the paper: L1 norm of the input minus that of the input without the source, at least 0.
         norm = stream.abs().sum(-1)[:, None]
-        without = (stream[:, None] - batch.clean.added[:, :count]).abs().sum(-1)
-        near = (norm - without).clamp(min=0).double()
-        shares = near / near.sum(1, keepdim=True)
+        remaining_norm = (stream[:, None] - batch.clean.added[:, :n_sources]).abs().sum(-1)
+        proximity = (norm - remaining_norm).clamp(min=0).double()
+        # Normalised per destination: shares of all sources add up to 1.
+        shares = proximity / proximity.sum(1, keepdim=True)
         yield columns, shares.sum(0).cpu()
 
 
 def _product(change: Tensor, gradient: Tensor, *, by_position: bool) -> Tensor:
-    """[B, source, S, D] and [B, column, S, D] -> their product over all but source and column, and, where
-    asked, position, which is first."""
+    """Inner product over hidden of changes [B, source, S, D] and gradients [B, column, S, D], summed over
+    pairs.
+    Returns:
+        [source, column], summed over positions, or [position, source, column] if `by_position`.
+    """
     return torch.einsum(f"bspd,bcpd->{'p' if by_position else ''}sc", change, gradient)

@@ -1,6 +1,6 @@
-"""The methods that score edges, by the names their papers gave them; what each is, is in methods.py.
+"""Names of the methods that score edges, as in their papers; methods.py defines them.
 
-Border: names. Never imports torch.
+Border: names. Imports no torch and no stage, as options of commands are made from them.
 """
 
 from __future__ import annotations

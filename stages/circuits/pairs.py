@@ -1,6 +1,6 @@
-"""Pairs: a clean prompt, its corrupted counterpart of as many tokens, and the metric of what comes next.
+"""Pairs: a clean prompt, a corrupted prompt of equal length, and a metric of the next token.
 
-Border: token ids and metrics; loads no model and never imports torch.
+Border: token ids and metrics; loads no model and imports no torch.
 """
 
 from __future__ import annotations
@@ -18,32 +18,39 @@ from ..forward.edges.layout import Layout
 from ..forward.text.prompts import check_prompts
 from ..forward.text.rows import one_row_of_ids
 
-__all__ = ["ALTERNATIVES", "Alternative", "Pair", "by_length", "checked", "tokens_of", "value"]
+__all__ = ["ALTERNATIVES", "Alternative", "Pair", "by_length", "checked_layout", "tokens_of", "metric_value"]
 
 Alternative = Literal["corrupted", "zero", "mean", "resampled"]
-"""What an edge carries that is left out: what its source adds in the corrupted prompt (the counterfactual),
-0, its mean over the clean prompts of that length, by position, or what it adds in another clean prompt."""
+"""What an edge carries that is left out: its source's output in the corrupted prompt ("corrupted"), 0
+("zero"), the mean over clean prompts of that length, by position ("mean"), or the output in another clean
+prompt ("resampled").
+"""
 ALTERNATIVES: tuple[Alternative, ...] = ("corrupted", "zero", "mean", "resampled")
 
 
 @dataclass(frozen=True)
 class Pair:
-    """Two prompts of equal length, and a metric of the logits at their last position, in which the tokens
-    asked for differ from pair to pair. Raises PromptError for prompts that are not token ids."""
+    """Two prompts of equal length, and a metric of the logits at their last position.
+
+    The tokens that the metric reads may differ from pair to pair.
+
+    Raises:
+        PromptError: for prompts that are not token ids.
+    """
 
     clean: tuple[int, ...]
     """Token ids of the clean prompt."""
     corrupted: tuple[int, ...]
-    """Token ids of the corrupted prompt, as many."""
+    """Token ids of the corrupted prompt, equal in number to those of the clean prompt."""
     metric: Metric
-    """What is measured of either run."""
+    """Metric of either run."""
 
     def __post_init__(self) -> None:
         for side in ("clean", "corrupted"):
             object.__setattr__(self, side, tuple(one_row_of_ids(getattr(self, side), f"{side} prompt")))
 
     def canonical(self) -> dict[str, Any]:
-        """Plain values that identify it."""
+        """Plain values that identify the pair in a key."""
         return {
             "clean": list(self.clean),
             "corrupted": list(self.corrupted),
@@ -51,11 +58,14 @@ class Pair:
         }
 
 
-def checked(pairs: Sequence[Pair], alternative: str, config: Architecture) -> Layout:
-    """The graph of the model, once pairs are found to fit it.
+def checked_layout(pairs: Sequence[Pair], alternative: str, config: Architecture) -> Layout:
+    """The graph of a model, after checking that pairs fit it.
 
-    Raises StageError for no pairs, metrics of several units, or of a scale that a run alone does not have,
-    PromptError for prompts or tokens that do not fit, ConfigError for a model that is no such graph.
+    Raises:
+        StageError: for no pairs, metrics of several units, a `Recovery`, or an unknown or impossible
+            alternative.
+        PromptError: for prompts or tokens that do not fit the model.
+        ConfigError: for a model that is not a graph of heads and MLPs on one residual stream.
     """
     layout = Layout.of(config)
     if not pairs:
@@ -69,6 +79,7 @@ def checked(pairs: Sequence[Pair], alternative: str, config: Architecture) -> La
         check_prompts(
             [list(pair.clean), list(pair.corrupted)], config.vocab_size, config.context_length, "the model"
         )
+        # A recovery needs the corrupted run's metric, which a run of a circuit does not have.
         if isinstance(pair.metric, Recovery):
             raise StageError(
                 f"pair {number}: expected a metric of one run, found a recovery; give the metric it rescales"
@@ -81,31 +92,37 @@ def checked(pairs: Sequence[Pair], alternative: str, config: Architecture) -> La
         )
     if alternative not in ALTERNATIVES:
         raise StageError(f"expected an alternative among {', '.join(ALTERNATIVES)}, found {alternative!r}")
-    alone = [places for places in by_length(pairs) if len(places) < 2]
-    if alternative in ("mean", "resampled") and alone:
+    # A mean over one prompt is that prompt, and a prompt cannot be its own donor.
+    single_pairs = [numbers for numbers in by_length(pairs) if len(numbers) < 2]
+    if alternative in ("mean", "resampled") and single_pairs:
         raise StageError(
             f"alternative {alternative}: expected at least two pairs of each length, as others stand "
-            f"for one, found one pair of {len(pairs[alone[0][0]].clean)} tokens"
+            f"for one, found one pair of {len(pairs[single_pairs[0][0]].clean)} tokens"
         )
     return layout
 
 
 def by_length(pairs: Sequence[Pair]) -> list[list[int]]:
-    """Which pairs have prompts of one length, in order of first appearance."""
-    found: dict[int, list[int]] = defaultdict(list)
+    """Indices of pairs by prompt length, in order of first appearance."""
+    indices: dict[int, list[int]] = defaultdict(list)
     for number, pair in enumerate(pairs):
-        found[len(pair.clean)].append(number)
-    return list(found.values())
+        indices[len(pair.clean)].append(number)
+    return list(indices.values())
 
 
 def tokens_of(metric: Metric) -> list[int] | None:
-    """Vocabulary items whose logits a metric sees, in its order; None for all."""
+    """Vocabulary items that a metric reads, in its order; None for all."""
     return None if metric.tokens is None else list(metric.tokens)
 
 
-def value(metric: Metric, logits: Floats, clean: Floats) -> float:
-    """The metric of one run. logits, clean: of this run and of the clean one, [vocab]."""
-    chosen = tokens_of(metric)
-    if chosen is None:
+def metric_value(metric: Metric, logits: Floats, clean: Floats) -> float:
+    """The metric of one run.
+
+    Arguments:
+        logits: of this run, [vocab].
+        clean: of the clean run, [vocab].
+    """
+    tokens = tokens_of(metric)
+    if tokens is None:
         return metric.value(logits, clean)
-    return metric.value(logits[chosen], clean[chosen])
+    return metric.value(logits[tokens], clean[tokens])

@@ -1,20 +1,20 @@
-"""Path patching: what senders say to receivers, and to nobody else.
+"""Path patching: effect of senders on receivers along direct paths only.
 
     heads = PathPatching(pairs=pairs, senders=("a0.h1", "m2"), receivers=("a3.h0<k>", "logits"))
     effects = run(heads.on("specimen"), store)["effect"]          # [pair, sender, receiver]
 
-Senders are put to what they add in the corrupted prompt (`alternative` says what else), all other heads are
-held at the clean one, MLPs are computed anew or held; receivers get what then reaches them, and all behind
-them is computed anew (forward/edges/paths.py; Wang et al., Interpretability in the Wild, 2023, section 3.1).
-With MLPs held, this is `EdgeEffects` of one edge.
+Senders get their output in the corrupted prompt (or another `alternative`), all other heads are fixed to the
+clean run, and MLPs are recomputed or fixed; receivers get the resulting input, and everything after them is
+recomputed (forward/edges/paths.py; Wang et al. 2023, "Interpretability in the Wild", section 3.1). With MLPs
+fixed, a single path equals `EdgeEffects` of that edge.
 
 Names are those of edges (forward/edges/layout.py): senders "input", "a5.h1", "m3"; receivers "a9.h6<q>",
-"m4", "logits". Several patched together are joined by "+": "a9.h6<q>+a9.h9<q>".
+"m4", "logits". Several that are patched together are joined by "+": "a9.h6<q>+a9.h9<q>".
 
-Border: pairs in, labelled arrays out; how a pass is taken apart is in forward/edges. Never imports torch
-until it runs.
+Border: pairs in, labelled arrays out; forward/edges computes passes edge by edge. Torch is imported when it
+runs.
 
-Axes: pair, sender, receiver. NaN where no path leads from the one to the other.
+Axes: pair, sender, receiver. NaN where no path leads from sender to receiver.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ...store.arrays import Floats
 from ...store.errors import ConfigError, StageError, nearest
 from ..forward.edges.layout import LOGITS, Bools
 from ..forward.runs.experiment import CellLabels
-from .by_pair import ByPair, PairExperiment
+from .pair_experiment import PairExperiment, PairMetricRun
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -40,22 +40,22 @@ if TYPE_CHECKING:
     from ..forward.edges.paths import Sent
     from ..forward.models.model import Model
 
-__all__ = ["PathPatching", "paths_there_are"]
+__all__ = ["PathPatching", "has_path"]
 
 TOGETHER = "+"
+"""Joins names of nodes that are patched together."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PathPatching(PairExperiment):
-    """Each of some senders along its paths to each of some receivers, in each pair. A cell is a pair.
-
-    senders: none for every source by itself. mlps: what lies on a path beside the stream: MLPs computed anew,
-    as in the paper, or nothing.
-    """
+    """Effect of each sender on each receiver, in each pair. A cell is a pair."""
 
     receivers: tuple[str, ...]
+    """Names of receivers; the logits only by themselves."""
     senders: tuple[str, ...] = ()
+    """Names of senders; empty for every source by itself."""
     mlps: Literal["recomputed", "held"] = "recomputed"
+    """Whether MLPs on a path are "recomputed", as in the paper, or "held" at the clean run."""
 
     name: ClassVar[str] = "path_patching"
     version: ClassVar[int] = 1
@@ -67,24 +67,31 @@ class PathPatching(PairExperiment):
     }
 
     def check(self, config: Architecture) -> Layout:
-        """As of every experiment on edges; ConfigError for a node there is not, StageError for no receiver,
-        for logits among other receivers, for one set given twice, and where no path leads anywhere."""
+        """Check the fields against a model, as `PairExperiment.check`.
+
+        Raises:
+            ConfigError: for a node that the model does not have.
+            StageError: without receivers, for logits joined with other receivers, for a repeated name, or if
+                no path leads from any sender to any receiver.
+        """
         layout = super().check(config)
         if self.mlps not in ("recomputed", "held"):
             raise StageError(f"expected mlps recomputed or held, found {self.mlps!r}")
         if not self.receivers:
             raise StageError(f"expected at least one receiver, such as {LOGITS!r}, found none")
-        for joined in (self.senders, self.receivers):
-            if len(set(joined)) < len(joined):
-                raise StageError(f"expected names that differ, found {', '.join(joined)}")
+        for node_names in (self.senders, self.receivers):
+            if len(set(node_names)) < len(node_names):
+                raise StageError(f"expected names that differ, found {', '.join(node_names)}")
         senders, receivers = self.sets(layout)
         for names, numbers in zip(self.receivers, receivers, strict=True):
+            # Nothing is recomputed behind the logits, so they cannot share a pass with receivers that need
+            # it.
             if len(numbers) > 1 and len(layout.destinations) - 1 in numbers:
                 raise StageError(
                     f"expected the logits by themselves, as a path ends there, found {names!r}; ask for them "
                     "as another receiver"
                 )
-        if not paths_there_are(layout, senders, receivers).any():
+        if not has_path(layout, senders, receivers).any():
             raise StageError(
                 f"expected a sender that is computed before a receiver, found {', '.join(self.senders)} "
                 f"and {', '.join(self.receivers)}"
@@ -92,11 +99,11 @@ class PathPatching(PairExperiment):
         return layout
 
     def dataset(self, prepared: Any, cell: CellLabels, measured: Sequence[Any]) -> xr.Dataset:
-        """effect [pair, sender, receiver], clean [pair], of one pair."""
+        """effect [pair, sender, receiver] and clean [pair], of one pair."""
         import xarray as xr
 
         layout, declared = self.check(prepared.config), self.outputs_on(prepared.config)
-        pair = self.of_cell(prepared, layout, cell)
+        pair = self.pair_run(prepared, layout, cell)
         effect = self.effects(prepared, layout, pair)
         return xr.Dataset(
             {
@@ -106,32 +113,35 @@ class PathPatching(PairExperiment):
             coords={"sender": self.sender_names(layout), "receiver": list(self.receivers)},
         )
 
-    def effects(self, model: Model, layout: Layout, pair: ByPair) -> Floats:
-        """Of every sender on every receiver in a pair, float64 [sender, receiver]."""
+    def effects(self, model: Model, layout: Layout, pair: PairMetricRun) -> Floats:
+        """Effect of every sender on every receiver in a pair, float64 [sender, receiver]; NaN without a
+        path.
+        """
         import torch
 
         from ..forward.edges.effects import alone_at
         from ..forward.edges.paths import Senders
 
         senders, receivers = self.sets(layout)
-        there_are = paths_there_are(layout, senders, receivers)
-        change, effect = alone_at(pair.batch.change[0], self.position), np.full(there_are.shape, np.nan)
-        for column in np.flatnonzero(there_are.any(0)):
-            rows = there_are[:, column]
+        is_path = has_path(layout, senders, receivers)
+        change, effect = alone_at(pair.batch.change[0], self.position), np.full(is_path.shape, np.nan)
+        # One call per receiver: all senders to one receiver share its recomputed layers.
+        for column in np.flatnonzero(is_path.any(0)):
+            rows = is_path[:, column]
             sent = Senders(change, torch.from_numpy(senders[rows]))
             effect[rows, column] = self.patched(model, layout, pair, sent, receivers[column])
         return effect
 
     def patched(
-        self, model: Model, layout: Layout, pair: ByPair, sent: Sent, receivers: Sequence[int]
+        self, model: Model, layout: Layout, pair: PairMetricRun, sent: Sent, receivers: Sequence[int]
     ) -> list[float]:
-        """By how much rows of senders change the metric of a pair by what they say to receivers, [row]."""
+        """Change of a pair's metric for each row of senders, patched on their paths to `receivers`, [row]."""
         import torch
 
         from ..forward.edges.paths import patched_paths
         from .batches import network_of
 
-        held, clean = self.mlps == "held", pair.batch.clean
+        mlps_held, clean = self.mlps == "held", pair.batch.clean
         with torch.no_grad():
             logits = patched_paths(
                 network_of(model),
@@ -140,39 +150,48 @@ class PathPatching(PairExperiment):
                 sent,
                 receivers,
                 pair.want,
-                mlps_held=held,
+                mlps_held=mlps_held,
                 memory=self.memory,
             )
         return pair.changes(logits)
 
     def sender_names(self, layout: Layout) -> list[str]:
-        """As asked, or every source."""
+        """Names of the senders, by default all sources."""
         return list(self.senders or layout.sources)
 
     def sets(self, layout: Layout) -> tuple[Bools, list[list[int]]]:
-        """Senders, bool [sender, source], and the destinations of each receiver."""
+        """Senders as bool [sender, source], and the destinations of each receiver."""
         senders = np.eye(len(layout.sources), dtype=np.bool_)
         if self.senders:
-            sets = (_numbers(each, layout.sources, "sender") for each in self.senders)
+            sets = (_numbers(joined, layout.sources, "sender") for joined in self.senders)
             senders = np.stack([senders[numbers].any(0) for numbers in sets])
-        return senders, [_numbers(each, layout.destinations, "receiver") for each in self.receivers]
+        return senders, [_numbers(joined, layout.destinations, "receiver") for joined in self.receivers]
 
 
-def paths_there_are(layout: Layout, senders: Bools, receivers: Sequence[Sequence[int]]) -> Bools:
-    """Whether any of some senders is computed before any of some receivers, bool [sender, receiver]: senders
-    bool [sender, source], receivers destinations."""
+def has_path(layout: Layout, senders: Bools, receivers: Sequence[Sequence[int]]) -> Bools:
+    """Whether any source of a sender is computed before any destination of a receiver, bool [sender,
+    receiver].
+    Arguments:
+        senders: bool [sender, source].
+        receivers: destinations of each receiver.
+    """
     return np.stack([senders @ layout.edges[:, numbers].any(1) for numbers in receivers], axis=1)
 
 
-def _numbers(joined: str, names: Sequence[str], what: str) -> list[int]:
-    """Which nodes a name says, several joined by "+". Raises ConfigError for one there is not, with the
-    nearest, StageError for one said twice."""
-    said = [each.strip() for each in joined.split(TOGETHER)]
-    for each in said:
-        if each not in names:
-            near = nearest(each, names)
+def _numbers(joined: str, names: Sequence[str], role: str) -> list[int]:
+    """Indices of nodes named in a string, joined by "+".
+
+    Raises:
+        ConfigError: for a name that does not exist, with the nearest one.
+        StageError: for a name that is repeated.
+    """
+    parts = [part.strip() for part in joined.split(TOGETHER)]
+    for part in parts:
+        if part not in names:
+            near = nearest(part, names)
             hint = f"did you mean {near!r}?" if near else f"such as {names[-1]!r}"
-            raise ConfigError(f"expected a {what} of this model, found {each!r}; {hint}")
-    if len(set(said)) < len(said):
-        raise StageError(f"expected {what}s that differ, found {joined!r}")
-    return sorted(map(names.index, said))
+            raise ConfigError(f"expected a {role} of this model, found {part!r}; {hint}")
+    if len(set(parts)) < len(parts):
+        raise StageError(f"expected {role}s that differ, found {joined!r}")
+    # Sorted: a set of nodes has one spelling, whatever their order in the name.
+    return sorted(map(names.index, parts))

@@ -1,4 +1,4 @@
-"""Runs of circuits: the metric of pairs under many circuits at once.
+"""Runs of circuits: the metric of prompt pairs under many circuits at once.
 
 Border: a model, pairs and masks in, numbers out.
 
@@ -17,18 +17,17 @@ from ...store.arrays import Floats
 from ..forward.edges.circuits import Alternatives, circuit_logits
 from ..forward.edges.layout import Bools, Layout
 from ..forward.hooks.wants import Logits
-from .batches import MEMORY, PairBatch, as_array, batches, network_of
-from .pairs import Alternative, Pair, value
+from .batches import MEMORY, as_array, batches, network_of
+from .pairs import Alternative, Pair, metric_value
 
 if TYPE_CHECKING:
     from ..forward.models.model import Model
 
-__all__ = ["Measured"]
+__all__ = ["CircuitRuns"]
 
 
-class Measured:
-    """Pairs whose clean pass and whatever stands for it are kept, to be run under circuits again and
-    again."""
+class CircuitRuns:
+    """Pairs with their clean run and replacements in memory, to be run under circuits repeatedly."""
 
     def __init__(
         self,
@@ -39,39 +38,44 @@ class Measured:
         seed: int = 0,
         memory: int = MEMORY,
     ) -> None:
-        """Raises what `checked` raises. seed: see `batches`. memory: bytes that passes may take."""
+        """Run all pairs once.
+
+        Arguments:
+            seed: of the prompts drawn for "resampled".
+            memory: budget of bytes beside the model.
+        """
         self._network, self._layout, self._pairs, self._memory = network_of(model), layout, pairs, memory
+        # Kept in memory: a search runs thousands of circuits on the same clean runs.
         self._batches = list(batches(model, layout, pairs, alternative, seed=seed, memory=memory))
         with torch.no_grad():
-            self._given = [
-                Alternatives.of(self._network, layout, batch.ids, batch.clean, batch.other)
+            self._alternatives = [
+                Alternatives.of(self._network, layout, batch.ids, batch.clean, batch.replacement)
                 for batch in self._batches
             ]
         self.clean: Floats = np.zeros(len(pairs))
-        """The metric of the model, [pair]."""
+        """Metric of the full model, float64 [pair]."""
         for batch in self._batches:
-            for place, pair, logits in zip(batch.places, batch.pairs, batch.logits, strict=True):
-                self.clean[place] = value(pair.metric, logits, logits)
+            for index, pair, logits in zip(batch.indices, batch.pairs, batch.logits, strict=True):
+                self.clean[index] = metric_value(pair.metric, logits, logits)
 
     def values(self, masks: Bools, first: int = 0) -> Floats:
-        """The metric under circuits, bool [circuit, source, destination], or of pairs of one length [circuit,
-        position, source, destination]: float64 [circuit, pair].
+        """The metric under each circuit, float64 [circuit, pair].
 
-        first: the first layer into which edges are left out.
+        Arguments:
+            masks: bool [circuit, source, destination], or [circuit, position, source, destination] for pairs
+                of one length.
+            first: first layer into which edges are left out; layers below are taken from the clean run.
         """
-        found: Floats = np.zeros((len(masks), len(self._pairs)))
-        chosen = torch.from_numpy(np.array(masks))
-        for batch, given in zip(self._batches, self._given, strict=True):
-            self._read(batch, given, chosen, first, found)
-        return found
-
-    @torch.no_grad()
-    def _read(
-        self, batch: PairBatch, given: Alternatives, chosen: torch.Tensor, first: int, found: Floats
-    ) -> None:
+        metrics: Floats = np.zeros((len(masks), len(self._pairs)))
+        circuits = torch.from_numpy(np.array(masks))
         network, layout = self._network, self._layout
-        logits = as_array(
-            circuit_logits(network, layout, given, chosen, Logits(), memory=self._memory, first=first)
-        )
-        for row, (place, pair, clean) in enumerate(zip(batch.places, batch.pairs, batch.logits, strict=True)):
-            found[:, place] = [value(pair.metric, run, clean) for run in logits[:, row]]
+        for batch, alternatives in zip(self._batches, self._alternatives, strict=True):
+            with torch.no_grad():
+                run_logits = circuit_logits(
+                    network, layout, alternatives, circuits, Logits(), memory=self._memory, first=first
+                )
+            logits = as_array(run_logits)
+            rows = zip(batch.indices, batch.pairs, batch.logits, strict=True)
+            for row, (index, pair, clean) in enumerate(rows):
+                metrics[:, index] = [metric_value(pair.metric, run, clean) for run in logits[:, row]]
+        return metrics

@@ -1,11 +1,11 @@
-"""Edge scores: what leaving out each edge would do to a metric, estimated (methods.py) or exactly.
+"""Edge scores: effect of leaving out each edge on a metric, estimated (methods.py) or exact.
 
     scores = EdgeScores(pairs=pairs, method="EAP-IG-inputs")
-    found = run(scores.on("specimen"), store)["score"]        # [source, destination]
+    score = run(scores.on("specimen"), store)["score"]        # [source, destination]
     exact = EdgeEffects(pairs=pairs)                          # every edge by itself, one cell per pair
 
-Border: pairs in, labelled arrays out; how a pass is taken apart is in forward/edges. Never imports torch
-until it runs.
+Border: pairs in, labelled arrays out; forward/edges computes passes edge by edge. Torch is imported when it
+runs.
 
 Axes: pair, source, destination. NaN where there is no edge. Positive: leaving the edge out raises the metric.
 """
@@ -22,9 +22,9 @@ import numpy as np
 from ...pipeline import Output
 from ...store.errors import StageError
 from ..forward.runs.experiment import CellLabels
-from .by_pair import PairExperiment
-from .experiment import EdgeExperiment, labels, one_length, where_there_are_edges
+from .experiment import EdgeExperiment, labels, nan_without_edge, one_length
 from .names import METHODS, Method
+from .pair_experiment import PairExperiment
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -36,19 +36,19 @@ if TYPE_CHECKING:
 __all__ = ["EdgeEffects", "EdgeScores"]
 
 AXES = ("source", "destination")
+"""Dims of one value per edge."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EdgeScores(EdgeExperiment):
-    """Estimates of every edge, and of every node by the same gradients, averaged over pairs.
-
-    method: see methods.py. steps: of integrated gradients. by_position: whether edges are told apart by
-    position, in pairs of one length; no scores of nodes then.
-    """
+    """Estimated effect of every edge, and of all outgoing edges of a node together, averaged over pairs."""
 
     method: Method = "EAP-IG-inputs"
+    """Method of estimation; see methods.py."""
     steps: int = 5
+    """Steps of integrated gradients."""
     by_position: bool = False
+    """Whether each position has its own edges; needs prompts of one length, and gives no node scores."""
 
     name: ClassVar[str] = "edge_scores"
     version: ClassVar[int] = 1
@@ -63,17 +63,18 @@ class EdgeScores(EdgeExperiment):
 
     @property
     def takes_gradients(self) -> bool:
-        """Whether the method does; a share of a stream has no unit."""
+        """Whether the method differentiates the metric; shares of a stream have no unit."""
         return self.method != "information-flow-routes"
 
     def outputs_on(self, config: Architecture) -> Mapping[str, Output]:
-        """In the unit of the metric."""
+        """Outputs in the unit of the metric; node scores only where the method has them."""
+        # Information-flow shares have no unit; all other scores are changes of the metric.
         unit = self.unit if self.takes_gradients else "1"
         dims = {"score": ("position", *AXES) if self.by_position else AXES, "node_score": ("source",)}
         return {
-            name: Output(dims[name], unit, each.long_name, each.is_optional)
-            for name, each in self.outputs.items()
-            if self._has_nodes or not each.is_optional
+            name: Output(dims[name], unit, output.long_name, output.is_optional)
+            for name, output in self.outputs.items()
+            if self._has_nodes or not output.is_optional
         }
 
     @property
@@ -81,25 +82,29 @@ class EdgeScores(EdgeExperiment):
         return self.takes_gradients and not self.by_position
 
     def check(self, config: Architecture) -> Layout:
-        """As of every experiment on edges; StageError for a method there is not, for no steps, or for a
-        metric without a gradient."""
+        """Check the fields against a model, as `EdgeExperiment.check`.
+
+        Raises:
+            StageError: for an unknown method, fewer than one step, or a metric without a gradient.
+            PromptError: for prompts of several lengths, if `by_position`.
+        """
         layout = super().check(config)
         if self.method not in METHODS:
             raise StageError(f"expected a method among {', '.join(METHODS)}, found {self.method!r}")
         if self.steps < 1:
             raise StageError(f"expected at least one step, found {self.steps}")
-        without = [pair.metric for pair in self.pairs if not pair.metric.has_gradient]
-        if self.takes_gradients and without:
+        not_differentiable = [pair.metric for pair in self.pairs if not pair.metric.has_gradient]
+        if self.takes_gradients and not_differentiable:
             raise StageError(
-                f"{self.method}: expected metrics with a gradient, found {without[0].name!r}; take a logit "
-                "difference, or a KL"
+                f"{self.method}: expected metrics with a gradient, found {not_differentiable[0].name!r}; "
+                "take a logit difference, or a KL"
             )
         if self.by_position:
             one_length(self.pairs)
         return layout
 
     def dataset(self, prepared: Model, cell: CellLabels, measured: Sequence[Any]) -> xr.Dataset:
-        """score [source, destination], node_score [source]."""
+        """score [source, destination], by position with a first axis position, and node_score [source]."""
         import xarray as xr
 
         from .batches import batches, gradients, network_of
@@ -107,25 +112,26 @@ class EdgeScores(EdgeExperiment):
 
         model, network = prepared, network_of(prepared)
         layout, declared = self.check(model.config), self.outputs_on(model.config)
-        places = (one_length(self.pairs),) if self.by_position else ()
-        found, nodes = np.zeros((*places, *layout.edges.shape)), np.zeros(len(layout.sources))
+        position_axis = (one_length(self.pairs),) if self.by_position else ()
+        edge_sums, nodes = np.zeros((*position_axis, *layout.edges.shape)), np.zeros(len(layout.sources))
         for batch in batches(model, layout, self.pairs, self.alternative, seed=self.seed, memory=self.memory):
             of_logits = partial(gradients, batch)
-            edges, own = edge_scores(
+            edges, node_scores = edge_scores(
                 network, layout, batch, self.method, self.steps, of_logits, by_position=self.by_position
             )
-            found += edges.numpy() / len(self.pairs)
-            nodes += own.numpy() / len(self.pairs)
-        scores = where_there_are_edges(layout, found, by_position=self.by_position)
-        given = {"score": declared["score"].variable(scores)}
+            # Divided by the number of all pairs, so that batches of any size add up to the mean.
+            edge_sums += edges.numpy() / len(self.pairs)
+            nodes += node_scores.numpy() / len(self.pairs)
+        scores = nan_without_edge(layout, edge_sums, by_position=self.by_position)
+        variables = {"score": declared["score"].variable(scores)}
         if self._has_nodes:
-            given["node_score"] = declared["node_score"].variable(nodes)
-        return xr.Dataset(given, coords=labels(layout))
+            variables["node_score"] = declared["node_score"].variable(nodes)
+        return xr.Dataset(variables, coords=labels(layout))
 
 
 @dataclass(frozen=True, kw_only=True)
 class EdgeEffects(PairExperiment):
-    """Every edge left out by itself, in each pair, exactly. A cell is a pair."""
+    """Exact effect of leaving out every edge by itself, in each pair. A cell is a pair."""
 
     name: ClassVar[str] = "edge_effects"
     version: ClassVar[int] = 1
@@ -137,7 +143,7 @@ class EdgeEffects(PairExperiment):
     }
 
     def dataset(self, prepared: Model, cell: CellLabels, measured: Sequence[Any]) -> xr.Dataset:
-        """effect [pair, source, destination], clean [pair], of one pair."""
+        """effect [pair, source, destination] and clean [pair], of one pair."""
         import torch
         import xarray as xr
 
@@ -145,7 +151,7 @@ class EdgeEffects(PairExperiment):
         from .batches import network_of
 
         layout, declared = self.check(prepared.config), self.outputs_on(prepared.config)
-        pair, effect = self.of_cell(prepared, layout, cell), np.zeros(layout.edges.shape)
+        pair, effect = self.pair_run(prepared, layout, cell), np.zeros(layout.edges.shape)
         with torch.no_grad():
             for sources, destinations, logits in changed_edges(
                 network_of(prepared),
@@ -159,7 +165,7 @@ class EdgeEffects(PairExperiment):
                 effect[sources.numpy(), destinations.numpy()] = pair.changes(logits)
         return xr.Dataset(
             {
-                "effect": declared["effect"].variable(where_there_are_edges(layout, effect)[None]),
+                "effect": declared["effect"].variable(nan_without_edge(layout, effect)[None]),
                 "clean": declared["clean"].variable(np.array([pair.clean])),
             },
             coords=labels(layout),

@@ -1,9 +1,9 @@
-"""Circuits found by exact runs: ACDC, and elimination by score within a budget (elimination.py).
+"""Circuit discovery by exact runs: ACDC, and elimination by score within a budget (elimination.py).
 
-    found = CircuitSearch(pairs=pairs, threshold=0.05)           # ACDC
-    found = CircuitSearch(pairs=pairs, rule="budget", threshold=0.1, method="EAP-IG-inputs")
+    acdc = CircuitSearch(pairs=pairs, threshold=0.05)
+    budget = CircuitSearch(pairs=pairs, rule="budget", threshold=0.1, method="EAP-IG-inputs")
 
-Border: pairs in, a labelled circuit out. Never imports torch until it runs.
+Border: pairs in, a labelled circuit out. Torch is imported when it runs.
 
 Axes: source, destination.
 """
@@ -39,17 +39,20 @@ __all__ = ["CircuitSearch"]
 
 @dataclass(frozen=True, kw_only=True)
 class CircuitSearch(EdgeExperiment):
-    """The edges that are left where all others may be left out.
+    """Circuit found by eliminating edges one by one.
 
-    rule: "acdc", or "budget": edges by ascending |score|. threshold: by how much worse the metric may become,
-    by one edge (acdc) or by all that are left out (budget); in its unit for KL, which is worse where it is
-    larger, else as a share of what lies between the model and no edge at all. method, steps: of the scores.
+    "Worse" is in nats for a KL, which is worse where it is larger. For other metrics it is the share of the
+    difference between the full model and the empty circuit that is lost.
     """
 
     threshold: float
+    """How much worse the metric may become: by each edge ("acdc"), or by all edges left out ("budget")."""
     rule: Literal["acdc", "budget"] = "acdc"
+    """"acdc", or "budget": edges by ascending |score|."""
     method: Method = "EAP-IG-inputs"
+    """Method of the scores; "budget" only."""
     steps: int = 5
+    """Steps of integrated gradients of the scores; "budget" only."""
 
     name: ClassVar[str] = "circuit_search"
     version: ClassVar[int] = 2
@@ -61,27 +64,36 @@ class CircuitSearch(EdgeExperiment):
     }
 
     def params(self) -> dict[str, Any]:
-        """Scores count where the rule goes by them."""
-        given = super().params()
-        return given if self.rule == "budget" else {n: v for n, v in given.items() if n not in _OF_SCORES}
+        """All fields; method and steps only where the rule uses scores."""
+        params = super().params()
+        return (
+            params
+            if self.rule == "budget"
+            else {name: value for name, value in params.items() if name not in _OF_SCORES}
+        )
 
     def outputs_on(self, config: Architecture) -> Mapping[str, Output]:
-        """In the unit of the metric, or as a share."""
+        """Outputs; `worse` in the unit of a KL, else without unit."""
         unit = self.unit if self.is_divergence else "1"
         return {**self.outputs, "worse": Output((), unit, self.outputs["worse"].long_name)}
 
     @property
     def is_divergence(self) -> bool:
-        """Whether the metric says by itself how far a run is from the model's."""
+        """Whether all metrics are a KL, which measures the distance from the model by itself."""
         return all(isinstance(pair.metric, KL) for pair in self.pairs)
 
     def check(self, config: Architecture) -> Layout:
-        """As of every experiment on edges; StageError for a rule there is not, a threshold below 0, or
-        metrics of which some alone are a KL."""
+        """Check the fields against a model, as `EdgeExperiment.check`.
+
+        Raises:
+            StageError: for an unknown rule, a threshold below 0, or a KL of some pairs only.
+        """
         if self.rule not in ("acdc", "budget"):
             raise StageError(f"expected rule acdc or budget, found {self.rule!r}")
         if not (np.isfinite(self.threshold) and self.threshold >= 0):
             raise StageError(f"expected a threshold of at least 0, found {self.threshold}")
+        # A KL is worse where it grows, other metrics where they fall towards `empty`: their mean has no
+        # direction.
         if not self.is_divergence and any(isinstance(pair.metric, KL) for pair in self.pairs):
             raise StageError("expected a KL of every pair or of none, found both; search them apart")
         if self.rule == "budget":
@@ -100,13 +112,13 @@ class CircuitSearch(EdgeExperiment):
         )
 
     def dataset(self, prepared: Model, cell: CellLabels, measured: Sequence[Any]) -> xr.Dataset:
-        """chosen [source, destination], and what it took."""
+        """chosen [source, destination], and the cost of the search."""
         import xarray as xr
 
-        from .runs import Measured
+        from .runs import CircuitRuns
 
         layout, declared = self.check(prepared.config), self.outputs_on(prepared.config)
-        runs = Measured(prepared, layout, self.pairs, self.alternative, self.seed, self.memory)
+        runs = CircuitRuns(prepared, layout, self.pairs, self.alternative, self.seed, self.memory)
         clean = float(runs.clean.mean())
         empty = float(runs.values(np.zeros_like(layout.edges)[None]).mean())
         if not self.is_divergence and abs(clean - empty) <= 1e-7 * max(1.0, abs(clean), abs(empty)):
@@ -114,30 +126,33 @@ class CircuitSearch(EdgeExperiment):
                 f"expected a metric in which the model and no edge at all differ, found {clean:.6g} and "
                 f"{empty:.6g}; choose other pairs, or another alternative"
             )
+        # A KL of 0 is the full model, so it needs no scale; the sign makes larger mean worse.
         gap = -1.0 if self.is_divergence else clean - empty
 
         def worse(masks: Bools, first: int) -> Floats:
-            found: Floats = (clean - runs.values(masks, first).mean(1)) / gap
-            return found
+            losses: Floats = (clean - runs.values(masks, first).mean(1)) / gap
+            return losses
 
         order: list[Step]
         if self.rule == "acdc":
             order = downwards(layout)
-            found = eliminated(layout, order, worse, lambda after, before: after - before < self.threshold)
+            elimination = eliminated(
+                layout, order, worse, lambda after, before: after - before < self.threshold
+            )
         else:
             scores = self._scores.dataset(prepared, cell, ())["score"].values
-            places = np.argwhere(layout.edges)
+            edges = np.argwhere(layout.edges)
             ascending = np.argsort(np.abs(scores[layout.edges]), kind="stable")
-            order = [(int(source), int(destination)) for source, destination in places[ascending]]
-            found = eliminated(layout, order, worse, lambda after, before: after <= self.threshold)
-        given = {
-            "chosen": found.chosen.astype(np.int8),
-            "worse": found.worse,
-            "steps": found.steps,
-            "circuits_run": found.runs,
+            order = [(int(source), int(destination)) for source, destination in edges[ascending]]
+            elimination = eliminated(layout, order, worse, lambda after, before: after <= self.threshold)
+        variables = {
+            "chosen": elimination.chosen.astype(np.int8),
+            "worse": elimination.worse,
+            "steps": elimination.steps,
+            "circuits_run": elimination.runs,
         }
         return xr.Dataset(
-            {name: declared[name].variable(each) for name, each in given.items()}, coords=labels(layout)
+            {name: declared[name].variable(value) for name, value in variables.items()}, coords=labels(layout)
         )
 
 

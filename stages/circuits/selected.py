@@ -1,11 +1,11 @@
-"""Selected circuits: chosen by scores on some pairs, run on others.
+"""Selected circuits: edges selected by scores on some pairs, run on held-out pairs.
 
-    found = SelectedCircuits(chosen_on=some, pairs=others, sizes=(50, 200))
+    circuits = SelectedCircuits(chosen_on=train_pairs, pairs=test_pairs, sizes=(50, 200))
 
-A circuit is known only when the scores are, so that choosing and running it are one experiment. Circuits of
-the same size at random need no scores: `Circuit.grown`, as `CircuitValues` runs them.
+Circuits are known only after the scores, so selection and evaluation are one experiment. Random circuits of
+equal size need no scores: `Circuit.grown`, evaluated by `CircuitValues`.
 
-Border: pairs in, labelled arrays out. Never imports torch until it runs.
+Border: pairs in, labelled arrays out. Torch is imported when it runs.
 
 Axes: size (a cell each), pair, source, destination.
 """
@@ -40,21 +40,25 @@ __all__ = ["SelectedCircuits"]
 
 @dataclass(frozen=True, kw_only=True)
 class SelectedCircuits(EdgeExperiment):
-    """Circuits of several sizes, and what the model does under them.
+    """Circuits of several sizes, selected by scores, and the metric of held-out pairs under each.
 
-    chosen_on: pairs whose scores choose the edges. pairs: those the circuits are run on. method, steps: of
-    the scores. selection: "top", the edges of largest |score|, or "greedy", from the logits down. sizes: in
-    edges, ascending. minimal: whether each circuit is also run without each of its edges. by_position:
-    whether edges are told apart by position, in pairs of one length.
+    `EdgeExperiment.pairs` are the held-out pairs.
     """
 
     chosen_on: tuple[Pair, ...]
+    """Pairs whose scores select the edges."""
     sizes: tuple[int, ...]
+    """Sizes in edges, ascending."""
     method: Method = "EAP-IG-inputs"
+    """Method of the scores; see methods.py."""
     steps: int = 5
+    """Steps of integrated gradients of the scores."""
     selection: Literal["top", "greedy"] = "top"
+    """"top", the edges of largest |score|, or "greedy", from the logits backwards (`Circuit.greedy`)."""
     minimal: bool = False
+    """Whether to also run each circuit with one edge removed, for every edge (minimality)."""
     by_position: bool = False
+    """Whether each position has its own edges; needs prompts of one length."""
 
     name: ClassVar[str] = "selected_circuits"
     version: ClassVar[int] = 1
@@ -73,27 +77,28 @@ class SelectedCircuits(EdgeExperiment):
     }
 
     def params(self) -> dict[str, Any]:
-        """Sizes are in the cells."""
+        """All fields but the sizes, which label the cells."""
+        # by_position=False is left out, so that circuits without positions keep their keys.
         left_out = {"sizes"} if self.by_position else {"sizes", "by_position"}
-        given = {name: value for name, value in super().params().items() if name not in left_out}
-        return {**given, "chosen_on": [pair.canonical() for pair in self.chosen_on]}
+        fields = {name: value for name, value in super().params().items() if name not in left_out}
+        return {**fields, "chosen_on": [pair.canonical() for pair in self.chosen_on]}
 
     def outputs_on(self, config: Architecture) -> Mapping[str, Output]:
-        """In the unit of the metric."""
+        """Outputs in the unit of the metric."""
         left_out = () if self.by_position else ("position?",)
         dims = {
-            name: tuple(dim.rstrip("?") for dim in each.dims if dim not in left_out)
-            for name, each in self.outputs.items()
+            name: tuple(dim.rstrip("?") for dim in output.dims if dim not in left_out)
+            for name, output in self.outputs.items()
         }
         return {
-            name: Output(dims[name], each.unit if name == "chosen" else self.unit, each.long_name)
-            for name, each in self.outputs.items()
+            name: Output(dims[name], output.unit if name == "chosen" else self.unit, output.long_name)
+            for name, output in self.outputs.items()
             if self.minimal or name != "without"
         }
 
     @property
     def scores(self) -> EdgeScores:
-        """What the edges are chosen by."""
+        """Experiment whose scores select the edges."""
         return EdgeScores(
             pairs=self.chosen_on,
             alternative=self.alternative,
@@ -105,45 +110,53 @@ class SelectedCircuits(EdgeExperiment):
         )
 
     def check(self, config: Architecture) -> Layout:
-        """As of every experiment on edges; StageError for sizes that a model does not have, no draws, or
-        pairs of other units to choose on."""
+        """Check the fields against a model, as `EdgeExperiment.check`.
+
+        Raises:
+            StageError: for sizes that are missing, not ascending or larger than the graph, or an unknown
+                selection.
+            PromptError: for prompts of several lengths, if `by_position`.
+        """
         layout = super().check(config)
         self.scores.check(config)
-        places = one_length((*self.chosen_on, *self.pairs)) if self.by_position else None
-        most = len(Circuit.whole(layout, places))
-        if not self.sizes or sorted(set(self.sizes)) != list(self.sizes) or not 1 <= self.sizes[0] <= most:
+        positions = one_length((*self.chosen_on, *self.pairs)) if self.by_position else None
+        n_edges = len(Circuit.whole(layout, positions))
+        if not self.sizes or sorted(set(self.sizes)) != list(self.sizes) or not 1 <= self.sizes[0] <= n_edges:
             raise StageError(f"expected ascending sizes of at least one edge, found {self.sizes}")
-        if self.sizes[-1] > most:
-            raise StageError(f"expected sizes of at most {most} edges, found {self.sizes[-1]}")
+        if self.sizes[-1] > n_edges:
+            raise StageError(f"expected sizes of at most {n_edges} edges, found {self.sizes[-1]}")
         if self.selection not in ("top", "greedy"):
             raise StageError(f"expected selection top or greedy, found {self.selection!r}")
         return layout
 
     def cells(self, config: Architecture) -> Sequence[CellLabels]:
-        """One per size, smallest first. Raises what `check` does."""
+        """One cell per size, smallest first. Raises what `check` raises."""
         self.check(config)
         return [{"size": size} for size in self.sizes]
 
     def prepare(self, model: Model) -> Any:
-        """The model, and the scores all sizes are chosen by."""
+        """The model, and edge scores on `chosen_on`, shared by all sizes."""
         return model, self.scores.dataset(model, {}, ())["score"].values
 
     def dataset(self, prepared: Any, cell: CellLabels, measured: Sequence[Any]) -> xr.Dataset:
-        """One size: its circuit, the rest, and where asked the circuit without each edge."""
+        """Circuit of one size; metrics under it, under its complement, and, if `minimal`, without each
+        edge.
+        """
         import xarray as xr
 
-        from .runs import Measured
+        from .runs import CircuitRuns
 
         model, scores = prepared
         layout, declared = self.check(model.config), self.outputs_on(model.config)
-        choose = Circuit.top if self.selection == "top" else Circuit.greedy
-        circuit = choose(layout, scores, cell["size"])
+        select = Circuit.top if self.selection == "top" else Circuit.greedy
+        circuit = select(layout, scores, cell["size"])
         nothing = Circuit(layout, np.zeros_like(circuit.chosen))
-        asked = [circuit, ~circuit, nothing]
-        left = [each for _, each in without_each(circuit)] if self.minimal else []
-        runs = Measured(model, layout, self.pairs, self.alternative, self.seed, self.memory)
-        values = runs.values(np.stack([each.chosen for each in (*asked, *left)]))
-        given: dict[str, Any] = {
+        # One batch of masks for everything of this size: the pairs' clean runs are computed once.
+        circuits = [circuit, ~circuit, nothing]
+        reduced = [item for _, item in without_each(circuit)] if self.minimal else []
+        runs = CircuitRuns(model, layout, self.pairs, self.alternative, self.seed, self.memory)
+        values = runs.values(np.stack([item.chosen for item in (*circuits, *reduced)]))
+        variables: dict[str, Any] = {
             "chosen": circuit.chosen.astype(np.int8)[None],
             "value": values[:1],
             "complement": values[1:2],
@@ -152,19 +165,19 @@ class SelectedCircuits(EdgeExperiment):
         }
         if self.minimal:
             without = np.full(circuit.chosen.shape, np.nan)
-            without[circuit.chosen] = values[len(asked) :].mean(1)
-            given["without"] = without[None]
+            without[circuit.chosen] = values[len(circuits) :].mean(1)
+            variables["without"] = without[None]
         return xr.Dataset(
-            {name: declared[name].variable(each) for name, each in given.items()},
+            {name: declared[name].variable(item) for name, item in variables.items()},
             coords={**labels(layout), "size": [cell["size"]]},
         )
 
     def joined(self, parts: Sequence[xr.Dataset]) -> xr.Dataset:
-        """Cells of all sizes, along `size`."""
+        """Cells of all sizes, concatenated along `size`."""
         import xarray as xr
 
-        along = [name for name, each in parts[0].data_vars.items() if "size" in each.dims]
-        found: xr.Dataset = xr.concat(
+        along = [name for name, variable in parts[0].data_vars.items() if "size" in variable.dims]
+        whole: xr.Dataset = xr.concat(
             parts, "size", data_vars=along, coords="minimal", compat="override", join="override"
         )
-        return found
+        return whole

@@ -1,19 +1,18 @@
-"""Strongest paths: senders that say most on some pairs, scored on others beside random changes as long.
+"""Strongest paths: senders of largest effect on some pairs, tested on held-out pairs against random changes.
 
-    paths = StrongestPaths(chosen_on=some, pairs=others, receivers=("logits",))
-    back = StrongestPaths(chosen_on=some, pairs=others, receivers=("logits",), back=1)
+    paths = StrongestPaths(chosen_on=train_pairs, pairs=test_pairs, receivers=("logits",))
+    back = StrongestPaths(chosen_on=train_pairs, pairs=test_pairs, receivers=("logits",), back=1)
 
-Every sender is patched in every pair (paths.py). Those that change the metric most on the pairs they are
-chosen on are also put, in the pairs they are scored on, to random directions as long, position by position,
-on the same path: what any change of that size would do there. One step back, the receivers are the queries,
-keys and values of the heads that say most to the receivers asked for (Wang et al., Interpretability in the
-Wild, 2023, sections 3.2 and 3.3); they are known only when the effects are, so that choosing and running them
-are one experiment.
+Every sender is patched in every pair (paths.py). The senders that change the metric most on `chosen_on` are
+also, on the held-out pairs, changed by random directions of equal norm, position by position, on the same
+path: the null distribution. With `back`, the receivers are the queries, keys and values of the heads with the
+largest effect on the given receivers (Wang et al. 2023, "Interpretability in the Wild", sections 3.2 and
+3.3). They are known only after those effects, so selection and test are one experiment.
 
-Border: pairs in, labelled arrays out. Never imports torch until it runs.
+Border: pairs in, labelled arrays out. Torch is imported when it runs.
 
-Axes: pair, sender, receiver; told: a sender that was chosen, the strongest heads, then the strongest others,
-then the head that says least; draw.
+Axes: pair, sender, receiver; told: selected senders, the strongest heads, then the strongest other sources,
+then the weakest head; draw.
 """
 
 from __future__ import annotations
@@ -32,9 +31,9 @@ from ...store.errors import StageError
 from ..causal.controls import random_directions
 from ..forward.edges.layout import KINDS, LOGITS
 from ..forward.runs.experiment import CellLabels
-from .by_pair import ByPair, PairExperiment
+from .pair_experiment import PairExperiment, PairMetricRun
 from .pairs import Pair
-from .paths import TOGETHER, PathPatching, paths_there_are
+from .paths import TOGETHER, PathPatching, has_path
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -46,26 +45,30 @@ if TYPE_CHECKING:
 __all__ = ["StrongestPaths", "is_head"]
 
 NONE = -1
-"""Where fewer senders have a path than were asked for."""
+"""Fills `chosen` where fewer senders have a path than were requested."""
 Ints = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, kw_only=True)
 class StrongestPaths(PairExperiment):
-    """Paths from every source, and from the strongest ones beside random changes. A cell is a pair.
-
-    chosen_on: pairs whose effects say which are the strongest. receivers, mlps: of `PathPatching`. strongest:
-    how many heads, and as many others. draws: random changes of each. back: heads, the strongest at the
-    receivers asked for, whose queries, keys and values are the receivers, each of the three of all these
-    heads together; 0 for none.
+    """Effect of every source on the receivers, and of the strongest ones beside random changes. A cell is a
+    pair.
     """
 
     chosen_on: tuple[Pair, ...]
+    """Pairs whose mean effects select the strongest senders."""
     receivers: tuple[str, ...] = (LOGITS,)
+    """Receivers, as for `PathPatching`."""
     mlps: Literal["recomputed", "held"] = "recomputed"
+    """Whether MLPs on a path are recomputed or held, as for `PathPatching`."""
     strongest: int = 4
+    """Number of heads selected, and of other sources."""
     draws: int = 20
+    """Random changes of each selected sender."""
     back: int = 0
+    """Number of heads with the largest effect on `receivers` whose joint queries, joint keys and joint values
+    become the receivers; 0 keeps `receivers`.
+    """
 
     name: ClassVar[str] = "strongest_paths"
     version: ClassVar[int] = 1
@@ -83,16 +86,20 @@ class StrongestPaths(PairExperiment):
     }
 
     def params(self) -> dict[str, Any]:
-        """Pairs by what they are."""
+        """All fields but the pairs, as of `PairExperiment`, with `chosen_on` as plain values."""
         return {**super().params(), "chosen_on": [pair.canonical() for pair in self.chosen_on]}
 
     def outputs_on(self, config: Architecture) -> Mapping[str, Output]:
-        """In the unit of the metric, but for numbers of senders."""
+        """Outputs in the unit of the metric; `chosen` holds indices of senders."""
         return {**super().outputs_on(config), "chosen": self.outputs["chosen"]}
 
     def check(self, config: Architecture) -> Layout:
-        """As of every path; and StageError for none to be told, or more heads to go back to than
-        say anything to the receivers."""
+        """Check the fields against a model, as `PathPatching.check`.
+
+        Raises:
+            StageError: for numbers below their minimum, pairs of different units, or `back` above the number
+                of heads with a path to the receivers.
+        """
         self._paths(self.chosen_on, self.receivers).check(config)
         paths = self._paths(self.pairs, self.receivers)
         layout = paths.check(config)
@@ -101,20 +108,20 @@ class StrongestPaths(PairExperiment):
                 f"expected pairs to choose on whose metric is in {self.unit}, as of those to score, found "
                 f"{self.chosen_on[0].metric.units}"
             )
-        for name, least in (("strongest", 1), ("draws", 0), ("back", 0)):
-            if (found := getattr(self, name)) < least:
-                raise StageError(f"expected {name} of at least {least}, found {found}")
-        speaks = paths_there_are(layout, *paths.sets(layout)).any(1)
-        heads = sum(is_head(layout.sources[source]) for source in np.flatnonzero(speaks))
+        for name, minimum in (("strongest", 1), ("draws", 0), ("back", 0)):
+            if (count := getattr(self, name)) < minimum:
+                raise StageError(f"expected {name} of at least {minimum}, found {count}")
+        is_sender = has_path(layout, *paths.sets(layout)).any(1)
+        heads = sum(is_head(layout.sources[source]) for source in np.flatnonzero(is_sender))
         if self.back > heads:
             raise StageError(
-                f"expected at most {heads} heads to go back to, as no more say anything to "
-                f"{', '.join(self.receivers)}, found back={self.back}"
+                f"expected back of at most {heads}, the number of heads with a path to "
+                f"{', '.join(self.receivers)}, found {self.back}; choose a smaller one"
             )
         return layout
 
     def _paths(self, pairs: tuple[Pair, ...], receivers: tuple[str, ...]) -> PathPatching:
-        """From every source to receivers."""
+        """Path patching from every source to `receivers`."""
         return PathPatching(
             pairs=pairs,
             receivers=receivers,
@@ -126,86 +133,105 @@ class StrongestPaths(PairExperiment):
         )
 
     def prepare(self, model: Model) -> Any:
-        """The model, the paths to the receivers there are in the end, and the mean effects that senders are
-        chosen by, [sender, receiver]."""
+        """The model, path patching to the final receivers, and mean effects on `chosen_on` [sender,
+        receiver].
+        """
         layout, receivers = self.check(model.config), self.receivers
-        chosen = self._mean(model, layout, receivers)
+        mean_effects = self._mean(model, layout, receivers)
         if self.back:
-            strongest = _ranked(chosen, [is_head(name) for name in layout.sources])[: self.back]
+            strongest = _ranked(mean_effects, [is_head(name) for name in layout.sources])[: self.back]
             heads = [layout.sources[head] for head in sorted(strongest)]
             receivers = tuple(TOGETHER.join(f"{head}<{kind}>" for head in heads) for kind in KINDS)
-            chosen = self._mean(model, layout, receivers)
-        return model, self._paths(self.pairs, receivers), chosen
+            mean_effects = self._mean(model, layout, receivers)
+        return model, self._paths(self.pairs, receivers), mean_effects
 
     def _mean(self, model: Model, layout: Layout, receivers: tuple[str, ...]) -> Floats:
-        """Effects on the pairs that senders are chosen on, [sender, receiver]."""
+        """Mean effects on the pairs of `chosen_on`, float64 [sender, receiver]."""
         paths = self._paths(self.chosen_on, receivers)
-        cells = (paths.of_cell(model, layout, cell) for cell in paths.cells(model.config))
-        found: Floats = np.mean([paths.effects(model, layout, pair) for pair in cells], axis=0)
-        return found
+        cells = (paths.pair_run(model, layout, cell) for cell in paths.cells(model.config))
+        mean: Floats = np.mean([paths.effects(model, layout, pair) for pair in cells], axis=0)
+        return mean
 
     def dataset(self, prepared: Any, cell: CellLabels, measured: Sequence[Any]) -> xr.Dataset:
-        """All of `outputs`, of one pair."""
+        """All outputs of one pair."""
         import xarray as xr
 
-        model, paths, chosen = prepared
+        model, paths, mean_effects = prepared
         layout, declared = self.check(model.config), self.outputs_on(model.config)
-        pair = paths.of_cell(model, layout, cell)
-        told = np.stack([self._told(layout, effects) for effects in chosen.T], axis=1)
-        given = {
+        pair = paths.pair_run(model, layout, cell)
+        selected = np.stack([self._selected_senders(layout, effects) for effects in mean_effects.T], axis=1)
+        variables = {
             "effect": paths.effects(model, layout, pair)[None],
             "clean": np.array([pair.clean]),
-            "chosen_effect": chosen,
-            "chosen": told,
-            "random": self._random(model, layout, paths, pair, told)[None],
+            "chosen_effect": mean_effects,
+            "chosen": selected,
+            "random": self._random(model, layout, paths, pair, selected)[None],
         }
         return xr.Dataset(
-            {name: declared[name].variable(each) for name, each in given.items()},
+            {name: declared[name].variable(values) for name, values in variables.items()},
             coords={"sender": list(layout.sources), "receiver": list(paths.receivers)},
         )
 
-    def _told(self, layout: Layout, effects: Floats) -> Ints:
-        """The strongest heads and others, and the quietest head, by effects on one receiver [sender]: 2 n + 1
-        numbers of senders."""
-        is_one = [is_head(name) for name in layout.sources]
-        heads, others = (_ranked(effects[:, None], each) for each in (is_one, [not one for one in is_one]))
-        found = np.full(2 * self.strongest + 1, NONE)
-        for start, ranked in ((0, heads), (self.strongest, others)):
-            chosen = ranked[: self.strongest]
-            found[start : start + len(chosen)] = chosen
+    def _selected_senders(self, layout: Layout, effects: Floats) -> Ints:
+        """Indices of the n strongest heads, the n strongest other sources and the weakest head, int64 [2 n +
+        1].
+        Arguments:
+            effects: on one receiver, [sender].
+        """
+        is_head_source = [is_head(name) for name in layout.sources]
+        heads = _ranked(effects[:, None], is_head_source)
+        other_sources = _ranked(effects[:, None], [not is_one for is_one in is_head_source])
+        senders = np.full(2 * self.strongest + 1, NONE)
+        for start, ranked in ((0, heads), (self.strongest, other_sources)):
+            strongest = ranked[: self.strongest]
+            senders[start : start + len(strongest)] = strongest
+        # The weakest head is a negative control that was selected like the others.
         if len(heads) > self.strongest:
-            found[-1] = heads[-1]
-        return found
+            senders[-1] = heads[-1]
+        return senders
 
-    def _random(self, model: Model, layout: Layout, paths: PathPatching, pair: ByPair, told: Ints) -> Floats:
-        """The metric's change by random changes as long as what senders say, [draw, told, receiver]."""
+    def _random(
+        self, model: Model, layout: Layout, paths: PathPatching, pair: PairMetricRun, selected: Ints
+    ) -> Floats:
+        """Change of the metric by random changes of the norm of each selected sender's change, [draw, told,
+        receiver].
+        """
         import torch
 
         from ..forward.edges.effects import alone_at
         from ..forward.edges.paths import Changes
 
         change, receivers = alone_at(pair.batch.change[0], self.position), paths.sets(layout)[1]
-        whose = pair.batch.pairs[0].canonical()
-        found = np.full((self.draws, *told.shape), np.nan)
-        for row, column in np.argwhere(told != NONE).tolist():
-            source = int(told[row, column])
-            like = change[source].float().cpu().numpy()
-            # Of pair and sender alone: who else is asked for changes no draw.
-            seed = int(digest("random_paths", self.seed, whose, layout.sources[source])[:12], 16)
-            drawn = torch.from_numpy(random_directions(like, self.draws, seed=seed)).to(change)
-            found[:, row, column] = paths.patched(
-                model, layout, pair, Changes(source, drawn), receivers[column]
+        pair_identity = pair.batch.pairs[0].canonical()
+        effects = np.full((self.draws, *selected.shape), np.nan)
+        for row, column in np.argwhere(selected != NONE).tolist():
+            source = int(selected[row, column])
+            template = change[source].float().cpu().numpy()
+            # Seeded by pair and sender, so that a draw does not depend on which other senders are selected.
+            seed = int(digest("random_paths", self.seed, pair_identity, layout.sources[source])[:12], 16)
+            directions = torch.from_numpy(random_directions(template, self.draws, seed=seed)).to(change)
+            effects[:, row, column] = paths.patched(
+                model, layout, pair, Changes(source, directions), receivers[column]
             )
-        return found
+        return effects
 
 
 def is_head(name: str) -> bool:
-    """Whether a sender is one head."""
+    """Whether a sender is a single head."""
     return name.startswith("a") and TOGETHER not in name
 
 
-def _ranked(effects: Floats, among: Sequence[bool]) -> list[int]:
-    """Senders among some, the largest |effect| on any receiver [sender, receiver] first; none that has no
-    path."""
+def _ranked(effects: Floats, is_candidate: Sequence[bool]) -> list[int]:
+    """Indices of senders by descending largest |effect| on any receiver; without those that have no path.
+
+    Arguments:
+        effects: [sender, receiver], NaN without a path.
+        is_candidate: whether each sender is considered.
+    """
+    # NaN marks senders without a path; -1 sorts them last, behind effects of 0.
     size = np.nan_to_num(np.abs(effects), nan=-1.0).max(1)
-    return [int(each) for each in np.argsort(-size, kind="stable") if among[each] and size[each] >= 0]
+    return [
+        int(sender)
+        for sender in np.argsort(-size, kind="stable")
+        if is_candidate[sender] and size[sender] >= 0
+    ]

@@ -1,1 +1,1 @@
-"""How well a model does, and how well it still does when something inside it is changed."""
+"""Evaluation: loss, layer order and factual recall of a model, unchanged or under an intervention."""

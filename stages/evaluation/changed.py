@@ -1,8 +1,7 @@
-"""What is done to a model while it is evaluated: nothing, interventions, means of hook points, or a
-dictionary's reconstructions, and what these are held against.
+"""Changes under which a model is evaluated: interventions, mean ablation, or a dictionary's reconstructions.
 
-Border: says which spec prompts of one length run under, and what of it is identity; what is measured is each
-experiment's. Whatever is asked of a model can so be asked of the changed one, of the same tokens.
+Border: makes the HookSpec of prompts of one length, and the part of a key that identifies the change;
+subclasses define what is measured. So every evaluation can be made of the changed model, on the same tokens.
 """
 
 from __future__ import annotations
@@ -31,30 +30,34 @@ if TYPE_CHECKING:
     from ..forward.models.model import Model
     from ..forward.runs.run import Run
 
-__all__ = ["Means", "OfChanged", "Prompts", "batches", "log_probabilities"]
+__all__ = ["Means", "ChangedModelExperiment", "Prompts", "batches", "log_probabilities"]
 
 Prompts = tuple[tuple[int, ...], ...]
+"""Token ids of several prompts."""
 SKIP = 1
-"""First positions whose activations a dictionary leaves alone, as its training does."""
+"""Number of first positions that a dictionary does not reconstruct, as in its training."""
 BATCH_TOKENS = 4096
+"""Most tokens in one batch of prompts."""
 LOGIT_BYTES = 1 << 26
-"""Of log-probabilities that exist at a time."""
+"""Most bytes of log-probabilities in memory at a time."""
 
 
 @dataclass(frozen=True)
 class Means:
-    """Hook points that are set to their mean over other prompts.
+    """Mean ablation: hook points set to their mean over reference prompts.
 
-    points: their string forms. references: token ids of the prompts that the mean is over, of all their
-    positions together. skip: first positions of every prompt that are left alone, and out of the mean: what
-    stands there is the same in every prompt (a special token), or is treated apart whatever it is (a first
-    token that attention rests on). Raises ConfigError for hook points without a row per token, and references
-    that have no other positions.
+    Raises:
+        ConfigError: for hook points without a position axis, or references of at most `skip` tokens.
     """
 
     points: tuple[str, ...]
+    """Names of the hook points."""
     references: Prompts
+    """Token ids of the prompts over whose positions the mean is taken, all together."""
     skip: int = SKIP
+    """Number of first positions that keep their activations and are left out of the mean: they hold a special
+    token, or a first token that attention rests on.
+    """
 
     def __post_init__(self) -> None:
         for point in map(HookPoint.parse, self.points):
@@ -70,7 +73,7 @@ class Means:
             )
 
     def canonical(self) -> dict[str, Any]:
-        """Plain values that identify it."""
+        """Plain values that identify the change in a key."""
         return {
             "points": list(self.points),
             "references": digest("references", [list(ids) for ids in self.references]),
@@ -79,16 +82,18 @@ class Means:
 
     @property
     def kinds(self) -> frozenset[str]:
-        """Of its hook points, without their layers: "resid_post"."""
+        """Kinds of its hook points, without layers: "resid_post"."""
         return frozenset(HookPoint.parse(point).kind for point in self.points)
 
     def taken(self, model: Model) -> dict[HookPoint, Tensor]:
-        """The means of every hook point of these kinds, in whichever layers: one look for all draws."""
+        """Mean of every hook point of these kinds, in all layers, so that draws of other layers share the
+        pass.
+        """
         points = [point for point in model.config.hook_points if point.kind in self.kinds]
         return mean_activations(model, points, self.references, skip=self.skip)
 
     def spec(self, means: dict[HookPoint, Tensor], length: int) -> HookSpec:
-        """The interventions on prompts of one length."""
+        """Interventions on prompts of `length` tokens."""
         spec, positions = HookSpec(), tuple(range(self.skip, length))
         for point in map(HookPoint.parse, self.points if positions else ()):
             if point not in means:
@@ -98,34 +103,41 @@ class Means:
 
 
 @dataclass(frozen=True, kw_only=True)
-class OfChanged(Experiment):
-    """An experiment on a model, or on one that is changed in one way.
+class ChangedModelExperiment(Experiment):
+    """Base of experiments on a model, unchanged or under one change.
 
-    hooks: interventions. mean: hook points set to their means. dictionary: name of one whose reconstructions
-    stand where it writes, all at once; in no key. features: its identity. turned: None, or a seed: in place
-    of its reconstructions, what they replace with their errors added in directions drawn at random
-    (random_errors.py). Raises ConfigError for several changes at once, a spec that captures, and errors of no
-    dictionary.
+    Raises:
+        ConfigError: for several changes, a HookSpec that captures, or `turned` without a dictionary.
     """
 
     resources: ClassVar[tuple[str, ...]] = ("model", "dictionary")
 
     hooks: HookSpec | None = None
+    """Interventions; None for none."""
     mean: Means | None = None
+    """Mean ablation; None for none."""
     dictionary: str = ""
+    """Name of a dictionary whose reconstructions replace the activations it writes, at all layers at once;
+    not part of the key.
+    """
     features: str = ""
+    """Identity of the dictionary."""
     turned: int | None = None
+    """Seed of random rotations of the dictionary's errors, a control (random_errors.py); None for the
+    reconstructions themselves.
+    """
 
     def __post_init__(self) -> None:
-        given = {
+        is_set = {
             "interventions": self.hooks is not None,
             "means": self.mean is not None,
             "a dictionary": bool(self.dictionary),
         }
-        found = [name for name, is_given in given.items() if is_given]
-        if len(found) > 1:
+        changes = [name for name, is_change in is_set.items() if is_change]
+        if len(changes) > 1:
             raise ConfigError(
-                f"expected one change of the model, found {' and '.join(found)}; evaluate one after the other"
+                f"expected one change of the model, found {' and '.join(changes)}; evaluate one after the "
+                "other"
             )
         if self.hooks is not None and self.hooks.num_captures:
             raise ConfigError(f"{self.name}: expected interventions alone, found captures; leave them out")
@@ -134,18 +146,20 @@ class OfChanged(Experiment):
 
     @property
     def change(self) -> dict[str, Any]:
-        """What of the change is in keys."""
+        """Parameters that identify the change in a key."""
         hooks = None if self.hooks is None else self.hooks.canonical()
-        found: dict[str, Any] = {"hooks": hooks, "features": self.features or None}
+        params: dict[str, Any] = {"hooks": hooks, "features": self.features or None}
         if self.mean is not None:
-            found["mean"] = self.mean.canonical()
+            params["mean"] = self.mean.canonical()
         if self.turned is not None:
-            found["turned"] = self.turned
-        return found
+            params["turned"] = self.turned
+        return params
 
     @property
     def baseline(self) -> Hashable:
-        """What means are taken of and over, or the dictionary: one preparation for all draws."""
+        """Identity of what `prepare` computes: means of these kinds over these references, or the
+        dictionary.
+        """
         if self.mean is not None:
             return "mean", self.mean.kinds, self.mean.references, self.mean.skip
         return "dictionary", self.dictionary, self.features
@@ -160,7 +174,7 @@ class OfChanged(Experiment):
         return StoredDictionary(self.dictionary, self.features, "cpu")
 
     def prepare(self, model: Model) -> tuple[Model, Any]:
-        """The model, and what `bound` needs beside it."""
+        """The model, and means or reconstructions for `bound`."""
         if self.mean is not None:
             return model, self.mean.taken(model)
         if not self.dictionary:
@@ -168,68 +182,87 @@ class OfChanged(Experiment):
         from ..features.training.replacement import Reconstructed
         from .random_errors import RandomErrors
 
-        held = self._resource.opened
-        held.require_fit(model.config, model.name)
-        layers = {layer: held.layer(layer) for layer in held.layers}
-        read, write = (at(held.layers[0]).kind for at in (held.read_hook, held.write_hook))
+        dictionary = self._resource.opened
+        dictionary.require_fit(model.config, model.name)
+        layers = {layer: dictionary.layer(layer) for layer in dictionary.layers}
+        read, write = (at(dictionary.layers[0]).kind for at in (dictionary.read_hook, dictionary.write_hook))
         return model, RandomErrors(Reconstructed(model, layers, read, write, SKIP))
 
     def bound(self, prepared: tuple[Model, Any], rows: list[list[int]]) -> BoundSpec:
-        """The spec of prompts of one length."""
-        model, held = prepared
+        """HookSpec of prompts of one length, bound to the model.
+
+        Arguments:
+            prepared: result of `prepare`.
+            rows: token ids of the prompts.
+        """
+        model, payload = prepared
         if self.mean is not None:
-            return model.bind(self.mean.spec(held, len(rows[0])))
+            return model.bind(self.mean.spec(payload, len(rows[0])))
         if not self.dictionary:
             spec = model.bind(self.hooks)
             spec.require_one_payload()
             return spec
+        # Prompts of SKIP tokens have nothing to reconstruct.
         if len(rows[0]) <= SKIP:
             return model.bind(None)
-        return model.bind(held.worker.closed_loop(rows) if self.turned is None else held(rows, self.turned))
+        return model.bind(
+            payload.worker.closed_loop(rows) if self.turned is None else payload(rows, self.turned)
+        )
 
     def runs(self, prepared: Any, cell: CellLabels) -> Sequence[Run]:
-        """None that could be planned: what reconstructions are is known when the model has run."""
+        """None: reconstructions are known only once the model has run, so no runs can be planned."""
         return []
 
     def measure(self, prepared: Any, cell: CellLabels, result: HookCache) -> None:
-        """Never asked: nothing is planned, see `dataset`."""
+        """Never called, as there are no runs; `dataset` runs the model."""
 
 
 def batches(prompts: Sequence[Sequence[int]]) -> Iterator[tuple[list[int], list[list[int]]]]:
-    """(places, prompts) of one length together, as many as make `BATCH_TOKENS`; which depends on the prompts
-    alone."""
+    """(indices, prompts) of prompts of equal length, at most `BATCH_TOKENS` tokens together."""
+    # Batches depend on the prompts alone: rounding of a pass depends on what shares its batch.
     by_length: dict[int, list[int]] = defaultdict(list)
-    for place, ids in enumerate(prompts):
-        by_length[len(ids)].append(place)
-    for length, places in sorted(by_length.items()):
+    for index, ids in enumerate(prompts):
+        by_length[len(ids)].append(index)
+    for length, indices in sorted(by_length.items()):
         size = max(1, BATCH_TOKENS // max(1, length))
-        for start in range(0, len(places), size):
-            some = places[start : start + size]
-            yield some, [list(prompts[place]) for place in some]
+        for start in range(0, len(indices), size):
+            part = indices[start : start + size]
+            yield part, [list(prompts[index]) for index in part]
 
 
 @steps_in_plain_torch
 def log_probabilities(
     model: Model, rows: list[list[int]], spec: BoundSpec, *, last: bool = False
 ) -> Iterator[tuple[slice, Tensor]]:
-    """(positions, log-probabilities [prompt, position, vocab] of what follows, nats, float32) of prompts of
-    one length, a few positions at a time; last: of the last position alone. ConfigError for a model that does
-    not say what follows."""
+    """Next-token log-probabilities of prompts of one length, a few positions at a time.
+
+    Arguments:
+        rows: token ids of the prompts.
+        last: whether to compute the last position only.
+
+    Returns:
+        Pairs of a slice of positions and float32 [prompt, position, vocab] in nats.
+
+    Raises:
+        ConfigError: for a model that does not predict the next token.
+    """
     from ..forward.architectures.points import HookPoint
     from ..forward.hooks.spec import Capture
     from ..forward.hooks.wants import ALL_LOGITS, Logits
 
     model.config.require_next_token()
     length, point = len(rows[0]), HookPoint("final_norm")
+    # One position needs no splitting, and a bridged model has no final norm to capture.
     if last or point not in model.config.known_points:
         logits, _ = model.run_batch(rows, spec, Logits(positions=(-1,)) if last else ALL_LOGITS)
         assert logits is not None  # asked for
         yield slice(length - 1 if last else 0, length), logits.float().log_softmax(-1)
         return
-    wanted = Capture(point, "after")
-    _, held = model.run_batch(rows, replace(spec, captures=(*spec.captures, wanted)), None)
-    states = held[wanted]
+    final_norm = Capture(point, "after")
+    _, captured = model.run_batch(rows, replace(spec, captures=(*spec.captures, final_norm)), None)
+    states = captured[final_norm]
+    # Logits of all positions may exceed the model in memory: states are captured and unembedded in parts.
     step = max(1, LOGIT_BYTES // (4 * len(rows) * model.config.vocab_size))
     for start in range(0, length, step):
-        here = slice(start, min(start + step, length))
-        yield here, model.network.unembed(states[:, here], ALL_LOGITS).float().log_softmax(-1)
+        positions = slice(start, min(start + step, length))
+        yield positions, model.network.unembed(states[:, positions], ALL_LOGITS).float().log_softmax(-1)

@@ -1,17 +1,16 @@
-"""Loss of a model over a corpus, streaming: mean nats per token, by prompt and by position.
+"""Loss of a model over a corpus: mean nats per token, by prompt and by position.
 
-Border: prompts as token ids in, labelled numbers out; texts are cut into prompts elsewhere. Nothing that
-grows with the corpus is held but a few numbers per prompt: log-probabilities exist a few positions at a time,
-and a cell of prompts is stored by itself, so that a killed evaluation goes on where it was and a longer
-corpus computes what is new.
+Border: prompts as token ids in, labelled numbers out; callers cut texts into prompts. Memory does not grow
+with the corpus except for a few numbers per prompt. Cells of prompts are stored separately, so that an
+interrupted evaluation resumes and a longer corpus computes only what is new.
 
-A position's loss is that of the token that stands there, so position 0 has none. Uniform guessing loses
-log(vocab); what tells a model that was loaded wrongly is said of it by `order.py`.
+The loss at a position is that of the token there, so position 0 has none. Guessing uniformly costs
+log(vocab); order.py detects layers that were loaded in a wrong order.
 
-Induction loss (Olsson et al. 2022; TransformerLens' `induction_loss`) is this loss on random tokens that are
-repeated, where they stand the second time: nothing but the repetition tells what comes next.
+Induction loss (Olsson et al. 2022; TransformerLens' `induction_loss`) is this loss on repeated random tokens,
+at the second occurrence, where only the repetition predicts the next token.
 
-Axes: prompt, position. Nats.
+Axes: prompt, position. Unit: nats.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from ...pipeline import Output
 from ...store.arrays import Array, Floats
 from ...store.errors import PromptError
 from ..forward.runs.experiment import CellLabels
-from .changed import OfChanged, Prompts, batches, log_probabilities
+from .changed import ChangedModelExperiment, Prompts, batches, log_probabilities
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -36,12 +35,12 @@ if TYPE_CHECKING:
 __all__ = ["CorpusLoss", "over_spans"]
 
 TOGETHER = 64
-"""Prompts of a cell."""
+"""Prompts per cell."""
 
 
 @dataclass(frozen=True)
-class CorpusLoss(OfChanged):
-    """Loss over prompts, under a change or none. prompts: token ids, at least two each."""
+class CorpusLoss(ChangedModelExperiment):
+    """Loss over prompts, of the unchanged or the changed model."""
 
     name: ClassVar[str] = "corpus_loss"
     version: ClassVar[int] = 1
@@ -54,13 +53,14 @@ class CorpusLoss(OfChanged):
     }
 
     prompts: Prompts
+    """Token ids, at least two per prompt."""
 
     def params(self) -> dict[str, Any]:
-        """The change; which prompts is said by the cells."""
+        """The change; prompts label the cells."""
         return self.change
 
     def cells(self, config: Architecture) -> Sequence[CellLabels]:
-        """Some prompts each. Raises PromptError for a prompt of one token, or none at all."""
+        """`TOGETHER` prompts per cell. Raises PromptError for a prompt of one token, or no prompts."""
         if not self.prompts or min(map(len, self.prompts)) < 2:
             raise PromptError(
                 "expected prompts of at least two tokens, as the first is not predicted, found "
@@ -70,7 +70,7 @@ class CorpusLoss(OfChanged):
         return [{"prompts": [list(ids) for ids in self.prompts[s : s + TOGETHER]]} for s in starts]
 
     def dataset(self, prepared: Any, cell: CellLabels, measured: Sequence[Any]) -> xr.Dataset:
-        """The outputs of one cell, position_loss as a sum."""
+        """Outputs of one cell; position_loss is a sum, which `joined` divides."""
         import torch
         import xarray as xr
 
@@ -78,19 +78,21 @@ class CorpusLoss(OfChanged):
         prompts: list[list[int]] = cell["prompts"]
         longest = max(map(len, prompts))
         loss, correct, sums, counts = np.zeros(len(prompts)), np.zeros(len(prompts)), *np.zeros((2, longest))
-        for places, rows in batches(prompts):
+        for indices, rows in batches(prompts):
             target = torch.tensor(rows, device=model.device)[:, 1:]
-            for here, every in log_probabilities(model, rows, self.bound(prepared, rows)):
-                wanted = target[:, here]
-                found = every[:, : wanted.shape[1]]
-                if not wanted.numel():
+            for positions, logprobs in log_probabilities(model, rows, self.bound(prepared, rows)):
+                next_tokens = target[:, positions]
+                predicted = logprobs[:, : next_tokens.shape[1]]
+                if not next_tokens.numel():
                     continue
-                lost = -found.gather(-1, wanted[..., None])[..., 0].double()
-                loss[places] += lost.sum(1).cpu().numpy()
-                correct[places] += (found.argmax(-1) == wanted).sum(1).cpu().numpy()
-                at = slice(here.start + 1, here.start + 1 + wanted.shape[1])
-                sums[at] += lost.sum(0).cpu().numpy()
-                counts[at] += len(rows)
+                # float64: sums over a long corpus lose digits in float32.
+                losses = -predicted.gather(-1, next_tokens[..., None])[..., 0].double()
+                loss[indices] += losses.sum(1).cpu().numpy()
+                correct[indices] += (predicted.argmax(-1) == next_tokens).sum(1).cpu().numpy()
+                # The prediction at position p is of the token at p + 1.
+                target_positions = slice(positions.start + 1, positions.start + 1 + next_tokens.shape[1])
+                sums[target_positions] += losses.sum(0).cpu().numpy()
+                counts[target_positions] += len(rows)
         tokens = np.array([len(ids) - 1 for ids in prompts])
         return xr.Dataset(
             {
@@ -103,10 +105,11 @@ class CorpusLoss(OfChanged):
         )
 
     def joined(self, parts: Sequence[xr.Dataset]) -> xr.Dataset:
-        """All prompts, and means over all of them by position."""
+        """Losses of all prompts, and mean losses by position."""
         import xarray as xr
 
         longest = max(part.sizes["position"] for part in parts)
+        # Sums and counts, not means: cells have different numbers of prompts at a position.
         sums, counts = np.zeros(longest), np.zeros(longest, np.int64)
         for part in parts:
             sums[: part.sizes["position"]] += part["position_loss"].values
@@ -121,16 +124,23 @@ class CorpusLoss(OfChanged):
 
 
 def over_spans(measured: xr.Dataset, spans: Sequence[tuple[int, int]]) -> Floats:
-    """Mean loss over spans of positions [span], of `CorpusLoss`; each from its first position up to, and
-    without, its last. Raises PromptError for a span in which nothing was predicted."""
+    """Mean loss over spans of positions, float64 [span].
+
+    Arguments:
+        measured: dataset of `CorpusLoss`.
+        spans: (first position, position after the last) of each.
+
+    Raises:
+        PromptError: for a span without predicted tokens.
+    """
     total: Array = (measured["position_loss"] * measured["position_tokens"]).fillna(0).values
     counted: Array = measured["position_tokens"].values
-    found = []
+    means = []
     for start, stop in spans:
-        many = int(counted[start:stop].sum())
-        if not many:
+        n_tokens = int(counted[start:stop].sum())
+        if not n_tokens:
             raise PromptError(
                 f"expected tokens at positions {start} to {stop - 1}, found none predicted there"
             )
-        found.append(float(total[start:stop].sum()) / many)
-    return np.array(found)
+        means.append(float(total[start:stop].sum()) / n_tokens)
+    return np.array(means)

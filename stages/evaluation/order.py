@@ -1,13 +1,11 @@
-"""Whether a model's layers stand in their order: its loss as loaded, and with two layers in each other's
-place.
+"""Layer order: loss of a model as loaded, and with two layers exchanged.
 
-Border: prompts as token ids; nothing is compared with another model, so that it can be asked of one that was
-just converted and of which no reference is at hand.
+Border: prompts as token ids. No reference model is needed, so a freshly converted model can be tested.
 
-Idea: a checkpoint whose layers are mixed up still speaks, a little worse; a loss alone does not tell. But the
-layers of a trained model depend on their order, so that it loses where any two change places, and a model in
-which two were mixed up gains where they change back. The null of a model is therefore its own: the same
-weights, in other orders.
+A checkpoint with two layers mixed up still produces text, slightly worse; its loss alone reveals nothing. But
+trained layers depend on their order: exchanging any two raises the loss of a correct model, and lowers that
+of a model in which just these were mixed up. So the null distribution of a model is the same weights in other
+orders.
 
 Axes: order (0: as loaded), prompt, layer.
 """
@@ -25,7 +23,7 @@ from ...pipeline import Output
 from ...store.arrays import Floats
 from ...store.errors import ConfigError
 from ..forward.runs.experiment import CellLabels
-from .changed import OfChanged, Prompts, batches, log_probabilities
+from .changed import ChangedModelExperiment, Prompts, batches, log_probabilities
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -35,32 +33,36 @@ if TYPE_CHECKING:
 __all__ = ["LayerOrders", "swaps"]
 
 TOGETHER = 16
-"""Orders of a cell: each is a few runs, and less than storing them by themselves would take."""
+"""Orders per cell: storing one order costs more than the few runs that compute it."""
 
 
 def swaps(layers: int, most: int, *, first: int = 0, seed: int = 0) -> tuple[tuple[int, ...], ...]:
-    """Orders of layers in which two have changed places: all, or `most` drawn at random; the order as loaded
-    first. first: below which layers stay where they are.
+    """The order as loaded, followed by orders with two layers exchanged.
+
+    Arguments:
+        layers: number of layers.
+        most: largest number of exchanges; more are sampled at random.
+        first: first layer that may be exchanged.
+        seed: of the sample.
 
     >>> swaps(3, 10)
     ((0, 1, 2), (1, 0, 2), (2, 1, 0), (0, 2, 1))
     """
     pairs = list(combinations(range(first, layers), 2))
     if len(pairs) > most:
-        chosen = np.random.default_rng(seed).permutation(len(pairs))[:most]
-        pairs = [pairs[i] for i in sorted(chosen)]
-    found = [tuple(range(layers))]
-    for one, other in pairs:
+        sample = np.random.default_rng(seed).permutation(len(pairs))[:most]
+        pairs = [pairs[i] for i in sorted(sample)]
+    orders = [tuple(range(layers))]
+    for layer, other_layer in pairs:
         order = list(range(layers))
-        order[one], order[other] = other, one
-        found.append(tuple(order))
-    return tuple(found)
+        order[layer], order[other_layer] = other_layer, layer
+        orders.append(tuple(order))
+    return tuple(orders)
 
 
 @dataclass(frozen=True)
-class LayerOrders(OfChanged):
-    """Loss over prompts with the layers in other orders. orders: each a permutation, as `swaps` gives
-    them."""
+class LayerOrders(ChangedModelExperiment):
+    """Loss over prompts with the layers in several orders."""
 
     name: ClassVar[str] = "layer_orders"
     version: ClassVar[int] = 1
@@ -70,19 +72,26 @@ class LayerOrders(OfChanged):
     }
 
     prompts: Prompts
+    """Token ids, at least two per prompt."""
     orders: Prompts
+    """Permutations of the layers, as `swaps` returns them."""
 
     def params(self) -> dict[str, Any]:
-        """The prompts and the change; which orders is said by the cells."""
+        """Prompts and change; orders label the cells."""
         return {"prompts": [list(ids) for ids in self.prompts], **self.change}
 
     def cells(self, config: Architecture) -> Sequence[CellLabels]:
-        """Some orders each. Raises ConfigError for an order that is no permutation of the layers, and for a
-        model that someone else computes, whose layers cannot be gone through in another."""
+        """`TOGETHER` orders per cell.
+
+        Raises:
+            ConfigError: for an order that is no permutation or moves a fixed first layer, or a model that
+                transformers computes, whose layers cannot be reordered.
+        """
         for order in self.orders:
             if sorted(order) != list(range(config.num_layers)):
                 last = config.num_layers - 1
                 raise ConfigError(f"expected every layer 0..{last} once, found {order}")
+        # Some architectures compute in layer 0 what all later layers read.
         if any(order[0] for order in self.orders) and config.stream_start.kind != "embed":
             raise ConfigError(
                 f"expected layer 0 first of {config.model_type}, as later layers read what it hands on, "
@@ -97,39 +106,43 @@ class LayerOrders(OfChanged):
         return [{"orders": listed[start : start + TOGETHER]} for start in range(0, len(listed), TOGETHER)]
 
     def dataset(self, prepared: Any, cell: CellLabels, measured: Sequence[Any]) -> xr.Dataset:
-        """The losses of some orders."""
+        """Losses of the orders of a cell."""
         import xarray as xr
 
         orders = [tuple(order) for order in cell["orders"]]
-        about = {name: {"units": it.unit, "long_name": it.long_name} for name, it in self.outputs.items()}
+        attrs = {
+            name: {"units": output.unit, "long_name": output.long_name}
+            for name, output in self.outputs.items()
+        }
         loss = np.stack([self._losses(prepared, order) for order in orders])
         return xr.Dataset(
             {
-                "loss": (("order", "prompt"), loss, about["loss"]),
-                "layers": (("order", "layer"), np.array(orders), about["layers"]),
+                "loss": (("order", "prompt"), loss, attrs["loss"]),
+                "layers": (("order", "layer"), np.array(orders), attrs["layers"]),
             }
         )
 
     def _losses(self, prepared: Any, order: tuple[int, ...]) -> Floats:
-        """Mean nats per token of each prompt, the layers in one order."""
+        """Mean nats per token of each prompt, with the layers in one order, float64 [prompt]."""
         import torch
 
         model, _ = prepared
         loss = np.zeros(len(self.prompts))
-        for places, rows in batches(self.prompts):
+        for indices, rows in batches(self.prompts):
             target = torch.tensor(rows, device=model.device)[:, 1:]
             spec = self.bound(prepared, rows)
             if order != tuple(range(model.config.num_layers)):
+                # Only for changed orders: naming the usual order gives another digest than the plain run.
                 spec = replace(spec, order=order)
-            for here, found in log_probabilities(model, rows, spec):
-                wanted = target[:, here]
-                lost = -found[:, : wanted.shape[1]].gather(-1, wanted[..., None]).double()
-                loss[places] += lost.sum((1, 2)).cpu().numpy()
+            for positions, logprobs in log_probabilities(model, rows, spec):
+                next_tokens = target[:, positions]
+                losses = -logprobs[:, : next_tokens.shape[1]].gather(-1, next_tokens[..., None]).double()
+                loss[indices] += losses.sum((1, 2)).cpu().numpy()
         by_prompt: Floats = loss / np.array([len(ids) - 1 for ids in self.prompts])
         return by_prompt
 
     def joined(self, parts: Sequence[xr.Dataset]) -> xr.Dataset:
-        """Cells of all orders of layers, one after another."""
+        """Orders of all cells, concatenated along `order`."""
         import xarray as xr
 
         return xr.concat(parts, "order")

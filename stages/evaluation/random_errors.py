@@ -1,11 +1,10 @@
-"""A dictionary's errors in directions drawn at random: what its reconstructions are held against.
+"""Random errors: control of a dictionary's reconstructions, with the reconstruction errors randomly rotated.
 
-What a reconstruction costs says little by itself: anything put in place of an activation costs something.
-Gurnee (2024, "SAE reconstruction errors are (empirically) pathological") holds it against activations
-displaced as far, token by token, in random directions. So is done here, with one difference. Errors of
-neighbouring tokens are alike, and a direction drawn anew for each would average out over what later tokens
-read: so one rotation is drawn for each layer and turns the errors of all tokens. Each of them then points
-anywhere, is as long as it was, and lies to the others as it did.
+Replacing an activation by anything costs loss. Gurnee (2024, "SAE reconstruction errors are (empirically)
+pathological") compares reconstructions with activations displaced as far, token by token, in random
+directions. Here, one random rotation per layer is applied to the errors of all tokens: errors of neighbouring
+tokens are similar, and independent directions would average out in what later tokens read. Norms of the
+errors and angles between them stay.
 
 Border: tokens of one length in, interventions out; errors are those of the closed loop of reconstructions
 (features/training/replacement.py).
@@ -23,51 +22,58 @@ if TYPE_CHECKING:
     from ..features.training.replacement import Reconstructed
     from ..forward.hooks.spec import HookSpec
 
-__all__ = ["RandomErrors", "turned"]
+__all__ = ["RandomErrors", "rotated"]
 
 ROUNDS = 3
-"""Of signs and a transform: after one, a vector along an axis would still have entries of one size."""
+"""Rounds of random signs and transform; after one, a vector along an axis would have entries of equal
+size.
+"""
 HELD_BYTES = 1 << 30
-"""Of errors kept for further draws on the same prompts."""
+"""Most bytes of errors cached for further draws on the same prompts."""
 
 
-def turned(vectors: Tensor, seed: tuple[int, ...]) -> Tensor:
-    """Vectors [..., width] under a rotation drawn by `seed`, float32: lengths and angles stay.
+def rotated(vectors: Tensor, seed: tuple[int, ...]) -> Tensor:
+    """Vectors [..., width] under a random rotation, float32; norms and angles stay.
 
-    Random signs and a Hartley transform (Bracewell 1983), thrice, each of them orthogonal: as good as a
-    rotation drawn evenly for vectors that know nothing of it (Ailon & Chazelle 2009, "The fast
-    Johnson-Lindenstrauss transform"), without a matrix of width x width for every layer and draw.
+    Random signs and a Hartley transform (Bracewell 1983), three times, each of them orthogonal: as good as a
+    uniform rotation for vectors that do not depend on it (Ailon & Chazelle 2009, "The fast
+    Johnson-Lindenstrauss transform"), without a matrix [width, width] per layer and draw.
     """
     import torch
 
-    found, rng = vectors.float(), np.random.default_rng(seed)
+    rotated_vectors, rng = vectors.float(), np.random.default_rng(seed)
     for _ in range(ROUNDS):
-        signs = rng.choice(np.array([-1, 1], np.float32), found.shape[-1])
-        spectrum = torch.fft.fft(found * torch.from_numpy(signs).to(found), norm="ortho")
-        found = spectrum.real - spectrum.imag
-    return found
+        signs = rng.choice(np.array([-1, 1], np.float32), rotated_vectors.shape[-1])
+        spectrum = torch.fft.fft(rotated_vectors * torch.from_numpy(signs).to(rotated_vectors), norm="ortho")
+        # The Hartley transform of real numbers, from one FFT.
+        rotated_vectors = spectrum.real - spectrum.imag
+    return rotated_vectors
 
 
 class RandomErrors:
-    """What is added to each place of a closed loop, by seed. worker: the reconstructions."""
+    """Interventions that add rotated reconstruction errors to the activations they belong to."""
 
     def __init__(self, worker: Reconstructed) -> None:
+        """Arguments:
+        worker: the dictionary's closed loop of reconstructions.
+        """
         self.worker = worker
-        self._held: dict[tuple[tuple[int, ...], ...], dict[int, Tensor]] = {}
+        self._cached: dict[tuple[tuple[int, ...], ...], dict[int, Tensor]] = {}
         self._bytes = 0
 
     def __call__(self, rows: list[list[int]], seed: int) -> HookSpec:
-        """Errors of prompts of one length, turned, each layer for itself."""
+        """HookSpec that adds the errors of prompts of one length, rotated per layer by `seed`."""
         errors = self._errors(rows)
-        return self.worker.added({layer: turned(each, (seed, layer)) for layer, each in errors.items()})
+        return self.worker.added({layer: rotated(error, (seed, layer)) for layer, error in errors.items()})
 
     def _errors(self, rows: list[list[int]]) -> dict[int, Tensor]:
-        """As the loop gives them; it takes as many passes as there are layers, whatever the draw."""
-        asked = tuple(map(tuple, rows))
-        if asked in self._held:
-            return self._held[asked]
-        found = self.worker.errors(rows)
-        size = sum(each.nbytes for each in found.values())
-        if self._bytes + size <= HELD_BYTES:
-            self._held[asked], self._bytes = found, self._bytes + size
-        return found
+        """Errors by layer. The closed loop needs a pass per layer, so they are cached for all draws."""
+        key = tuple(map(tuple, rows))
+        if key in self._cached:
+            return self._cached[key]
+        errors = self.worker.errors(rows)
+        n_bytes = sum(error.nbytes for error in errors.values())
+        # Beyond the budget errors are computed again for every draw.
+        if self._bytes + n_bytes <= HELD_BYTES:
+            self._cached[key], self._bytes = errors, self._bytes + n_bytes
+        return errors

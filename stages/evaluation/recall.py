@@ -1,9 +1,9 @@
 """Factual recall: whether prompts that state a fact up to its object are continued by that object.
 
-Border: prompts and answers as token ids; which texts those are is made in workflows. An answer is followed by
-its first token. Rows as of CounterFact (Meng et al. 2022, "Locating and Editing Factual Associations"): a
-prompt, the true object, and the objects of all other rows, which are what it is held against: a model that
-only knows which objects are frequent gives them to every prompt.
+Border: prompts and answers as token ids; workflows make the texts. Multi-token answers are represented by
+their first token. Prompts are as in CounterFact (Meng et al. 2022, "Locating and Editing Factual
+Associations"): a prompt, its true object, and the objects of all other prompts for comparison, because a
+model that only knows which objects are frequent predicts those for every prompt.
 
 Axes: fact, answer (distinct answers, by token id). Log-probabilities in nats.
 """
@@ -19,7 +19,7 @@ import numpy as np
 from ...pipeline import Output
 from ...store.errors import PromptError
 from ..forward.runs.experiment import CellLabels
-from .changed import OfChanged, Prompts, batches, log_probabilities
+from .changed import ChangedModelExperiment, Prompts, batches, log_probabilities
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -30,8 +30,8 @@ __all__ = ["FactualRecall"]
 
 
 @dataclass(frozen=True)
-class FactualRecall(OfChanged):
-    """What is said behind prompts. targets: first token of each prompt's own answer."""
+class FactualRecall(ChangedModelExperiment):
+    """Log-probability of every answer after every prompt."""
 
     name: ClassVar[str] = "factual_recall"
     version: ClassVar[int] = 1
@@ -43,14 +43,16 @@ class FactualRecall(OfChanged):
     }
 
     prompts: Prompts
+    """Token ids of each prompt."""
     targets: tuple[int, ...]
+    """First token of the correct answer to each prompt."""
 
     def params(self) -> dict[str, Any]:
-        """All that was asked decides each cell."""
+        """Prompts, targets and change: the only cell depends on all of them."""
         return {"prompts": [list(ids) for ids in self.prompts], "targets": list(self.targets), **self.change}
 
     def cells(self, config: Architecture) -> Sequence[CellLabels]:
-        """One. Raises PromptError unless there is an answer for each prompt."""
+        """One cell. Raises PromptError unless there is one answer per prompt."""
         if not self.prompts or len(self.prompts) != len(self.targets):
             raise PromptError(
                 f"expected an answer for each prompt, found {len(self.targets)} for {len(self.prompts)}"
@@ -58,28 +60,32 @@ class FactualRecall(OfChanged):
         return [{}]
 
     def dataset(self, prepared: Any, cell: CellLabels, measured: Sequence[Any]) -> xr.Dataset:
-        """logprob [fact, answer], answers by ascending id; rank, said and target [fact]. Computed here."""
+        """logprob [fact, answer] with answers by ascending id; rank, said and target [fact]."""
         import xarray as xr
 
         model, _ = prepared
         answers = np.unique(self.targets)
         target = np.array(self.targets, np.int64)
         logprob = np.zeros((len(target), len(answers)))
-        rank, said = np.zeros((2, len(target)), np.int64)
-        for places, rows in batches(self.prompts):
-            ((_, found),) = log_probabilities(model, rows, self.bound(prepared, rows), last=True)
-            values = found[:, 0].double().cpu().numpy()
-            own = values[np.arange(len(places)), target[places]]
-            logprob[places] = values[:, answers]
-            rank[places] = (values > own[:, None]).sum(axis=1)
-            said[places] = values.argmax(axis=1)
-        about = {name: {"units": it.unit, "long_name": it.long_name} for name, it in self.outputs.items()}
+        rank, top_tokens = np.zeros((2, len(target)), np.int64)
+        for indices, rows in batches(self.prompts):
+            ((_, logprobs),) = log_probabilities(model, rows, self.bound(prepared, rows), last=True)
+            values = logprobs[:, 0].double().cpu().numpy()
+            correct = values[np.arange(len(indices)), target[indices]]
+            logprob[indices] = values[:, answers]
+            # Strictly greater: tied tokens do not push the answer down.
+            rank[indices] = (values > correct[:, None]).sum(axis=1)
+            top_tokens[indices] = values.argmax(axis=1)
+        attrs = {
+            name: {"units": output.unit, "long_name": output.long_name}
+            for name, output in self.outputs.items()
+        }
         return xr.Dataset(
             {
-                "logprob": (("fact", "answer"), logprob, about["logprob"]),
-                "rank": ("fact", rank, about["rank"]),
-                "said": ("fact", said, about["said"]),
-                "target": ("fact", target, about["target"]),
+                "logprob": (("fact", "answer"), logprob, attrs["logprob"]),
+                "rank": ("fact", rank, attrs["rank"]),
+                "said": ("fact", top_tokens, attrs["said"]),
+                "target": ("fact", target, attrs["target"]),
             },
             {"answer": answers},
         )

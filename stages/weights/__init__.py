@@ -1,1 +1,3 @@
-"""Weights as objects of study: what heads, MLPs and features do to each other, read off their matrices."""
+"""Weight analysis: circuits, composition, copying and singular directions computed from a model's
+matrices.
+"""

@@ -1,18 +1,18 @@
-"""Circuits of heads and between parts of a model, as factored matrices.
+"""QK and OV circuits of heads, and products of matrices between parts of a model, as factored matrices.
 
-Border: matrices of a model (`Matrices`, plain or folded) in, `FactoredMatrix` out; nothing is multiplied out.
+Border: matrices of a model (`Matrices`, plain or folded) in, `FactoredMatrix` out; products are not
+evaluated.
 
-Idea (Elhage et al. 2021, "A Mathematical Framework for Transformer Circuits"): a head's queries and keys only
-ever meet each other, and its values only ever go through its output projection, so that a head is two
-matrices of rank d_head: QK = W_Q W_K', which key positions a query position looks at, and OV = W_V W_O, what
-is written of what is read. Between tokens they stand between embedding and unembedding. What one part writes
-and a later one reads meets in a product of their matrices alone: virtual weights.
+A head is two matrices of rank d_head (Elhage et al. 2021, "A Mathematical Framework for Transformer
+Circuits"): QK = W_Q W_K^T decides which key positions a query position attends to, and OV = W_V W_O what is
+written for what is read. Between tokens they are multiplied by embedding and unembedding. The product of what
+one part writes with and a later part reads with is called virtual weights.
 
-Axes: query, key (what is read at either), source (what is read), target (what is written), hidden, mlp,
-feature, vocab; rows are what is read, columns what is written or, of QK, the key.
+Axes: query, key (residual stream at either position), source (stream that is read), target (stream that is
+written), hidden, mlp, feature, vocab. Rows are read; columns are written or, of QK, the key side.
 
-Biases are in no circuit. Rope turns queries towards keys, so QK is that of one distance. Where queries or
-keys are normed head by head, or heads multiplied by gates, there is no such matrix, and a line says so.
+Biases are in no circuit. Rope rotates queries relative to keys, so QK belongs to one distance. Heads with
+normalised queries and keys, or with gates, have no such matrix, and are refused.
 """
 
 from __future__ import annotations
@@ -49,13 +49,19 @@ __all__ = [
 def key_queries(
     weights: Matrices, layer: int, head: int, *, offset: int = 0, length: int | None = None
 ) -> tuple[Array, Array]:
-    """(queries, keys), each [hidden, d_head], whose product with the stream is what a head's scores are made
-    of, for a key `offset` positions before its query; length: see `turned_queries`. ConfigError where scores
-    are not bilinear in the stream."""
+    """Query and key matrix of a head, each [hidden, d_head]; scores are (x W_Q) . (y W_K) of the two streams.
+
+    Arguments:
+        offset: distance from the key to its query; rotates the queries of a model with rope.
+        length: prompt length, for rope that depends on it; see `turned_queries`.
+
+    Raises:
+        ConfigError: for scores that are not bilinear in the stream.
+    """
     heads = heads_in(weights.config, layer)
-    if what := _between(heads):
+    if operation := _between(heads):
         raise ConfigError(
-            f"expected queries and keys that meet as they are made, found them {what} in layer {layer} "
+            f"expected queries and keys that meet as they are made, found them {operation} in layer {layer} "
             f"of {weights.config.model_type}; no QK circuit follows such heads, OV circuits do"
         )
     query, key = (weights.projection(part, layer, head).matrix for part in ("q", "k"))
@@ -63,30 +69,37 @@ def key_queries(
 
 
 def has_scores(config: Architecture) -> bool:
-    """Whether the scores of all heads of a model are products of matrices."""
+    """Whether the scores of all heads of a model are bilinear in the stream."""
     return not any(_between(heads_in(config, layer)) for layer in attending(config))
 
 
 def _between(heads: Heads) -> str:
-    """What is done to queries and keys between their matrices and their scores; empty for nothing but
-    rope."""
+    """What happens to queries and keys between their matrices and their scores, apart from rope; empty for
+    nothing.
+    """
+    # Both depend on more than the stream at one position, so no fixed matrix gives the score.
     return "normed" if heads.are_normed else "scaled by their positions" if heads.grows else ""
 
 
 def qk_circuit(
     weights: Matrices, layer: int, head: int, *, offset: int = 0, length: int | None = None
 ) -> FactoredMatrix:
-    """[query, key] of a head: by how much a score grows with each entry of what stands at either.
+    """QK circuit of a head, W_Q W_K^T [query, key]: the score's bilinear form in the streams at both
+    positions.
+    Scores are this times the head's scale (`Heads.mixer.scale`), before a soft cap; ALiBi is added to them.
 
-    Times the head's scale (`Heads.mixer.scale`) these are scores, before any soft cap; ALiBi adds its rise
-    with position. offset: positions between, with rope; 0 leaves queries as they are.
+    Arguments:
+        offset: distance from the key to its query, with rope; 0 leaves queries unrotated.
+        length: prompt length, for rope that depends on it.
     """
     query, key = key_queries(weights, layer, head, offset=offset, length=length)
     return FactoredMatrix(query, key.T, ("query", "key"))
 
 
 def ov_circuit(weights: Matrices, layer: int, head: int) -> FactoredMatrix:
-    """[source, target] of a head: what it writes of what it reads with weight 1."""
+    """OV circuit of a head, W_V W_O [source, target]: what it writes for what it reads with attention weight
+    1.
+    """
     value = weights.projection("v", layer, head).matrix
     return FactoredMatrix(value, weights.output(layer, head), ("source", "target"))
 
@@ -100,31 +113,47 @@ def qk_of_tokens(
     length: int | None = None,
     block: int = BLOCK,
 ) -> FactoredMatrix:
-    """[query token, key token]: the QK circuit through the embedding; factors are read block by block."""
+    """QK circuit through the embedding, [query_token, key_token].
+
+    Arguments:
+        offset: distance from the key to its query, with rope.
+        length: prompt length, for rope that depends on it.
+        block: vocabulary rows read at a time.
+    """
     query, key = key_queries(weights, layer, head, offset=offset, length=length)
+    # One factor per side, [vocab, d_head]: the product [vocab, vocab] is never made.
     factors = [_embedded(weights, part, block) for part in (query, key)]
     return FactoredMatrix(factors[0], factors[1].T, ("query_token", "key_token"))
 
 
 def ov_of_tokens(weights: Matrices, layer: int, head: int, *, block: int = BLOCK) -> FactoredMatrix:
-    """[source token, target token]: the OV circuit through embedding and unembedding, logits of a token when
-    another is read; factors are read block by block."""
+    """OV circuit through embedding and unembedding, [source_token, target_token]: logits for an attended
+    token.
+    Arguments:
+        block: vocabulary rows read at a time.
+    """
     value, output = weights.projection("v", layer, head).matrix, weights.output(layer, head)
-    left, right = _embedded(weights, value, block), _unembedded(weights, output, block)
-    return FactoredMatrix(left, right, ("source_token", "target_token"))
+    embedded, unembedded = _embedded(weights, value, block), _unembedded(weights, output, block)
+    return FactoredMatrix(embedded, unembedded, ("source_token", "target_token"))
 
 
 def bigrams(weights: Matrices, *, block: int = BLOCK) -> FactoredMatrix:
-    """[source token, target token] of the direct path from embedding to unembedding."""
+    """Direct path from embedding to unembedding, [source_token, target_token]."""
     eye = np.eye(weights.config.hidden_size, dtype=np.float32)
-    left, right = _embedded(weights, eye, block), _unembedded(weights, eye, block)
-    return FactoredMatrix(left, right, ("source_token", "target_token"))
+    embedded, unembedded = _embedded(weights, eye, block), _unembedded(weights, eye, block)
+    return FactoredMatrix(embedded, unembedded, ("source_token", "target_token"))
 
 
 def mlp_to_mlp(weights: Matrices, source: int, layer: int, *, part: str = "up") -> FactoredMatrix:
-    """[neuron of `source`, neuron of `layer`]: by how much a neuron's input grows with another's activation.
+    """Virtual weights from neurons of an earlier MLP to neurons of a later one, [mlp, target_mlp].
 
-    part: "up", or "gate" of a gated MLP. ConfigError unless the first layer is before the second.
+    Arguments:
+        source: layer of the MLP that writes.
+        layer: layer of the MLP that reads.
+        part: input matrix of the reading MLP: "up", or "gate" of a gated MLP.
+
+    Raises:
+        ConfigError: unless `source` is before `layer`.
     """
     _require_before(source, layer)
     written, read = weights.mlp_out(source).matrix, _of_part(weights.mlp_in(layer), part)
@@ -132,9 +161,14 @@ def mlp_to_mlp(weights: Matrices, source: int, layer: int, *, part: str = "up") 
 
 
 def head_to_mlp(weights: Matrices, source: int, head: int, layer: int, *, part: str = "up") -> FactoredMatrix:
-    """[source, neuron of `layer`]: what a neuron gets of what a head reads. The head may be of the same layer
-    where the MLP reads behind it."""
-    _require_before(source, layer, same=not weights.config.layers[layer].is_parallel)
+    """Virtual weights from the stream that a head reads to neurons of an MLP, [source, mlp].
+
+    Arguments:
+        source: layer of the head; may equal `layer` unless attention and MLP are parallel.
+        layer: layer of the MLP.
+        part: input matrix of the MLP: "up", or "gate" of a gated MLP.
+    """
+    _require_before(source, layer, same_layer=not weights.config.layers[layer].is_parallel)
     ov = ov_circuit(weights, source, head)
     return FactoredMatrix.product(
         ov.left, ov.right, _of_part(weights.mlp_in(layer), part), dims=("source", "mlp")
@@ -144,11 +178,16 @@ def head_to_mlp(weights: Matrices, source: int, head: int, layer: int, *, part: 
 def feature_to_head(
     weights: Matrices, written: Array, layer: int, head: int, *, part: str = "v", offset: int = 0
 ) -> FactoredMatrix:
-    """[feature, …] of features that write rows [feature, hidden]: what a head makes of each. Raises
-    ConfigError for another part.
+    """Effect of features on a head.
 
-    part: "v", what it writes of it, [feature, target]; "q", which keys it then looks for, [feature, key];
-    "k", which queries then look at it, [feature, query].
+    Arguments:
+        written: decoder rows [feature, hidden].
+        part: "v" for what the head writes for each feature [feature, target], "q" for the keys that it then
+            attends to [feature, key], "k" for the queries that then attend to it [feature, query].
+        offset: distance from the key to its query, with rope.
+
+    Raises:
+        ConfigError: for another part.
     """
     rows = np.asarray(written)
     if part not in ("q", "k", "v"):
@@ -162,29 +201,31 @@ def feature_to_head(
     return FactoredMatrix.product(rows, circuit.left, circuit.right, dims=dims)
 
 
-def _of_part(read: Mapping[str, Any], part: str) -> Array:
-    if part not in read:
-        raise ConfigError(f"expected a part among {', '.join(read)} of the MLP, found {part!r}")
-    found: Array = read[part].matrix
-    return found
+def _of_part(inputs: Mapping[str, Any], part: str) -> Array:
+    if part not in inputs:
+        raise ConfigError(f"expected a part among {', '.join(inputs)} of the MLP, found {part!r}")
+    matrix: Array = inputs[part].matrix
+    return matrix
 
 
-def _require_before(source: int, layer: int, *, same: bool = False) -> None:
-    if source > layer or (source == layer and not same):
+def _require_before(source: int, layer: int, *, same_layer: bool = False) -> None:
+    if source > layer or (source == layer and not same_layer):
         raise ConfigError(
             f"expected a part that is computed before what reads it, found layer {source} read in {layer}"
         )
 
 
 def _embedded(weights: Matrices, matrix: Array, block: int) -> Any:
-    """embedding @ matrix, [vocab, column], a dask array whose blocks read their rows when they are asked."""
-    return _by_rows(lambda here: weights.embedding(here) @ matrix, weights, matrix.shape[1], block)
+    """embedding @ matrix, [vocab, column], as a dask array that reads vocabulary rows when they are
+    computed.
+    """
+    return _by_rows(lambda rows: weights.embedding(rows) @ matrix, weights, matrix.shape[1], block)
 
 
 def _unembedded(weights: Matrices, matrix: Array, block: int) -> Any:
-    """matrix @ unembedding, [row, vocab], likewise."""
+    """matrix @ unembedding, [row, vocab], as a dask array likewise."""
     return _by_rows(
-        lambda here: weights.unembedding(here).matrix.T @ matrix.T, weights, matrix.shape[0], block
+        lambda rows: weights.unembedding(rows).matrix.T @ matrix.T, weights, matrix.shape[0], block
     ).T
 
 
@@ -192,8 +233,9 @@ def _by_rows(read: Any, weights: Matrices, width: int, block: int) -> Any:
     import dask.array as da
     from dask.delayed import delayed
 
-    vocab, later = weights.config.vocab_size, delayed(read, pure=False)
+    # pure=False: dask would otherwise hash the closure, and with it the weights, to name the task.
+    vocab, lazy_read = weights.config.vocab_size, delayed(read, pure=False)
     ranges = [slice(start, min(start + block, vocab)) for start in range(0, vocab, block)]
     return da.concatenate(
-        [da.from_delayed(later(here), (here.stop - here.start, width), np.float32) for here in ranges]
+        [da.from_delayed(lazy_read(rows), (rows.stop - rows.start, width), np.float32) for rows in ranges]
     )

@@ -1,16 +1,16 @@
-"""Composition scores: how much of what a head writes a later head reads, as query, as key, as value.
+"""Composition scores: how much of what an earlier head writes a later head reads as query, key or value.
 
-Border: matrices of a model; runs nothing. Idea (Elhage et al. 2021, section "Path Expansion";
-TransformerLens' `all_composition_scores`): with OV of the earlier head and QK, QK' or OV of the later one,
+Border: matrices of a model; no forward pass. With OV of the earlier head and QK, QK^T or OV of the later one
+(Elhage et al. 2021, section "Path Expansion"; TransformerLens' `all_composition_scores`):
 
-    Q: |OV QK| / (|OV| |QK|)     K: |OV QK'| / (|OV| |QK|)     V: |OV OV'| / (|OV| |OV'|)
+    Q: |OV QK| / (|OV| |QK|)     K: |OV QK^T| / (|OV| |QK|)     V: |OV OV'| / (|OV| |OV'|)
 
-in Frobenius norms, rows being what is read. It is between 0 and 1 and not 0 for unrelated matrices: of rank r
-in a stream of width h about sqrt(r / h), more where singular values are few. So each pair stands beside the
-same head writing elsewhere (random_heads.py), as often as is asked.
+in Frobenius norms, with rows on the side that is read. Scores lie between 0 and 1 and are not 0 for unrelated
+matrices: about sqrt(r / h) for rank r in a stream of width h, more where few singular values dominate. So
+each pair is compared with the same head writing into random directions (random_heads.py).
 
-Norms come from triangles of the factors (R of QR), so that a pair costs one product [d_head, hidden, d_head].
-With rope, QK is that of a query and a key at the same place, which is how it is reported of such models.
+Norms are computed from triangular factors (R of QR), so that a pair costs one product [d_head, hidden,
+d_head]. With rope, QK is that of distance 0, as is usually reported.
 
 Axes: mode (Q, K, V), source_layer, source_head (writes), layer, head (reads), draw.
 """
@@ -37,7 +37,9 @@ if TYPE_CHECKING:
 __all__ = ["MODES", "composition_scores"]
 
 MODES = ("Q", "K", "V")
+"""Input of the later head that reads."""
 PAIRS = ("mode", "source_layer", "source_head", "layer", "head")
+"""Dims of one value per mode and pair of heads."""
 
 
 @stage(
@@ -55,11 +57,19 @@ PAIRS = ("mode", "source_layer", "source_head", "layer", "head")
 def composition_scores(
     *, weights: Matrices, modes: Sequence[str] = MODES, controls: int = 20, seed: int = 0
 ) -> xr.Dataset:
-    """Composition scores of all pairs of heads, and of heads that write elsewhere.
+    """Composition scores of all pairs of heads, and of random heads in place of the earlier one.
 
-    modes: which of "Q", "K", "V". controls: random heads each head that writes is replaced by, in turn.
-    Returns float64; layers that do not attend are left out. share_as_large counts the pair itself, so that it
-    is never 0. Raises ConfigError for an unknown mode, and for heads whose circuits are no matrices.
+    Arguments:
+        modes: which of "Q", "K", "V".
+        controls: number of random heads that replace each writing head.
+        seed: of the random heads.
+
+    Returns:
+        float64; layers without attention are left out. `share_as_large` counts the pair itself, so it is
+        never 0.
+
+    Raises:
+        ConfigError: for an unknown mode, or heads without QK or OV circuits.
     """
     import xarray as xr
 
@@ -69,24 +79,27 @@ def composition_scores(
     heads = heads_in(weights.config, layers[0]).count
     reads = [_reads(weights, layer, modes) for layer in layers]
     shape = (len(modes), len(layers), heads, len(layers), heads)
-    score, total, reached = np.full(shape, np.nan), np.zeros(shape), np.zeros(shape)
+    score, control_sums, n_as_large = np.full(shape, np.nan), np.zeros(shape), np.zeros(shape)
     largest = np.full((len(modes), controls), np.nan)
     ov_norm = np.zeros((len(layers), heads))
     for i, source in enumerate(layers):
         written = _triangles(_values(weights, source)) @ _outputs(weights, source)
         ov_norm[i] = _norms(written)
-        found = _scores(written, reads[i + 1 :], len(modes))
-        score[:, i, :, i + 1 :] = found
+        scores = _scores(written, reads[i + 1 :], len(modes))
+        score[:, i, :, i + 1 :] = scores
+        # Seeded per layer: controls of one layer do not depend on which other layers attend.
         rng = np.random.default_rng([seed, source])
-        for draw in range(controls if found.size else 0):
-            drawn = _scores(random_writers(written, rng), reads[i + 1 :], len(modes))
-            total[:, i, :, i + 1 :] += drawn
-            reached[:, i, :, i + 1 :] += drawn >= found
-            highest = np.nanmax(drawn.reshape(len(modes), -1), axis=1)
+        for draw in range(controls if scores.size else 0):
+            random_scores = _scores(random_writers(written, rng), reads[i + 1 :], len(modes))
+            control_sums[:, i, :, i + 1 :] += random_scores
+            n_as_large[:, i, :, i + 1 :] += random_scores >= scores
+            # The largest control of all pairs per draw gives a p-value corrected for looking at every pair.
+            highest = np.nanmax(random_scores.reshape(len(modes), -1), axis=1)
+            # fmax ignores the NaN with which `largest` starts.
             largest[:, draw] = np.fmax(largest[:, draw], highest)
-    nothing = np.isnan(score)
-    control = np.where(nothing | (controls == 0), np.nan, total / max(1, controls))
-    share = np.where(nothing, np.nan, (1 + reached) / (1 + controls))
+    is_unordered = np.isnan(score)
+    control = np.where(is_unordered | (controls == 0), np.nan, control_sums / max(1, controls))
+    share = np.where(is_unordered, np.nan, (1 + n_as_large) / (1 + controls))
     return xr.Dataset(
         {
             "score": (PAIRS, score),
@@ -100,31 +113,40 @@ def composition_scores(
 
 
 def _reads(weights: Matrices, layer: int, modes: Sequence[str]) -> Floats:
-    """What the heads of a layer read with, times the triangle of what stands behind it in their circuits,
-    over the norm of these: [mode, head, hidden, d_head]."""
+    """Matrices with which the heads of a layer read, normalised, as factors of their circuits: [mode, head,
+    hidden, d_head].
+
+    Each is the reading matrix times the transposed triangle of the rest of the circuit, divided by the
+    circuit's norm.
+    """
     heads = range(heads_in(weights.config, layer).count)
-    found: dict[str, Floats] = {}
+    by_mode: dict[str, Floats] = {}
     if {"Q", "K"} & set(modes):
         pairs = [key_queries(weights, layer, head) for head in heads]
-        queries, keys = (np.stack(each).astype(np.float64) for each in zip(*pairs, strict=True))
-        found |= {"Q": _joined(queries, keys), "K": _joined(keys, queries)}
+        queries, keys = (np.stack(matrices).astype(np.float64) for matrices in zip(*pairs, strict=True))
+        by_mode |= {"Q": _joined(queries, keys), "K": _joined(keys, queries)}
     if "V" in modes:
-        found["V"] = _joined(_values(weights, layer), np.swapaxes(_outputs(weights, layer), 1, 2))
-    stacked = np.stack([found[mode] for mode in modes])
+        by_mode["V"] = _joined(_values(weights, layer), np.swapaxes(_outputs(weights, layer), 1, 2))
+    stacked = np.stack([by_mode[mode] for mode in modes])
     with np.errstate(invalid="ignore", divide="ignore"):
         return stacked / _norms(stacked)[..., None, None]
 
 
-def _joined(read: Array, behind: Array) -> Floats:
-    """[head, hidden, d_head] with the norms of read @ behind'."""
-    found: Floats = read @ np.swapaxes(_triangles(behind), 1, 2)
-    return found
+def _joined(read: Array, other: Array) -> Floats:
+    """[head, hidden, d_head] with the Frobenius norms of read @ other^T, [head, hidden, hidden]."""
+    # other = Q R with orthonormal Q, which changes no norm: |read other^T| = |read R^T|.
+    joined: Floats = read @ np.swapaxes(_triangles(other), 1, 2)
+    return joined
 
 
 def _scores(written: Floats, reads: Sequence[Floats], modes: int) -> Floats:
-    """[mode, source head, layer, head].
+    """Composition scores [mode, source head, layer, head].
 
-    written [source head, d_head, hidden]: what a head writes with, behind the triangle of what it reads with.
+    Arguments:
+        written: writing matrix of each source head times the triangle of its value matrix, [source head,
+            d_head, hidden].
+        reads: normalised reading matrices of each later layer, from `_reads`.
+        modes: number of modes.
     """
     heads, size, hidden = written.shape
     if not reads:
@@ -132,12 +154,12 @@ def _scores(written: Floats, reads: Sequence[Floats], modes: int) -> Floats:
     flat = written.reshape(-1, hidden)
     with np.errstate(invalid="ignore", divide="ignore"):
         flat = flat / np.repeat(_norms(written), size)[:, None]
-    found = np.empty((modes, heads, len(reads), reads[0].shape[1]))
-    for j, of_layer in enumerate(reads):
-        met = flat @ np.moveaxis(of_layer, 2, 0).reshape(hidden, -1)
-        squares = np.square(met).reshape(heads, size, modes, of_layer.shape[1], -1).sum(axis=(1, 4))
-        found[:, :, j] = np.sqrt(squares).swapaxes(0, 1)
-    return found
+    scores = np.empty((modes, heads, len(reads), reads[0].shape[1]))
+    for j, layer_reads in enumerate(reads):
+        products = flat @ np.moveaxis(layer_reads, 2, 0).reshape(hidden, -1)
+        squares = np.square(products).reshape(heads, size, modes, layer_reads.shape[1], -1).sum(axis=(1, 4))
+        scores[:, :, j] = np.sqrt(squares).swapaxes(0, 1)
+    return scores
 
 
 def _values(weights: Matrices, layer: int) -> Floats:
@@ -151,10 +173,10 @@ def _outputs(weights: Matrices, layer: int) -> Floats:
 
 
 def _triangles(tall: Array) -> Floats:
-    """R of each [..., row, column] = Q R, [..., min(row, column), column]."""
+    """R of the QR decomposition of each [..., row, column], [..., min(row, column), column]."""
     return np.asarray(np.linalg.qr(tall, mode="r"))
 
 
 def _norms(matrices: Array) -> Floats:
-    found: Floats = np.linalg.norm(matrices, axis=(-2, -1))
-    return found
+    norms: Floats = np.linalg.norm(matrices, axis=(-2, -1))
+    return norms

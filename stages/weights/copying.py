@@ -1,16 +1,17 @@
-"""Copying scores: whether a head that reads a token raises that token's logit, over the whole vocabulary.
+"""Copying scores: whether a head raises the logit of the token that it attends to, over the whole vocabulary.
 
-Border: matrices of a model; runs nothing, and never holds anything [vocab, vocab].
+Border: matrices of a model; no forward pass, and no [vocab, vocab] matrix.
 
-Idea (Elhage et al. 2021, section "Copying heads"): the full OV circuit is a matrix [vocab, vocab] that maps a
-token to logits. A positive eigenvalue is a direction of tokens that raises itself, so that
+The full OV circuit E V O U maps an attended token to logits, [vocab, vocab] (Elhage et al. 2021, section
+"Copying heads"). A positive eigenvalue belongs to a set of tokens that raises its own logits, so that
 
     copying = sum(Re eigenvalues) / sum |eigenvalues|
 
-is 1 for a head that copies and -1 for one that does the opposite. Eigenvalues of E V O U are, but for zeros,
-those of O (U E) V, [d_head, d_head]: the vocabulary is summed once for all heads, U E being [hidden, hidden].
+is 1 for a head that copies and -1 for one that suppresses what it reads. The non-zero eigenvalues of E V O U
+are those of O (U E) V, [d_head, d_head]: the sum over the vocabulary, U E [hidden, hidden], is computed once
+for all heads.
 
-Control: the same head writing elsewhere (random_heads.py).
+Control: the same head writing into random directions (random_heads.py).
 
 Axes: layer, head, draw.
 """
@@ -34,8 +35,9 @@ if TYPE_CHECKING:
 __all__ = ["copying_scores", "eigenvalue_positivity", "vocabulary_gram"]
 
 ROWS = 4096
-"""Of the vocabulary that are read at once."""
+"""Vocabulary rows read at a time."""
 HEADS = ("layer", "head")
+"""Dims of one value per head."""
 
 
 @stage(
@@ -50,9 +52,13 @@ HEADS = ("layer", "head")
     resources=("weights",),
 )
 def copying_scores(*, weights: Matrices, controls: int = 50, seed: int = 0) -> xr.Dataset:
-    """Copying scores of all heads, and of random heads as large. controls: of these, per head.
+    """Copying scores of all heads, and of random heads of equal singular values.
 
-    Layers that do not attend are left out. A head that writes nothing has NaN.
+    Layers without attention are left out. A head that writes nothing has NaN.
+
+    Arguments:
+        controls: random heads per head.
+        seed: of the random heads.
     """
     import xarray as xr
 
@@ -66,9 +72,11 @@ def copying_scores(*, weights: Matrices, controls: int = 50, seed: int = 0) -> x
         for head in range(heads):
             value = weights.projection("v", layer, head).matrix.astype(np.float64)
             written = weights.output(layer, head).astype(np.float64)
+            # Singular values of OV from R of V = Q R: Q is orthonormal and changes none.
             singular = np.linalg.svd(np.linalg.qr(value, mode="r") @ written, compute_uv=False)
             norm[i, head] = np.sqrt(np.square(singular).sum())
             top[i, head] = np.square(singular[0] / norm[i, head]) if norm[i, head] else np.nan
+            # (U E) V once per head, shared by all controls.
             through = gram @ value
             copying[i, head] = eigenvalue_positivity(written @ through)
             for draw in range(controls):
@@ -85,22 +93,22 @@ def copying_scores(*, weights: Matrices, controls: int = 50, seed: int = 0) -> x
 
 
 def eigenvalue_positivity(matrix: Array) -> float:
-    """sum(Re eigenvalues) / sum |eigenvalues| of a square matrix, from -1 to 1; NaN for one of zeros.
+    """sum(Re eigenvalues) / sum |eigenvalues| of a square matrix, -1 to 1; NaN for a zero matrix.
 
     >>> eigenvalue_positivity(np.diag([3.0, -1.0]))
     0.5
     """
-    found = np.linalg.eigvals(np.asarray(matrix, np.float64))
-    size = float(np.abs(found).sum())
-    return float(found.real.sum() / size) if size else float("nan")
+    eigenvalues = np.linalg.eigvals(np.asarray(matrix, np.float64))
+    total = float(np.abs(eigenvalues).sum())
+    return float(eigenvalues.real.sum() / total) if total else float("nan")
 
 
 def vocabulary_gram(weights: Matrices) -> Floats:
-    """sum over tokens of unembedding' embedding, float64 [target hidden, source hidden], row after row."""
+    """Sum over tokens of unembedding^T embedding, float64 [target hidden, source hidden]."""
     vocab, hidden = weights.config.vocab_size, weights.config.hidden_size
-    found = np.zeros((hidden, hidden))
+    gram = np.zeros((hidden, hidden))
     for start in range(0, vocab, ROWS):
-        here = slice(start, min(start + ROWS, vocab))
-        read_out, entered = weights.unembedding(here).matrix, weights.embedding(here)
-        found += read_out.astype(np.float64) @ entered.astype(np.float64)
-    return found
+        rows = slice(start, min(start + ROWS, vocab))
+        unembedding, embedding = weights.unembedding(rows).matrix, weights.embedding(rows)
+        gram += unembedding.astype(np.float64) @ embedding.astype(np.float64)
+    return gram

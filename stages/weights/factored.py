@@ -1,17 +1,16 @@
-"""FactoredMatrix: a product of two matrices that is never multiplied out unless it is asked for.
+"""FactoredMatrix: a product of two matrices, evaluated only on request.
 
-Border: numpy and dask arrays; knows no model. Idea: a circuit of a head is a matrix of low rank, [hidden,
-hidden] or [vocab, vocab], whose two factors are small (Elhage et al. 2021, "A Mathematical Framework for
-Transformer Circuits"; TransformerLens' class of this name). Singular values, eigenvalues and norms follow
-from the factors:
+Border: numpy and dask arrays; no model. A circuit of a head is a low-rank matrix [hidden, hidden] or [vocab,
+vocab] with two small factors (Elhage et al. 2021, "A Mathematical Framework for Transformer Circuits";
+TransformerLens' class of this name). Singular values, eigenvalues and norms follow from the factors:
 
-    A = Q_A R_A,  B' = Q_B R_B:   svd(A B) = Q_A svd(R_A R_B') Q_B',   eig(A B) = eig(B A) but for zeros
+    A = Q_A R_A,  B^T = Q_B R_B:   svd(A B) = Q_A svd(R_A R_B^T) Q_B^T,   eig(A B) = eig(B A) but for zeros
 
-in float64 whatever the factors are in, as squares are summed. A factor may be a dask array, such as an
-embedding that is read block by block; it must lie in one piece along the inner axis.
+computed in float64 whatever the dtype of the factors. A factor may be a dask array, such as an embedding that
+is read in blocks; it must be one chunk along the inner axis.
 
-Axes: row, inner, column; `dims` gives rows and columns their names. A row vector is multiplied from the left:
-x A B, so rows are what is read and columns what is written.
+Axes: row, inner, column; `dims` names rows and columns. Vectors are rows, x A B: rows of the matrix are read,
+columns are written.
 """
 
 from __future__ import annotations
@@ -32,21 +31,26 @@ if TYPE_CHECKING:
 __all__ = ["FactoredMatrix"]
 
 BLOCK = 2048
-"""Rows and columns of what is multiplied out at once: 16 MiB of float32."""
+"""Rows and columns evaluated at a time: 16 MiB of float32."""
 
 
 @dataclass(frozen=True, eq=False)
 class FactoredMatrix:
-    """left [row, inner] times right [inner, column]; see the module.
+    """The product of `left` and `right`.
 
-    dims: names of rows and columns. Raises ShapeError for factors that do not fit.
+    Raises:
+        ShapeError: for factors that cannot be multiplied.
     """
 
     left: Any
+    """Numpy or dask array [row, inner]."""
     right: Any
+    """Numpy or dask array [inner, column]."""
     dims: tuple[str, str] = ("row", "column")
+    """Names of rows and columns."""
 
-    __array_ufunc__ = None  # so that `array @ matrix` comes here
+    # Without this, `array @ matrix` is taken by numpy instead of `__rmatmul__`.
+    __array_ufunc__ = None
 
     def __post_init__(self) -> None:
         shapes = tuple(np.shape(factor) for factor in (self.left, self.right))
@@ -57,15 +61,16 @@ class FactoredMatrix:
 
     @classmethod
     def product(cls, *matrices: Any, dims: tuple[str, str] = ("row", "column")) -> FactoredMatrix:
-        """The product of two or more matrices, cut where it is narrowest."""
+        """Product of two or more matrices, split into factors at the narrowest inner dimension."""
         if len(matrices) < 2:
             raise ShapeError(f"expected at least two matrices to multiply, found {len(matrices)}")
-        for one, other in pairwise(matrices):
-            if len(np.shape(one)) != 2 or np.shape(one)[1] != np.shape(other)[0]:
+        for matrix, next_matrix in pairwise(matrices):
+            if len(np.shape(matrix)) != 2 or np.shape(matrix)[1] != np.shape(next_matrix)[0]:
                 raise ShapeError(
-                    f"expected matrices that can be multiplied, found {np.shape(one)} before "
-                    f"{np.shape(other)}"
+                    f"expected matrices that can be multiplied, found {np.shape(matrix)} before "
+                    f"{np.shape(next_matrix)}"
                 )
+        # The rank is at most the narrowest inner dimension; factors of that width are the smallest.
         cut = min(range(1, len(matrices)), key=lambda i: np.shape(matrices[i])[0])
         return cls(_outwards(matrices[:cut][::-1], left=True), _outwards(matrices[cut:], left=False), dims)
 
@@ -78,16 +83,16 @@ class FactoredMatrix:
 
     @property
     def inner(self) -> int:
-        """Width of the factors: no more than this is its rank."""
+        """Width of the factors, an upper bound of the rank."""
         return int(self.left.shape[1])
 
     @property
     def T(self) -> FactoredMatrix:
-        """The same map turned round: its factors, transposed, in reverse order."""
+        """The transposed product."""
         return FactoredMatrix(self.right.T, self.left.T, self.dims[::-1])
 
     def __matmul__(self, other: Any) -> FactoredMatrix:
-        """Times a matrix or another product, [column, …]."""
+        """Product with a matrix or another factored matrix, [column, …]."""
         if isinstance(other, FactoredMatrix):
             dims = (self.dims[0], other.dims[1])
             return FactoredMatrix.product(self.left, self.right, other.left, other.right, dims=dims)
@@ -104,32 +109,37 @@ class FactoredMatrix:
     # -- its numbers
 
     @overload
-    def __getitem__(self, chosen: tuple[int, int]) -> float: ...
+    def __getitem__(self, key: tuple[int, int]) -> float: ...
     @overload
-    def __getitem__(self, chosen: Any) -> Any: ...
-    def __getitem__(self, chosen: Any) -> Any:
-        """[rows, columns]: a number for two indices, a vector where one of them is an index, and else the
-        factored matrix of the rows and columns chosen, by slices or lists of indices."""
-        rows, columns = chosen if isinstance(chosen, tuple) else (chosen, slice(None))
+    def __getitem__(self, key: Any) -> Any: ...
+    def __getitem__(self, key: Any) -> Any:
+        """[rows, columns]: a number for two indices, a vector for one index, else a factored matrix of the
+        selection.
+        """
+        rows, columns = key if isinstance(key, tuple) else (key, slice(None))
         left, right = self.left[rows], self.right[:, columns]
         if len(left.shape) == 2 and len(right.shape) == 2:
             return replace(self, left=left, right=right)
-        found = _computed(left @ right)
-        return float(found) if found.ndim == 0 else found
+        values = _computed(left @ right)
+        return float(values) if values.ndim == 0 else values
 
     def dense(self) -> Array:
-        """Multiplied out, [row, column], in the dtype of the factors."""
+        """The evaluated product, [row, column], in the dtype of the factors."""
         return _computed(self.left @ self.right)
 
     def blocks(self, size: int = BLOCK) -> Iterator[tuple[slice, Array]]:
-        """Rows and what they hold, [row, column], `size` rows at a time."""
+        """Evaluated blocks of `size` rows: (slice of rows, [row, column])."""
         for start in range(0, self.shape[0], size):
-            here = slice(start, min(start + size, self.shape[0]))
-            yield here, _computed(self.left[here] @ self.right)
+            rows = slice(start, min(start + size, self.shape[0]))
+            yield rows, _computed(self.left[rows] @ self.right)
 
     def labelled(self, size: int | None = BLOCK, **coords: Any) -> xr.DataArray:
-        """As a labelled array of its dims, lazy, in blocks of `size` rows and columns; None: in memory.
-        coords: labels of rows or columns."""
+        """The product as a labelled array.
+
+        Arguments:
+            size: rows and columns per block of a lazy dask array; None evaluates it in memory.
+            coords: labels of rows or columns.
+        """
         import xarray as xr
 
         if size is None:
@@ -145,9 +155,10 @@ class FactoredMatrix:
     # -- what follows from the factors, in float64
 
     def svd(self) -> tuple[Any, Floats, Any]:
-        """(U [row, rank], singular values, falling, [rank], V [column, rank]): U diag(S) V' is the matrix.
-
-        rank: the least of rows, columns and inner width. U and V are dask arrays where the factor is one.
+        """(U [row, rank], singular values [rank] in descending order, V [column, rank]); the matrix is U
+        diag(S) V^T.
+        rank is the minimum of rows, columns and inner width. U and V are dask arrays where their factor is
+        one.
         """
         (q_left, r_left), (q_right, r_right) = _qr(self.left), _qr(self.right.T)
         u, s, vt = np.linalg.svd(r_left @ r_right.T, full_matrices=False)
@@ -155,47 +166,52 @@ class FactoredMatrix:
 
     @property
     def singular_values(self) -> Floats:
-        """Falling, float64 [rank]; rank as of `svd`."""
+        """Singular values in descending order, float64 [rank]; rank as in `svd`."""
         core = _triangle(self.left) @ _triangle(self.right.T).T
         return np.asarray(np.linalg.svd(core, compute_uv=False), np.float64)
 
     @property
     def eigenvalues(self) -> Array:
-        """Those that the factors leave open, complex128 [inner], largest first; all others are 0. ShapeError
-        for a matrix that is not square."""
+        """The eigenvalues that may differ from 0, complex128 [inner], by descending absolute value.
+
+        Raises:
+            ShapeError: for a matrix that is not square.
+        """
         if self.shape[0] != self.shape[1]:
             raise ShapeError(f"expected a square matrix to have eigenvalues, found {self.shape}")
+        # eig(A B) and eig(B A) agree but for zeros, and B A is only [inner, inner].
         core = _computed(_wide(self.right) @ _wide(self.left))
-        found: Array = np.linalg.eigvals(core).astype(np.complex128)
-        return found[np.argsort(-np.abs(found), kind="stable")]
+        values: Array = np.linalg.eigvals(core).astype(np.complex128)
+        return values[np.argsort(-np.abs(values), kind="stable")]
 
     @property
     def frobenius_norm(self) -> float:
-        """Root of the sum of squares of all entries."""
+        """Square root of the sum of squared entries."""
         return float(np.linalg.norm(_triangle(self.left) @ _triangle(self.right.T).T))
 
     @property
     def spectral_norm(self) -> float:
-        """The largest singular value, 0 where there is none."""
+        """Largest singular value; 0 for an empty matrix."""
         return float(self.singular_values.max(initial=0.0))
 
 
 def _outwards(matrices: Sequence[Any], *, left: bool) -> Any:
-    """Matrices of one side of the cut, the one at the cut first, multiplied from it outwards: no intermediate
-    is wider than the cut."""
-    found, *rest = matrices
-    for each in rest:
-        found = each @ found if left else found @ each
-    return found
+    """Product of the matrices on one side of the split, multiplied starting at the split, so that no
+    intermediate is wider.
+    """
+    product, *others = matrices
+    for matrix in others:
+        product = matrix @ product if left else product @ matrix
+    return product
 
 
 def _wide(factor: Any) -> Any:
     return factor.astype(np.float64)
 
 
-def _computed(found: Any) -> Array:
-    """A dask array's values, worked out in this thread block after block; an array as it is."""
-    return np.asarray(found.compute() if hasattr(found, "compute") else found)
+def _computed(values: Any) -> Array:
+    """Values of a dask array as numpy; a numpy array unchanged."""
+    return np.asarray(values.compute() if hasattr(values, "compute") else values)
 
 
 def _row_blocks(factor: Any) -> Iterator[Any]:
@@ -207,25 +223,29 @@ def _row_blocks(factor: Any) -> Iterator[Any]:
 
 
 def _triangle(factor: Any) -> Floats:
-    """R of factor = Q R, float64 [min(row, inner), inner]; of a dask array block after block, each with the
-    triangle of those before it (Demmel et al. 2012, sequential TSQR)."""
-    found: Floats = np.empty((0, factor.shape[1]))
+    """R of factor = Q R, float64 [min(row, inner), inner].
+
+    A dask array is read block by block, each stacked under the previous R (sequential TSQR, Demmel et al.
+    2012).
+    """
+    triangle: Floats = np.empty((0, factor.shape[1]))
     for block in _row_blocks(factor):
-        found = np.asarray(np.linalg.qr(np.concatenate([found, _computed(_wide(block))]), mode="r"))
-    return found
+        triangle = np.asarray(np.linalg.qr(np.concatenate([triangle, _computed(_wide(block))]), mode="r"))
+    return triangle
 
 
 def _qr(factor: Any) -> tuple[Any, Floats]:
-    """Q [row, rank] and R [rank, inner]; of a dask array Q is one."""
+    """Q [row, rank] and R [rank, inner]; Q is a dask array where the factor is one."""
     if not hasattr(factor, "compute"):
         q, r = np.linalg.qr(_wide(factor))
         return q, r
     import dask.array as da
 
     rows, inner = factor.shape
+    # Too short to be cut into two blocks that are taller than wide: computed in memory.
     if rows < 2 * inner:
         return _qr(_computed(factor))
-    # Blocks at least as tall as wide: dask gets others wrong.
+    # dask.array.linalg.qr returns wrong results for blocks with fewer rows than columns.
     size = max(inner, *factor.chunks[0])
     cuts = [*range(0, max(1, rows - size), size), rows]
     chunks = tuple(end - start for start, end in pairwise(cuts))

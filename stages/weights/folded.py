@@ -1,18 +1,20 @@
-"""Matrices with what stands around them folded in: views of a model that gives the same logits.
+"""Folded matrices: layer norms, value biases and means folded into the weights, with the same next-token
+distribution.
 
-Border: as matrices.py; no weight is changed or stored. A circuit read off plain matrices leaves out that
-heads read through a norm. Four things can be folded (TransformerLens' `process_weights_`), each of which
-changes no next-token distribution:
+Border: as matrices.py; no weight is changed or stored. Plain matrices ignore that heads read the stream
+through a norm. Four things can be folded (TransformerLens' `process_weights_`), none of which changes the
+next-token distribution:
 
-* norms: a norm divides, then multiplies by a gain and adds a bias. Gain and bias go into what reads it; where
-  the norm takes the mean out first, that goes into the matrix too. A norm behind a part (Gemma 2) goes into
-  what the part writes with. What is left of a norm is its division alone.
-* value biases: weights sum to 1, so whatever is read, the biases of values add the same: b_O + sum_h b_V W_O.
-* writing: where every norm takes out the mean of the stream, nobody sees what is written along it.
-* unembedding: what is added to all logits alike moves no probability.
+* norms: a norm divides, then multiplies by a gain and adds a bias. Gain and bias are folded into the matrices
+that read it, and with a layer norm the subtraction of the mean as well. A norm after a part (Gemma 2) is
+folded into what the part writes with. Only the division of the norm remains.
+* value biases: attention weights sum to 1, so value biases add a constant, b_O + sum_h b_V W_O.
+* writing: where every norm subtracts the mean over hidden, that mean of whatever is written is invisible.
+* unembedding: a constant added to all logits changes no probability.
 
-Folding the norm of a part that writes leaves its division out, a positive number of each position. Value
-biases and the means of the stream are left as they are where they are not constant (sinks; RMS norms).
+Folding a norm after a part leaves out its division by a positive number at each position. Value biases are
+not folded where attention weights do not sum to 1 (sinks), nor means of the stream where norms keep them (RMS
+norm).
 """
 
 from __future__ import annotations
@@ -34,97 +36,110 @@ if TYPE_CHECKING:
 __all__ = ["FoldedMatrices"]
 
 ROWS = 4096
-"""Of the vocabulary that are read at once where all of it is summed."""
+"""Vocabulary rows read at a time where all are summed."""
 
 
 @dataclass(frozen=True, eq=False)
 class FoldedMatrices:
     """`Matrices` with norms, value biases and means folded in; see the module.
 
-    Raises ConfigError, when a matrix is asked for, of a layer whose norms stand on the stream itself.
+    Methods raise ConfigError for a layer whose norms are applied to the residual stream itself (post-norm).
     """
 
     plain: PlainMatrices
+    """Matrices as stored."""
     norms: bool = True
+    """Whether gains, biases and mean subtraction of norms are folded in."""
     value_biases: bool = True
+    """Whether value biases are folded into the output bias."""
     writing: bool = True
+    """Whether means over hidden are removed from everything that is written to the stream."""
     unembeddings: bool = True
+    """Whether the mean logit is removed from the unembedding."""
 
     @property
     def config(self) -> Architecture:
-        """See `Matrices`."""
+        """Architecture of the model."""
         return self.plain.config
 
     def projection(self, part: Part, layer: int, head: int) -> Affine:
-        """See `Matrices`."""
-        found = self._read_through("ln1", layer, self.plain.projection(part, layer, head))
+        """Query, key or value matrix [hidden, d_head] and bias of a head, with the norm that it reads folded
+        in.
+        """
+        folded = self._read_through("ln1", layer, self.plain.projection(part, layer, head))
+        # The bias has moved into output_bias.
         if part == "v" and self._folds_values(layer):
-            return Affine(found.matrix, np.zeros_like(found.bias))
-        return found
+            return Affine(folded.matrix, np.zeros_like(folded.bias))
+        return folded
 
     def output(self, layer: int, head: int) -> Array:
-        """See `Matrices`."""
+        """Output matrix of a head, [d_head, hidden], with the norm after attention folded in."""
         return self._written("ln1_post", layer, self.plain.output(layer, head))
 
     def output_bias(self, layer: int) -> Array:
-        """See `Matrices`; with what the biases of values add. What a norm behind attention adds is added
-        behind its division, and is in no matrix: `behind`."""
-        found = self.plain.output_bias(layer).astype(np.float64)
+        """Constant that attention adds, [hidden], with the value biases folded in.
+
+        Without the bias of a norm after attention, which is added after the division: see `behind`.
+        """
+        bias = self.plain.output_bias(layer).astype(np.float64)
         if self._folds_values(layer):
             for head in range(heads_in(self.config, layer).count):
                 value = self._read_through("ln1", layer, self.plain.projection("v", layer, head))
-                found += value.bias.astype(np.float64) @ self.plain.output(layer, head)
-        added: Array = self._written("ln1_post", layer, found[None])[0]
+                bias += value.bias.astype(np.float64) @ self.plain.output(layer, head)
+        added: Array = self._written("ln1_post", layer, bias[None])[0]
         return added
 
     def mlp_in(self, layer: int) -> Mapping[str, Affine]:
-        """See `Matrices`."""
-        held = self.config.tensors.layers[layer]
-        norm = "ln1" if self.config.layers[layer].is_parallel and "ln2" not in held else "ln2"
+        """Input matrices of the MLP [hidden, mlp], with the norm that they read folded in."""
+        tensors = self.config.tensors.layers[layer]
+        # Parallel layers without a second norm feed attention and MLP from the first.
+        norm = "ln1" if self.config.layers[layer].is_parallel and "ln2" not in tensors else "ln2"
         return {
-            name: self._read_through(norm, layer, each) for name, each in self.plain.mlp_in(layer).items()
+            name: self._read_through(norm, layer, affine) for name, affine in self.plain.mlp_in(layer).items()
         }
 
     def mlp_out(self, layer: int) -> Affine:
-        """See `Matrices`."""
-        found = self.plain.mlp_out(layer)
-        written = [self._written("ln2_post", layer, each) for each in (found.matrix, found.bias[None])]
+        """Output matrix [mlp, hidden] and bias of the MLP, with the norm after it folded in."""
+        plain = self.plain.mlp_out(layer)
+        written = [self._written("ln2_post", layer, rows) for rows in (plain.matrix, plain.bias[None])]
         return Affine(written[0], written[1][0])
 
     def behind(self, name: str, layer: int) -> Array:
-        """What a norm behind a part ("ln1_post", "ln2_post") adds to the stream, [hidden]; zeros mostly."""
+        """Bias [hidden] of the norm after a part, "ln1_post" or "ln2_post"; zeros if there is none."""
         norm = self.plain.norm(name, layer) if self.norms else None
         bias = np.zeros(self.config.hidden_size, np.float32) if norm is None else norm.bias
         added: Array = self._centred(bias[None])[0]
         return added
 
     def embedding(self, rows: slice | Array = slice(None)) -> Array:
-        """See `Matrices`."""
+        """Embedding rows [vocab, hidden], without their mean over hidden where that is folded."""
         return self._centred(self.plain.embedding(rows))
 
     def positions(self) -> Array:
-        """See `Matrices`."""
+        """Learned position embeddings [position, hidden], likewise."""
         return self._centred(self.plain.positions())
 
     def unembedding(self, rows: slice | Array = slice(None)) -> Affine:
-        """See `Matrices`."""
+        """Unembedding [hidden, vocab] and bias [vocab], with the final norm folded in and without the mean
+        logit.
+        """
         norm = self.plain.norm("final_norm", None) if self.norms else None
-        found = _through(norm, self.plain.unembedding(rows))
+        folded = _through(norm, self.plain.unembedding(rows))
         if not self._centres_logits:
-            return found
+            return folded
         matrix, bias = self._mean_logit
         return Affine(
-            (found.matrix - matrix[:, None]).astype(np.float32), (found.bias - bias).astype(np.float32)
+            (folded.matrix - matrix[:, None]).astype(np.float32), (folded.bias - bias).astype(np.float32)
         )
 
     @property
     def _centres_logits(self) -> bool:
-        # A soft cap sees what is added to all logits.
+        # A soft cap (tanh) is not invariant to a constant added to all logits.
         return self.unembeddings and self.config.final_logit_softcapping is None
 
     @cached_property
     def _mean_logit(self) -> tuple[Array, float]:
-        """What all tokens' logits have in common: mean row [hidden] and mean bias, float64."""
+        """Mean unembedding row over the vocabulary, float64 [hidden], and mean bias."""
         norm, vocab = self.plain.norm("final_norm", None) if self.norms else None, self.config.vocab_size
         matrix, bias = np.zeros(self.config.hidden_size), 0.0
         for start in range(0, vocab, ROWS):
@@ -134,27 +149,29 @@ class FoldedMatrices:
         return matrix / vocab, bias / vocab
 
     def _folds_values(self, layer: int) -> bool:
+        # A sink takes a part of the attention weight, so the biases no longer add a constant.
         return self.value_biases and not heads_in(self.config, layer).has_sinks
 
     @cached_property
     def _centres_writing(self) -> bool:
-        """Whether nothing ever sees the mean of the stream: all norms are layer norms, and all stand before
-        what they norm."""
+        """Whether every norm of the model subtracts the mean over hidden, so that this mean of the stream has
+        no effect.
+        """
         places = {layer.norms for layer in self.config.layers}
         return self.writing and self.norms and self.config.norm_type == "layer" and places == {"before"}
 
-    def _read_through(self, norm: str, layer: int, read: Affine) -> Affine:
+    def _read_through(self, norm: str, layer: int, affine: Affine) -> Affine:
         if not self.norms:
-            return read
+            return affine
         if self.config.layers[layer].norms == "of stream":
             raise ConfigError(
                 f"expected norms that stand beside the stream, found them on it in layer {layer} of "
                 f"{self.config.model_type}; read its plain matrices"
             )
-        return _through(self.plain.norm(norm, layer), read)
+        return _through(self.plain.norm(norm, layer), affine)
 
     def _written(self, norm: str, layer: int, rows: Array) -> Array:
-        """Rows [..., hidden] as they are added to the stream, but for what a norm behind them divides by."""
+        """Rows [..., hidden] as the norm after their part adds them to the stream, without its division."""
         behind = self.plain.norm(norm, layer) if self.norms else None
         if behind is not None:
             rows = rows.astype(np.float64)
@@ -167,12 +184,12 @@ class FoldedMatrices:
         return rows.astype(np.float32)
 
 
-def _through(norm: Norm | None, read: Affine) -> Affine:
-    """What reads a norm, as it reads what the norm divides."""
+def _through(norm: Norm | None, affine: Affine) -> Affine:
+    """An affine map behind a norm, as the map of the stream after the norm's division (and nothing else)."""
     if norm is None:
-        return read
-    matrix = read.matrix.astype(np.float64)
-    bias = read.bias + norm.bias.astype(np.float64) @ matrix
+        return affine
+    matrix = affine.matrix.astype(np.float64)
+    bias = affine.bias + norm.bias.astype(np.float64) @ matrix
     matrix *= norm.gain[:, None]
     if norm.is_centring:
         matrix -= matrix.mean(axis=0)

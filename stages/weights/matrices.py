@@ -1,11 +1,11 @@
-"""The matrices of a model's heads, MLPs, embedding and unembedding, read from its checkpoint as they are.
+"""Matrices of a model's heads, MLPs, embedding and unembedding, read from its checkpoint.
 
-Border: a checkpoint and an architecture; runs no model and never imports torch where files hold plain
-numbers. One head, or a block of rows, is read at a time. What is not a matrix between the stream and a head -
-a gate, a clip, a norm of queries - is refused by whoever would be wrong about it (`Heads`).
+Border: a checkpoint and an architecture; no forward pass, and no torch where files hold plain numbers. One
+head, or one block of rows, is read at a time. Operations that are no matrix (gates, clips, norms of queries)
+are refused by the functions whose results they would falsify (`Heads`).
 
-Matrices are as row vectors meet them: x W. So a reading matrix is [hidden, …] and a writing one […, hidden],
-as in Elhage et al. 2021 and TransformerLens; values are of the dtype the model computes in, as float32.
+Matrices multiply row vectors, x W: reading matrices are [hidden, …], writing ones […, hidden], as in Elhage
+et al. 2021 and TransformerLens. Values are float32, rounded to the dtype in which the model computes.
 
 Axes: hidden, d_head, mlp, vocab, position.
 """
@@ -39,81 +39,90 @@ __all__ = [
 ]
 
 Part = Literal["q", "k", "v"]
+"""Queries, keys or values of a head."""
 
 
 @dataclass(frozen=True, eq=False)
 class Affine:
-    """matrix [in, out] and bias [out]: y = x matrix + bias."""
+    """An affine map y = x matrix + bias."""
 
     matrix: Array
+    """[in, out]."""
     bias: Array
+    """[out]; zeros without a bias."""
 
 
 @dataclass(frozen=True, eq=False)
 class Norm:
-    """What a norm multiplies by and adds, each float32 [hidden], zeros where it adds nothing; is_centring:
-    whether it takes the mean out first."""
+    """Parameters of a norm."""
 
     gain: Array
+    """Factor after the division, float32 [hidden]."""
     bias: Array
+    """Added after the gain, float32 [hidden]; zeros without a bias."""
     is_centring: bool
+    """Whether the mean over hidden is subtracted first (layer norm), or not (RMS norm)."""
 
 
 class Matrices(Protocol):
-    """A model's matrices, as stored (`PlainMatrices`) or with norms folded in (folded.py)."""
+    """Matrices of a model, as stored (`PlainMatrices`) or with norms folded in (`FoldedMatrices`)."""
 
     @property
     def config(self) -> Architecture:
-        """The model without its weights."""
+        """Architecture of the model."""
         ...
 
     def projection(self, part: Part, layer: int, head: int) -> Affine:
-        """[hidden, d_head] of the queries of a head, or of the keys or values it reads."""
+        """Query, key or value matrix of a head, [hidden, d_head], and its bias."""
         ...
 
     def output(self, layer: int, head: int) -> Array:
-        """What a head writes with, [d_head, hidden]."""
+        """Output matrix of a head, [d_head, hidden]."""
         ...
 
     def output_bias(self, layer: int) -> Array:
-        """What attention adds whatever heads read, [hidden]."""
+        """Output bias of attention, [hidden]."""
         ...
 
     def mlp_in(self, layer: int) -> Mapping[str, Affine]:
-        """What neurons read with, [hidden, mlp]: "up", and "gate" where the MLP is gated."""
+        """Input matrices of the MLP, [hidden, mlp]: "up", and "gate" of a gated MLP."""
         ...
 
     def mlp_out(self, layer: int) -> Affine:
-        """What neurons write with, [mlp, hidden], and what is added beside them."""
+        """Output matrix of the MLP, [mlp, hidden], and its bias."""
         ...
 
     def embedding(self, rows: slice | Array) -> Array:
-        """What tokens enter the stream as, [vocab, hidden], without positions."""
+        """Token embeddings as they enter the stream, [vocab, hidden], without positions."""
         ...
 
     def positions(self) -> Array:
-        """What positions enter the stream as, [position, hidden]."""
+        """Learned position embeddings as they enter the stream, [position, hidden]."""
         ...
 
     def unembedding(self, rows: slice | Array) -> Affine:
-        """What logits are read with, matrix [hidden, vocab] and bias [vocab]."""
+        """Unembedding matrix [hidden, vocab] and bias [vocab]."""
         ...
 
 
 @dataclass(frozen=True, eq=False)
 class PlainMatrices:
-    """`Matrices` of a checkpoint as they are.
+    """`Matrices` of a checkpoint without folding.
 
-    dtype: what the model computes in; weights are rounded to it. Every method raises ConfigError, in a line,
-    for a layer that has no such part.
+    Methods raise ConfigError for a layer without the requested part.
     """
 
     checkpoint: Checkpoint
+    """Files of the weights."""
     config: Architecture
+    """Architecture of the model."""
     dtype: str = "float32"
+    """Dtype in which the model computes; weights are rounded to it."""
 
     def projection(self, part: Part, layer: int, head: int) -> Affine:
-        """See `Matrices`; of a model with grouped queries, the keys and values its group shares."""
+        """Query, key or value matrix of a head; with grouped queries, the key or value head that it
+        shares.
+        """
         heads = heads_in(self.config, layer)
         if not 0 <= head < heads.count:
             raise ConfigError(f"expected a head in 0..{heads.count - 1} of layer {layer}, found {head}")
@@ -122,77 +131,86 @@ class PlainMatrices:
         matrix = self._in_layer(layer, weight, rows=rows)
         assert matrix is not None  # every layer that attends has it
         bias = self._in_layer(layer, f"{weight}.bias", rows=rows)
-        if bias is None and weight == "qkv":  # beside the tensor of all, some have one of their own
-            own, rows = _rows(heads, part, head, fused=False)
-            bias = self._in_layer(layer, f"{own}.bias", rows=rows)
+        # Some families fuse the matrices but keep the biases in tensors of their own.
+        if bias is None and weight == "qkv":
+            part_weight, rows = _rows(heads, part, head, fused=False)
+            bias = self._in_layer(layer, f"{part_weight}.bias", rows=rows)
         return Affine(matrix.T, np.zeros(len(matrix), np.float32) if bias is None else bias)
 
     def output(self, layer: int, head: int) -> Array:
-        """See `Matrices`."""
+        """Output matrix of a head, [d_head, hidden]."""
         heads = heads_in(self.config, layer)
         _require_ungated(self.config, layer, heads)
         columns = slice(head * heads.size, (head + 1) * heads.size)
-        found = self._in_layer(layer, "o", columns=columns)
-        assert found is not None  # as above
-        return found.T
+        matrix = self._in_layer(layer, "o", columns=columns)
+        assert matrix is not None  # as above
+        return matrix.T
 
     def output_bias(self, layer: int) -> Array:
-        """See `Matrices`; zeros where there is none."""
-        found = self._in_layer(layer, "o.bias")
-        return np.zeros(self.config.hidden_size, np.float32) if found is None else found
+        """Output bias of attention, [hidden]; zeros without one."""
+        bias = self._in_layer(layer, "o.bias")
+        return np.zeros(self.config.hidden_size, np.float32) if bias is None else bias
 
     def mlp_in(self, layer: int) -> Mapping[str, Affine]:
-        """See `Matrices`."""
-        held = self._mlp(layer)
-        if "gate_up" in held:
-            half = held["gate_up"].shape[0] // 2
-            places = {"gate": ("gate_up", slice(0, half)), "up": ("gate_up", slice(half, 2 * half))}
+        """Input matrices of the MLP, [hidden, mlp]: "up", and "gate" of a gated MLP."""
+        tensors = self._mlp(layer)
+        if "gate_up" in tensors:
+            # Fused tensors hold the gate's rows first, as the network splits them.
+            half = tensors["gate_up"].shape[0] // 2
+            rows_of = {"gate": ("gate_up", slice(0, half)), "up": ("gate_up", slice(half, 2 * half))}
         else:
-            places = {name: (name, slice(None)) for name in ("gate", "up") if name in held}
-        found = {}
-        for name, (weight, rows) in places.items():
-            matrix, bias = (self._in_layer(layer, each, rows=rows) for each in (weight, f"{weight}.bias"))
+            rows_of = {name: (name, slice(None)) for name in ("gate", "up") if name in tensors}
+        matrices = {}
+        for name, (weight, rows) in rows_of.items():
+            matrix, bias = (
+                self._in_layer(layer, name_of_weight, rows=rows)
+                for name_of_weight in (weight, f"{weight}.bias")
+            )
             assert matrix is not None  # looked up above
-            found[name] = Affine(matrix.T, np.zeros(len(matrix), np.float32) if bias is None else bias)
-        return found
+            matrices[name] = Affine(matrix.T, np.zeros(len(matrix), np.float32) if bias is None else bias)
+        return matrices
 
     def mlp_out(self, layer: int) -> Affine:
-        """See `Matrices`."""
+        """Output matrix of the MLP, [mlp, hidden], and its bias."""
         self._mlp(layer)
         matrix, bias = self._in_layer(layer, "down"), self._in_layer(layer, "down.bias")
         assert matrix is not None  # looked up above
         return Affine(matrix.T, np.zeros(len(matrix), np.float32) if bias is None else bias)
 
     def embedding(self, rows: slice | Array = slice(None)) -> Array:
-        """See `Matrices`, after the family's scale. ConfigError where what a token enters the stream as is no
-        row of a matrix (`require_embedding`)."""
+        """Token embeddings [vocab, hidden], scaled as the family scales them.
+
+        Raises:
+            ConfigError: for a model whose embeddings are no rows of a matrix (`require_embedding`).
+        """
         outside = self.config.tensors.outside
         require_embedding(self.config)
-        found = self._read(outside["embed"].name, outside["embed"], rows=rows)
+        embedding = self._read(outside["embed"].name, outside["embed"], rows=rows)
         scale = self.config.embedding_scale
-        return found if scale is None else found * np.float32(scale)
+        return embedding if scale is None else embedding * np.float32(scale)
 
     def positions(self) -> Array:
-        """See `Matrices`. ConfigError for a model that learns none."""
+        """Learned position embeddings [position, hidden]. Raises ConfigError for a model without them."""
         stored = self.config.tensors.outside.get("positions")
         if stored is None:
             raise ConfigError(
                 f"expected a model with a table of learned positions, found {self.config.model_type}, which "
-                "has none; nothing can be said of positions without the tokens that stand there"
+                "has none; choose a model with learned positions, as others mix positions into attention only"
             )
         return self._read(stored.name, stored, rows=slice(self.config.first_position, None))
 
     def token_type(self) -> Array:
-        """What stands beside every token as it enters the stream, [hidden]: the first row of a table of token
-        types, of which prompts have one; zeros where there is no such table."""
+        """Embedding of the token type of prompts, [hidden], the first row of the table; zeros without one."""
         stored = self.config.tensors.outside.get("token_types")
         if stored is None:
             return np.zeros(self.config.hidden_size, np.float32)
-        found: Array = self._read(stored.name, stored, rows=slice(0, 1))[0]
-        return found
+        row: Array = self._read(stored.name, stored, rows=slice(0, 1))[0]
+        return row
 
     def unembedding(self, rows: slice | Array = slice(None)) -> Affine:
-        """See `Matrices`. ConfigError where logits are no linear map of the normed stream."""
+        """Unembedding matrix [hidden, vocab] and bias [vocab]. Raises ConfigError for logits that are not
+        linear.
+        """
         outside = self.config.tensors.outside
         self.config.require_linear_head()
         matrix = self._read(outside["head"].name, outside["head"], rows=rows)
@@ -201,21 +219,23 @@ class PlainMatrices:
         return Affine(matrix.T, added if bias is None else self._read(bias.name, bias, rows=rows))
 
     def norm(self, name: str, layer: int | None) -> Norm | None:
-        """A norm of a layer ("ln1", "ln2_post", …) or, without a layer, "final_norm"; None where there is no
-        such norm."""
+        """A norm of a layer ("ln1", "ln2_post", …), or "final_norm" without a layer; None if the model has no
+        such norm.
+        """
         tensors = self.config.tensors
-        held = tensors.outside if layer is None else tensors.layers[layer]
-        if name not in held:
+        tensors_there = tensors.outside if layer is None else tensors.layers[layer]
+        if name not in tensors_there:
             return None
 
         def read(weight: str) -> Array | None:
             if layer is not None:
                 return self._in_layer(layer, weight)
-            stored = held.get(weight)
+            stored = tensors_there.get(weight)
             return None if stored is None else self._read(stored.name, stored)
 
         gain, bias = read(name), read(f"{name}.bias")
         assert gain is not None  # looked up above
+        # Gemma stores the gain minus 1.
         if self.config.norm_type == "gemma_rms":
             gain = gain + np.float32(1)
         return Norm(gain, np.zeros_like(gain) if bias is None else bias, self.config.norm_type == "layer")
@@ -249,35 +269,36 @@ class PlainMatrices:
 
 
 def attending(config: Architecture) -> list[int]:
-    """Layers whose heads have matrices. ConfigError for a model that has none."""
-    found = [layer for layer in range(config.num_layers) if config.heads_of(layer) is not None]
-    if not found:
+    """Layers with attention whose heads have matrices. Raises ConfigError for a model without any."""
+    layers = [layer for layer in range(config.num_layers) if config.heads_of(layer) is not None]
+    if not layers:
         raise ConfigError(
             f"expected a model with heads that have queries, keys and values of their own, found "
             f"{config.model_type}; choose one that attends"
         )
-    return found
+    return layers
 
 
 def require_outputs(config: Architecture) -> None:
-    """ConfigError for a model one of whose heads does not write what it reads by a matrix."""
+    """Raise ConfigError for a model with a head whose output is not linear in what it reads."""
     for layer in attending(config):
         _require_linear(config, layer, heads_in(config, layer))
         _require_ungated(config, layer, heads_in(config, layer))
 
 
 def require_embedding(config: Architecture) -> None:
-    """ConfigError for a model whose tokens enter the stream as no rows of a matrix: as they are normed or
-    mapped first, or multiplied by what their prompt says."""
-    outside, found = config.tensors.outside, ""
+    """Raise ConfigError for a model whose token embeddings enter the stream through a norm, a map or a factor
+    of the prompt.
+    """
+    outside, operation = config.tensors.outside, ""
     if "embed_norm" in outside or "embed_in" in outside:
-        found = f"a {'norm' if 'embed_norm' in outside else 'map'} behind those of {config.model_type}"
+        operation = f"a {'norm' if 'embed_norm' in outside else 'map'} behind those of {config.model_type}"
     elif config.dropped_token is not None:
-        found = f"those of {config.model_type} multiplied by the share of masks in their prompt"
-    if found:
+        operation = f"those of {config.model_type} multiplied by the share of masks in their prompt"
+    if operation:
         raise ConfigError(
-            f"expected embeddings that enter the stream as they are, found {found}; ask for circuits between "
-            "heads, which need none"
+            f"expected embeddings that enter the stream as they are, found {operation}; ask for circuits "
+            "between heads, which need none"
         )
 
 
@@ -299,14 +320,16 @@ def _require_ungated(config: Architecture, layer: int, heads: Heads) -> None:
 
 
 def heads_in(config: Architecture, layer: int) -> Heads:
-    """The heads of a layer. ConfigError for a layer there is not, or one without such heads."""
-    found = config.heads_of(_in_range(config, layer))
-    if found is None:
+    """Heads of a layer. Raises ConfigError for a layer out of range, or without attention heads of its
+    own.
+    """
+    heads = config.heads_of(_in_range(config, layer))
+    if heads is None:
         raise ConfigError(
             f"expected a layer whose heads have queries, keys and values of their own, found layer {layer} "
             f"of {config.model_type}, whose mixer is a {config.layers[layer].mixer.kind}; it has no circuits"
         )
-    return found
+    return heads
 
 
 def _in_range(config: Architecture, layer: int) -> int:
@@ -316,12 +339,16 @@ def _in_range(config: Architecture, layer: int) -> int:
 
 
 def _rows(heads: Heads, part: Part, head: int, *, fused: bool) -> tuple[str, Array]:
-    """(weight, its rows) in which a head's matrix lies, as the network takes them apart
-    (forward/networks/mixers/attention.py)."""
-    mine = head if part == "q" else head // heads.shared_by
+    """Name of the tensor that holds a head's matrix, and its rows, as forward/networks/mixers/attention.py
+    splits them.
+    """
+    # With grouped queries, query head h reads key/value head h // (query heads per group).
+    head_index = head if part == "q" else head // heads.shared_by
     if not fused:
-        beside = 2 if part == "q" and heads.gates_beside else 1
-        return part, mine * beside * heads.size + np.arange(heads.size)
+        # Some families interleave each head's gate with its queries.
+        parts_per_head = 2 if part == "q" and heads.gates_beside else 1
+        return part, head_index * parts_per_head * heads.size + np.arange(heads.size)
+    # Row numbers take the place of weights: slicing and reshaping them finds the rows of one head.
     rows = np.arange((heads.count + 2 * heads.kv_count) * heads.size)
     if heads.layout == "by head":
         grouped = rows.reshape(heads.kv_count, -1, heads.size)
@@ -332,4 +359,4 @@ def _rows(heads: Heads, part: Part, head: int, *, fused: bool) -> tuple[str, Arr
     else:
         cuts = np.cumsum([heads.count, heads.kv_count]) * heads.size
         parts = dict(zip("qkv", np.split(rows, cuts), strict=True))
-    return "qkv", parts[part].reshape(-1, heads.size)[mine]
+    return "qkv", parts[part].reshape(-1, heads.size)[head_index]

@@ -1,18 +1,19 @@
-"""Which distance heads would look at if all tokens were the same: attention to positions alone.
+"""Positional attention: distances at which heads attend by learned positions alone.
 
-Border: matrices of a model with learned positions; runs nothing.
+Border: matrices of a model with learned positions; no forward pass.
 
-Idea (Elhage et al. 2021: heads that attend to the previous token by position): the stream at position p is
-taken to be the mean embedding and the row of p, normed exactly as the first norm of the layer does, and
-queries and keys are made of it with their biases. The softmax over the positions that a head sees is then
-attention as positions alone make it; its mean by distance is the score, and the score of distance 1 is the
-previous-token score. Other distances are its control. Of later layers it says what positions do through the
-stream directly.
+The stream at position p is taken to be the mean token embedding plus the position embedding of p, normalised
+exactly as by the layer's first norm, and queries and keys are computed from it with their biases (Elhage et
+al. 2021 find previous-token heads by position in this way). The softmax over visible positions is the
+attention that positions alone produce; its mean by distance is the score, and that of distance 1 the
+previous-token score. Other distances are its control. In later layers it covers the direct path of positions
+through the stream only.
 
-A model that knows positions by rope or by a rise of scores has no such rows, and is refused; so is one whose
-norms stand on the stream, as later layers then read no sum that positions are a part of.
+Refused are models that encode positions by rope or by score biases, as they have no such embeddings, and
+models whose norms are applied to the stream itself (post-norm), where positions are no longer a summand.
 
-Axes: layer, head, offset (how far back: 0 a position itself, below 0 later ones, of heads that see these).
+Axes: layer, head, offset (distance from query to key: 0 for the position itself, negative for later keys of
+bidirectional heads).
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 __all__ = ["position_scores"]
 
 ROWS = 4096
+"""Vocabulary rows read at a time."""
 
 
 @stage(
@@ -47,12 +49,16 @@ ROWS = 4096
     resources=("weights",),
 )
 def position_scores(*, weights: Matrices, length: int = 64, offsets: int = 8) -> xr.Dataset:
-    """Attention by distance, of positions 0 to length - 1 alone; queries that have no position so far back
-    take no part in its mean.
+    """Mean attention by distance, of positions 0 to length - 1 alone, over the queries that have a key at
+    that distance.
+    Arguments:
+        weights: plain matrices, as norms are computed exactly.
+        length: number of positions.
+        offsets: largest distance, in both directions for bidirectional heads.
 
-    weights: plain, not folded, as norms are done exactly. offsets: the farthest, on both sides where heads
-    see later positions. Raises ConfigError for a model without learned positions or with norms on the stream,
-    and for distances that reach beyond the length.
+    Raises:
+        ConfigError: for folded matrices, a model without learned positions or with post-norm, or offsets
+            beyond the length.
     """
     import xarray as xr
 
@@ -65,51 +71,57 @@ def position_scores(*, weights: Matrices, length: int = 64, offsets: int = 8) ->
         )
     config, layers = weights.config, attending(weights.config)
     _require_sum(config)
+    # Encoders add a token type to every position; zeros elsewhere.
     stream = table + _mean_embedding(weights) + weights.token_type()
     heads = heads_in(config, layers[0]).count
     distances = np.arange(-offsets if config.looks_ahead else 0, offsets + 1)
-    found = np.zeros((len(layers), heads, len(distances)))
+    mean_weights = np.zeros((len(layers), heads, len(distances)))
     for i, layer in enumerate(layers):
-        read = _normed(stream, weights.norm("ln1", layer), config.norm_eps)
+        normed = _normed(stream, weights.norm("ln1", layer), config.norm_eps)
         scale = heads_in(config, layer).mixer.scale
         for head in range(heads):
-            pattern = _pattern(weights, layer, head, read, scale)
-            found[i, head] = [pattern.diagonal(-back).mean() for back in distances]
+            pattern = _pattern(weights, layer, head, normed, scale)
+            # diagonal(-d) holds the weights at distance d, of exactly the queries that have such a key.
+            mean_weights[i, head] = [pattern.diagonal(-distance).mean() for distance in distances]
     dims = ("layer", "head", "offset")
-    return xr.Dataset({"weight": (dims, found)}, {"layer": layers, "offset": distances})
+    return xr.Dataset({"weight": (dims, mean_weights)}, {"layer": layers, "offset": distances})
 
 
 def _require_sum(config: Architecture) -> None:
-    for layer, fact in enumerate(config.layers):
-        if fact.norms == "of stream":
+    for layer, spec in enumerate(config.layers):
+        if spec.norms == "of stream":
             raise ConfigError(
                 f"expected norms that stand beside the stream, found them on it in layer {layer} of "
-                f"{config.model_type}; nothing can be said of positions without the tokens that stand there"
+                f"{config.model_type}; choose a model with norms before its layers, as the stream is then a "
+                "sum with positions as one term"
             )
 
 
-def _pattern(weights: Matrices, layer: int, head: int, read: Floats, scale: float) -> Floats:
-    """[query position, key position]."""
+def _pattern(weights: Matrices, layer: int, head: int, normed: Floats, scale: float) -> Floats:
+    """Attention pattern of a head on the normalised stream, [query position, key position]."""
     query, key = key_queries(weights, layer, head)
-    of_query, of_key = (weights.projection(part, layer, head).bias for part in ("q", "k"))
+    query_bias, key_bias = (weights.projection(part, layer, head).bias for part in ("q", "k"))
     heads = heads_in(weights.config, layer)
-    scores = heads.mixer.capped(scale * (read @ query + of_query) @ (read @ key + of_key).T, np)
-    back = np.subtract.outer(np.arange(len(read)), np.arange(len(read)))
-    seen = np.full_like(back, heads.mixer.is_bidirectional, dtype=bool) | (back >= 0)
+    scores = heads.mixer.capped(scale * (normed @ query + query_bias) @ (normed @ key + key_bias).T, np)
+    distance = np.subtract.outer(np.arange(len(normed)), np.arange(len(normed)))
+    is_visible = np.full_like(distance, heads.mixer.is_bidirectional, dtype=bool) | (distance >= 0)
     if heads.mixer.window is not None:
-        seen &= np.abs(back) < heads.mixer.window
-    scores = np.where(seen, scores, -np.inf)
-    grown = np.exp(scores - scores.max(axis=1, keepdims=True))
-    found: Floats = grown / grown.sum(axis=1, keepdims=True)
-    return found
+        is_visible &= np.abs(distance) < heads.mixer.window
+    scores = np.where(is_visible, scores, -np.inf)
+    # The row maximum is subtracted so that exp cannot overflow.
+    exponentials = np.exp(scores - scores.max(axis=1, keepdims=True))
+    pattern: Floats = exponentials / exponentials.sum(axis=1, keepdims=True)
+    return pattern
 
 
 def _normed(stream: Floats, norm: Norm | None, eps: float) -> Floats:
     if norm is None:
         return stream
-    wide = stream - stream.mean(axis=1, keepdims=True) if norm.is_centring else stream
-    found: Floats = wide / np.sqrt(np.square(wide).mean(axis=1, keepdims=True) + eps) * norm.gain + norm.bias
-    return found
+    centred = stream - stream.mean(axis=1, keepdims=True) if norm.is_centring else stream
+    normed: Floats = (
+        centred / np.sqrt(np.square(centred).mean(axis=1, keepdims=True) + eps) * norm.gain + norm.bias
+    )
+    return normed
 
 
 def _mean_embedding(weights: Matrices) -> Array:

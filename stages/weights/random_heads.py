@@ -1,10 +1,9 @@
-"""Heads with the singular values of a real one that write, or read, elsewhere: what circuits are held
-against.
+"""Random heads: controls of circuits, with a real head's singular values and random directions.
 
-Border: matrices in, matrices out. A score between two heads is large by chance where matrices are of low rank
-and the stream is narrow, so that it says something only beside heads of equal size. Of a writing matrix
-W = L Q', with Q orthonormal, a random one is L P' with P drawn evenly among all such: the same norms, and the
-same singular values of everything the head does, turned at random in the stream.
+Border: matrices in, matrices out. Scores between low-rank matrices in a narrow stream are large by chance, so
+they are compared with heads of equal singular values. For a writing matrix W = L Q^T with orthonormal Q, a
+random one is L P^T with P uniform among orthonormal matrices: a random rotation of what the head writes, with
+all norms and singular values unchanged.
 """
 
 from __future__ import annotations
@@ -17,16 +16,15 @@ __all__ = ["random_writers"]
 
 
 def random_writers(written: Array, rng: np.random.Generator) -> Floats:
-    """Writing matrices [..., d_head, hidden], each turned at random: float64 of that shape.
-
-    Rows whose entries sum to zero stay so, as where the mean of the stream is folded away.
-    """
-    wide = np.asarray(written, np.float64)
-    _, triangle = np.linalg.qr(np.swapaxes(wide, -1, -2))
-    drawn = rng.standard_normal(np.swapaxes(wide, -1, -2).shape)
-    largest = np.abs(wide).sum(axis=-1).max(initial=0.0)
-    if np.abs(wide.sum(axis=-1)).max(initial=0.0) <= 1e-5 * largest:
-        drawn -= drawn.mean(axis=-2, keepdims=True)
-    turned, _ = np.linalg.qr(drawn)
-    found: Floats = np.swapaxes(turned[..., : triangle.shape[-2]] @ triangle, -1, -2)
-    return found
+    """Writing matrices [..., d_head, hidden], each rotated at random in the stream: float64, same shape."""
+    matrices = np.asarray(written, np.float64)
+    _, triangle = np.linalg.qr(np.swapaxes(matrices, -1, -2))
+    gaussian = rng.standard_normal(np.swapaxes(matrices, -1, -2).shape)
+    # Rows of zero mean (where the mean of the stream is folded away) stay so: P is drawn in that subspace.
+    largest = np.abs(matrices).sum(axis=-1).max(initial=0.0)
+    if np.abs(matrices.sum(axis=-1)).max(initial=0.0) <= 1e-5 * largest:
+        gaussian -= gaussian.mean(axis=-2, keepdims=True)
+    # Q of a Gaussian matrix is uniform among orthonormal ones up to signs, which no norm depends on.
+    rotated, _ = np.linalg.qr(gaussian)
+    writers: Floats = np.swapaxes(rotated[..., : triangle.shape[-2]] @ triangle, -1, -2)
+    return writers

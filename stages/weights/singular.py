@@ -1,14 +1,14 @@
-"""What a head does, in tokens: the singular directions of its circuits, read through the vocabulary.
+"""Singular directions of a head's circuits, named by tokens through embedding and unembedding.
 
-Border: matrices of a model; runs nothing. Idea (Millidge and Black 2022, "The singular value decompositions
-of transformer weight matrices are highly interpretable"): OV = U diag(S) V'. What is read most strongly lies
-along the first columns of U and is written along those of V; each token's embedding along the one, and each
-logit along the other, name them. Of QK the two sides are what queries and what keys look for.
+Border: matrices of a model; no forward pass. OV = U diag(S) V^T (Millidge and Black 2022, "The singular value
+decompositions of transformer weight matrices are highly interpretable"): the head reads most strongly along
+the first columns of U and writes along those of V. Tokens whose embedding lies along the first, and whose
+logit lies along the second, name them. Of QK the two sides are queries and keys.
 
-A direction and its opposite are the same singular vector: both sides are turned so that the token that lies
-farthest along what is written raises its logit.
+A singular vector is defined up to its sign, shared by both sides. The sign is chosen such that the token
+farthest along the written side has its logit raised.
 
-Axes: direction, rank (0: first token), side in the names of outputs.
+Axes: direction, rank (0: first token); the side is in the names of outputs.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ if TYPE_CHECKING:
 __all__ = ["singular_directions"]
 
 ROWS = 4096
+"""Vocabulary rows read at a time."""
 TOKENS = ("direction", "rank")
+"""Dims of the tokens of each direction."""
 
 
 @stage(
@@ -63,11 +65,21 @@ def singular_directions(
     top_k: int = 5,
     offset: int = 0,
 ) -> xr.Dataset:
-    """The first singular directions of a head's circuit, and the tokens along each.
+    """First singular directions of a head's circuit, and the tokens farthest along each.
 
-    copying: scores by layer and head, instead of a head: the one whose is largest. offset: positions between
-    query and key, of QK with rope. Of OV, written_by is logits per unit read.
-    Raises ConfigError for another circuit, or a head there is not.
+    Arguments:
+        copying: copying scores [layer, head]; if given, the head with the largest score is used.
+        layer, head: the head, without `copying`.
+        circuit: "OV" or "QK".
+        directions: number of singular directions.
+        top_k: number of tokens of each.
+        offset: distance from the key to its query, for QK with rope.
+
+    Returns:
+        See the declared outputs; of OV, `written_by` is in logits per unit read.
+
+    Raises:
+        ConfigError: for another circuit, or a head that does not exist.
     """
     import xarray as xr
 
@@ -75,21 +87,22 @@ def singular_directions(
         raise ConfigError(f"expected circuit 'OV' or 'QK', found {circuit!r}")
     if copying is not None:
         scores = copying.transpose("layer", "head")
-        place, best = np.unravel_index(int(np.nanargmax(scores.values)), scores.shape)
-        layer, head = int(scores["layer"].values[place]), int(best)
+        row, best = np.unravel_index(int(np.nanargmax(scores.values)), scores.shape)
+        layer, head = int(scores["layer"].values[row]), int(best)
     of_values = circuit == "OV"
     matrix = (
         ov_circuit(weights, layer, head) if of_values else qk_circuit(weights, layer, head, offset=offset)
     )
     u, s, v = matrix.svd()
     count = min(directions, len(s))
+    # Only the written side is scaled by S, so that `written_by` is logits per unit read.
     u, v = u[:, :count], v[:, :count] * s[:count]
 
-    def entered(here: slice) -> Array:
-        return weights.embedding(here)
+    def entered(token_rows: slice) -> Array:
+        return weights.embedding(token_rows)
 
-    def read_out(here: slice) -> Array:
-        return weights.unembedding(here).matrix.T
+    def read_out(token_rows: slice) -> Array:
+        return weights.unembedding(token_rows).matrix.T
 
     written, written_by, sign = _top(weights, read_out if of_values else entered, v, top_k)
     read, read_by, _ = _top(weights, entered, u, top_k, sign)
@@ -114,20 +127,30 @@ def _top(
     top_k: int,
     sign: Floats | None = None,
 ) -> tuple[Array, Floats, Floats]:
-    """(tokens, how far [direction, rank], sign [direction]) farthest along directions [hidden, direction],
-    one block of the vocabulary after another; sign: as given, or that of whichever lies farthest."""
-    vocab, best = weights.config.vocab_size, min(top_k, weights.config.vocab_size)
+    """Tokens farthest along directions, reading the vocabulary in blocks.
+
+    Arguments:
+        rows: slice of the vocabulary -> rows [vocab, hidden].
+        along: directions [hidden, direction].
+        top_k: number of tokens.
+        sign: sign of each direction, [direction]; None chooses the side with the farthest token.
+
+    Returns:
+        (token ids [direction, rank], projections [direction, rank], sign [direction]).
+    """
+    vocab, count = weights.config.vocab_size, min(top_k, weights.config.vocab_size)
     ids = np.empty((2, along.shape[1], 0), np.int64)
     values = np.empty((2, along.shape[1], 0))
     for start in range(0, vocab, ROWS):
-        here = slice(start, min(start + ROWS, vocab))
-        found = (rows(here) @ along).T
-        both = np.concatenate([values, np.stack([found, -found])], axis=2)
-        every = np.broadcast_to(np.arange(here.start, here.stop), (2, *found.shape))
-        named = np.concatenate([ids, every], axis=2)
-        order = np.argsort(-both, axis=2, kind="stable")[..., :best]
-        values, ids = (np.take_along_axis(each, order, axis=2) for each in (both, named))
+        block = slice(start, min(start + ROWS, vocab))
+        projections = (rows(block) @ along).T
+        # Both signs are ranked: the sign of a direction is chosen after the whole vocabulary was read.
+        candidates = np.concatenate([values, np.stack([projections, -projections])], axis=2)
+        block_ids = np.broadcast_to(np.arange(block.start, block.stop), (2, *projections.shape))
+        candidate_ids = np.concatenate([ids, block_ids], axis=2)
+        order = np.argsort(-candidates, axis=2, kind="stable")[..., :count]
+        values, ids = (np.take_along_axis(array, order, axis=2) for array in (candidates, candidate_ids))
     if sign is None:
         sign = np.where(values[0, :, 0] >= values[1, :, 0], 1.0, -1.0)
-    side, each = np.where(sign > 0, 0, 1), np.arange(along.shape[1])
-    return ids[side, each], values[side, each], sign
+    side, direction = np.where(sign > 0, 0, 1), np.arange(along.shape[1])
+    return ids[side, direction], values[side, direction], sign

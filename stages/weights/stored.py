@@ -1,6 +1,6 @@
-"""A model's matrices as what stages read: a name, the digest of its weights, and which folding is asked.
-
-Border: files and identities; what is made of matrices is each stage's. Stages get `Matrices`, opened.
+"""Stored matrices: a model's matrices as a resource of stages, identified by the digest of the weights and
+the folding.
+Border: files and identities. Stages receive opened `Matrices`.
 """
 
 from __future__ import annotations
@@ -23,43 +23,46 @@ __all__ = ["StoredMatrices"]
 
 @dataclass(frozen=True)
 class StoredMatrices(FileResource):
-    """The matrices of a model's files, a pinned resource.
-
-    name, revision: of the model, in no key. model: its identity, of which weights, configuration and dtype
-    are. is_folded: whether norms, value biases and means are folded in (folded.py), or matrices are plain.
-    """
+    """Matrices of a model's files, a pinned resource."""
 
     name: str
+    """Model name, outside of the key: digests identify the weights."""
     revision: str | None
+    """Model revision, outside of the key."""
     model: ModelIdentity
+    """Identity of the model; weights, configuration and dtype enter the key."""
     is_folded: bool = True
+    """Whether norms, value biases and means are folded in (folded.py)."""
 
     @classmethod
     def of(cls, files: ModelFiles, *, dtype: str = "float32", folded: bool = True) -> StoredMatrices:
-        """Those of a model's files as they are now."""
+        """Matrices of a model's files in their present state."""
         matrices = cls(files.name, files.revision, files.identity(dtype=dtype), folded)
         return matrices.opened_as(Opened(files, files.pinned))
 
     def identity(self) -> dict[str, Any]:
-        """What decides every number of them."""
-        it = self.model
+        """Plain values that determine every number of the matrices."""
+        identity = self.model
         return {
-            "weights": it.weights,
-            "config": it.config,
-            "dtype": it.dtype,
+            "weights": identity.weights,
+            "config": identity.config,
+            "dtype": identity.dtype,
             "folded": self.is_folded,
         }
 
     def opened_anew(self) -> Opened:
-        """The files that the name leads to. Raises SourceChanged unless they are those of the identity."""
+        """Files to which the name refers. SourceChanged if their identity is another."""
         files = resolve(self.name, self.revision)
         files.require_identity(self.model)
         return Opened(files, files.pinned)
 
     @contextmanager
     def open(self) -> Iterator[Matrices]:
-        """The matrices; nothing is read before it is asked for. Raises WeightsError unless all tensors are
-        those of the model, as for a pass: names, shapes and dtypes, also of those nobody asks for."""
+        """The matrices, read on demand.
+
+        Raises:
+            WeightsError: unless all tensors have the names, shapes and dtypes that a forward pass needs.
+        """
         with super().open() as files:
             plain = PlainMatrices(files.checked_checkpoint(), files.architecture(), self.model.dtype)
             yield FoldedMatrices(plain) if self.is_folded else plain

@@ -102,11 +102,13 @@ class StoicheiaInference(AlgZooWorkflow):
         yield from self._drawn()
 
     def _accuracy(self) -> View:
-        counted, said = self.counted, self.network.said
+        counted, metadata = self.counted, self.network.metadata
         of = "all {:,} inputs" if self.is_exhaustive else "{:,} samples"
         found = self.accuracy(counted, of, with_error=False)
         trained = (
-            () if said.trained is None else (("trained on", f"{said.trained:,} sequences, seed {said.seed}"),)
+            ()
+            if metadata.trained is None
+            else (("trained on", f"{metadata.trained:,} sequences, seed {metadata.seed}"),)
         )
         confusion = {} if self.network.task.is_scalar else {"confusion": counted["confusion"]}
         about = {**found.json, "exhaustive": self.is_exhaustive, **confusion}

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ...stages.algzoo.accuracy import accuracy_of, rmse_of, sampled_accuracy_node
-from ...stages.algzoo.files import FORMATS, said_by_name
+from ...stages.algzoo.files import FORMATS, metadata_of_name
 from ...stages.algzoo.model import load_model
 from ...stages.algzoo.tasks import task_named
 from ...stages.algzoo.training import ZooTraining, trained_rnn, training_checkpoints, weights_at
@@ -136,7 +136,7 @@ class StoicheiaSweep(Workflow):
             raise ConfigError(f"expected a folder with networks of the zoo, found none at {folder}")
         sizes, best = {place[:3] for place in self.places}, dict[Place, tuple[int, Path]]()
         for path in sorted(folder.iterdir()):
-            said = said_by_name(path.stem)
+            said = metadata_of_name(path.stem)
             if path.suffix not in FORMATS or said.task != self.task.name or said.hidden is None:
                 continue
             size = (said.hidden, said.sequence or 0, said.seed or 0)

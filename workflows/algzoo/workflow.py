@@ -98,8 +98,8 @@ class AlgZooWorkflow(Workflow):
             "sequence": network.sequence,
             "output_size": network.shape.outputs,
             "param_count": network.parameters,
-            "trained_sequences": network.said.trained,
-            "training_seed": network.said.seed,
+            "trained_sequences": network.metadata.trained,
+            "training_seed": network.metadata.seed,
         }
 
     @property

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ...stages.evaluation.changed import SKIP, Means
-from ...stages.evaluation.elsewhere import elsewhere
+from ...stages.evaluation.layer_controls import layer_controls
 from ...stages.forward.architectures.points import HookPoint, expand
 from ...stages.forward.hooks.interventions import Zero
 from ...stages.forward.hooks.spec import HookSpec
@@ -102,7 +102,7 @@ def _moved(
     """A change of some hook points, and the same of these kinds in other layers."""
     available = subject.config.hook_points
     points = tuple(dict.fromkeys(point for pattern in patterns for point in expand(pattern, available)))
-    others = elsewhere(points, available, draws, seed=seed)
+    others = layer_controls(points, available, draws, seed=seed)
     return Change(
         text,
         fields(points),

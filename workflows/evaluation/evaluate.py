@@ -18,9 +18,9 @@ they hold, as they do under a dictionary.
 
 What is claimed is an effect over prompts beside its means under random signs, or of facts under answers that
 change places; and what a change costs beside `draws` others of its size: hook points set to zero, or their
-mean, beside the same kinds in as many other layers (stages/evaluation/elsewhere.py), reconstructions beside
-errors as long in random directions (random_errors.py; Gurnee 2024). Where fewer than 19 others are known,
-from which nothing could be told from chance, their costs are listed and nothing is claimed.
+mean, beside the same kinds in as many other layers (stages/evaluation/layer_controls.py), reconstructions
+beside errors as long in random directions (random_errors.py; Gurnee 2024). Where fewer than 19 others are
+known, from which nothing could be told from chance, their costs are listed and nothing is claimed.
 """
 
 from __future__ import annotations

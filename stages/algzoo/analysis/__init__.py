@@ -1,2 +1,3 @@
-"""What a network of AlgZoo does, and why: analyses of its three matrices, and accounts of how much is
-understood."""
+"""Analyses of AlgZoo networks: ablation, linear regions, roles of neurons, exact accuracy, and surprise
+accounting.
+"""

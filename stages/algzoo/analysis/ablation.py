@@ -1,10 +1,10 @@
-"""What the RNN can do without a neuron, without two of them, and without a direction nobody chose.
+"""Ablation of neurons of the RNN, one and two at a time, with random directions as the null distribution.
 
-A neuron that is ablated is zero after every ReLU, the last one included. Scores are accuracies, or for tasks
-whose answer is a number minus the root mean squared error, so that damage is negative in both.
+An ablated neuron is zero after every ReLU, the last included. Scores are accuracies, or minus the root mean
+squared error for a scalar answer, so that a negative change is damage in both.
 
-Border: labelled weights and samples in, scores out. An ablation is a change of the columns that read the
-state (rnn.py), which is what `Zero(neurons=…)` at `rnn.hook_hidden.*` does.
+Border: labelled weights and samples in, scores out. Ablation changes the columns that read the state
+(rnn.py), equivalent to `Zero(neurons=…)` at `rnn.hook_hidden.*`.
 
 Axes: neuron, neuron_ (the second of a pair), draw.
 """
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
 __all__ = ["classes_or_numbers", "neuron_ablation", "random_ablation", "score"]
 
 
-def classes_or_numbers(said: Array) -> Array:
-    """Answers [sample] of what a network says [sample, output]: the first largest, or the one number."""
-    found: Array = said[:, 0] if said.shape[1] == 1 else said.argmax(axis=1)
-    return found
+def classes_or_numbers(outputs: Array) -> Array:
+    """Answers [sample] from outputs [sample, output]: the first largest class, or the single number."""
+    answers: Array = outputs[:, 0] if outputs.shape[1] == 1 else outputs.argmax(axis=1)
+    return answers
 
 
 def score(rnn: RnnWeights, x: Array, target: Array) -> float:
-    """Accuracy over samples, or minus the root mean squared error."""
+    """Accuracy over samples, or minus the root mean squared error for a scalar answer."""
     answers = classes_or_numbers(rnn.outputs(x))
     if len(rnn.oh) == 1:
         return -float(np.sqrt(np.mean((answers - target) ** 2)))
@@ -53,33 +53,36 @@ def score(rnn: RnnWeights, x: Array, target: Array) -> float:
     },
 )
 def neuron_ablation(weights: xr.Dataset, samples: xr.Dataset) -> xr.Dataset:
-    """Scores of the RNN without each neuron and without each two.
+    """Ablation scores of the RNN: each neuron alone, and each pair.
 
-    samples: as `algzoo_samples` gives them. interaction: negative where two do together what neither does
-    alone (redundancy: more damage than the sum), 0 where they are independent, positive where one is enough
-    to fail.
+    `interaction` is negative for redundant neurons (more damage together than the sum), 0 for independent
+    ones, and positive where either alone is enough to fail.
+
+    Arguments:
+        samples: from `algzoo_samples`.
     """
     import xarray as xr
 
     rnn = require_rnn(weights, "ablation")
     x, target = samples["x"].values, samples["target"].values
     baseline, hidden = score(rnn, x, target), rnn.hidden
-    alone = np.array([score(rnn.without(j), x, target) for j in range(hidden)])
+    single = np.array([score(rnn.without(j), x, target) for j in range(hidden)])
+    # NaN on the diagonal: a pair of a neuron with itself is no pair.
     pairs = np.full((hidden, hidden), np.nan)
     for i in range(hidden):
         for j in range(i + 1, hidden):
             pairs[i, j] = pairs[j, i] = score(rnn.without(i, j), x, target)
-    delta, pair_delta = alone - baseline, pairs - baseline
-    both = ("neuron", "neuron_")
+    delta, pair_delta = single - baseline, pairs - baseline
+    pair_dims = ("neuron", "neuron_")
     return xr.Dataset(
         {
             "baseline": baseline,
-            "ablated": ("neuron", alone),
+            "ablated": ("neuron", single),
             "delta": ("neuron", delta),
             "order": ("rank", np.argsort(delta, kind="stable")),
-            "pair_ablated": (both, pairs),
-            "pair_delta": (both, pair_delta),
-            "interaction": (both, pair_delta - (delta[:, None] + delta)),
+            "pair_ablated": (pair_dims, pairs),
+            "pair_delta": (pair_dims, pair_delta),
+            "interaction": (pair_dims, pair_delta - (delta[:, None] + delta)),
         },
         attrs={"measure": "minus RMSE" if len(rnn.oh) == 1 else "accuracy"},
     )
@@ -97,21 +100,26 @@ def neuron_ablation(weights: xr.Dataset, samples: xr.Dataset) -> xr.Dataset:
 def random_ablation(
     weights: xr.Dataset, samples: xr.Dataset, *, draws: int = 50, seed: int = 0
 ) -> xr.DataArray:
-    """Change of the score when one direction of a random orthonormal basis is taken out of the state after
-    every ReLU: the null of neurons, which are such a basis.
+    """Null distribution of neuron ablation: score change without one direction of a random orthonormal basis.
 
-    The state becomes (1 - v v') h. The most harmful of a basis is what the most harmful neuron is beside:
-    both were chosen among as many.
+    The state becomes (1 - v v^T) h after every ReLU. Neurons form such a basis, so the most harmful neuron is
+    compared with the most harmful direction of each random basis: both are the largest of equally many.
+
+    Arguments:
+        samples: from `algzoo_samples`.
+        draws: random bases.
+        seed: of the bases.
     """
     import xarray as xr
 
     rnn = require_rnn(weights, "ablation")
     x, target = samples["x"].values, samples["target"].values
-    baseline, whole = score(rnn, x, target), np.eye(rnn.hidden)
-    drawn = np.random.default_rng(seed).standard_normal((draws, rnn.hidden, rnn.hidden))
-    bases = np.linalg.qr(drawn)[0]
-    found = [
-        [score(rnn.projected(whole - np.outer(v, v)), x, target) - baseline for v in basis.T]
+    baseline, identity = score(rnn, x, target), np.eye(rnn.hidden)
+    gaussian = np.random.default_rng(seed).standard_normal((draws, rnn.hidden, rnn.hidden))
+    # Q of a Gaussian matrix is a uniformly distributed orthonormal basis.
+    bases = np.linalg.qr(gaussian)[0]
+    deltas = [
+        [score(rnn.projected(identity - np.outer(v, v)), x, target) - baseline for v in basis.T]
         for basis in bases
     ]
-    return xr.DataArray(np.array(found), dims=("draw", "direction"), name="delta")
+    return xr.DataArray(np.array(deltas), dims=("draw", "direction"), name="delta")

@@ -1,14 +1,14 @@
-"""Mean squared error of an estimate of accuracy against what it costs.
+"""Compute curve: mean squared error of estimates of accuracy, against their cost in operations.
 
-The baseline draws samples: with n of them its squared error is p (1 - p) / n on average. That is told, and
-measured: the counts of many thousands of samples are put together in groups of each size, whose variance
-about their mean (over groups less one, so that it is unbiased for the error about the truth, which nobody
-knows) is the error. An explanation takes samples as well, but of itself: p_e (1 - p_e) / n and the square of
-how far it is off the network.
+The baseline is sampling: n samples have an expected squared error of p (1 - p) / n. It is reported, and also
+measured: stored counts are combined into groups of n samples, whose variance about their mean (divided by
+groups - 1, hence unbiased for the error about the unknown truth) is the error. An explanation is sampled as
+well, with error p_e (1 - p_e) / n plus the square of its bias, the difference of its accuracy from the
+network's.
 
-Cost is in operations, samples times those of one; budgets of one and the same number of samples differ by it.
+Cost is samples times operations per sample, which differs between network and explanation.
 
-Border: counts and an account of surprise in, curves out.
+Border: counts and surprise accounting in, curves out.
 
 Axes: samples (the budget), estimator.
 """
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 __all__ = ["FEWEST_GROUPS", "compute_curve"]
 
 FEWEST_GROUPS = 8
-"""Groups below which a variance is not told."""
+"""Smallest number of groups from which an error is measured."""
 
 
 @stage(
@@ -48,43 +48,50 @@ FEWEST_GROUPS = 8
     },
 )
 def compute_curve(counted: xr.Dataset, surprise: xr.Dataset, *, budgets: tuple[int, ...]) -> xr.Dataset:
-    """The curves of sampling and of every explanation.
+    """Error and cost of sampling and of every explanation.
 
-    counted: of `sampled_accuracy`. surprise: of `surprise_accounting`. budgets: numbers of samples, multiples
-    of a thousand. Raises ShapeError for others.
+    Arguments:
+        counted: from `sampled_accuracy`.
+        surprise: from `surprise_accounting`.
+        budgets: numbers of samples, multiples of `CHUNK`.
+
+    Raises:
+        ShapeError: for other budgets.
     """
     import xarray as xr
 
     if not budgets or any(budget < CHUNK or budget % CHUNK for budget in budgets):
         raise ShapeError(f"expected budgets that are multiples of {CHUNK} samples, found {list(budgets)}")
-    whole = counted["samples"].values == CHUNK
-    right = counted["right"].values[whole]
+    # The last chunk of a block may be shorter; groups are of full ones only.
+    is_full = counted["samples"].values == CHUNK
+    right = counted["right"].values[is_full]
     share = float(counted["right"].sum() / counted["samples"].sum())
-    many = np.array(budgets)
-    measured, groups = np.full(len(many), np.nan), np.zeros(len(many), np.int64)
-    for place, budget in enumerate(budgets):
+    sizes = np.array(budgets)
+    measured, groups = np.full(len(sizes), np.nan), np.zeros(len(sizes), np.int64)
+    for index, budget in enumerate(budgets):
         chunks = budget // CHUNK
-        groups[place] = len(right) // chunks
-        if groups[place] >= FEWEST_GROUPS:
-            means = right[: groups[place] * chunks].reshape(groups[place], chunks).sum(axis=1) / budget
-            measured[place] = means.var(ddof=1)
-    own = surprise["estimate_accuracy"].values
-    bias = own - float(surprise["model_accuracy"])
+        # Incomplete groups are dropped: their share of right answers has another variance.
+        groups[index] = len(right) // chunks
+        if groups[index] >= FEWEST_GROUPS:
+            means = right[: groups[index] * chunks].reshape(groups[index], chunks).sum(axis=1) / budget
+            measured[index] = means.var(ddof=1)
+    accuracy = surprise["estimate_accuracy"].values
+    bias = accuracy - float(surprise["model_accuracy"])
     return xr.Dataset(
         {
             "baseline_mse": ("samples", measured),
-            "baseline_expected": ("samples", share * (1 - share) / many),
+            "baseline_expected": ("samples", share * (1 - share) / sizes),
             "groups": ("samples", groups),
-            "baseline_operations": ("samples", many * float(surprise["model_operations"])),
+            "baseline_operations": ("samples", sizes * float(surprise["model_operations"])),
             "estimator_mse": (
                 ("estimator", "samples"),
-                bias[:, None] ** 2 + (own * (1 - own))[:, None] / many,
+                bias[:, None] ** 2 + (accuracy * (1 - accuracy))[:, None] / sizes,
             ),
             "estimator_operations": (
                 ("estimator", "samples"),
-                surprise["operations"].values[:, None] * many.astype(np.float64),
+                surprise["operations"].values[:, None] * sizes.astype(np.float64),
             ),
             "bias": ("estimator", bias),
         },
-        coords={"samples": many, "estimator": surprise["estimator"].values.astype(object)},
+        coords={"samples": sizes, "estimator": surprise["estimator"].values.astype(object)},
     )

@@ -1,17 +1,15 @@
-"""Explanations of the RNN as programs: each says what class the network will say, without being it.
-
-An estimator is what somebody would have to write down, and what that predicts:
+"""Explanations of the RNN as programs that predict its class.
 
     oracle       the task itself
-    piecewise    every linear map the network is made of; it restates the network, and always agrees
-    top_regions  the commonest regions, each by its mean direction and its map; an input goes to the nearest
-                 direction
-    ablation     the network without the neurons it hardly misses
-    roles        states by the references neurons go with (probing.py), means where there is none; the readout
-                 as it is
+    piecewise    every linear map of the network; it restates the network, and always agrees
+    top_regions  the most frequent regions, each by its mean direction and its map; an input goes to the
+                 nearest direction
+    ablation     the network without the neurons it hardly needs
+    roles        states predicted from the references that neurons correlate with (probing.py), means for
+                 neurons without a role; the readout unchanged
 
-Numbers are told to b bits (surprise.py says how many); `bits` is the length of the description. What an
-estimator needs to know of the network is fitted on samples of its own.
+Numbers are written to b bits (surprise.py); `bits` is the length of the description. Explanations are fitted
+on samples of their own.
 
 Border: matrices and samples in, predictions out.
 
@@ -37,33 +35,37 @@ __all__ = ["ESTIMATORS", "Estimator", "estimators_of"]
 
 ESTIMATORS = ("oracle", "piecewise", "top_regions", "ablation", "roles")
 NEEDED = 0.01
-"""Accuracy a neuron must be worth to be kept by the ablation estimator."""
+"""Loss of accuracy from which the ablation estimator keeps a neuron."""
 
 
 @dataclass(frozen=True, eq=False)
 class Estimator:
-    """One explanation.
-
-    says: classes [sample] for inputs [sample, time]. structure: bits of choices among finitely many. numbers:
-    how many numbers are told. operations: multiplications and additions for one sample.
-    """
+    """One explanation."""
 
     name: str
+    """One of `ESTIMATORS`."""
     description: str
-    says: Callable[[Array], Ints]
+    """Description of the program in words."""
+    predict: Callable[[Array], Ints]
+    """Classes [sample] for inputs [sample, time]."""
     structure: float
+    """Bits of its discrete choices."""
     numbers: int
+    """Count of real numbers in it."""
     operations: int
+    """Multiplications and additions per sample."""
 
     def bits(self, per_number: float) -> float:
-        """Length of the description where a number takes so many bits."""
+        """Length of the description in bits, with `per_number` bits per real number."""
         return self.structure + self.numbers * per_number
 
 
 def estimators_of(rnn: RnnWeights, task: Task, x: Array, target: Array, *, regions: int) -> list[Estimator]:
-    """Every estimator of a network whose answers are classes, in the order of `ESTIMATORS`.
+    """All estimators of a network with classes, in the order of `ESTIMATORS`.
 
-    x, target: samples [sample, time] they are fitted on. regions: how many top_regions tells.
+    Arguments:
+        x, target: samples [sample, time] and answers [sample] on which they are fitted.
+        regions: regions of top_regions.
     """
     return [
         _oracle(rnn, task, x.shape[1]),
@@ -75,30 +77,30 @@ def estimators_of(rnn: RnnWeights, task: Task, x: Array, target: Array, *, regio
 
 
 def operations_of(rnn: RnnWeights, steps: int) -> int:
-    """Multiplications and additions of a pass over one sample."""
+    """Multiplications and additions of a forward pass over one sample."""
     return 2 * (steps * rnn.hidden * (1 + rnn.hidden) + rnn.oh.size)
 
 
 def _oracle(rnn: RnnWeights, task: Task, steps: int) -> Estimator:
-    told = f"the task: {task.meaning}"
-    return Estimator("oracle", told, task.targets, math.log2(len(TASKS)), 0, steps)
+    description = f"the task: {task.meaning}"
+    return Estimator("oracle", description, task.targets, math.log2(len(TASKS)), 0, steps)
 
 
 def _piecewise(rnn: RnnWeights, steps: int) -> Estimator:
-    def says(x: Array) -> Ints:
+    def predict(x: Array) -> Ints:
         gates = gates_of(rnn, x)
         patterns, first, inverse = np.unique(
             pattern_bits(gates), axis=0, return_index=True, return_inverse=True
         )
-        maps, place = linear_maps(rnn, gates[first]), inverse.reshape(-1)
-        found = np.empty((len(x), len(rnn.oh)))
+        maps, region_of = linear_maps(rnn, gates[first]), inverse.reshape(-1)
+        outputs = np.empty((len(x), len(rnn.oh)))
         for region in range(len(patterns)):
-            here = place == region
-            found[here] = x[here] @ maps[region].T
-        return classes_or_numbers(found)
+            in_region = region_of == region
+            outputs[in_region] = x[in_region] @ maps[region].T
+        return classes_or_numbers(outputs)
 
     work = operations_of(rnn, steps) + 2 * steps * len(rnn.oh)
-    return Estimator("piecewise", "every region with its linear map", says, 0.0, rnn.parameters, work)
+    return Estimator("piecewise", "every region with its linear map", predict, 0.0, rnn.parameters, work)
 
 
 def _top_regions(rnn: RnnWeights, x: Array, regions: int) -> Estimator:
@@ -106,52 +108,61 @@ def _top_regions(rnn: RnnWeights, x: Array, regions: int) -> Estimator:
     patterns, first, inverse, counts = np.unique(
         pattern_bits(gates), axis=0, return_index=True, return_inverse=True, return_counts=True
     )
-    kept = np.argsort(-counts, kind="stable")[:regions]
-    maps = linear_maps(rnn, gates[first[kept]])
+    most_frequent = np.argsort(-counts, kind="stable")[:regions]
+    maps = linear_maps(rnn, gates[first[most_frequent]])
     unit = x / np.linalg.norm(x, axis=1, keepdims=True)
-    middles = np.array([unit[inverse.reshape(-1) == region].mean(axis=0) for region in kept])
-    middles /= np.maximum(np.linalg.norm(middles, axis=1, keepdims=True), np.finfo(float).tiny)
+    directions = np.array([unit[inverse.reshape(-1) == region].mean(axis=0) for region in most_frequent])
+    # tiny: the mean of opposite directions may be 0, and 0 / tiny stays 0.
+    directions /= np.maximum(np.linalg.norm(directions, axis=1, keepdims=True), np.finfo(float).tiny)
 
-    def says(x: Array) -> Ints:
-        nearest = (x @ middles.T).argmax(axis=1)
+    def predict(x: Array) -> Ints:
+        nearest = (x @ directions.T).argmax(axis=1)
         return classes_or_numbers(np.einsum("sot,st->so", maps[nearest], x))
 
-    many, steps = len(kept), x.shape[1]
-    told = f"the {many} commonest of {len(patterns)} regions, each by its mean direction and its linear map"
-    numbers = many * steps * (1 + len(rnn.oh))
-    return Estimator("top_regions", told, says, 0.0, numbers, 2 * steps * (many + len(rnn.oh)))
+    count, steps = len(most_frequent), x.shape[1]
+    description = (
+        f"the {count} commonest of {len(patterns)} regions, each by its mean direction and its linear map"
+    )
+    numbers = count * steps * (1 + len(rnn.oh))
+    return Estimator("top_regions", description, predict, 0.0, numbers, 2 * steps * (count + len(rnn.oh)))
 
 
 def _ablation(rnn: RnnWeights, x: Array, target: Array) -> Estimator:
     baseline = score(rnn, x, target)
     worth = np.array([baseline - score(rnn.without(j), x, target) for j in range(rnn.hidden)])
-    kept = np.flatnonzero(worth >= NEEDED)
-    small = RnnWeights(rnn.ih[kept], rnn.hh[np.ix_(kept, kept)], rnn.oh[:, kept])
+    needed = np.flatnonzero(worth >= NEEDED)
+    small = RnnWeights(rnn.ih[needed], rnn.hh[np.ix_(needed, needed)], rnn.oh[:, needed])
 
-    def says(x: Array) -> Ints:
+    def predict(x: Array) -> Ints:
         return classes_or_numbers(small.outputs(x))
 
-    told = f"the network of the {len(kept)} of {rnn.hidden} neurons worth a point of accuracy each"
-    choice = math.log2(math.comb(rnn.hidden, len(kept)))
-    return Estimator("ablation", told, says, choice, small.parameters, operations_of(small, x.shape[1]))
+    description = f"the network of the {len(needed)} of {rnn.hidden} neurons worth a point of accuracy each"
+    # Bits that name which neurons are kept, among all subsets of this size.
+    choice = math.log2(math.comb(rnn.hidden, len(needed)))
+    return Estimator(
+        "ablation", description, predict, choice, small.parameters, operations_of(small, x.shape[1])
+    )
 
 
 def _roles(rnn: RnnWeights, x: Array) -> Estimator:
     states = np.maximum(rnn.states(x)[:, -1], 0.0)
     names, values = references(x)
-    found = absolute_correlation(states, values)
-    best = found.argmax(axis=1)
+    correlations = absolute_correlation(states, values)
+    best = correlations.argmax(axis=1)
     slope, level = np.zeros(rnn.hidden), states.mean(axis=0)
-    known = found[np.arange(rnn.hidden), best] >= THRESHOLD
-    for j in np.flatnonzero(known):
+    has_role = correlations[np.arange(rnn.hidden), best] >= THRESHOLD
+    for j in np.flatnonzero(has_role):
         slope[j], level[j] = np.polyfit(values[:, best[j]], states[:, j], 1)
 
-    def says(x: Array) -> Ints:
+    def predict(x: Array) -> Ints:
         composed: Floats = references(x)[1][:, best] * slope + level
         return classes_or_numbers(composed @ rnn.oh.T)
 
-    many = int(known.sum())
-    told = f"{many} of {rnn.hidden} neurons by their roles, the others by their mean; the readout as it is"
+    count = int(has_role.sum())
+    description = (
+        f"{count} of {rnn.hidden} neurons by their roles, the others by their mean; the readout as it is"
+    )
+    # Bits that name each neuron's reference, or that it has none.
     choice = rnn.hidden * math.log2(len(names) + 1)
-    numbers = rnn.hidden + many + rnn.oh.size
-    return Estimator("roles", told, says, choice, numbers, x.shape[1] + 2 * (many + rnn.oh.size))
+    numbers = rnn.hidden + count + rnn.oh.size
+    return Estimator("roles", description, predict, choice, numbers, x.shape[1] + 2 * (count + rnn.oh.size))

@@ -1,20 +1,19 @@
-"""What neurons of the RNN stand for: their last states beside functions of the input that a person can name.
+"""Roles of neurons of the RNN: correlation of their final states with interpretable functions of the input.
 
-Roles, in the order in which a tie is decided (n numbers x, the last one x_{n-1}; m(...) = max(0, ...)):
+Roles, in the order that decides ties (n numbers x, the last one x_{n-1}; m(...) = max(0, ...)):
 
     RunningMax      m(x)
     RunningMin      relu(min x)
     MaxIncrement    relu(m(x) - m(x but the last))
-    LeaveOneOutMax  relu(m(x) - last): "maximum less the last", and no leave-one-out over every index
+    LeaveOneOutMax  relu(m(x) - last): "maximum minus the last", not leave-one-out over every index
     RecentInput     relu(last)
     Comparator      relu(x_a - x_b), for every ordered pair
 
-A correlation says that a neuron goes with a function over these inputs, not that the network needs it for
-that.
+Correlation is not causation: it does not show that the network uses the neuron for that function.
 
 Border: labelled weights and samples in.
 
-Axes: neuron, reference (each comparator apart), role, time.
+Axes: neuron, reference (each comparator separately), role, time.
 """
 
 from __future__ import annotations
@@ -34,21 +33,24 @@ __all__ = ["ROLES", "THRESHOLD", "UNKNOWN", "absolute_correlation", "neuron_role
 
 ROLES = ("RunningMax", "RunningMin", "MaxIncrement", "LeaveOneOutMax", "RecentInput", "Comparator")
 UNKNOWN = "Unknown"
+"""Role name of neurons below THRESHOLD."""
 THRESHOLD = 0.8
-"""Absolute correlation below which a neuron has no role."""
+"""Absolute correlation from which a neuron has a role."""
 
 
 def references(x: Array) -> tuple[list[str], Array]:
     """Names and values [sample, reference] of all functions of inputs [sample, time], in the order of the
-    roles."""
+    roles.
+    """
     x = x.astype(np.float64)
     steps, last = x.shape[1], x[:, -1]
     top = np.maximum(x.max(axis=1), 0.0)
-    before = np.maximum(x[:, :-1].max(axis=1, initial=0.0), 0.0)
+    # initial=0 also covers a single time step, which has no earlier numbers.
+    earlier_top = np.maximum(x[:, :-1].max(axis=1, initial=0.0), 0.0)
     named = {
         "RunningMax": top,
         "RunningMin": np.maximum(x.min(axis=1), 0.0),
-        "MaxIncrement": np.maximum(top - before, 0.0),
+        "MaxIncrement": np.maximum(top - earlier_top, 0.0),
         "LeaveOneOutMax": np.maximum(top - last, 0.0),
         "RecentInput": np.maximum(last, 0.0),
     }
@@ -60,13 +62,18 @@ def references(x: Array) -> tuple[list[str], Array]:
 
 
 def absolute_correlation(states: Array, values: Array) -> Array:
-    """|Pearson| [neuron, reference] of states [sample, neuron] and values [sample, reference]; 0 without
-    variance."""
+    """Absolute Pearson correlation [neuron, reference]; 0 without variance.
+
+    Arguments:
+        states: [sample, neuron].
+        values: [sample, reference].
+    """
     states, values = states - states.mean(axis=0), values - values.mean(axis=0)
     scale = np.outer(np.linalg.norm(states, axis=0), np.linalg.norm(values, axis=0))
-    found = np.abs(states.T @ values)
-    shares: Array = np.divide(found, scale, out=np.zeros_like(found), where=scale > 0)
-    return np.minimum(shares, 1.0)
+    covariances = np.abs(states.T @ values)
+    correlations: Array = np.divide(covariances, scale, out=np.zeros_like(covariances), where=scale > 0)
+    # Rounding may exceed 1 in the last digit.
+    return np.minimum(correlations, 1.0)
 
 
 @stage(
@@ -83,10 +90,12 @@ def absolute_correlation(states: Array, values: Array) -> Array:
     },
 )
 def neuron_roles(weights: xr.Dataset, samples: xr.Dataset) -> xr.Dataset:
-    """Absolute correlation of each neuron's last state with each reference, and the role that goes with it
-    best.
+    """Absolute correlation of each neuron's final state with each reference, and the role of the best one.
 
-    samples: as `algzoo_samples` gives them. Among equals the first reference counts.
+    Ties go to the first reference.
+
+    Arguments:
+        samples: from `algzoo_samples`.
     """
     import xarray as xr
 
@@ -94,23 +103,24 @@ def neuron_roles(weights: xr.Dataset, samples: xr.Dataset) -> xr.Dataset:
     x = samples["x"].values
     states = np.maximum(rnn.states(x), 0.0)
     by_time = np.zeros((x.shape[1], rnn.hidden, len(ROLES)))
+    # References of inputs up to each step: the last iteration leaves those of whole inputs for below.
     for step in range(x.shape[1]):
         names, values = references(x[:, : step + 1])
-        found = absolute_correlation(states[:, step], values)
+        correlations = absolute_correlation(states[:, step], values)
         kinds = np.array([ROLES.index(_kind(name)) for name in names])
         for role in set(kinds.tolist()):
-            by_time[step, :, role] = found[:, kinds == role].max(axis=1)
-    best = found.argmax(axis=1)
-    correlation = found[np.arange(rnn.hidden), best]
-    chosen = [
-        _kind(names[i]) if high >= THRESHOLD else UNKNOWN for i, high in zip(best, correlation, strict=True)
+            by_time[step, :, role] = correlations[:, kinds == role].max(axis=1)
+    best = correlations.argmax(axis=1)
+    correlation = correlations[np.arange(rnn.hidden), best]
+    roles = [
+        _kind(names[i]) if value >= THRESHOLD else UNKNOWN for i, value in zip(best, correlation, strict=True)
     ]
     return xr.Dataset(
         {
-            "role": ("neuron", np.array(chosen, object)),
+            "role": ("neuron", np.array(roles, object)),
             "best": ("neuron", np.array([names[i] for i in best], object)),
             "correlation": ("neuron", correlation),
-            "correlations": (("neuron", "reference"), found),
+            "correlations": (("neuron", "reference"), correlations),
             "by_time": (("time", "neuron", "role_"), by_time),
         },
         coords={"reference": np.array(names, object), "role_": np.array(ROLES, object)},

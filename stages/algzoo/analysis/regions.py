@@ -1,12 +1,12 @@
-"""Where the RNN is linear: which ReLUs are open, and the matrix it then is.
+"""Linear regions of the RNN: which ReLUs are open, and the linear map of the network there.
 
-A gate is open where a pre-activation is not negative. All gates of all steps are a pattern of T H bits, bit t
-H + j for neuron j at time t; inputs of one pattern are a region, a cone, in which y = A x. Column t of A is
-W_oh (G_{T-1} W_hh) ... (G_{t+1} W_hh) G_t W_ih, and there is no offset, as there are no biases.
+A gate is open where its pre-activation is not negative. The gates of all steps form a pattern of T H bits,
+bit t H + j for neuron j at time t. Inputs with one pattern form a region, a cone, in which y = A x. Column t
+of A is W_oh (G_{T-1} W_hh) ... (G_{t+1} W_hh) G_t W_ih; without biases there is no offset.
 
-Border: labelled weights and samples in; exact measures of regions are cones.py's.
+Border: labelled weights and samples in; cones.py measures regions exactly.
 
-Axes: region (the commonest first), byte of a pattern (least bit first), output, time, sample.
+Axes: region (most frequent first), byte of a pattern (least significant bit first), output, time, sample.
 """
 
 from __future__ import annotations
@@ -27,29 +27,34 @@ __all__ = ["gates_of", "linear_maps", "linear_regions", "pattern_bits"]
 
 
 def gates_of(rnn: RnnWeights, x: Array) -> Bools:
-    """Which ReLUs are open [sample, time, neuron]; one that reads 0 is."""
-    found: Bools = rnn.states(x) >= 0
-    return found
+    """Whether each ReLU is open, bool [sample, time, neuron]; a pre-activation of 0 counts as open."""
+    gates: Bools = rnn.states(x) >= 0
+    return gates
 
 
 def pattern_bits(gates: Bools) -> Array:
-    """Gates [sample, time, neuron] as packed patterns, uint8 [sample, byte]."""
+    """Gates [sample, time, neuron] as packed bits, uint8 [sample, byte]."""
     return np.packbits(gates.reshape(len(gates), -1), axis=1, bitorder="little")
 
 
 def linear_maps(rnn: RnnWeights, gates: Bools) -> Array:
-    """The matrices [region, output, time] of regions with these gates [region, time, neuron].
+    """Linear maps [region, output, time] of regions with given gates.
 
-    Raises WeightsError where products leave the range of float64.
+    Arguments:
+        gates: bool [region, time, neuron].
+
+    Raises:
+        WeightsError: where a product overflows float64.
     """
-    many, steps, _ = gates.shape
-    maps = np.empty((many, len(rnn.oh), steps))
-    read = np.broadcast_to(rnn.oh, (many, *rnn.oh.shape))
+    n_regions, steps, _ = gates.shape
+    maps = np.empty((n_regions, len(rnn.oh), steps))
+    readout = np.broadcast_to(rnn.oh, (n_regions, *rnn.oh.shape))
     with np.errstate(over="ignore", invalid="ignore"):
+        # Backwards from the readout: each step needs one product with W_hh instead of a product per column.
         for step in range(steps - 1, -1, -1):
-            open_ones = read * gates[:, step, None, :]
-            maps[:, :, step] = open_ones @ rnn.ih
-            read = open_ones @ rnn.hh
+            open_readout = readout * gates[:, step, None, :]
+            maps[:, :, step] = open_readout @ rnn.ih
+            readout = open_readout @ rnn.hh
     if not np.isfinite(maps).all():
         raise WeightsError(f"linear maps: expected finite entries, found an overflow over {steps} steps")
     return maps
@@ -70,29 +75,31 @@ def linear_maps(rnn: RnnWeights, gates: Bools) -> Array:
     },
 )
 def linear_regions(weights: xr.Dataset, samples: xr.Dataset) -> xr.Dataset:
-    """The regions some samples lie in, with their counts and matrices, the commonest first.
+    """Regions of some samples with their counts and linear maps, most frequent first; ties by first sample.
 
-    samples: as `algzoo_samples` gives them. Regions of as many samples come in the order of their first.
+    Arguments:
+        samples: from `algzoo_samples`.
     """
     import xarray as xr
 
     rnn = require_rnn(weights, "linear regions")
     gates = gates_of(rnn, samples["x"].values)
-    patterns, first, inverse, counts = np.unique(
+    patterns, first_sample, inverse, counts = np.unique(
         pattern_bits(gates), axis=0, return_index=True, return_inverse=True, return_counts=True
     )
-    order = np.lexsort((first, -counts))
-    place = np.empty_like(order)
-    place[order] = np.arange(len(order))
-    held = gates[first[order]]
+    # lexsort's last key is the primary one: counts, then the first sample.
+    order = np.lexsort((first_sample, -counts))
+    rank = np.empty_like(order)
+    rank[order] = np.arange(len(order))
+    region_gates = gates[first_sample[order]]
     return xr.Dataset(
         {
             "count": ("region", counts[order]),
-            "representative": ("region", first[order]),
+            "representative": ("region", first_sample[order]),
             "pattern": (("region", "byte"), patterns[order]),
-            "active": ("region", held.sum(axis=(1, 2))),
-            "map": (("region", "output", "time"), linear_maps(rnn, held)),
-            "region_id": ("sample", place[inverse.reshape(-1)]),
+            "active": ("region", region_gates.sum(axis=(1, 2))),
+            "map": (("region", "output", "time"), linear_maps(rnn, region_gates)),
+            "region_id": ("sample", rank[inverse.reshape(-1)]),
             "active_fraction": float(gates.mean()),
             "active_by_time": ("time", gates.mean(axis=(0, 2))),
         },

@@ -1,7 +1,7 @@
-"""The RNN with inputs of size one: what every neuron adds up, in units of its own input weight.
-
-A ReLU does not mind a positive factor, so that neuron j may be divided by s_j = |ih_j| where it is written
-and multiplied by it where it is read; the network says the same.
+"""Standardised RNN: the same function with input weights of 1 or -1, so that states are in units of the
+input.
+A ReLU commutes with positive factors: neuron j may be divided by s_j = |ih_j| where it is written and
+multiplied by s_j where it is read.
 
 Border: labelled weights in, labelled weights out.
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["SMALLEST", "is_standardizable", "standardized_rnn"]
 
 SMALLEST = 1.19e-7
-"""Input weight below which a neuron has no unit of its own: the rounding of float32."""
+"""Input weight below which a neuron counts as not reading the input: float32 epsilon."""
 
 
 def is_standardizable(weights: xr.Dataset) -> bool:
@@ -43,11 +43,13 @@ def is_standardizable(weights: xr.Dataset) -> bool:
     },
 )
 def standardized_rnn(weights: xr.Dataset) -> xr.Dataset:
-    """Weights of the same function whose input weights are 1 or -1; float64, and themselves weights for
-    stages.
+    """Weights of the same function with input weights of 1 or -1: ih_j / s_j, hh_jk s_k / s_j, oh_oj s_j;
+    float64.
 
-    ih_j / s_j, hh_jk s_k / s_j, oh_oj s_j. Raises WeightsError for a neuron whose input weight is below
-    1.19e-7.
+    The result is labelled weights, which other stages accept.
+
+    Raises:
+        WeightsError: for a neuron whose input weight is below 1.19e-7.
     """
     import xarray as xr
 

@@ -1,20 +1,20 @@
-"""Surprise accounting: how much of a network is explained, in bits.
+"""Surprise accounting: how much of a network an explanation explains, in bits.
 
-An explanation (estimators.py) costs the bits it takes to write it down, and leaves a residual surprise: the
-bits that say where the network does otherwise. It is worth having if both together are fewer than what was
-selected when the network was trained:
+An explanation (estimators.py) costs the bits of its description and leaves a residual surprise: the bits that
+encode where the network answers differently. It is worthwhile if both together are fewer than the bits
+selected by training:
 
     explanation_bits + residual_surprise <= selection_bits
 
-Weights are read through noise N(0, (sigma std)^2), std that of each matrix: what lies below it nobody needs
-to explain. A number then holds b = log2(1 + 1 / sigma^2) / 2 bits (capacity of the Gaussian channel),
-selection_bits are b times the number of parameters, and numbers of an explanation are told to b bits too.
-With disagreement q between the explanation and the noisy networks, O classes and n samples, residual_surprise
-= n (h(q) + q log2(O - 1)), h the binary entropy: the answers of the network, coded given the explanation. It
-grows with n: a bound that holds says so for the n told, and `covered` is the largest n it would hold for.
+Weights are read through noise N(0, (sigma std)^2), with std that of each matrix; smaller details need no
+explanation. A number then holds b = log2(1 + 1 / sigma^2) / 2 bits (capacity of the Gaussian channel),
+selection_bits are b times the number of parameters, and numbers of an explanation take b bits as well. With
+disagreement q between explanation and noisy networks, O classes and n samples, residual_surprise = n (h(q) +
+q log2(O - 1)) with the binary entropy h: the network's answers, encoded given the explanation. It grows with
+n, so a bound holds for the reported n only; `covered` is the largest n for which it would.
 
 Source: Hilton, "Formal verification, heuristic explanations and surprise accounting" (Alignment Research
-Center, 2024); the readings of its quantities above are ours.
+Center, 2024). Selection, noise and residual are not defined there; the definitions above are of this project.
 
 Border: labelled weights and samples in.
 
@@ -42,31 +42,38 @@ if TYPE_CHECKING:
 __all__ = ["SIGMAS", "bits_per_number", "noisy", "residual_bits", "surprise_accounting"]
 
 SIGMAS = (0.01, 0.05, 0.1)
-"""Noise of the research protocol, in standard deviations of a matrix."""
+"""Noise levels of the research protocol, in standard deviations of a matrix."""
 
 
 def bits_per_number(sigma: float) -> float:
-    """Bits of a number read through noise of `sigma` times its spread: log2(1 + 1 / sigma^2) / 2."""
+    """Bits of a number read through noise of `sigma` standard deviations: log2(1 + 1 / sigma^2) / 2."""
     return 0.5 * math.log2(1.0 + sigma**-2)
 
 
 def residual_bits(disagreement: float, classes: int, samples: int) -> float:
-    """Bits that tell the answers to `samples` samples, given answers that are wrong with this share."""
+    """Bits that encode the answers to `samples` samples, given predictions that are wrong with rate
+    `disagreement`.
+    """
+    # A mean of shares may leave [0, 1] by rounding, where the logarithm fails.
     q = min(max(disagreement, 0.0), 1.0)
-    entropy = -sum(share * math.log2(share) for share in (q, 1.0 - q) if share > 0)
+    entropy = -sum(rate * math.log2(rate) for rate in (q, 1.0 - q) if rate > 0)
     return samples * (entropy + q * math.log2(max(classes - 1, 1)))
 
 
 def covered(spare: Array, per_answer: Array) -> Array:
-    """How many answers may be coded with the bits to spare; infinitely many where they take none."""
-    free = np.where(spare >= 0, np.inf, 0.0)
-    return np.floor(np.divide(np.maximum(spare, 0.0), per_answer, out=free, where=per_answer > 0))
+    """Number of answers that the spare bits can encode; infinite where answers take no bits."""
+    unlimited = np.where(spare >= 0, np.inf, 0.0)
+    # `where` avoids 0 / 0, which numpy would warn about; those entries keep `unlimited`.
+    return np.floor(np.divide(np.maximum(spare, 0.0), per_answer, out=unlimited, where=per_answer > 0))
 
 
 def noisy(rnn: RnnWeights, sigma: float, rng: np.random.Generator) -> RnnWeights:
-    """The network with normal noise of `sigma` times its standard deviation on every matrix."""
+    """The network with Gaussian noise of `sigma` times its standard deviation on every matrix."""
     return RnnWeights(
-        *(held + rng.standard_normal(held.shape) * sigma * held.std() for held in (rnn.ih, rnn.hh, rnn.oh))
+        *(
+            matrix + rng.standard_normal(matrix.shape) * sigma * matrix.std()
+            for matrix in (rnn.ih, rnn.hh, rnn.oh)
+        )
     )
 
 
@@ -103,58 +110,70 @@ def surprise_accounting(
     regions: int = 16,
     seed: int = 0,
 ) -> xr.Dataset:
-    """Every estimator beside the network, and the account of its bits.
+    """Bits of every estimator, compared with the bits of the network.
 
-    samples: scored on; fitted: what estimators are fitted on, other samples (`algzoo_samples`). sigmas: noise
-    in standard deviations. realisations: noisy networks per sigma; explanations stay as they are. Raises
-    ConfigError for tasks whose answer is a number, which no account of classes fits, and for noise that is
-    none.
+    Arguments:
+        samples: on which estimators are scored, from `algzoo_samples`.
+        fitted: other samples, on which estimators are fitted.
+        sigmas: noise levels in standard deviations.
+        realisations: noisy networks per noise level.
+        regions: regions of the top_regions estimator.
+        seed: of the noise.
+
+    Raises:
+        ConfigError: for a scalar task, or noise levels or realisations that are not positive.
     """
     import xarray as xr
 
-    rnn, chosen = require_rnn(weights, "surprise accounting"), task_named(task)
-    if chosen.is_scalar:
+    rnn, zoo_task = require_rnn(weights, "surprise accounting"), task_named(task)
+    if zoo_task.is_scalar:
         raise ConfigError(f"expected a task with classes for surprise accounting, found {task}")
     if not sigmas or min(sigmas) <= 0 or realisations < 1:
         raise ConfigError(
             f"expected noise above 0 and at least one network, found {list(sigmas)} and {realisations}"
         )
     x, target = samples["x"].values, samples["target"].values
-    steps, many = x.shape[1], len(x)
-    held = estimators_of(rnn, chosen, fitted["x"].values, fitted["target"].values, regions=regions)
-    said = classes_or_numbers(rnn.outputs(x))
-    guesses = np.array([each.says(x) for each in held])
+    steps, n_samples = x.shape[1], len(x)
+    estimators = estimators_of(rnn, zoo_task, fitted["x"].values, fitted["target"].values, regions=regions)
+    answers_clean = classes_or_numbers(rnn.outputs(x))
+    guesses = np.array([estimator.predict(x) for estimator in estimators])
     rng = np.random.default_rng(seed)
     accuracy = np.zeros(len(sigmas))
-    agreement = np.zeros((len(held), len(sigmas)))
-    for place, sigma in enumerate(sigmas):
+    agreement = np.zeros((len(estimators), len(sigmas)))
+    for index, sigma in enumerate(sigmas):
         for _ in range(realisations):
             answers = classes_or_numbers(noisy(rnn, sigma, rng).outputs(x))
-            accuracy[place] += np.mean(answers == target) / realisations
-            agreement[:, place] += (guesses == answers).mean(axis=1) / realisations
+            # One noisy network scores every estimator: their differences are not due to different noise.
+            accuracy[index] += np.mean(answers == target) / realisations
+            agreement[:, index] += (guesses == answers).mean(axis=1) / realisations
     selection = np.array([rnn.parameters * bits_per_number(sigma) for sigma in sigmas])
-    explanation = np.array([[each.bits(bits_per_number(sigma)) for sigma in sigmas] for each in held])
-    residual = np.vectorize(residual_bits)(1.0 - agreement, len(rnn.oh), many)
-    agrees, both = (guesses == said).mean(axis=1), ("estimator", "sigma")
+    explanation = np.array(
+        [[estimator.bits(bits_per_number(sigma)) for sigma in sigmas] for estimator in estimators]
+    )
+    residual = np.vectorize(residual_bits)(1.0 - agreement, len(rnn.oh), n_samples)
+    agrees, dims = (guesses == answers_clean).mean(axis=1), ("estimator", "sigma")
     return xr.Dataset(
         {
-            "model_accuracy": float(np.mean(said == target)),
-            "chance_accuracy": chosen.chance(steps),
+            "model_accuracy": float(np.mean(answers_clean == target)),
+            "chance_accuracy": zoo_task.chance(steps),
             "estimate_accuracy": ("estimator", (guesses == target).mean(axis=1)),
             "agreement_rate": ("estimator", agrees),
             "disagreement_rate": ("estimator", 1.0 - agrees),
-            "operations": ("estimator", np.array([each.operations for each in held])),
-            "description": ("estimator", np.array([each.description for each in held], object)),
+            "operations": ("estimator", np.array([estimator.operations for estimator in estimators])),
+            "description": (
+                "estimator",
+                np.array([estimator.description for estimator in estimators], object),
+            ),
             "model_operations": operations_of(rnn, steps),
             "noisy_accuracy": ("sigma", accuracy),
-            "noisy_agreement": (both, agreement),
+            "noisy_agreement": (dims, agreement),
             "selection_bits": ("sigma", selection),
-            "explanation_bits": (both, explanation),
-            "residual_surprise": (both, residual),
-            "bound_satisfied": (both, explanation + residual <= selection),
-            "tightness": (both, (explanation + residual) / selection),
-            "covered": (both, covered(selection - explanation, residual / many)),
+            "explanation_bits": (dims, explanation),
+            "residual_surprise": (dims, residual),
+            "bound_satisfied": (dims, explanation + residual <= selection),
+            "tightness": (dims, (explanation + residual) / selection),
+            "covered": (dims, covered(selection - explanation, residual / n_samples)),
         },
         coords={"estimator": np.array(ESTIMATORS, object), "sigma": np.array(sigmas)},
-        attrs={"samples": many, "param_count": rnn.parameters},
+        attrs={"samples": n_samples, "param_count": rnn.parameters},
     )

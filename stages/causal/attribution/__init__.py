@@ -1,1 +1,1 @@
-"""Attribution: what gradients say of causes, and exact runs of what they say."""
+"""Attribution of a metric to activations by gradients, and its verification by exact runs."""

@@ -1,20 +1,20 @@
-"""Queries and keys under a patch: attention weights made anew, where their slope says little.
+"""Attribution patching of queries and keys with recomputed attention weights (AtP*).
 
-A saturated softmax is flat: the gradient at a query or a key is near 0, whatever a large patch would do. AtP*
-(Kramar et al. 2024, "AtP*: An efficient and scalable method for localizing LLM behaviour to components")
-makes the weights that the patch gives and takes the first order from there: sum over keys of (weight under
-the patch - weight) . gradient at the weight. Its other part, gradients dropped layer by layer, is in
-patching.py.
+Where softmax is saturated, the gradient at a query or key is near 0 whatever a large patch would do. AtP*
+(Kramar et al. 2024, "AtP*: An efficient and scalable method for localizing LLM behaviour to components",
+section 3) computes the attention weights under the patch exactly, and is first-order only behind them: effect
+= sum over keys of (patched weight - corrupted weight) . gradient at the weight. Its second correction,
+gradient dropout, is in patching.py.
 
-Heads do not see each other's queries, nor a score another query or key, so that one run with all clean
-queries of a layer holds the weights of each of them patched alone, and one with all clean keys the scores.
-Weights under a single clean key p follow from its score: e^d w_p over 1 + w_p (e^d - 1), with d what the
-score rises by; sinks and soft caps are in w and d. Two runs per layer, taken from the corrupted one by the
-planner.
+Heads do not read each other's queries, and a score depends on a single query and key. So one run with all
+clean queries of a layer gives the weights of each query patched alone, and one run with all clean keys gives
+the scores of each key patched alone. Weights w under a single clean key p follow from its score: with d the
+rise of the score, w_p becomes e^d w_p / (1 + w_p (e^d - 1)). Sinks and soft caps are already in w and d. Two
+runs per layer, derived from the corrupted run by the planner.
 
-Border: token ids, hook points, and labelled numbers; runs are the planner's.
+Border: token ids, hook points and labelled numbers; the planner computes the runs.
 
-Axes: head, query, key; of keys kv_head, key.
+Axes: head, query, key; for keys kv_head, key.
 """
 
 from __future__ import annotations
@@ -35,42 +35,66 @@ if TYPE_CHECKING:
 
     from ...forward.models.model import Model
 
-__all__ = ["NEEDED", "key_effects", "query_effects", "remade"]
+__all__ = ["NEEDED", "key_effects", "query_effects", "recomputed_attention"]
 
 NEEDED: Mapping[str, str] = {"q": "pattern", "k": "attn_scores"}
-"""Kind that is patched -> what its weights follow from."""
+"""Hook kind that is patched -> hook kind whose values are recomputed under the patch."""
 
 
-def remade(model: Model, prompt: Sequence[int], clean: Mapping[HookPoint, Tensor]) -> dict[HookPoint, Floats]:
-    """Of each point, clean queries or clean keys of a layer, what a run of the prompt with all of them has at
-    `NEEDED`: float64 [head, query, key]."""
+def recomputed_attention(
+    model: Model, prompt: Sequence[int], clean: Mapping[HookPoint, Tensor]
+) -> dict[HookPoint, Floats]:
+    """Attention weights or scores of the corrupted prompt with all clean queries or keys of a layer.
+
+    Arguments:
+        prompt: token ids of the corrupted run.
+        clean: clean activation of each `q` or `k` hook point.
+
+    Returns:
+        Of each point, float64 [head, query, key]: the pattern for `q`, the scores for `k`.
+    """
     points = list(clean)
-    read = [HookPoint(NEEDED[point.kind], point.layer) for point in points]
+    targets = [HookPoint(NEEDED[point.kind], point.layer) for point in points]
     runs = [
-        Run(prompt, HookSpec().intervene(point, Replace(clean[point])).capture(seen), None)
-        for point, seen in zip(points, read, strict=True)
+        Run(prompt, HookSpec().intervene(point, Replace(clean[point])).capture(target), None)
+        for point, target in zip(points, targets, strict=True)
     ]
     return {
-        points[index]: result[read[index]][0].double().cpu().numpy() for index, result in stream(model, runs)
+        points[index]: result[targets[index]][0].double().cpu().numpy()
+        for index, result in stream(model, runs)
     }
 
 
 def query_effects(weights: Floats, patched: Floats, gradient: Floats) -> Floats:
-    """What each clean query does by the weights it gives, [head, query].
+    """First-order effect of each clean query, through its exact attention weights, float64 [head, query].
 
-    weights, patched: [head, query, key]; gradient: of the metric at the weights.
+    Arguments:
+        weights: attention pattern of the corrupted run, [head, query, key].
+        patched: pattern under clean queries, same shape.
+        gradient: gradient of the metric at the pattern, same shape.
     """
-    found: Floats = ((patched - weights) * gradient).sum(-1)
-    return found
+    effects: Floats = ((patched - weights) * gradient).sum(-1)
+    return effects
 
 
 def key_effects(weights: Floats, scores: Floats, patched: Floats, gradient: Floats, heads: int) -> Floats:
-    """What each clean key does by the weights it gives, [kv_head, key]. scores, patched: of the run and under
-    clean keys, -inf where nobody looks. heads: how many have keys of their own."""
-    seen = np.isfinite(scores)
-    rise: Any = np.expm1(np.where(seen, patched, 0.0) - np.where(seen, scores, 0.0))
+    """First-order effect of each clean key, through its exact attention weights, float64 [kv_head, key].
+
+    Arguments:
+        weights: attention pattern of the corrupted run, [head, query, key].
+        scores: attention scores of the corrupted run, -inf where masked, same shape.
+        patched: scores under clean keys, same shape.
+        gradient: gradient of the metric at the pattern, same shape.
+        heads: number of key/value heads (fewer than query heads with grouped-query attention).
+    """
+    is_visible = np.isfinite(scores)
+    # expm1 of the difference keeps small rises exact; masked scores are set to 0 first, as -inf - -inf is
+    # NaN.
+    rise: Any = np.expm1(np.where(is_visible, patched, 0.0) - np.where(is_visible, scores, 0.0))
     mean = (weights * gradient).sum(-1, keepdims=True)
+    # The key's own weight rises and all others shrink in proportion: sum_j g_j (w'_j - w_j) in closed form.
     moved = weights * rise * (gradient - mean) / (1.0 + weights * rise)
+    # Query heads that share a key/value head are neighbours: their effects add up to the key's.
     by_head = moved.sum(1)
-    found: Floats = by_head.reshape(heads, -1, by_head.shape[-1]).sum(1)
-    return found
+    effects: Floats = by_head.reshape(heads, -1, by_head.shape[-1]).sum(1)
+    return effects

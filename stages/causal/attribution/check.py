@@ -1,10 +1,11 @@
-"""Estimates held against exact runs: how far attribution patching can be believed here.
+"""Verification of attribution patching: estimated effects compared with exact runs.
 
-The cells with the largest estimates, and as many drawn from the rest, are patched exactly, all in one list
-that the planner shares. The largest say whether what is proposed is there; the random ones what is missed.
+The grid cells with the largest estimates, and as many drawn at random from the rest, are patched exactly, in
+one list of runs that the planner shares. The largest test whether proposed cells matter (false positives);
+the random ones test whether the estimate misses any (false negatives).
 
-Border: which cells, and numbers of both; estimates are patching.py's, runs the planner's. Planning imports no
-torch.
+Border: selects cells and compares numbers; estimates come from patching.py, runs from the planner. Planning
+imports no torch.
 
 Axes: cell, largest estimates first, then those drawn at random.
 """
@@ -26,7 +27,7 @@ from ...forward.runs.run import Run
 from ..controls import correlation, rank_correlation
 from ..grids.patching import ActivationPatching
 from ..grids.patching_grid import GridPlace
-from ..grids.patching_metrics import read
+from ..grids.patching_metrics import read_metrics
 from ..grids.patching_results import PreparedGrid
 from .patching import AttributionPatching
 
@@ -44,14 +45,19 @@ PLACE = ("kind", "layer", "position", "head", "key_position")
 
 @dataclass(frozen=True, kw_only=True)
 class AttributionCheck(AttributionPatching):
-    """The `verify` largest estimates of a grid, and as many others at random, run exactly.
+    """Exact runs of the `verify` largest estimates of a grid, and of as many random other cells.
 
-    verify: cells of each sort, fewer where the grid is smaller. seed: of the draw. Cells are ranked by the
-    size of the first metric's effect. The other fields: of `AttributionPatching`.
+    Cells are ranked by the absolute effect on the first metric. The other fields are those of
+    `AttributionPatching`.
+
+    Raises:
+        StageError: for `verify` below 1.
     """
 
     verify: int
+    """Number of largest cells, and of random cells; fewer where the grid is smaller."""
     seed: int = 0
+    """Seed of the random cells."""
 
     name: ClassVar[str] = "attribution_check"
     version: ClassVar[int] = 1
@@ -77,16 +83,17 @@ class AttributionCheck(AttributionPatching):
             raise StageError(f"{self.name}: expected at least one cell to verify, found {self.verify}")
 
     def outputs_on(self, config: Architecture) -> Mapping[str, Output]:
-        """The same of every model."""
+        """All declared outputs; unlike those of a grid, they do not depend on the metrics."""
         return self.outputs
 
     def cells(self, config: Architecture) -> Sequence[CellLabels]:
-        """One: which cells are largest depends on all of them."""
+        """One cell: which estimates are largest depends on the whole grid."""
         super().cells(config)
         return [{"part": "whole"}]
 
     def runs(self, prepared: PreparedGrid, cell: CellLabels) -> Sequence[Run]:
-        """One for each chosen place."""
+        """One patched run per verified grid cell, largest estimates first."""
+        # The grid's own patch: AttributionPatching has no runs, the class above it has.
         patch = super(AttributionPatching, self).change
         return [
             Run(self.corrupted, patch(HookSpec(), prepared, kind, [layer], place, 0), self.want)
@@ -94,51 +101,55 @@ class AttributionCheck(AttributionPatching):
         ]
 
     def measure(self, prepared: PreparedGrid, cell: CellLabels, result: HookCache) -> Floats:
-        """Every metric of one run."""
+        """Every metric of one patched run, float64 [metric]."""
         return ActivationPatching.measure(self, prepared, cell, result)
 
     def dataset(self, prepared: PreparedGrid, cell: CellLabels, measured: Sequence[Floats]) -> xr.Dataset:
-        """Both effects of every chosen cell, and how they agree, of the largest, the random ones, and all."""
+        """Estimated and exact effect of every verified cell, and their agreement over the largest, the random
+        and all cells.
+        """
         import xarray as xr
 
-        chosen, count = self._picked(prepared)
+        verified, count = self._picked(prepared)
         metric = self.metrics[0]
         clean, corrupted = (
-            float(read(self.metrics, each, prepared.clean)[0])
-            for each in (prepared.clean, prepared.unpatched[0])
+            float(read_metrics(self.metrics, entry, prepared.clean)[0])
+            for entry in (prepared.clean, prepared.unpatched[0])
         )
         # Differences: a rescaled metric moves by as much less as it is scaled.
-        none = metric.scaled(np.array(corrupted), clean, corrupted)
+        unpatched = metric.scaled(np.array(corrupted), clean, corrupted)
         estimate, exact = (
-            metric.scaled(np.array(numbers), clean, corrupted) - none
-            for numbers in ([each[3] for each in chosen], [float(each[0]) for each in measured])
+            metric.scaled(np.array(numbers), clean, corrupted) - unpatched
+            for numbers in ([entry[3] for entry in verified], [float(entry[0]) for entry in measured])
         )
         sorts = {LARGEST: slice(0, count), RANDOM: slice(count, None), "all": slice(None)}
-        told = [agreement(estimate[which], exact[which]) for which in sorts.values()]
+        agreements = [agreement(estimate[cells], exact[cells]) for cells in sorts.values()]
         rows = [
             (kind, layer, *(-1 if at is None else at for at in (place.position, place.head, place.key)))
-            for kind, layer, place, _ in chosen
+            for kind, layer, place, _ in verified
         ]
         columns = dict(zip(PLACE, map(list, zip(*rows, strict=True)), strict=True))
         data = {
             "estimate": estimate,
             "exact": exact,
             "unpatched": [clean, corrupted],
-            "sort": [LARGEST] * count + [RANDOM] * (len(chosen) - count),
+            "sort": [LARGEST] * count + [RANDOM] * (len(verified) - count),
             **columns,
-            **{name: [each[name] for each in told] for name in told[0]},
+            **{name: [entry[name] for entry in agreements] for name in agreements[0]},
         }
-        given = {name: self.outputs[name].variable(np.asarray(values)) for name, values in data.items()}
+        variables = {name: self.outputs[name].variable(np.asarray(values)) for name, values in data.items()}
         coords = {"chosen": list(sorts), "run": ["clean", "corrupted"]}
-        return xr.Dataset(given, coords, {"metric": metric.name, "units": metric.units})
+        return xr.Dataset(variables, coords, {"metric": metric.name, "units": metric.units})
 
     def joined(self, parts: Sequence[xr.Dataset]) -> xr.Dataset:
-        """The one cell there is, as it was computed."""
+        """The only cell, unchanged."""
         (whole,) = parts
         return whole
 
     def _picked(self, prepared: PreparedGrid) -> tuple[list[tuple[str, int, GridPlace, float]], int]:
-        """(kind, layer, place, estimated metric) of chosen cells, and how many of them are the largest."""
+        """Grid cells to verify as (kind, layer, place, estimated metric), largest first, and the number of
+        largest ones.
+        """
         cells = [
             (kind, layer, place, float(number[0]))
             for kind, layer in self._points(prepared)
@@ -146,19 +157,24 @@ class AttributionCheck(AttributionPatching):
                 self.places(prepared.config, kind), self.estimates(prepared, kind, layer), strict=True
             )
         ]
-        base = float(read(self.metrics, prepared.unpatched[0], prepared.clean)[0])
+        base = float(read_metrics(self.metrics, prepared.unpatched[0], prepared.clean)[0])
+        # By the size of the effect, not of the metric: a grid's cells share the unpatched metric `base`.
         order = np.argsort([-abs(number - base) for *_, number in cells], kind="stable")
-        count = min(self.verify, len(cells))
-        others = np.random.default_rng(self.seed).permutation(order[count:])[: self.verify]
-        return [cells[i] for i in (*order[:count], *others)], count
+        n_largest = min(self.verify, len(cells))
+        random_cells = np.random.default_rng(self.seed).permutation(order[n_largest:])[: self.verify]
+        return [cells[i] for i in (*order[:n_largest], *random_cells)], n_largest
 
     def _points(self, prepared: PreparedGrid) -> list[tuple[str, int]]:
         return [(cell["kind"], cell["layer"]) for cell in AttributionPatching.cells(self, prepared.config)]
 
 
 def agreement(estimate: Floats, exact: Floats) -> dict[str, float]:
-    """How two effects of the same cells agree: correlations, NaN for fewer than three cells or constant ones,
-    and the worst miss, NaN for none."""
+    """Agreement of estimated and exact effects of the same cells.
+
+    Returns:
+        `correlation` (Pearson) and `rank_correlation` (Spearman), NaN for fewer than three cells or constant
+        effects, and `worst_miss`, the largest absolute difference, NaN for no cells.
+    """
     miss = float(np.abs(estimate - exact).max()) if len(estimate) else float("nan")
     return {
         "correlation": correlation(estimate, exact),

@@ -1,13 +1,13 @@
-"""Integrated gradients: what each position's embedding gives to a metric, along the way from a baseline.
+"""Integrated gradients: attribution of a metric to the embedding of each position.
 
-A metric of the prompt, less that of the baseline, is the integral of its gradient along the straight line
-between their embeddings, contracted with the way gone (Sundararajan, Taly & Yan 2017, "Axiomatic Attribution
-for Deep Networks", eq. 1). By position it is a share of that difference, and the shares add up to it but for
-what the steps leave out, which is told. Steps are Gauss-Legendre nodes: exact for polynomials of twice their
-number, where a Riemann sum is for constants.
+The metric of the prompt minus that of a baseline equals the integral of its gradient along the straight line
+between their embeddings, contracted with the difference of the embeddings (Sundararajan, Taly & Yan 2017,
+"Axiomatic Attribution for Deep Networks", eq. 1). The terms of one position are its attribution; they add up
+to the difference except for the quadrature error, which is reported as `gap`. Steps are Gauss-Legendre nodes:
+n steps are exact for polynomials of degree 2n - 1, where a Riemann sum is exact for constants only.
 
-The line is walked by interventions at `hook_embed`, many steps in one batch. Beside it stands what exact runs
-say: the metric when the embedding of one position becomes the baseline's, by the planner.
+Interventions at `hook_embed` place the embeddings, many steps in one batch. For comparison, exact runs give
+the metric with the embedding of one position replaced by the baseline's.
 
 Border: token ids in, labelled arrays out. Planning imports no torch.
 
@@ -33,7 +33,7 @@ from ...forward.hooks.wants import Logits
 from ...forward.runs.experiment import CellLabels, Experiment
 from ...forward.runs.run import Run
 from ..grids.patching_grid import in_range
-from ..grids.patching_metrics import Metric, check_metrics, read, wanted
+from ..grids.patching_metrics import Metric, check_metrics, read_metrics, required_tokens
 from ..grids.patching_results import as_vector, token_texts
 
 if TYPE_CHECKING:
@@ -47,41 +47,45 @@ if TYPE_CHECKING:
 __all__ = ["IntegratedGradients"]
 
 BATCH_TOKENS = 2048
-"""Positions of one batch of steps."""
+"""Most positions (steps x prompt length) in one forward and backward pass."""
 
 
 @dataclass(frozen=True)
-class Walked:
-    """The way from the baseline to the prompt.
-
-    embeddings: of both, [position, hidden]. logits: of both, and at every step. gradients: mean over the way
-    [position, hidden], float64.
-    """
+class GradientPath:
+    """Gradients along the straight line from the baseline embedding to the prompt embedding."""
 
     start: Tensor
+    """Baseline embedding [position, hidden]."""
     end: Tensor
+    """Prompt embedding [position, hidden]."""
     baseline: Floats
+    """Logits of the baseline run, at the tokens that the metric reads."""
     prompt: Floats
+    """Logits of the prompt run, at the same tokens."""
     along: list[Floats]
+    """Logits of the tokens that the metric reads, at every step."""
     gradient: Tensor
+    """Weighted mean of the gradient over the steps, float64 [position, hidden]."""
     tokens: list[str] | None
+    """Text of each prompt token; None for a model without a tokenizer."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class IntegratedGradients(Experiment):
-    """Shares of positions in a metric, and what exact runs without each say.
-
-    prompt: token ids. baseline: as many token ids, or none for embeddings of zero. metric: with a gradient;
-    one that compares with a clean run does so with the prompt's. steps: nodes of the quadrature. at: the
-    position whose next-token logits are read. exact: whether every position is replaced by a run.
-    """
+    """Integrated gradients of a metric by position, with exact runs for comparison."""
 
     prompt: tuple[int, ...]
+    """Token ids."""
     metric: Metric
+    """Differentiable metric; one that compares with a clean run is given the prompt's own logits."""
     baseline: tuple[int, ...] = ()
+    """As many token ids as the prompt has; empty for embeddings of zero."""
     steps: int = 32
+    """Number of Gauss-Legendre nodes."""
     at: int = -1
+    """Position whose next-token logits are read; negative counts from the end."""
     exact: bool = True
+    """Whether a run per position measures the metric with that embedding replaced."""
 
     name: ClassVar[str] = "integrated_gradients"
     version: ClassVar[int] = 1
@@ -100,11 +104,17 @@ class IntegratedGradients(Experiment):
     }
 
     def params(self) -> dict[str, Any]:
-        """All fields, the metric as plain values."""
+        """All fields, with the metric as plain values."""
         return {**vars(self), "metric": self.metric.canonical()}
 
     def cells(self, config: Architecture) -> Sequence[CellLabels]:
-        """One. Raises PromptError, StageError or ConfigError for what cannot be."""
+        """One cell.
+
+        Raises:
+            PromptError: for an empty prompt, or a baseline of another length.
+            StageError: for fewer than one step, or a metric without gradient.
+            ConfigError: for a model without gradients.
+        """
         config.require_gradients()
         objective_of(self.metric)
         check_metrics((self.metric,), config.vocab_size)
@@ -122,33 +132,37 @@ class IntegratedGradients(Experiment):
 
     @property
     def want(self) -> Logits:
-        """Logits at one position, of the tokens the metric reads."""
-        return Logits((self.at,), wanted((self.metric,)))
+        """Logits at one position, of the tokens that the metric reads."""
+        return Logits((self.at,), required_tokens((self.metric,)))
 
-    def prepare(self, model: Model) -> Walked:
-        """The gradients along the way, and the metric at both ends of it."""
+    def prepare(self, model: Model) -> GradientPath:
+        """Gradients at every step, and logits at both ends of the path."""
         import torch
 
         ids = torch.tensor([self.prompt, self.baseline or self.prompt], device=model.device)
         end, start = model.embed(ids)
         start = start if self.baseline else torch.zeros_like(start)
+        # From [-1, 1], where the nodes are defined, to [0, 1]: weights then sum to 1.
         nodes, weights = np.polynomial.legendre.leggauss(self.steps)
-        places, weights = (nodes + 1) / 2, weights / 2
+        fractions, weights = (nodes + 1) / 2, weights / 2
         prompt, baseline = (self._logits(model, x) for x in (end, start))
+        # float64, as the sum of shares is compared with the difference of two metrics.
         total = torch.zeros(start.shape, dtype=torch.float64, device=start.device)
         along: list[Floats] = []
-        most = max(1, BATCH_TOKENS // len(self.prompt))
-        for first in range(0, self.steps, most):
-            share = torch.as_tensor(places[first : first + most], dtype=start.dtype, device=start.device)
-            given = torch.lerp(start, end, share[:, None, None])
-            logits, gradient = self._back(model, given)
+        batch = max(1, BATCH_TOKENS // len(self.prompt))
+        for first in range(0, self.steps, batch):
+            fraction = torch.as_tensor(
+                fractions[first : first + batch], dtype=start.dtype, device=start.device
+            )
+            embeddings = torch.lerp(start, end, fraction[:, None, None])
+            logits, gradient = self._back(model, embeddings)
             along += [as_vector(row[None]) for row in logits]
-            weight = torch.as_tensor(weights[first : first + most], device=start.device)
+            weight = torch.as_tensor(weights[first : first + batch], device=start.device)
             total += torch.einsum("s,spd->pd", weight, gradient.double())
-        return Walked(start, end, baseline, prompt, along, total, token_texts(model, self.prompt))
+        return GradientPath(start, end, baseline, prompt, along, total, token_texts(model, self.prompt))
 
-    def runs(self, prepared: Walked, cell: CellLabels) -> Sequence[Run]:
-        """The prompt with one embedding of the baseline, position by position."""
+    def runs(self, prepared: GradientPath, cell: CellLabels) -> Sequence[Run]:
+        """One run per position, its embedding replaced by the baseline's; none unless `exact`."""
         if not self.exact:
             return []
         point, length = HookPoint("embed"), len(self.prompt)
@@ -156,28 +170,31 @@ class IntegratedGradients(Experiment):
         return [Run(self.prompt, HookSpec().intervene(point, change), self.want) for change in changes]
 
     def sketch(self, config: Architecture, cell: CellLabels) -> Sequence[Run]:
-        """The runs with constants in place of the baseline."""
+        """The runs with zeros in place of the baseline embedding."""
         width = config.axis_sizes["hidden"]
         changes = [Replace(np.zeros(width, np.float32), positions=(at,)) for at in range(len(self.prompt))]
         specs = [HookSpec().intervene("hook_embed", change) for change in changes if self.exact]
         return [Run(self.prompt, spec, self.want) for spec in specs]
 
-    def measure(self, prepared: Walked, cell: CellLabels, result: HookCache) -> float:
-        """The metric of one run."""
+    def measure(self, prepared: GradientPath, cell: CellLabels, result: HookCache) -> float:
+        """Metric of one run."""
         return self._read(as_vector(result.logits), prepared.prompt)
 
-    def dataset(self, prepared: Walked, cell: CellLabels, measured: Sequence[float]) -> xr.Dataset:
-        """Shares by position, what is left over, and the metric along the way."""
+    def dataset(self, prepared: GradientPath, cell: CellLabels, measured: Sequence[float]) -> xr.Dataset:
+        """Attribution by position, the quadrature gap, and the metric at every step."""
         import xarray as xr
 
         moved = prepared.end.double() - prepared.start.double()
+        # Eq. 1 of the paper: (x - x') times the mean gradient, summed over hidden.
         shares = (moved * prepared.gradient).sum(-1).cpu().numpy()
-        value, base = (self._read(each, prepared.prompt) for each in (prepared.prompt, prepared.baseline))
+        value, baseline_value = (
+            self._read(entry, prepared.prompt) for entry in (prepared.prompt, prepared.baseline)
+        )
         data: dict[str, Any] = {
             "attribution": shares,
-            "value": [value, base],
-            "gap": value - base - shares.sum(),
-            "path": [self._read(each, prepared.prompt) for each in prepared.along],
+            "value": [value, baseline_value],
+            "gap": value - baseline_value - shares.sum(),
+            "path": [self._read(entry, prepared.prompt) for entry in prepared.along],
         }
         if self.exact:
             data["removed"] = value - np.array(measured)
@@ -188,26 +205,28 @@ class IntegratedGradients(Experiment):
         }
         if prepared.tokens is not None:
             coords["token"] = ("position", prepared.tokens)
-        given = {name: self.outputs[name].variable(np.asarray(each)) for name, each in data.items()}
-        return xr.Dataset(given, coords, {"metric": self.metric.name, "units": self.metric.units})
+        variables = {name: self.outputs[name].variable(np.asarray(entry)) for name, entry in data.items()}
+        return xr.Dataset(variables, coords, {"metric": self.metric.name, "units": self.metric.units})
 
     def _read(self, logits: Floats, clean: Floats) -> float:
-        return float(read((self.metric,), logits, clean)[0])
+        return float(read_metrics((self.metric,), logits, clean)[0])
 
     def _logits(self, model: Model, embedding: Tensor) -> Floats:
-        """Of a run that starts from this embedding [position, hidden]."""
+        """Logits of a run whose embedding is replaced by `embedding` [position, hidden]."""
         spec = model.bind(HookSpec().intervene("hook_embed", Replace(embedding)))
         logits, _ = model.run_batch([self.prompt], spec, self.want)
         assert logits is not None  # they are wanted
         return as_vector(logits)
 
     def _back(self, model: Model, embeddings: Tensor) -> tuple[Tensor, Tensor]:
-        """Logits [step, 1, tokens], and gradients at embeddings [step, position, hidden]."""
+        """Logits [step, 1, tokens], and gradients of the metric at the embeddings [step, position,
+        hidden].
+        """
         point = HookPoint("embed")
         spec = HookSpec().intervene(point, Replace(embeddings)).capture(Capture(point, is_gradient=True).name)
         spec = spec.gradient_of(self.metric, at=self.at, baseline=self.prompt)
         count = len(embeddings)
-        logits, found = model.differentiate(
+        logits, gradients = model.differentiate(
             [self.prompt] * count, model.bind(spec), [0] * count, want=self.want
         )
-        return logits, found[Capture(point, is_gradient=True)]
+        return logits, gradients[Capture(point, is_gradient=True)]

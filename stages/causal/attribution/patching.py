@@ -1,16 +1,17 @@
-"""Attribution patching: a whole grid of patches, estimated from one pass back.
+"""Attribution patching: first-order estimates of a patching grid from one backward pass.
 
-The grid of `ActivationPatching` without its runs: the metric of the corrupted run, plus (clean - corrupted) .
-gradient at each place (Nanda 2023, "Attribution Patching: Activation Patching At Industrial Scale"). Exact is
-the first order alone; where saturated attention, norms or a late MLP bend the metric it is wrong, which
-check.py measures by exact runs.
+The grid of `ActivationPatching` without its runs: the metric of the corrupted run plus (clean - corrupted) .
+gradient at each place (Nanda 2023, "Attribution Patching: Activation Patching At Industrial Scale"). Only the
+first-order term is exact; saturated attention, norms or a late MLP bend the metric. check.py measures that
+error by exact runs.
 
-A place may matter on two ways that cancel out, and then its estimate is near 0 whatever either does. With
-gradient dropout (AtP*; Kramar et al. 2024, "AtP*: An efficient and scalable method for localizing LLM
-behaviour to components", section 3) there is a pass back for each of L layers, past which the gradient goes
-by the stream alone; a place counts with the sum of its L sizes over L - 1, as its own layer's is 0.
+A place may act through two paths that cancel, and its estimate is then near 0. Gradient dropout (AtP*; Kramar
+et al. 2024, "AtP*: An efficient and scalable method for localizing LLM behaviour to components", section 3)
+repeats the backward pass for each of the L layers with the gradient through that layer dropped, residual
+stream kept. The size of a place's effect is the sum of its L absolute effects over L - 1, as its own layer
+contributes 0.
 
-Border: token ids and hook points in, labelled arrays out, as patching.py; asks the model for gradients by
+Border: token ids and hook points in, labelled arrays out, as grids/patching.py; gradients come from
 `Model.backward`. Planning imports no torch.
 
     grid = AttributionPatching(clean=a, corrupted=b, kinds=("z",), over="head_position",
@@ -34,9 +35,9 @@ from ...forward.runs.experiment import CellLabels
 from ...forward.runs.run import Run
 from ..grids.patching import ActivationPatching
 from ..grids.patching_grid import GridPlace, head_axis
-from ..grids.patching_metrics import Metric, Recovery, read
+from ..grids.patching_metrics import Metric, Recovery, read_metrics
 from ..grids.patching_results import PreparedGrid, as_vector, token_texts
-from .attention import NEEDED, key_effects, query_effects, remade
+from .attention import NEEDED, key_effects, query_effects, recomputed_attention
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -50,28 +51,34 @@ if TYPE_CHECKING:
 __all__ = ["AttributionPatching", "cotangent_of_pair", "plain"]
 
 CLEAN, CORRUPTED = 0, 1
-"""Rows of the batch of both runs."""
+"""Batch rows of the two runs that are computed together."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AttributionPatching(ActivationPatching):
-    """Estimates of `ActivationPatching`: the same fields, axes and scale, no run per place.
-
-    Metrics must have a gradient (`Recovery` of one that has). align and window are not for estimates.
-    attention: of queries and keys, "slope" for the gradient there, "anew" for that at the weights they give
-    (AtP*; attention.py), where each is patched by head or by head and position. dropout: whether effects have
-    the size that gradient dropout gives, their sign that of the whole gradient.
+    """First-order estimates of `ActivationPatching`: the same fields, axes and scale, without a run per
+    place.
+    Metrics need a gradient (`Recovery` of a metric that has one). `align` and `window` have no estimate.
     """
 
     attention: Literal["slope", "anew"] = "slope"
+    """For queries and keys patched by head or by head and position: "slope" takes the gradient at the query
+    or key, "anew" recomputes attention weights and takes the gradient there (AtP*; attention.py).
+    """
     dropout: bool = False
+    """Whether gradient dropout gives the size of an effect; its sign stays that of the full gradient."""
 
     name: ClassVar[str] = "attribution_patching"
     version: ClassVar[int] = 1
 
     def check(self, config: Architecture) -> None:
-        """As of patching. StageError for what has no estimate: layers that overwrite each other, aligned
-        prompts, metrics without gradient; ConfigError for a model that cannot be gone back through."""
+        """Check the fields against a model, as `ActivationPatching.check` does.
+
+        Raises:
+            StageError: for what has no estimate: several layers patched together, aligned prompts, metrics
+                without gradient.
+            ConfigError: for a model without a backward pass.
+        """
         config.require_gradients()
         super().check(config)
         if self.window > 1 or self.align is not None:
@@ -93,80 +100,91 @@ class AttributionPatching(ActivationPatching):
             )
 
     def prepare(self, model: Model) -> PreparedGrid:
-        """Both runs with their activations, side by side in one pass, and back from it for every metric."""
+        """Clean and corrupted run in one batch with their activations, and one backward pass per metric."""
         points = [
             HookPoint(cell["kind"], cell["layer"]) for cell in AttributionPatching.cells(self, model.config)
         ]
-        remaking = [point for point in points if self._is_anew(point.kind)]
-        beside = [HookPoint(kind, point.layer) for point in remaking for kind in ("pattern", "attn_scores")]
-        points = list(dict.fromkeys([*points, *beside]))
+        recomputed = [point for point in points if self._is_anew(point.kind)]
+        attention_points = [
+            HookPoint(kind, point.layer) for point in recomputed for kind in ("pattern", "attn_scores")
+        ]
+        points = list(dict.fromkeys([*points, *attention_points]))
         activations: dict[Any, Any] = {}
         for number, metric in enumerate(self.metrics):
-            logits, found = self._back(model, metric, points, with_activations=number == 0)
+            # Activations do not depend on the metric: they are captured in the first pass only.
+            logits, captured = self._back(model, metric, points, with_activations=number == 0)
             for point in points:
-                activations["gradient", number, point] = found[Capture(point, is_gradient=True)][CORRUPTED]
+                activations["gradient", number, point] = captured[Capture(point, is_gradient=True)][CORRUPTED]
                 if number == 0:
-                    activations["clean", point] = found[Capture(point)][CLEAN]
-                    activations["corrupted", point] = found[Capture(point)][CORRUPTED]
-        anew = remade(model, self.corrupted, {point: activations["clean", point] for point in remaking})
-        activations |= {("anew", point): numbers for point, numbers in anew.items()}
+                    activations["clean", point] = captured[Capture(point)][CLEAN]
+                    activations["corrupted", point] = captured[Capture(point)][CORRUPTED]
+        recomputed_values = recomputed_attention(
+            model, self.corrupted, {point: activations["clean", point] for point in recomputed}
+        )
+        activations |= {("anew", point): numbers for point, numbers in recomputed_values.items()}
         if self.dropout:
             activations |= self._sizes(model, points, activations)
         texts = {
             "token": token_texts(model, self.corrupted),
             "clean_token": token_texts(model, self.clean),
         }
-        known = {name: each for name, each in texts.items() if each is not None}
+        labels = {name: words for name, words in texts.items() if words is not None}
         clean, corrupted = (as_vector(logits[row : row + 1]) for row in (CLEAN, CORRUPTED))
-        return PreparedGrid(model.config, clean, [corrupted], activations, known)
+        return PreparedGrid(model.config, clean, [corrupted], activations, labels)
 
     def runs(self, prepared: PreparedGrid, cell: CellLabels) -> Sequence[Run]:
-        """None: what was prepared is enough."""
+        """None: `prepare` computed all that is needed."""
         return []
 
     def sketch(self, config: Architecture, cell: CellLabels) -> None:  # type: ignore[override]
-        """None: a pass and its way back are no runs that a plan counts."""
+        """None: forward and backward passes of `prepare` are not runs that a plan counts."""
 
     def dataset(self, prepared: PreparedGrid, cell: CellLabels, measured: Sequence[Floats]) -> xr.Dataset:
-        """The estimates of one hook point, as patching would report its runs."""
+        """Estimates of one hook point, in the form in which patching reports its runs."""
         numbers = self.estimates(prepared, cell["kind"], cell["layer"])
         return super().dataset(prepared, cell, list(numbers))
 
     def estimates(self, prepared: PreparedGrid, kind: str, layer: int) -> Floats:
-        """Of each place of a hook point every metric, not yet rescaled: float64 [place, metric]."""
+        """Estimated metrics of each place of a hook point, not rescaled: float64 [place, metric]."""
         point = HookPoint(kind, layer)
-        base = read(self.metrics, prepared.unpatched[0], prepared.clean)
-        found = []
+        base = read_metrics(self.metrics, prepared.unpatched[0], prepared.clean)
+        estimates = []
         for number in range(len(self.metrics)):
             effects = self._effects(prepared.config, prepared.activations, number, point)
             if self.dropout:
+                # AtP* averages absolute effects, which lose the sign; it is taken from the full gradient.
                 effects = np.copysign(prepared.activations["size", number, point], effects)
-            found.append(base[number] + effects)
-        return np.stack(found, axis=1)
+            estimates.append(base[number] + effects)
+        return np.stack(estimates, axis=1)
 
     def _effects(
-        self, config: Architecture, held: Mapping[Any, Any], number: int, point: HookPoint
+        self, config: Architecture, activations: Mapping[Any, Any], number: int, point: HookPoint
     ) -> Floats:
-        """What each place of a point does to metric `number`, to first order [place]."""
-        effects = remade_effects_of if self._is_anew(point.kind) else effects_of
-        return at_places(effects(held, number, point), point, self.places(config, point.kind))
+        """First-order effect of each place of a hook point on metric `number`, float64 [place]."""
+        effects = recomputed_effects_of if self._is_anew(point.kind) else effects_of
+        return at_places(effects(activations, number, point), point, self.places(config, point.kind))
 
-    def _sizes(self, model: Model, points: Sequence[HookPoint], held: Mapping[Any, Any]) -> dict[Any, Floats]:
-        """Of each metric and point, the size of each place's effect by gradient dropout; the gradients of one
-        layer left out are held at a time."""
+    def _sizes(
+        self, model: Model, points: Sequence[HookPoint], activations: Mapping[Any, Any]
+    ) -> dict[Any, Floats]:
+        """Size of each place's effect under gradient dropout, by metric and hook point.
+
+        Holds the gradients of one dropped layer at a time.
+        """
         patched = [point for point in points if point.kind in self.kinds]
         sizes: dict[Any, Floats] = {}
         for number, metric in enumerate(self.metrics):
             for layer in range(model.config.num_layers):
-                found = self._back(model, metric, points, with_activations=False, dropped=layer)[1]
+                captured = self._back(model, metric, points, with_activations=False, dropped=layer)[1]
                 gradients = {
-                    ("gradient", number, point): found[Capture(point, is_gradient=True)][CORRUPTED]
+                    ("gradient", number, point): captured[Capture(point, is_gradient=True)][CORRUPTED]
                     for point in points
                 }
                 for point in patched:
-                    effects = np.abs(self._effects(model.config, {**held, **gradients}, number, point))
+                    effects = np.abs(self._effects(model.config, {**activations, **gradients}, number, point))
                     sizes["size", number, point] = sizes.get(("size", number, point), 0.0) + effects
-        return {mark: each / (model.config.num_layers - 1) for mark, each in sizes.items()}
+        # L - 1, not L: dropping a place's own layer gives 0, as in the paper.
+        return {key: total / (model.config.num_layers - 1) for key, total in sizes.items()}
 
     def _is_anew(self, kind: str) -> bool:
         return self.attention == "anew" and kind in NEEDED
@@ -180,69 +198,92 @@ class AttributionPatching(ActivationPatching):
         with_activations: bool,
         dropped: int | None = None,
     ) -> tuple[Tensor, Mapping[Capture, Tensor]]:
-        """Logits wanted of both runs [2, 1, tokens]; what stands at the points, and there the gradient of one
-        metric of the corrupted run, which has the clean one beside it to compare with."""
-        asked = HookSpec().capture(*(Capture(point, is_gradient=True).name for point in points))
-        asked = asked.capture(*points if with_activations else ())
+        """One backward pass from a metric of the corrupted run, with the clean run as the other row of the
+        batch.
+
+        Arguments:
+            with_activations: whether activations at the points are captured along with the gradients.
+            dropped: layer whose gradient is dropped, residual stream kept; None for the full gradient.
+
+        Returns:
+            Wanted logits of both runs [2, 1, tokens], and the captures [2, ...].
+        """
+        hooks = HookSpec().capture(*(Capture(point, is_gradient=True).name for point in points))
+        hooks = hooks.capture(*points if with_activations else ())
         cotangent = cotangent_of_pair(metric, self.want)
         rows = [self.clean, self.corrupted]
-        return model.backward(rows, model.bind(asked), self.want, cotangent, dropped=dropped)
+        return model.backward(rows, model.bind(hooks), self.want, cotangent, dropped=dropped)
 
 
 def plain(metric: Metric) -> Metric:
-    """The metric that is differentiated: of a recovery, the one it rescales."""
+    """The metric that is differentiated: the inner one of a `Recovery`, else the metric itself."""
     return metric.of if isinstance(metric, Recovery) else metric
 
 
 def cotangent_of_pair(metric: Metric, want: Logits) -> Cotangent:
-    """The gradient of a metric of the corrupted run with respect to logits [2, 1, tokens] of both, which has
-    the clean one beside it to compare with. want: what these are."""
+    """Cotangent of a metric of the corrupted run at the logits [2, 1, tokens] of the clean and corrupted run.
+
+    Arguments:
+        want: which logits these are.
+    """
 
     def cotangent(logits: Tensor) -> Tensor:
         clean, corrupted = (as_vector(logits[row : row + 1]) for row in (CLEAN, CORRUPTED))
-        found = np.zeros(tuple(logits.shape))
-        held = columns(plain(metric).tokens, want.tokens)
-        np.add.at(found[CORRUPTED, 0], held, plain(metric).gradient(corrupted[held], clean[held]))
-        return logits.new_tensor(found)
+        gradient = np.zeros(tuple(logits.shape))
+        read_columns = columns(plain(metric).tokens, want.tokens)
+        # add.at, not +=: a metric may read one token twice, and += would keep the last gradient only.
+        np.add.at(
+            gradient[CORRUPTED, 0],
+            read_columns,
+            plain(metric).gradient(corrupted[read_columns], clean[read_columns]),
+        )
+        return logits.new_tensor(gradient)
 
     return cotangent
 
 
 def effects_of(activations: Mapping[Any, Tensor], number: int, point: HookPoint) -> Floats:
-    """What each entry of the clean activation does to metric `number`, to first order: float64, shaped as the
-    activation without its batch."""
-    moved = activations["clean", point].double() - activations["corrupted", point].double()
-    found: Floats = (moved * activations["gradient", number, point].double()).cpu().numpy()
-    return found
+    """First-order effect of each entry of the clean activation on metric `number`.
+
+    Returns:
+        float64, with the shape of the activation without its batch axis.
+    """
+    difference = activations["clean", point].double() - activations["corrupted", point].double()
+    effects: Floats = (difference * activations["gradient", number, point].double()).cpu().numpy()
+    return effects
 
 
-def remade_effects_of(activations: Mapping[Any, Any], number: int, point: HookPoint) -> Floats:
-    """The same of clean queries or keys by the weights they give: their entries have it in one, [head,
-    position, 1]."""
+def recomputed_effects_of(activations: Mapping[Any, Any], number: int, point: HookPoint) -> Floats:
+    """Effects of clean queries or keys through recomputed attention weights, float64 [head, position, 1]."""
 
-    def held(mark: tuple[Any, ...], kind: str) -> Floats:
-        found: Floats = activations[(*mark, HookPoint(kind, point.layer))].double().cpu().numpy()
-        return found
+    def attention(name: tuple[Any, ...], kind: str) -> Floats:
+        values: Floats = activations[(*name, HookPoint(kind, point.layer))].double().cpu().numpy()
+        return values
 
-    weights, gradient = held(("corrupted",), "pattern"), held(("gradient", number), "pattern")
+    weights, gradient = attention(("corrupted",), "pattern"), attention(("gradient", number), "pattern")
     patched = activations["anew", point]
     if point.kind == "q":
         return query_effects(weights, patched, gradient)[..., None]
     heads = activations["clean", point].shape[0]
-    return key_effects(weights, held(("corrupted",), "attn_scores"), patched, gradient, heads)[..., None]
+    return key_effects(weights, attention(("corrupted",), "attn_scores"), patched, gradient, heads)[..., None]
 
 
 def at_places(effects: Floats, point: HookPoint, places: Sequence[GridPlace]) -> Floats:
-    """Effects of entries [axes of the point but the batch], summed over what each place holds: [place]."""
+    """Effects of activation entries summed over what each place patches, float64 [place].
+
+    Arguments:
+        effects: one per entry, [axes of the hook point without batch].
+    """
     first = places[0]
     axes = {head_axis(point.dims): "head", "position": "position", "query_position": "position"}
     axes["key_position"] = "key"
-    cut = [axes.get(dim, "") for dim in point.dims[1:]]
-    kept = [bool(name) and getattr(first, name) is not None for name in cut]
-    summed: Floats = effects.sum(axis=tuple(axis for axis, is_kept in enumerate(kept) if not is_kept))
-    names = [name for name, is_kept in zip(cut, kept, strict=True) if is_kept]
+    fields = [axes.get(dim, "") for dim in point.dims[1:]]
+    is_indexed = [bool(name) and getattr(first, name) is not None for name in fields]
+    summed: Floats = effects.sum(axis=tuple(axis for axis, is_index in enumerate(is_indexed) if not is_index))
+    names = [name for name, is_index in zip(fields, is_indexed, strict=True) if is_index]
+    # The whole activation is one place: broadcast the single sum.
     if not names:
         return np.broadcast_to(summed, len(places))
-    chosen = [np.array([getattr(place, name) for place in places]) for name in names]
-    found: Floats = summed[tuple(chosen)]
-    return found
+    indices = [np.array([getattr(place, name) for place in places]) for name in names]
+    selected: Floats = summed[tuple(indices)]
+    return selected

@@ -1,14 +1,14 @@
-"""First-order effects from what is stored: activations, and gradients of a metric at the same hook points.
+"""Attribution scores from stored activations and gradients of a metric at the same hook points.
 
-Border: labelled arrays; knows no model and no metric, never imports torch.
+Border: labelled arrays; no model, no metric, no torch.
 
-Idea (Nanda 2023, "Attribution Patching"; Syed et al. 2023): a metric of the corrupted run moves, when an
-activation there becomes that of the clean run, by about (clean - corrupted) . gradient. Summed over what is
-patched together - a state, a head, a neuron - that is an estimate of the patching grid at the price of one
-pass back. Gradient times activation is the same with nothing in place of the clean run (Simonyan et al. 2014;
-Shrikumar et al. 2017): what the activation would lose if it were zero.
+Replacing a corrupted activation by the clean one changes the metric of the corrupted run by about (clean -
+corrupted) . gradient (Nanda 2023, "Attribution Patching"; Syed et al. 2023). Summed over what is patched
+together, such as a state, a head or a neuron, this estimates the patching grid for the price of one backward
+pass. Gradient times activation is the special case with 0 in place of the clean run (Simonyan et al. 2014;
+Shrikumar et al. 2017): the estimated loss from zeroing the activation.
 
-Nothing is computed by a model here: a second metric costs its gradients, a second pair nothing else.
+No model is run here: a second metric costs its gradients, a second pair of prompts its activations.
 
 Axes: layer, token, then head, d_head, mlp or hidden. Unit: that of the metric.
 """
@@ -34,7 +34,7 @@ STREAM = ("layer", "token", "hidden")
 HEADS = ("layer", "token", "head|kv_head", "d_head")
 NEURONS = ("layer", "token", "mlp")
 _WITHIN = ("hidden", "d_head")
-"""Axes a cause is not cut along: what lies on them is summed."""
+"""Axes summed over: one score covers all their entries."""
 _OUTPUT = {
     "attribution": Output(
         ("layer", "token", "head|kv_head|mlp?"), "as the metric", "first-order effect on the metric"
@@ -43,9 +43,9 @@ _OUTPUT = {
 
 
 def _forms(name: str, *inputs: str) -> dict[str, Mapping[str, tuple[str, ...] | None]]:
-    """A form for the stream, one for heads and one for neurons, of the same inputs."""
-    places = {"": STREAM, "_of_heads": HEADS, "_of_neurons": NEURONS}
-    return {f"{name}{of}": dict.fromkeys(inputs, dims) for of, dims in places.items()}
+    """Declared input forms of a stage: residual stream, heads, and MLP neurons, each with the same inputs."""
+    dims_of = {"": STREAM, "_of_heads": HEADS, "_of_neurons": NEURONS}
+    return {f"{name}{suffix}": dict.fromkeys(inputs, dims) for suffix, dims in dims_of.items()}
 
 
 @stage(
@@ -56,11 +56,18 @@ def _forms(name: str, *inputs: str) -> dict[str, Mapping[str, tuple[str, ...] | 
     memory=0.5,
 )
 def patch_attribution(clean: xr.DataArray, corrupted: xr.DataArray, gradient: xr.DataArray) -> xr.DataArray:
-    """Estimate of what each place of the clean run does when it is put into the corrupted run.
+    """Estimated effect of patching each clean activation into the corrupted run.
 
-    clean, corrupted: activations [layer, token, ...], the prompts of both end to end, as many tokens each and
-    in the same order. gradient: of the metric, in the corrupted run. Returns float64 [layer, token], and
-    [head] or [mlp] behind. Raises ShapeError for arrays that do not belong together.
+    Arguments:
+        clean, corrupted: activations [layer, token, ...] of both sets of prompts, concatenated along token;
+            prompts have equal token counts and the same order in both.
+        gradient: gradient of the metric in the corrupted run, same shape.
+
+    Returns:
+        float64 [layer, token], followed by [head] or [mlp] where the activation has that axis.
+
+    Raises:
+        ShapeError: for arrays of different sizes, layers or positions.
     """
     return _contracted(gradient, {"clean": clean, "corrupted": corrupted})
 
@@ -73,40 +80,50 @@ def patch_attribution(clean: xr.DataArray, corrupted: xr.DataArray, gradient: xr
     memory=0.5,
 )
 def gradient_attribution(activation: xr.DataArray, gradient: xr.DataArray) -> xr.DataArray:
-    """Gradient times activation: what a metric has of each place, to first order.
+    """Gradient times activation: first-order share of each activation in a metric.
 
-    activation: [layer, token, ...]; gradient: of the metric, in the same run. Returns float64 [layer, token],
-    and [head] or [mlp] behind. Raises ShapeError for arrays that do not belong together.
+    Arguments:
+        activation: [layer, token, ...].
+        gradient: gradient of the metric in the same run, same shape.
+
+    Returns:
+        float64 [layer, token], followed by [head] or [mlp] where the activation has that axis.
+
+    Raises:
+        ShapeError: for arrays of different sizes, layers or positions.
     """
     return _contracted(gradient, {"activation": activation})
 
 
-def _contracted(gradient: xr.DataArray, held: Mapping[str, xr.DataArray]) -> xr.DataArray:
-    """gradient . (the first held, less the second), summed within a cause."""
+def _contracted(gradient: xr.DataArray, activations: Mapping[str, xr.DataArray]) -> xr.DataArray:
+    """gradient . (first activation - second, if there is one), summed over the axes of `_WITHIN`."""
     import xarray as xr
 
-    for name, array in held.items():
+    for name, array in activations.items():
         _require_alike(name, array, gradient)
-    one, *others = held.values()
-    units = [str(dim) for dim in gradient.dims if dim not in ("layer", "token", *_WITHIN)]
-    dims = ["layer", "token", *units]
-    found = np.empty([gradient.sizes[dim] for dim in dims])
+    minuend, *subtrahends = activations.values()
+    unit_dims = [str(dim) for dim in gradient.dims if dim not in ("layer", "token", *_WITHIN)]
+    dims = ["layer", "token", *unit_dims]
+    scores = np.empty([gradient.sizes[dim] for dim in dims])
     width = int(np.prod([gradient.sizes[dim] for dim in gradient.dims if dim not in ("layer", "token")]))
     reads = [
-        (layer, here) for layer in range(gradient.sizes["layer"]) for here in token_ranges(gradient, width)
+        (layer, tokens)
+        for layer in range(gradient.sizes["layer"])
+        for tokens in token_ranges(gradient, width)
     ]
 
-    def moved(at: tuple[int, slice]) -> Array:
-        layer, here = at
-        rows = np.arange(here.stop - here.start)
-        first = read_rows(one, here, rows, layer=layer)
-        return first - read_rows(others[0], here, rows, layer=layer) if others else first
+    def read_difference(index: tuple[int, slice]) -> Array:
+        layer, tokens = index
+        rows = np.arange(tokens.stop - tokens.start)
+        block = read_rows(minuend, tokens, rows, layer=layer)
+        return block - read_rows(subtrahends[0], tokens, rows, layer=layer) if subtrahends else block
 
     within = tuple(gradient.dims.index(dim) - 1 for dim in _WITHIN if dim in gradient.dims)
-    for (layer, here), rows in ahead(reads, moved):
-        slope = read_rows(gradient, here, np.arange(here.stop - here.start), layer=layer)
-        found[layer, here] = np.multiply(rows, slope, dtype=np.float64).sum(axis=within)
-    return xr.DataArray(found, dims=dims, coords=_labels(gradient, dims), name="attribution")
+    # Read ahead in blocks of tokens: activations of a corpus exceed memory.
+    for (layer, tokens), rows in ahead(reads, read_difference):
+        gradient_rows = read_rows(gradient, tokens, np.arange(tokens.stop - tokens.start), layer=layer)
+        scores[layer, tokens] = np.multiply(rows, gradient_rows, dtype=np.float64).sum(axis=within)
+    return xr.DataArray(scores, dims=dims, coords=_labels(gradient, dims), name="attribution")
 
 
 def _require_alike(name: str, array: xr.DataArray, gradient: xr.DataArray) -> None:
@@ -118,8 +135,8 @@ def _require_alike(name: str, array: xr.DataArray, gradient: xr.DataArray) -> No
                 "as many tokens"
             )
     for label in ("layer", "position"):
-        is_told = label in array.coords and label in gradient.coords
-        if is_told and not np.array_equal(array[label].values, gradient[label].values):
+        has_label = label in array.coords and label in gradient.coords
+        if has_label and not np.array_equal(array[label].values, gradient[label].values):
             raise ShapeError(
                 f"expected {name} and gradient at the same {label}s, found others; their prompts, one after "
                 "the other, must have as many tokens each"
@@ -127,5 +144,5 @@ def _require_alike(name: str, array: xr.DataArray, gradient: xr.DataArray) -> No
 
 
 def _labels(gradient: xr.DataArray, dims: list[str]) -> dict[Any, Any]:
-    """Labels of what is left."""
+    """Coordinates of the gradient that lie on the remaining dims."""
     return {name: coord for name, coord in gradient.coords.items() if set(coord.dims) <= set(dims)}

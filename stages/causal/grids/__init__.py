@@ -1,1 +1,3 @@
-"""Grids over layers, positions and heads: patching, tracing, ablation, and metrics of what they change."""
+"""Grids of interventions over layers, positions and heads (patching, causal tracing, ablation), and their
+metrics.
+"""

@@ -1,12 +1,12 @@
-"""Ablation: what is lost when a head, an MLP or a position says nothing of its own?
+"""Ablation: change of a metric when a head, an MLP or a position is replaced by an uninformative value.
 
-An activation is replaced, place by place, by zero, by its mean over reference prompts, or by what it was in a
+An activation is replaced, place by place, by zero, by its mean over reference prompts, or by its value in a
 reference prompt drawn at random (Wang et al. 2022, "Interpretability in the Wild", and Chan et al. 2022,
-"Causal scrubbing", on why the mean and the resample are fairer than zero). Metrics compare with the run in
-which nothing is replaced, which they call clean.
+"Causal scrubbing": mean and resample stay closer to the model's distribution than zero). Metrics compare with
+the run without replacement, which is their clean run.
 
-Border: token ids and hook points in, labelled arrays out; grid and axes are in patching_grid.py, attention
-edges are cut elsewhere. Planning imports no torch.
+Border: token ids and hook points in, labelled arrays out; patching_grid.py defines grid and axes, knockout.py
+cuts attention edges. Planning imports no torch.
 """
 
 from __future__ import annotations
@@ -34,25 +34,28 @@ if TYPE_CHECKING:
 
 __all__ = ["Ablation"]
 
-WAYS = ("zero", "mean", "resample")
+METHODS = ("zero", "mean", "resample")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ablation(Grid):
-    """A prompt with one part of the model silenced at a time.
+    """A prompt with one place (head, MLP, position) ablated per run.
 
-    tokens: of the prompt. how: "zero"; "mean", over all positions of all references, or per position of
-    references as long as the prompt; "resample", what one reference as long as the prompt has at the same
-    positions, drawn by seed for each of `samples` and the same for every place. The rest: see `Grid`; a head
-    is kind z with over="head", an MLP is kind mlp_out with over="layer".
+    A head is kind z with over="head", an MLP is kind mlp_out with over="layer".
     """
 
     tokens: tuple[int, ...]
+    """Token ids of the prompt."""
     how: str = "zero"
+    """"zero", "mean" over the references, or "resample" from one reference for each sample."""
     references: tuple[tuple[int, ...], ...] = ()
+    """Token ids of reference prompts; of the prompt's length for "resample" and for means by position."""
     per_position: bool = False
+    """Whether means are taken position by position instead of over all positions of all references."""
     samples: int = 1
+    """Number of references drawn for "resample"; each place gets the same ones."""
     seed: int = 0
+    """Seed of the drawn references."""
 
     name: ClassVar[str] = "ablation"
     version: ClassVar[int] = 1
@@ -60,21 +63,26 @@ class Ablation(Grid):
 
     @property
     def prompt(self) -> tuple[int, ...]:
-        """The one that is ablated."""
+        """The prompt that is ablated."""
         return self.tokens
 
     @property
     def num_samples(self) -> int:
-        """One per reference drawn; zero and mean have one."""
+        """Number of references drawn; 1 for zero and mean."""
         return self.samples
 
     def check(self, config: Architecture) -> None:
-        """As `Grid.check`, and of what takes the place of what is ablated."""
+        """Check the fields against a model, as `Grid.check` does.
+
+        Raises:
+            StageError: for an unknown method, or references, samples or per_position that do not fit it.
+            PromptError: for references of another length than the prompt, where lengths must agree.
+        """
         super().check(config)
-        if self.how not in WAYS:
-            near = nearest(self.how, WAYS)
-            hint = f"did you mean {near!r}?" if near else f"there are {', '.join(WAYS)}"
-            raise StageError(f"ablation: no way {self.how!r} to ablate; {hint}")
+        if self.how not in METHODS:
+            near = nearest(self.how, METHODS)
+            hint = f"did you mean {near!r}?" if near else f"there are {', '.join(METHODS)}"
+            raise StageError(f"ablation: expected how to be a method of ablation, found {self.how!r}; {hint}")
         if "pattern" in self.kinds:
             raise StageError(
                 "ablation: expected kinds of vectors, found 'pattern'; cut attention by knockout"
@@ -92,6 +100,7 @@ class Ablation(Grid):
             )
         if self.per_position and self.how != "mean":
             raise StageError(f"ablation: per_position is a way to take the mean, found it with {self.how!r}")
+        # Both take activations position by position, so lengths must agree.
         if self.how == "resample" or self.per_position:
             for reference in self.references:
                 if len(reference) != len(self.tokens):
@@ -102,36 +111,38 @@ class Ablation(Grid):
                     )
 
     def drawn(self) -> list[int]:
-        """Which reference each sample is taken from."""
+        """Reference index of each sample."""
         return [
+            # Seeded per sample: sample s is the same however many are drawn.
             int(np.random.default_rng([self.seed, sample]).integers(len(self.references)))
             for sample in range(self.samples)
         ]
 
     def prepare(self, model: Model) -> PreparedGrid:
-        """The prompt as it is, and what takes the place of its activations."""
+        """Unablated run, and the activations that replace those of the prompt, by (sample, hook point)."""
         ((_, clean),) = stream(model, [Run(self.tokens, None, self.want)])
-        held = self.held(model.config)
+        points = self.points(model.config)
         texts = token_texts(model, self.tokens)
         tokens = {} if texts is None else {"token": texts}
-        instead: dict[Any, Tensor] = {}
+        replacements: dict[Any, Tensor] = {}
         if self.how == "mean":
-            instead = self._means(model, held)
+            replacements = self._means(model, points)
         elif self.how == "resample":
             drawn = self.drawn()
-            several = sorted(set(drawn))
-            asked = [Run(self.references[i], HookSpec().capture(*held), None) for i in several]
-            caches = {several[i]: cache for i, cache in stream(model, asked)}
-            instead = {(s, point): caches[i][point][0] for s, i in enumerate(drawn) for point in held}
-        return PreparedGrid(model.config, as_vector(clean.logits), [], instead, tokens)
+            # A reference that was drawn twice is run once.
+            distinct = sorted(set(drawn))
+            runs = [Run(self.references[i], HookSpec().capture(*points), None) for i in distinct]
+            caches = {distinct[i]: cache for i, cache in stream(model, runs)}
+            replacements = {(s, point): caches[i][point][0] for s, i in enumerate(drawn) for point in points}
+        return PreparedGrid(model.config, as_vector(clean.logits), [], replacements, tokens)
 
-    def _means(self, model: Model, held: Sequence[HookPoint]) -> dict[Any, Tensor]:
+    def _means(self, model: Model, points: Sequence[HookPoint]) -> dict[Any, Tensor]:
         """Mean activations by (0, hook point), expanded over the positions of the prompt."""
-        means = mean_activations(model, held, self.references, per_position=self.per_position)
+        means = mean_activations(model, points, self.references, per_position=self.per_position)
         return {(0, point): mean.expand(self._shape(mean, point)) for point, mean in means.items()}
 
     def _shape(self, total: Tensor, point: HookPoint) -> tuple[int, ...]:
-        """Of an activation of the prompt, from that of one position."""
+        """Shape of the prompt's activation, from that of a mean with one position."""
         shape = list(total.shape)
         shape[position_axis(point)] = len(self.tokens)
         return tuple(shape)
@@ -145,7 +156,7 @@ class Ablation(Grid):
         place: GridPlace,
         sample: int,
     ) -> HookSpec:
-        """The place silenced in every layer of the window."""
+        """Ablate the place in every layer of the window."""
         for layer in layers:
             point = HookPoint(kind, layer)
             if self.how == "zero":

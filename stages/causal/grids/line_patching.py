@@ -1,20 +1,20 @@
-"""Line patching: what becomes of a line's end, and of what comes before it, under another line's states?
+"""Line patching: effect of a donor's states on the end of a line, and on the words before it.
 
-A prompt is run with states of a donor, a prompt that differs from it in some earlier tokens, put in place by
-place: the residual stream after each layer, at one set of positions. What is read is which groups of words
-may come next at the last position, and how far next tokens change on the way there.
+A prompt is run with states of a donor, a prompt that differs in some earlier tokens, patched place by place:
+resid_post of each layer, at one set of positions. Measured are the probabilities of word groups at the last
+position, and the change of next-token distributions on the way there.
 
-Beside single layers there are ways: some positions as in the donor in every layer, others held as they are in
-the prompt. They part what the donor changes (direct and indirect effects: Pearl 2001, "Direct and indirect
-effects"; Vig et al. 2020): where all positions between are held, the last one alone hears of the change;
-where they alone are changed, it hears of it through them.
+Besides single layers there are ways: some positions have the donor's states in every layer, others are fixed
+to the prompt's states. They separate direct from indirect effects (Pearl 2001, "Direct and indirect effects";
+Vig et al. 2020). With all positions in between fixed, the change reaches the last position directly only;
+with only those positions changed, it reaches the last position through them only.
 
     LinePatching(prompt=a, donor=b, places=((6,), (7, 8)), ways=(((5,), (6, 7)),), groups=…, read=(6, 7))
 
-With a seed, a random direction as long as the donor's difference, drawn for every layer and position, stands
-in the place of that difference: a control.
+With a seed, a random direction of the norm of (donor - prompt), drawn for every layer and position, replaces
+that difference: a control.
 
-Border: token ids in, labelled arrays out; knows no lines and no rhymes.
+Border: token ids in, labelled arrays out; knows neither text nor rhymes.
 
 Axes: layer, place, way, group; run: the prompt, the donor.
 """
@@ -53,40 +53,44 @@ __all__ = ["LinePatching", "Way"]
 
 Positions = tuple[int, ...]
 Way = tuple[Positions, Positions]
-"""Positions as in the donor in every layer, and positions held as in the prompt."""
+"""Positions with the donor's states in every layer, and positions fixed to the prompt's states."""
 
 
 @dataclass(frozen=True)
 class PreparedLines:
-    """What runs are made of and measured against.
+    """Unpatched runs of prompt and donor."""
 
-    own, other: states of the prompt and of what is put there, float32 [layer + 1, position, hidden]; the
-    first entry is what enters layer 0. logits: of both unpatched runs, float64 [run, read and last, vocab].
-    """
-
-    own: npt.NDArray[np.float32]
-    other: npt.NDArray[np.float32]
+    prompt_states: npt.NDArray[np.float32]
+    """Residual states of the prompt, [layer + 1, position, hidden]; entry 0 is the input of layer 0."""
+    patch_states: npt.NDArray[np.float32]
+    """States that are patched in, of the donor or of the random control, same shape."""
     logits: Floats
+    """Logits of prompt and donor at the read positions and the last one, float64 [run, position, vocab]."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LinePatching(Experiment):
-    """States of a donor at one place after each layer, and by ways in all layers.
+    """Donor residual states patched into a prompt: at one place per layer, and by ways in all layers.
 
-    prompt, donor: token ids of equal length. places: positions patched together. groups: token ids whose
-    probabilities at the last position are summed. read: positions before the last, ascending, whose next
-    tokens are compared. seed: of random directions in the place of the donor's difference; None: the donor's
-    states themselves. Raises PromptError for prompts of different lengths, StageError for no place or group,
-    or positions that there are not.
+    Raises:
+        PromptError: for prompts of different lengths.
+        StageError: without places or groups, or for positions outside the prompt.
     """
 
     prompt: Positions
+    """Token ids."""
     donor: Positions
+    """Token ids of the donor, equal in number to those of the prompt."""
     places: tuple[Positions, ...]
+    """Sets of positions patched together."""
     groups: tuple[tuple[int, ...], ...]
+    """Sets of token ids whose probabilities at the last position are summed."""
     read: Positions
+    """Positions before the last, ascending, at which next-token distributions are compared."""
     ways: tuple[Way, ...] = ()
+    """Patches in every layer; see `Way`."""
     seed: int | None = None
+    """Seed of random directions that replace the donor's difference; None for the donor's states."""
 
     name: ClassVar[str] = "line_patching"
     version: ClassVar[int] = 1
@@ -115,22 +119,22 @@ class LinePatching(Experiment):
             )
         sets = {"places": self.places, "groups": self.groups}
         sets |= {"ways": tuple(changed for changed, _ in self.ways) or ((0,),)}
-        for what, each in sets.items():
-            if not each or not all(each):
-                raise StageError(f"{self.name}: expected {what} of at least one each, found {each}")
-        asked = [*self.read, *(at for place in self.places for at in place)]
-        asked += [at for way in self.ways for part in way for at in part]
-        if outside := [at for at in asked if not 0 <= at < len(self.prompt)]:
+        for name, entries in sets.items():
+            if not entries or not all(entries):
+                raise StageError(f"{self.name}: expected {name} of at least one each, found {entries}")
+        positions = [*self.read, *(at for place in self.places for at in place)]
+        positions += [at for way in self.ways for part in way for at in part]
+        if outside := [at for at in positions if not 0 <= at < len(self.prompt)]:
             raise StageError(
                 f"{self.name}: expected positions in 0..{len(self.prompt) - 1}, found {outside[0]}"
             )
 
     def outputs_on(self, config: Architecture) -> Mapping[str, Output]:
-        """All of them; those of ways where there are any."""
-        return {name: each for name, each in self.outputs.items() if self.ways or not each.is_optional}
+        """All declared outputs; `way_*` only with ways."""
+        return {name: output for name, output in self.outputs.items() if self.ways or not output.is_optional}
 
     def cells(self, config: Architecture) -> Sequence[CellLabels]:
-        """One: nobody asks for half of it. Raises PromptError for a token the model has not."""
+        """One cell. Raises PromptError for a token id outside the vocabulary."""
         tokens = (*self.prompt, *self.donor, *(token for group in self.groups for token in group))
         if outside := [token for token in tokens if not 0 <= token < config.vocab_size]:
             raise PromptError(
@@ -140,28 +144,36 @@ class LinePatching(Experiment):
 
     @property
     def want(self) -> Logits:
-        """All logits, where something is read and at the end."""
+        """Logits of the whole vocabulary, at the read positions and the last one."""
         return Logits((*self.read, len(self.prompt) - 1))
 
     # -- runs
 
     def prepare(self, model: Model) -> PreparedLines:
-        """Both unpatched runs with all states."""
+        """Unpatched runs of prompt and donor with all residual states."""
         layers = range(model.config.num_layers)
         points = [HookPoint("resid_pre", 0), *(HookPoint("resid_post", layer) for layer in layers)]
-        asked = [Run(ids, HookSpec().capture(*points), self.want) for ids in (self.prompt, self.donor)]
-        found = dict(stream(model, asked))
-        own, other = (np.stack([array(found[run][point][0]) for point in points]) for run in (0, 1))
+        runs = [Run(ids, HookSpec().capture(*points), self.want) for ids in (self.prompt, self.donor)]
+        results = dict(stream(model, runs))
+        prompt_states, patch_states = (
+            np.stack([array(results[run][point][0]) for point in points]) for run in (0, 1)
+        )
+        # The control keeps the norm of the donor's difference at every layer and position, and randomises its
+        # direction.
         if self.seed is not None:
-            other = own + random_directions(other - own, 1, seed=self.seed)[0]
-        return PreparedLines(own, other, np.stack([read_logits(found[run]) for run in (0, 1)]))
+            patch_states = (
+                prompt_states + random_directions(patch_states - prompt_states, 1, seed=self.seed)[0]
+            )
+        return PreparedLines(
+            prompt_states, patch_states, np.stack([read_logits(results[run]) for run in (0, 1)])
+        )
 
     def runs(self, prepared: PreparedLines, cell: CellLabels) -> Sequence[Run]:
-        """One per layer and place, places fastest; then one per way."""
+        """One run per layer and place, places fastest; then one per way."""
         specs = [
             HookSpec().intervene(
                 HookPoint("resid_post", layer),
-                Replace(prepared.other[layer + 1, list(place)], positions=place),
+                Replace(prepared.patch_states[layer + 1, list(place)], positions=place),
             )
             for layer in range(cell["layers"])
             for place in self.places
@@ -171,55 +183,64 @@ class LinePatching(Experiment):
 
     @staticmethod
     def _spec(prepared: PreparedLines, way: Way, layers: int) -> HookSpec:
-        """Changed and held positions of one way, in every layer."""
-        changed, held = way
+        """Interventions of one way in every layer: changed positions from the donor, fixed ones from the
+        prompt.
+        """
+        changed, fixed = way
         spec = HookSpec()
         for layer in range(layers):
-            value = np.concatenate([prepared.other[layer, list(changed)], prepared.own[layer, list(held)]])
-            spec = spec.intervene(HookPoint("resid_pre", layer), Replace(value, positions=(*changed, *held)))
+            # resid_pre of every layer: fixing it cuts all paths through these positions, not only that of one
+            # layer.
+            value = np.concatenate(
+                [prepared.patch_states[layer, list(changed)], prepared.prompt_states[layer, list(fixed)]]
+            )
+            spec = spec.intervene(HookPoint("resid_pre", layer), Replace(value, positions=(*changed, *fixed)))
         return spec
 
     def sketch(self, config: Architecture, cell: CellLabels) -> Sequence[Run]:
-        """The runs with constants for states, others for each donor and seed: what is drawn will differ."""
+        """The runs with constants for states."""
         shape = (config.num_layers + 1, len(self.prompt), config.axis_sizes["hidden"])
-        drawn = 1 + int(digest("line_patching", list(self.donor), self.seed)[:5], 16)
-        own, other = (np.broadcast_to(np.float32(constant), shape) for constant in (0, drawn))
-        return self.runs(PreparedLines(own, other, np.zeros(0)), cell)
+        # A constant of its own for each donor and seed: a plan would otherwise merge runs that will differ.
+        constant = 1 + int(digest("line_patching", list(self.donor), self.seed)[:5], 16)
+        prompt_states, patch_states = (np.broadcast_to(np.float32(value), shape) for value in (0, constant))
+        return self.runs(PreparedLines(prompt_states, patch_states, np.zeros(0)), cell)
 
     # -- numbers
 
     def measure(
         self, prepared: PreparedLines, cell: CellLabels, result: HookCache
     ) -> tuple[Floats, int, Floats]:
-        """Probabilities of the groups and the likeliest token at the end, KLs where next tokens are read."""
+        """Probabilities of the groups and most likely token at the last position, and KL at each read
+        position.
+        """
         logits = read_logits(result)
-        return (*self._said(logits[-1]), kl_divergence(prepared.logits[0, :-1], logits[:-1]))
+        return (*self._end(logits[-1]), kl_divergence(prepared.logits[0, :-1], logits[:-1]))
 
-    def _said(self, logits: Floats) -> tuple[Floats, int]:
-        """Probability of every group, and the likeliest token, by logits [vocab]."""
+    def _end(self, logits: Floats) -> tuple[Floats, int]:
+        """Probability of every group, float64 [group], and the most likely token, from logits [vocab]."""
         probability = np.exp(log_softmax(logits))
         return np.array([probability[list(group)].sum() for group in self.groups]), int(logits.argmax())
 
-    def _mean(self, values: Floats, start: int, held: Positions = ()) -> float:
-        """Over what is read from a position on, but where it is held; NaN for nothing. values: [read]."""
-        chosen = [i for i, at in enumerate(self.read) if at >= start and at not in held]
-        return float(values[chosen].mean()) if chosen else float("nan")
+    def _mean(self, values: Floats, start: int, fixed: Positions = ()) -> float:
+        """Mean over read positions from `start` on, without those in `fixed`; NaN if none is left."""
+        indices = [i for i, at in enumerate(self.read) if at >= start and at not in fixed]
+        return float(values[indices].mean()) if indices else float("nan")
 
     def dataset(
         self, prepared: PreparedLines, cell: CellLabels, measured: Sequence[tuple[Floats, int, Floats]]
     ) -> xr.Dataset:
-        """All of `outputs`, layers by their numbers."""
+        """All outputs."""
         import xarray as xr
 
         layers, places = cell["layers"], len(self.places)
-        said, top, kl = (list(each) for each in zip(*measured, strict=True))
+        probabilities, top, kl = (list(kl_values) for kl_values in zip(*measured, strict=True))
         grid = layers * places
         starts = [min(place) for place in self.places] * layers
-        kls = [self._mean(*each) for each in zip(kl[:grid], starts, strict=True)]
-        unpatched = [self._said(each[-1]) for each in prepared.logits]
+        kls = [self._mean(*kl_values) for kl_values in zip(kl[:grid], starts, strict=True)]
+        unpatched = [self._end(logits[-1]) for logits in prepared.logits]
         donor_kl = kl_divergence(prepared.logits[0, :-1], prepared.logits[1, :-1])
-        given: dict[str, Any] = {
-            "probability": np.reshape(said[:grid], (layers, places, -1)),
+        variables: dict[str, Any] = {
+            "probability": np.reshape(probabilities[:grid], (layers, places, -1)),
             "kl": np.reshape(kls, (layers, places)),
             "top": np.reshape(top[:grid], (layers, places)),
             "unpatched": np.array([probability for probability, _ in unpatched]),
@@ -227,14 +248,14 @@ class LinePatching(Experiment):
             "donor_kl": np.array(self._mean(donor_kl, 0)),
         }
         if self.ways:
-            given["way_probability"] = np.array(said[grid:])
-            given["way_kl"] = np.array(
+            variables["way_probability"] = np.array(probabilities[grid:])
+            variables["way_kl"] = np.array(
                 [
-                    self._mean(each, min(changed), held)
-                    for each, (changed, held) in zip(kl[grid:], self.ways, strict=True)
+                    self._mean(kl_values, min(changed), fixed)
+                    for kl_values, (changed, fixed) in zip(kl[grid:], self.ways, strict=True)
                 ]
             )
         return xr.Dataset(
-            {name: self.outputs[name].variable(values) for name, values in given.items()},
+            {name: self.outputs[name].variable(values) for name, values in variables.items()},
             coords={"layer": list(range(layers)), "run": ["prompt", "donor"]},
         )

@@ -1,15 +1,15 @@
-"""Activation patching: which activations carry what makes two prompts differ?
+"""Activation patching: which activations cause the difference between two prompts?
 
-The corrupted prompt is run with the activations of one place taken from the clean run, place by place, and a
-metric says how much of the clean answer comes back (Vig et al. 2020; Meng et al. 2022; Heimersheim & Nanda
+The corrupted prompt is run with the activation of one place taken from the clean run, place by place, and a
+metric measures how much of the clean answer returns (Vig et al. 2020; Meng et al. 2022; Heimersheim & Nanda
 2024, "How to use and interpret activation patching"). Only the place itself is overwritten; everything after
-it is the corrupted run's own reaction.
+it is recomputed.
 
-Border: token ids and hook points in, labelled arrays out; loops over no model (the runs go to forward/) and
-knows no texts. The grid and its axes are in patching_grid.py, the metrics in patching_metrics.py.
+Border: token ids and hook points in, labelled arrays out; forward/ computes the runs. The grid and its axes
+are in patching_grid.py, metrics in patching_metrics.py.
 
-    chosen = ActivationPatching(clean=a, corrupted=b, kinds=("resid_pre",), metrics=(Recovery(KL()),))
-    found = run(chosen.on("specimen"), store)      # recovery [layer, position]
+    patching = ActivationPatching(clean=a, corrupted=b, kinds=("resid_pre",), metrics=(Recovery(KL()),))
+    dataset = run(patching.on("specimen"), store)      # recovery [layer, position]
 """
 
 from __future__ import annotations
@@ -51,20 +51,27 @@ __all__ = [
 ]
 
 TableRow = tuple[str, int, int | None, int | None]
-"""Kind, layer, position or None for all, head or None for all."""
+"""(hook kind, layer, position, head); position or head None means all."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ActivationPatching(Grid):
     """The corrupted prompt with activations of the clean run, one place at a time.
 
-    clean, corrupted: token ids of equal length; or of different lengths with `align`: for every corrupted
-    position, the clean one whose activations belong there (`align_ends` makes one). The rest: see `Grid`.
+    The other fields are those of `Grid`.
+
+    Raises:
+        PromptError: for an empty prompt, or prompts of different lengths without a valid `align`.
     """
 
     clean: tuple[int, ...]
+    """Token ids of the clean prompt."""
     corrupted: tuple[int, ...]
+    """Token ids of the corrupted prompt."""
     align: tuple[int, ...] | None = None
+    """For every corrupted position, the clean position whose activation is patched there (`align_ends` makes
+    one); None for prompts of equal length.
+    """
 
     name: ClassVar[str] = "activation_patching"
     version: ClassVar[int] = 1
@@ -74,12 +81,15 @@ class ActivationPatching(Grid):
 
     @property
     def prompt(self) -> tuple[int, ...]:
-        """The corrupted one, into which clean activations are put."""
+        """The corrupted prompt, which is patched."""
         return self.corrupted
 
     def check(self, config: Architecture) -> None:
-        """As `Grid.check`; StageError for attention patterns of aligned prompts: their axes differ."""
+        """Check the fields as `Grid.check` does. Raises StageError for attention patterns of aligned
+        prompts.
+        """
         super().check(config)
+        # The key axis of a clean pattern counts clean positions: rows cannot be moved between prompts.
         if self.align is not None and "pattern" in self.kinds:
             raise StageError(
                 "activation_patching: expected prompts of equal length to patch the pattern, found align=…; "
@@ -87,8 +97,8 @@ class ActivationPatching(Grid):
             )
 
     def prepare(self, model: Model) -> PreparedGrid:
-        """Both runs unpatched, with the clean activations of every layer."""
-        return pair_of_runs(self, model, self.held(model.config))
+        """Both runs unpatched, with the clean activations."""
+        return pair_of_runs(self, model, self.points(model.config))
 
     def change(
         self,
@@ -99,15 +109,14 @@ class ActivationPatching(Grid):
         place: GridPlace,
         sample: int,
     ) -> HookSpec:
-        """The place replaced by what the clean run has there; of an attention edge, its weight alone."""
+        """The place replaced by its clean activation; of an attention edge, the weight alone."""
         for layer in layers:
             point = HookPoint(kind, layer)
             value = part_of(prepared.activations["clean", point], point, place)
             if place.key is not None:
-                # The row is that of the corrupted run up to here: nothing before the pattern is changed.
-                row = (
-                    part_of(prepared.activations["corrupted", point], point, place) * 1
-                )  # a copy to write to
+                # The other weights of the row are those of the unpatched corrupted run: nothing before the
+                # pattern is changed. `* 1` copies, for tensors and for the read-only arrays of a sketch.
+                row = part_of(prepared.activations["corrupted", point], point, place) * 1
                 row[..., place.key] = value[..., place.key]
                 value = row
             spec = spec.intervene(point, Replace(value, **where(place, point)))
@@ -116,13 +125,14 @@ class ActivationPatching(Grid):
 
 @dataclass(frozen=True, kw_only=True)
 class DonorPatching(ActivationPatching):
-    """The corrupted prompt with activations of a third one, measured against the clean one: a control.
+    """Control of activation patching: activations of an unrelated prompt instead of the clean one.
 
-    donor: token ids, as many as of the clean prompt, with which it has nothing to do. States as foreign as
-    the clean ones bring nothing of the clean answer back, unless any change of the place does.
+    Metrics still compare with the clean run. Unrelated states restore none of the clean answer, unless any
+    change at the place does.
     """
 
     donor: tuple[int, ...]
+    """Token ids, as many as the clean prompt has, unrelated to it."""
 
     name: ClassVar[str] = "donor_patching"
     version: ClassVar[int] = 1
@@ -132,46 +142,50 @@ class DonorPatching(ActivationPatching):
         check_lengths(self.donor, self.clean, None)
 
     def prepare(self, model: Model) -> PreparedGrid:
-        """As for patching, with the states of the donor in place of the clean ones."""
-        return pair_of_runs(self, model, self.held(model.config), self.donor)
+        """Both runs unpatched, with the donor's activations in place of the clean ones."""
+        return pair_of_runs(self, model, self.points(model.config), self.donor)
 
 
 def pair_of_runs(
-    grid: ActivationPatching, model: Model, held: Sequence[HookPoint], donor: tuple[int, ...] = ()
+    grid: ActivationPatching, model: Model, points: Sequence[HookPoint], donor: tuple[int, ...] = ()
 ) -> PreparedGrid:
-    """The clean and the corrupted run, nothing patched; activations by run and hook point.
+    """Clean and corrupted run without patches, and activations by (run, hook point).
 
-    donor: the prompt whose activations stand for the clean ones, if any.
+    Arguments:
+        points: hook points whose clean activations are captured.
+        donor: token ids of a prompt whose activations replace the clean ones; empty for none.
     """
+    # The clean run is read where `at` of the corrupted prompt is aligned to.
     align = grid.align or tuple(range(len(grid.clean)))
     is_edges = grid.over == "edge"
-    asked = [
-        Run(grid.clean, HookSpec().capture(*held), Logits((align[grid.at],), grid.want.tokens)),
-        Run(grid.corrupted, HookSpec().capture(*held) if is_edges else None, grid.want),
+    runs = [
+        Run(grid.clean, HookSpec().capture(*points), Logits((align[grid.at],), grid.want.tokens)),
+        Run(grid.corrupted, HookSpec().capture(*points) if is_edges else None, grid.want),
     ]
     if donor:
-        asked.append(Run(donor, HookSpec().capture(*held), None))
-    found = dict(stream(model, asked))
-    acts = {("clean", point): found[2 if donor else 0][point][0] for point in held}
+        runs.append(Run(donor, HookSpec().capture(*points), None))
+    results = dict(stream(model, runs))
+    acts = {("clean", point): results[2 if donor else 0][point][0] for point in points}
+    # Indexed once here, so that every place can use corrupted positions.
     if grid.align is not None:
-        chosen = list(align)
+        rows = list(align)
         acts = {
-            (run, point): value[(slice(None),) * position_axis(point) + (chosen,)]
+            (run, point): value[(slice(None),) * position_axis(point) + (rows,)]
             for (run, point), value in acts.items()
         }
     if is_edges:
-        acts |= {("corrupted", point): found[1][point][0] for point in held}
+        acts |= {("corrupted", point): results[1][point][0] for point in points}
     texts = {
         "token": token_texts(model, grid.corrupted),
         "clean_token": token_texts(model, [grid.clean[i] for i in align]),
     }
-    known = {name: each for name, each in texts.items() if each is not None}
-    clean, corrupted = (as_vector(found[i].logits) for i in range(2))
-    return PreparedGrid(model.config, clean, [corrupted], acts, known)
+    labels = {name: words for name, words in texts.items() if words is not None}
+    clean, corrupted = (as_vector(results[i].logits) for i in range(2))
+    return PreparedGrid(model.config, clean, [corrupted], acts, labels)
 
 
 def check_lengths(clean: Sequence[int], corrupted: Sequence[int], align: Sequence[int] | None) -> None:
-    """PromptError for prompts whose positions do not correspond."""
+    """Raise PromptError for prompts whose positions do not correspond."""
     if not clean or not corrupted:
         raise PromptError("activation patching: expected two prompts, found an empty one")
     if align is None and len(clean) != len(corrupted):
@@ -188,36 +202,41 @@ def check_lengths(clean: Sequence[int], corrupted: Sequence[int], align: Sequenc
 
 
 def align_ends(clean: Sequence[int], corrupted: Sequence[int]) -> tuple[int, ...]:
-    """For every corrupted position, the clean one it corresponds to.
+    """For every corrupted position, the corresponding clean one.
 
-    Counted from the start as far as tokens are the same, likewise from the end; between those in order, the
-    last one serving for what is too much.
+    Common tokens at the start are aligned from the start, those at the end from the end. Positions in between
+    are aligned in order; surplus ones repeat the last clean position of that span.
     """
     start, end = common_ends(clean, corrupted)
+    # Without tokens in between, surplus positions repeat the first common token at the end.
     last = max(len(clean) - end - 1, start if start < len(clean) else len(clean) - 1)
     middle = [min(i, last) for i in range(start, len(corrupted) - end)]
     return (*range(start), *middle, *range(len(clean) - end, len(clean)))
 
 
-def common_ends(one: Sequence[int], other: Sequence[int]) -> tuple[int, int]:
-    """How many tokens two prompts share at the start, and how many at the end, none counted twice."""
-    least = min(len(one), len(other))
-    start = next((i for i in range(least) if one[i] != other[i]), least)
-    end = next((i for i in range(least - start) if one[-1 - i] != other[-1 - i]), least - start)
+def common_ends(prompt: Sequence[int], other_prompt: Sequence[int]) -> tuple[int, int]:
+    """Number of tokens that two prompts share at the start and at the end; no token counts for both."""
+    shorter = min(len(prompt), len(other_prompt))
+    start = next((i for i in range(shorter) if prompt[i] != other_prompt[i]), shorter)
+    end = next((i for i in range(shorter - start) if prompt[-1 - i] != other_prompt[-1 - i]), shorter - start)
     return start, end
 
 
 @dataclass(frozen=True, kw_only=True)
 class PatchTable(Experiment):
-    """Any list of places: one number per row and metric, in the order of the rows.
+    """A list of places to patch: one number per row and metric, in the order of the rows.
 
-    index: (kind, layer, position or None for all, head or None for all). clean, corrupted, metrics, align,
-    at: as of `ActivationPatching`. Rows of one kind and layer are a cell.
+    Rows of one kind and layer form a cell. The other fields are those of `ActivationPatching`.
+
+    Raises:
+        StageError: without rows.
+        PromptError: as `ActivationPatching`.
     """
 
     clean: tuple[int, ...]
     corrupted: tuple[int, ...]
     index: tuple[TableRow, ...]
+    """(hook kind, layer, position, head) of each row; None means all positions or heads."""
     metrics: tuple[Metric, ...]
     align: tuple[int, ...] | None = None
     at: int = -1
@@ -234,7 +253,7 @@ class PatchTable(Experiment):
 
     @property
     def grid(self) -> ActivationPatching:
-        """The grid the rows are places of."""
+        """Patching grid that contains all rows as places."""
         kinds = tuple(dict.fromkeys(kind for kind, *_ in self.index))
         layers = tuple(sorted({layer for _, layer, *_ in self.index}))
         return ActivationPatching(
@@ -248,16 +267,21 @@ class PatchTable(Experiment):
         )
 
     def params(self) -> dict[str, Any]:
-        """All fields but the rows, which are in the cells."""
-        given = {name: value for name, value in vars(self).items() if name != "index"}
-        return {**given, "metrics": [metric.canonical() for metric in self.metrics]}
+        """All fields but the rows, which label the cells."""
+        fields = {name: value for name, value in vars(self).items() if name != "index"}
+        return {**fields, "metrics": [metric.canonical() for metric in self.metrics]}
 
     def outputs_on(self, config: Architecture) -> Mapping[str, Output]:
-        """An array [index] per metric, by its name, and what the unpatched runs give."""
+        """One array [index] per metric, by its name, and the metrics of the unpatched runs."""
         return metric_outputs(self.metrics, ["index"], 1)
 
     def cells(self, config: Architecture) -> Sequence[CellLabels]:
-        """One per kind and layer, with its places."""
+        """One cell per kind and layer, labelled with its places.
+
+        Raises:
+            StageError: for a head of a kind without heads, or what `Grid.check` refuses.
+            InterventionError: for an index out of range.
+        """
         self.grid.check(config)
         for kind, _, position, head in self.index:
             if head is not None and kind in HIDDEN_KINDS:
@@ -272,66 +296,75 @@ class PatchTable(Experiment):
         ]
 
     def _rows(self) -> dict[tuple[str, int], list[int]]:
-        found: dict[tuple[str, int], list[int]] = {}
+        rows: dict[tuple[str, int], list[int]] = {}
         for row, (kind, layer, *_) in enumerate(self.index):
-            found.setdefault((kind, layer), []).append(row)
-        return found
+            rows.setdefault((kind, layer), []).append(row)
+        return rows
 
     def prepare(self, model: Model) -> PreparedGrid:
-        """Both runs unpatched, with the clean activations of the layers named."""
+        """Both runs unpatched, with the clean activations of the rows' layers."""
         return self.grid.prepare(model)
 
     def runs(self, prepared: PreparedGrid, cell: CellLabels) -> Sequence[Run]:
-        """One per row of the cell, in the order of its places."""
+        """One run per row of the cell."""
         grid, layers = self.grid, [cell["layer"] % prepared.config.num_layers]
         heads, length = num_heads(prepared.config, cell["kind"]), len(self.corrupted)
-        chosen = [
+        places = [
             GridPlace(None if position is None else position % length, None if head is None else head % heads)
             for position, head in cell["places"]
         ]
-        specs = [grid.change(HookSpec(), prepared, cell["kind"], layers, place, 0) for place in chosen]
+        specs = [grid.change(HookSpec(), prepared, cell["kind"], layers, place, 0) for place in places]
         return [Run(self.corrupted, spec, grid.want) for spec in specs]
 
     def sketch(self, config: Architecture, cell: CellLabels) -> Sequence[Run]:
-        """The runs with constants at every place."""
+        """The runs with constant payloads in place of activations."""
         return self.runs(PreparedGrid(config, np.zeros(0), [], self.grid.blank(config), {}), cell)
 
     def measure(self, prepared: PreparedGrid, cell: CellLabels, result: HookCache) -> Any:
-        """Every metric of one run."""
+        """Every metric of one run, float64 [metric]."""
         return self.grid.measure(prepared, cell, result)
 
     def dataset(self, prepared: PreparedGrid, cell: CellLabels, measured: Sequence[Any]) -> xr.Dataset:
-        """The metrics of the rows of a cell, [index]."""
+        """Metrics of the rows of a cell, [index]."""
         return metrics_of(prepared, self.metrics, np.array(measured)[:, None], ["index"])
 
     def joined(self, parts: Sequence[xr.Dataset]) -> xr.Dataset:
-        """All rows in their order; coordinates say what each is, -1 for all positions or all heads."""
+        """All rows in the order of `index`, with kind, layer, position and head as coordinates; -1 for
+        all.
+        """
         import xarray as xr
 
         names = [name for name, variable in parts[0].data_vars.items() if "index" in variable.dims]
         whole = xr.concat(parts, "index", data_vars=names, compat="override", coords="minimal", join="exact")
+        # Cells group rows by kind and layer: argsort of their original numbers restores the order.
         order = np.argsort([row for rows in self._rows().values() for row in rows])
         kinds, layers, positions, heads = zip(*self.index, strict=True)
         labels = {"kind": list(kinds), "layer": np.array(layers, np.int64)}
-        for name, chosen in (("position", positions), ("head", heads)):
-            labels[name] = np.array([-1 if each is None else each for each in chosen], np.int64)
-        return whole.isel(index=order).assign_coords({n: ("index", each) for n, each in labels.items()})
+        for name, column in (("position", positions), ("head", heads)):
+            labels[name] = np.array([-1 if values is None else values for values in column], np.int64)
+        return whole.isel(index=order).assign_coords({n: ("index", values) for n, values in labels.items()})
 
 
-def block_every(**given: Any) -> ActivationPatching:
-    """TransformerLens's bundle: resid_pre, attn_out and mlp_out, [kind, layer, position]."""
-    return ActivationPatching(kinds=("resid_pre", "attn_out", "mlp_out"), over="position", **given)
-
-
-def head_all_pos_every(**given: Any) -> ActivationPatching:
-    """TransformerLens's bundle: z, q, k, v and pattern of each head at all positions, [kind, layer, head].
-
-    NaN for the key/value heads that grouped-query models do not have (TransformerLens has zeros there).
+def block_every(**fields: Any) -> ActivationPatching:
+    """TransformerLens's `get_act_patch_block_every`: resid_pre, attn_out and mlp_out, [kind, layer,
+    position].
+    Arguments:
+        fields: fields of `ActivationPatching` other than kinds and over.
     """
-    return ActivationPatching(kinds=HEAD_KINDS, over="head", **given)
+    return ActivationPatching(kinds=("resid_pre", "attn_out", "mlp_out"), over="position", **fields)
 
 
-def head_by_pos_every(**given: Any) -> ActivationPatching:
-    """TransformerLens's bundle: the same by position (of the pattern: query), [kind, layer, head, position];
-    NaN as in `head_all_pos_every`."""
-    return ActivationPatching(kinds=HEAD_KINDS, over="head_position", **given)
+def head_all_pos_every(**fields: Any) -> ActivationPatching:
+    """TransformerLens's `get_act_patch_attn_head_all_pos_every`: z, q, k, v and pattern, [kind, layer, head].
+
+    NaN for key/value heads that a grouped-query model does not have (TransformerLens has zeros there).
+    """
+    return ActivationPatching(kinds=HEAD_KINDS, over="head", **fields)
+
+
+def head_by_pos_every(**fields: Any) -> ActivationPatching:
+    """TransformerLens's `get_act_patch_attn_head_by_pos_every`: [kind, layer, head, position].
+
+    Positions of the pattern are queries; NaN as in `head_all_pos_every`.
+    """
+    return ActivationPatching(kinds=HEAD_KINDS, over="head_position", **fields)

@@ -1,15 +1,15 @@
-"""Grids of runs that each change one place of a model: what patching, tracing and ablation have in common.
+"""Grids of runs that each change one place of a model: base of patching, tracing and ablation.
 
 A `Grid` names hook points (kinds at layers) and the places within each: every position, every head, both, or
-every attention edge. It makes one run per place (and sample), reads metrics off the logits of each, and lays
-them out as a labelled array. What is put at a place is the business of the experiment that inherits it.
+every attention edge. It makes one run per place (and sample), reads metrics from the logits of each, and
+arranges them as a labelled array. Subclasses define what a place is replaced by.
 
-Border: which runs and how their numbers are arranged; where payloads come from is in patching.py,
-tracing.py and ablation.py, how runs are computed in forward/. Planning imports no torch.
+Border: lists runs and arranges their numbers; patching.py, tracing.py and ablation.py make the payloads,
+forward/ computes the runs. Planning imports no torch.
 
-Axes: kind (only where several are asked for), layer, then head (kv_head for k and v), position
-(query_position for the pattern), key_position. Cells: (kind, layer). Of a state the position is the token it
-stands behind.
+Axes: kind (only with several), layer, then head (kv_head for k and v), position (query_position for the
+pattern), key_position. Cells: (kind, layer). The position of a recurrent state is that of the last token it
+has read.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ...forward.hooks.spec import HookSpec
 from ...forward.hooks.wants import Logits
 from ...forward.runs.experiment import CellLabels, Experiment
 from ...forward.runs.run import Run
-from .patching_metrics import Metric, Recovery, check_metrics, read, wanted
+from .patching_metrics import Metric, Recovery, check_metrics, read_metrics, required_tokens
 from .patching_results import Blank, PreparedGrid, as_vector, metric_outputs, metrics_of, outputs_along, stack
 
 if TYPE_CHECKING:
@@ -50,9 +50,9 @@ STATE_KINDS = (
     *("linear_state_seq", "linear_v", "linear_out"),
     *("mlstm_state_seq", "mlstm_q", "mlstm_k", "mlstm_v", "mlstm_out"),
 )
-"""Of recurrent models: they have heads and positions, and may be changed by either."""
+"""Hook kinds of recurrent models, with head and position axes."""
 EXPERT_KINDS = ("expert_weights",)
-"""Of mixtures of experts: an expert stands where others have a head."""
+"""Hook kinds of mixtures of experts; their expert axis takes the place of the head axis."""
 KINDS = (*HIDDEN_KINDS, *HEAD_KINDS, *STATE_KINDS, *EXPERT_KINDS)
 OVER: Mapping[str, tuple[str, ...]] = {
     "layer": (),
@@ -61,47 +61,54 @@ OVER: Mapping[str, tuple[str, ...]] = {
     "head_position": ("head", "position"),
     "edge": ("head", "position", "key_position"),
 }
-"""Which places of a layer get a run of their own, as axes; what an axis does not name is changed as a
-whole."""
+"""Value of `Grid.over` -> axes along which each index gets its own run; other axes are changed as a whole."""
 COMMON = {"kv_head": "head", "expert": "head", "query_position": "position"}
+"""Axis name of one hook kind -> common axis name, for stacking several kinds."""
 
 
 @dataclass(frozen=True)
 class GridPlace:
-    """Part of an activation: one position (of the pattern: query) or all, one head or all, one key or all."""
+    """Sub-array of an activation (position, head, key) that a run patches."""
 
     position: int | None = None
+    """Position, of the pattern the query position; None for all."""
     head: int | None = None
+    """Head index, or expert index for expert kinds; None for all."""
     key: int | None = None
+    """Key position of an attention edge; None for all."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Grid(Experiment):
-    """One run per place of each hook point.
-
-    kinds: of hook points, one or several. metrics: read off every run. over: "layer" (all of it at once),
-    "position", "head" (all positions), "head_position" or "edge" (attention patterns: head, query, key).
-    layers, positions, heads: which; None for all. window: how many neighbouring layers are changed together,
-    centred on the one that labels them. at: the position whose next-token logits are read.
-    """
+    """One run per place of each hook point."""
 
     kinds: tuple[str, ...]
+    """Hook kinds to patch, from `KINDS`."""
     metrics: tuple[Metric, ...]
+    """Metrics read from the logits of every run; at least one."""
     over: str = "position"
+    """"layer" (the whole activation), "position", "head" (all positions), "head_position", or "edge"
+    (attention pattern by head, query and key).
+    """
     layers: tuple[int, ...] | None = None
+    """Layers; None for all."""
     positions: tuple[int, ...] | None = None
+    """Positions; None for all."""
     heads: tuple[int, ...] | None = None
+    """Heads; None for all."""
     window: int = 1
+    """Number of neighbouring layers changed together, centred on the labelled one."""
     at: int = -1
+    """Position whose next-token logits are read; negative counts from the end."""
 
     outputs: ClassVar[Mapping[str, Output]] = outputs_along(
         "kind?", "layer", "head|kv_head|expert?", "position|query_position?", "key_position?"
     )
     reads_text: ClassVar[bool] = True
     has_corrupted: ClassVar[bool] = True
-    """Whether there is a run that differs from the clean one before anything is patched."""
+    """Whether an unpatched run exists that differs from the clean one."""
     selects: ClassVar[tuple[str, ...]] = ("kinds", "layers")
-    """Fields that choose cells and are no part of one."""
+    """Fields that select cells and do not enter the key of a cell."""
 
     @property
     @abstractmethod
@@ -118,38 +125,53 @@ class Grid(Experiment):
         place: GridPlace,
         sample: int,
     ) -> HookSpec:
-        """The spec with the interventions of one place added. layers: those of the window."""
+        """`spec` with the interventions of one place added.
+
+        Arguments:
+            prepared: what `prepare` returned.
+            kind: hook kind.
+            layers: layers of the window.
+            place: part of the activation.
+            sample: number of the sample, 0 unless `num_samples` exceeds 1.
+        """
 
     @property
     def num_samples(self) -> int:
-        """How many samples each place has: one, unless a grid draws several."""
+        """Number of runs per place; their mean and standard deviation are reported."""
         return 1
 
     # -- what is declared
 
     def params(self) -> dict[str, Any]:
-        """All fields but those that only choose cells; metrics as plain values."""
-        chosen = {name: value for name, value in vars(self).items() if name not in self.selects}
-        return {**chosen, "metrics": [metric.canonical() for metric in self.metrics]}
+        """All fields but those that select cells; metrics as plain values."""
+        fields = {name: value for name, value in vars(self).items() if name not in self.selects}
+        return {**fields, "metrics": [metric.canonical() for metric in self.metrics]}
 
     def outputs_on(self, config: Architecture) -> Mapping[str, Output]:
-        """One array per metric, with the axes of the kinds patched."""
+        """One array per metric, with the axes of the patched kinds."""
         dims = ["layer", *(name for name, _ in self.axes(config, self.kinds[0]))]
         if len(set(self.kinds)) > 1:
             dims = ["kind", *(COMMON.get(name, name) for name in dims)]
         return metric_outputs(self.metrics, dims, self.num_samples)
 
     def cells(self, config: Architecture) -> Sequence[CellLabels]:
-        """One per kind and layer; of edges also which there are, where those to later keys are among them.
-        Raises StageError, PromptError or InterventionError for what cannot be."""
+        """One cell per kind and layer.
+
+        Raises:
+            StageError: for an empty grid, unknown kinds, or kinds that do not fit `over`.
+            PromptError: for a metric's token outside the vocabulary.
+            InterventionError: for an index out of range.
+        """
         self.check(config)
         layers = range(config.num_layers) if self.layers is None else self.layers
         numbers = [layer % config.num_layers for layer in layers]
+        # Bidirectional models also have edges to later keys; the label keeps their cells apart from causal
+        # ones.
         edges = {"edges": "all"} if self.over == "edge" and config.looks_ahead else {}
         return [{"kind": kind, "layer": layer, **edges} for kind in self.kinds for layer in numbers]
 
     def check(self, config: Architecture) -> None:
-        """Raise for an empty grid, an unknown kind, or an index out of range."""
+        """Check the fields against a model; see `cells` for the errors."""
         check_metrics(self.metrics, config.vocab_size)
         if not self.has_corrupted and any(isinstance(metric, Recovery) for metric in self.metrics):
             raise StageError(f"{self.name} has no corrupted run to recover from; use the metric itself")
@@ -157,20 +179,20 @@ class Grid(Experiment):
             raise StageError(
                 f"{self.name}: expected over to be one of {', '.join(OVER)}, found {self.over!r}"
             )
-        for field_, chosen in (("kinds", self.kinds), ("layers", self.layers), ("positions", self.positions)):
-            _not_empty(self.name, field_, chosen)
+        for field_, values in (("kinds", self.kinds), ("layers", self.layers), ("positions", self.positions)):
+            _not_empty(self.name, field_, values)
         _not_empty(self.name, "heads", self.heads)
         for kind in self.kinds:
             self._check_kind(kind)
             layers = range(config.num_layers) if self.layers is None else self.layers
-            asked = [HookPoint(kind, layer % config.num_layers) for layer in layers]
-            require_known(asked, config.hook_points, config.model_type)
+            points = [HookPoint(kind, layer % config.num_layers) for layer in layers]
+            require_known(points, config.hook_points, config.model_type)
             in_range(self.name, "head", self.heads, num_heads(config, kind))
         in_range(self.name, "layer", self.layers, config.num_layers)
         in_range(self.name, "position", self.positions, len(self.prompt))
         if self.window < 1 or (self.over == "edge" and self.window > 1):
-            least = "1, as an edge is read from the run it changes" if self.over == "edge" else "at least 1"
-            raise StageError(f"{self.name}: expected a window of {least}, found {self.window}")
+            minimum = "1, as an edge is read from the run it changes" if self.over == "edge" else "at least 1"
+            raise StageError(f"{self.name}: expected a window of {minimum}, found {self.window}")
         in_range(f"{self.name}, at", "position", (self.at,), len(self.prompt))
 
     def _check_kind(self, kind: str) -> None:
@@ -187,53 +209,58 @@ class Grid(Experiment):
         if self.over == "edge" and self.kinds != ("pattern",):
             raise StageError(f"{self.name}: over='edge' takes kinds=('pattern',), found {self.kinds}")
 
-    def held(self, config: Architecture) -> list[HookPoint]:
-        """Hook points of every kind, in the layers that have it."""
+    def points(self, config: Architecture) -> list[HookPoint]:
+        """Hook points of `kinds` at every layer that has them."""
         return [point for kind in self.kinds for point in config.points_of(kind)]
 
     # -- runs
 
     def places(self, config: Architecture, kind: str) -> list[GridPlace]:
-        """The places of one hook point, last axis fastest; edges from a query to later keys exist only where
-        positions see later ones."""
+        """Places of one hook point, last axis fastest; edges to later keys only on bidirectional models."""
         axes = dict(self.axes(config, kind))
-        every: list[Sequence[int | None]] = [
+        choices: list[Sequence[int | None]] = [
             next((axes[name] for name in names if name in axes), [None])
             for names in (("head", "kv_head", "expert"), ("position", "query_position"), ("key_position",))
         ]
         return [
             GridPlace(position, head, key)
-            for head, position, key in product(*every)
+            for head, position, key in product(*choices)
             if key is None or position is None or key <= position or config.looks_ahead
         ]
 
     def axes(self, config: Architecture, kind: str) -> list[tuple[str, list[int]]]:
-        """Names and labels of the axes of one hook point, in order."""
+        """(name, labels) of each axis of one hook point, in order."""
         length = len(self.prompt)
         labels = {
-            "head": self._chosen(self.heads, num_heads(config, kind)),
-            "position": self._chosen(self.positions, length),
+            "head": self._labels(self.heads, num_heads(config, kind)),
+            "position": self._labels(self.positions, length),
             "key_position": list(range(length)),
         }
+        # Grouped-query models have fewer key/value heads than heads: an axis name of its own keeps them
+        # apart.
         names = {"head": "kv_head"} if kind in ("k", "v") else {}
         names |= {"head": "expert"} if kind in EXPERT_KINDS else {}
         names |= {"position": "query_position"} if kind == "pattern" else {}
         return [(names.get(axis, axis), labels[axis]) for axis in OVER[self.over]]
 
     @staticmethod
-    def _chosen(chosen: tuple[int, ...] | None, size: int) -> list[int]:
-        return list(range(size)) if chosen is None else [int(index) % size for index in chosen]
+    def _labels(indices: tuple[int, ...] | None, size: int) -> list[int]:
+        # Negative indices become positive, so that equal places have equal labels.
+        return list(range(size)) if indices is None else [int(index) % size for index in indices]
 
     def base(self, prepared: PreparedGrid, sample: int) -> HookSpec:
-        """A fresh spec of the run that is changed; noise belongs here."""
+        """HookSpec of the run before a place is changed; tracing adds its noise here."""
         return HookSpec()
 
     def runs(self, prepared: PreparedGrid, cell: CellLabels) -> Sequence[Run]:
-        """One per place and sample, samples fastest."""
+        """One run per place and sample, samples fastest."""
         kind, layer = cell["kind"], cell["layer"]
-        having = prepared.config.layers_with(kind)
+        # In hybrid models a window may cover layers of another mixer, which lack this hook point.
+        layers_with_kind = prepared.config.layers_with(kind)
         layers = [
-            each for each in layer_window(layer, self.window, prepared.config.num_layers) if each in having
+            neighbour
+            for neighbour in layer_window(layer, self.window, prepared.config.num_layers)
+            if neighbour in layers_with_kind
         ]
         return [
             Run(
@@ -246,56 +273,60 @@ class Grid(Experiment):
         ]
 
     def sketch(self, config: Architecture, cell: CellLabels) -> Sequence[Run]:
-        """The runs with constants at every place."""
+        """The runs with constant payloads in place of activations."""
         return self.runs(PreparedGrid(config, np.zeros(0), [], self.blank(config), {}), cell)
 
     def blank(self, config: Architecture) -> Mapping[Any, Any]:
-        """Stands for activations nobody has computed."""
+        """Placeholder for `PreparedGrid.activations` while runs are only planned."""
         return Blank(config, len(self.prompt))
 
     @property
     def want(self) -> Logits:
         """Logits at one position, of the tokens that the metrics read."""
-        return Logits((self.at,), wanted(self.metrics))
+        return Logits((self.at,), required_tokens(self.metrics))
 
     # -- numbers
 
     def measure(self, prepared: PreparedGrid, cell: CellLabels, result: HookCache) -> Floats:
-        """Every metric of one run, float64 [metric], not yet rescaled."""
-        return read(self.metrics, as_vector(result.logits), prepared.clean)
+        """Every metric of one run, float64 [metric], not rescaled."""
+        return read_metrics(self.metrics, as_vector(result.logits), prepared.clean)
 
     def dataset(self, prepared: PreparedGrid, cell: CellLabels, measured: Sequence[Floats]) -> xr.Dataset:
-        """The metrics of one hook point, [layer, *axes], and those of the runs nothing was patched in."""
+        """Metrics of one hook point, [layer, *axes], and those of the unpatched runs."""
         kind, samples = cell["kind"], self.num_samples
         axes = self.axes(prepared.config, kind)
-        # What no run changes (edges to the future) keeps the numbers of the run it would have changed.
+        # Edges to later keys have no run on a causal model: they get the metrics of the unpatched run.
         unpatched = prepared.unpatched or [prepared.clean] * samples
-        values = np.stack([read(self.metrics, each, prepared.clean) for each in unpatched])
+        values = np.stack([read_metrics(self.metrics, logits, prepared.clean) for logits in unpatched])
         values = np.tile(values, (*[len(labels) for _, labels in axes], 1, 1))
-        found = np.array(measured).reshape(-1, samples, len(self.metrics))
-        for place, numbers in zip(self.places(prepared.config, kind), found, strict=True):
+        by_place = np.array(measured).reshape(-1, samples, len(self.metrics))
+        for place, numbers in zip(self.places(prepared.config, kind), by_place, strict=True):
             values[_index(place, axes)] = numbers
         dims = ["layer", *[name for name, _ in axes]]
-        made = metrics_of(prepared, self.metrics, values[None], dims)
+        dataset = metrics_of(prepared, self.metrics, values[None], dims)
         coords: dict[str, Any] = {name: (name, np.array(labels, np.int64)) for name, labels in axes}
         for axis in {"position", "query_position"} & coords.keys():
             for name, texts in prepared.tokens.items():
                 coords[name] = (axis, [texts[index] for index in coords[axis][1]])
-        return made.assign_coords(**coords, layer=[cell["layer"]], kind=kind)
+        return dataset.assign_coords(**coords, layer=[cell["layer"]], kind=kind)
 
     def joined(self, parts: Sequence[xr.Dataset]) -> xr.Dataset:
-        """Layers stacked; several kinds stacked on an axis of their own, NaN where a kind has fewer heads."""
+        """Layers concatenated; several kinds stacked along `kind`, NaN where a kind has fewer heads."""
         stacked = [
             stack([part for part in parts if str(part["kind"].values) == kind], "layer")
             for kind in dict.fromkeys(self.kinds)
         ]
         if len(stacked) == 1:
             return stacked[0]
-        even = [each.rename({a: b for a, b in COMMON.items() if a in each.dims}) for each in stacked]
-        if "head" in even[0].dims:
-            most = max((each["head"].values for each in even), key=len)
-            even = [each.reindex(head=most) for each in even]
-        both = stack([each.drop_vars("kind") for each in even], "kind")
+        renamed = [
+            dataset.rename({a: b for a, b in COMMON.items() if a in dataset.dims}) for dataset in stacked
+        ]
+        # k and v may have fewer heads than z and q: their missing heads become NaN instead of failing the
+        # join.
+        if "head" in renamed[0].dims:
+            all_heads = max((dataset["head"].values for dataset in renamed), key=len)
+            renamed = [dataset.reindex(head=all_heads) for dataset in renamed]
+        both = stack([dataset.drop_vars("kind") for dataset in renamed], "kind")
         both = both.assign_coords(kind=list(dict.fromkeys(self.kinds)))
         both.attrs["note"] = (
             "heads of k and v are key/value heads, of which there are fewer: NaN past the last; positions of "
@@ -305,31 +336,36 @@ class Grid(Experiment):
 
 
 def layer_window(layer: int, width: int, num_layers: int) -> list[int]:
-    """`width` layers centred on one, cut at the ends of the model (ROME: from layer - width // 2)."""
+    """`width` layers centred on `layer`, clipped to the model (as in ROME, from layer - width // 2)."""
     return list(range(max(0, layer - width // 2), min(num_layers, layer + (width + 1) // 2)))
 
 
 def num_heads(config: Architecture, kind: str) -> int:
-    """Heads a kind has: k and v have those of grouped-query attention, states those of their recurrence, a
-    mixture has experts, and the stream has none."""
+    """Number of heads of a hook kind: key/value heads for k and v, experts for a mixture, 0 for the residual
+    stream.
+    """
     axis = head_axis(BY_NAME[kind].dims)
     return 0 if axis is None else config.axis_sizes[axis]
 
 
 def head_axis(dims: Sequence[str]) -> str | None:
-    """Which axis counts heads, or experts; d_head counts what is in one."""
+    """Axis that counts heads or experts; None without one. d_head is the width of a head."""
     return next((axis for axis in dims if axis.endswith(("head", "expert")) and axis != "d_head"), None)
 
 
 def part_of(activation: Tensor, point: HookPoint, place: GridPlace) -> Tensor:
-    """What a place holds of an activation, without its batch, at a hook point; its axes kept."""
-    chosen = {head_axis(point.dims): place.head, "position": place.position, "query_position": place.position}
-    places = (chosen.get(axis) for axis in point.dims[1:])
-    return activation[tuple(slice(None) if at is None else slice(at, at + 1) for at in places)]
+    """Sub-array of an activation (without batch) that a place covers; indexed axes keep size 1."""
+    index_of = {
+        head_axis(point.dims): place.head,
+        "position": place.position,
+        "query_position": place.position,
+    }
+    indices = (index_of.get(axis) for axis in point.dims[1:])
+    return activation[tuple(slice(None) if index is None else slice(index, index + 1) for index in indices)]
 
 
 def where(place: GridPlace, point: HookPoint) -> dict[str, tuple[int, ...] | None]:
-    """Keywords that narrow an intervention at a hook point to a place."""
+    """Keyword arguments that restrict an intervention at a hook point to a place."""
     return {
         "positions": None if place.position is None else (place.position,),
         "experts" if point.kind in EXPERT_KINDS else "heads": None if place.head is None else (place.head,),
@@ -342,15 +378,17 @@ def _index(place: GridPlace, axes: Sequence[tuple[str, list[int]]]) -> tuple[int
     return tuple(labels.index(values[name]) for name, labels in axes)  # type: ignore[arg-type]
 
 
-def _not_empty(name: str, what: str, chosen: Sequence[Any] | None) -> None:
-    if chosen is not None and not chosen:
-        raise StageError(f"{name}: expected at least one of {what}, found none; leave it out to mean all")
+def _not_empty(name: str, field_name: str, values: Sequence[Any] | None) -> None:
+    if values is not None and not values:
+        raise StageError(
+            f"{name}: expected at least one of {field_name}, found none; leave it out to mean all"
+        )
 
 
-def in_range(name: str, what: str, chosen: Sequence[int] | None, size: int) -> None:
-    """InterventionError for an index that is not there."""
-    for index in () if chosen is None else as_indices(chosen, f"{name}: {what}s", InterventionError):
+def in_range(name: str, noun: str, indices: Sequence[int] | None, size: int) -> None:
+    """Raise InterventionError for an index outside -size .. size - 1."""
+    for index in () if indices is None else as_indices(indices, f"{name}: {noun}s", InterventionError):
         if not -size <= index < size:
             raise InterventionError(
-                f"{name}: expected a {what} in 0..{size - 1} (or negative, from the end), found {index}"
+                f"{name}: expected a {noun} in 0..{size - 1} (or negative, from the end), found {index}"
             )

@@ -1,11 +1,10 @@
-"""Metrics of patched runs, as values: what is read off the next-token logits of each run.
+"""Metrics of runs, as values: numbers computed from the next-token logits of each run.
 
-A metric is data: it says what it is called, its unit, which logits it needs and how it enters a key. It sees
-one vector of logits and those of the clean run; what it gives is the number of one run, and, where it has
-one, its gradient with respect to these logits in closed form. `Recovery` rescales the numbers of another
-metric so that 0 is the corrupted run and 1 the clean one.
+A metric declares its name, its unit, the logits that it needs and its identity in a key. It maps the logits
+of a run (and of the clean run) to one number and, if differentiable, to the gradient with respect to these
+logits in closed form. `Recovery` rescales another metric to 0 for the corrupted run and 1 for the clean run.
 
-Border: numpy vectors of logits; knows no model and no runs. Never imports torch.
+Border: numpy vectors of logits; no model and no runs. Never imports torch.
 """
 
 from __future__ import annotations
@@ -33,74 +32,88 @@ __all__ = [
     "Rank",
     "Recovery",
     "check_metrics",
-    "wanted",
+    "required_tokens",
 ]
 
 
 class Metric(ABC):
-    """One number of one run. A frozen dataclass whose fields are its place in the key.
+    """One number per run. A frozen dataclass whose fields identify it in keys.
 
-    A metric of one's own may have a `version` among its fields or as a class variable; without one its code
-    is its version, as of `Custom`.
+    A metric defined by a user may have `version` as a field or class variable; without it, the digest of its
+    code is its version, as for `Custom`.
     """
 
     units: str
+    """Unit of the number: "logits", "nats", "1"."""
     long_name: str
+    """Description, shown with the variable."""
     name: str
-    """Of the variable that holds it; two metrics of one experiment need two names."""
+    """Name of the variable that holds it, distinct within an experiment."""
 
     @property
     def tokens(self) -> tuple[int, ...] | None:
-        """Vocabulary items whose logits are needed; None for all of them."""
+        """Vocabulary items whose logits are needed; None for the whole vocabulary."""
         return None
 
     @property
     def named(self) -> tuple[int, ...]:
-        """Vocabulary items it asks about, which a model must have (`check_metrics`)."""
+        """Vocabulary items that must exist in the model (`check_metrics`)."""
         return self.tokens or ()
 
     def canonical(self) -> dict[str, Any]:
-        """Plain values that identify the metric, its code as it is now among them."""
+        """Plain values that identify the metric in a key, including the digest of its code where it has no
+        version.
+        """
         kind = type(self).__name__
         if type(self).__module__ == __name__:
             return {"metric": kind, **vars(self)}
         version = getattr(self, "version", None)
         if version is None:
             version = code_version(f"metric {self.name!r}", type(self))
-        # As stage parameters: code may tell a tuple from a list. What has no record is refused by the digest,
-        # unless a subclass puts something else in its place.
+        # Recorded as stage parameters are, as code can distinguish a tuple from a list. Values without a
+        # record pass unchanged: the digest refuses them, unless a subclass replaces them.
         fields = {field: parameter_record(value, lambda other: other) for field, value in vars(self).items()}
         return {"metric": kind, **fields, "version": version}
 
     @abstractmethod
     def value(self, logits: Floats, clean: Floats) -> float:
-        """The number of one run. logits, clean: of this run and of the clean one, float64 [vocab], or
-        [tokens] in the order of `tokens`."""
+        """The metric of one run.
+
+        Arguments:
+            logits: of this run, float64 [vocab], or [token] in the order of `tokens`.
+            clean: of the clean run, same shape.
+        """
 
     needs_baseline: ClassVar[bool] = False
-    """Whether its gradient depends on the clean run."""
+    """Whether the gradient depends on the clean run."""
 
     @property
     def has_gradient(self) -> bool:
-        """Whether it says one; else `gradient` raises."""
+        """Whether the metric defines `gradient`."""
         return type(self).gradient is not Metric.gradient
 
     def gradient(self, logits: Floats, clean: Floats) -> Floats:
-        """Derivative of `value` with respect to each of these logits, float64, of their shape. StageError for
-        a metric that has none."""
+        """Derivative of `value` with respect to `logits`, float64, same shape. Raises StageError if not
+        defined.
+        """
         raise StageError(
             f"metric {self.name!r}: expected one with a gradient, found {type(self).__name__}; take "
             "LogitDifference, LogProbability, Probability or KL"
         )
 
     def scaled(self, values: Floats, clean: float, corrupted: float) -> Floats:
-        """Numbers of runs on the scale the metric reports. clean, corrupted: the numbers of those runs."""
+        """Metrics of several runs on the reported scale.
+
+        Arguments:
+            values: metrics as `value` returns them.
+            clean, corrupted: metric of the clean and the corrupted run.
+        """
         return values
 
 
 @dataclass(frozen=True)
 class LogitDifference(Metric):
-    """logits[correct] - logits[wrong]: above 0 where the correct token is the likelier of the two."""
+    """logits[correct] - logits[wrong]: positive where the correct token is more likely than the wrong one."""
 
     correct: int
     wrong: int
@@ -113,11 +126,11 @@ class LogitDifference(Metric):
 
     @property
     def tokens(self) -> tuple[int, ...]:
-        """The two tokens it compares."""
+        """The correct and the wrong token."""
         return (self.correct, self.wrong)
 
     def value(self, logits: Floats, clean: Floats) -> float:
-        """In logits, of the two in the order of `tokens`."""
+        """Logit difference; `logits` holds the two tokens only."""
         return float(logits[0] - logits[1])
 
     def gradient(self, logits: Floats, clean: Floats) -> Floats:
@@ -127,7 +140,7 @@ class LogitDifference(Metric):
 
 @dataclass(frozen=True)
 class KL(Metric):
-    """KL(clean || run) of the next-token distributions, 0 for the clean run."""
+    """KL(clean || run) of the next-token distributions in nats; 0 for the clean run."""
 
     name: str = "kl"
 
@@ -136,17 +149,17 @@ class KL(Metric):
     needs_baseline: ClassVar[bool] = True
 
     def value(self, logits: Floats, clean: Floats) -> float:
-        """In nats, never below 0."""
+        """KL in nats, never negative."""
         return float(metrics.kl_divergence(clean, logits))
 
     def gradient(self, logits: Floats, clean: Floats) -> Floats:
-        """Probabilities of this run less those of the clean one; 0 at the clean run."""
+        """softmax(logits) - softmax(clean)."""
         return metrics.kl_gradient(clean, logits)
 
 
 @dataclass(frozen=True)
 class Probability(Metric):
-    """Probability of one token among the whole vocabulary."""
+    """Probability of one token."""
 
     token: int
     name: str = "probability"
@@ -156,21 +169,21 @@ class Probability(Metric):
 
     @property
     def named(self) -> tuple[int, ...]:
-        """The token it asks about."""
+        """The token."""
         return (self.token,)
 
     def value(self, logits: Floats, clean: Floats) -> float:
-        """Between 0 and 1."""
+        """Probability, 0 to 1."""
         return float(metrics.probability(logits, self.token))
 
     def gradient(self, logits: Floats, clean: Floats) -> Floats:
-        """p times that of log p."""
+        """p (onehot(token) - softmax(logits))."""
         return metrics.probability_gradient(logits, self.token)
 
 
 @dataclass(frozen=True)
 class LogProbability(Metric):
-    """Log-probability of one token among the whole vocabulary."""
+    """Log-probability of one token."""
 
     token: int
     name: str = "log_probability"
@@ -180,21 +193,21 @@ class LogProbability(Metric):
 
     @property
     def named(self) -> tuple[int, ...]:
-        """The token it asks about."""
+        """The token."""
         return (self.token,)
 
     def value(self, logits: Floats, clean: Floats) -> float:
-        """In nats, at most 0."""
+        """Log-probability in nats, at most 0."""
         return float(metrics.log_softmax(logits)[self.token])
 
     def gradient(self, logits: Floats, clean: Floats) -> Floats:
-        """1 at the token, less the probabilities."""
+        """onehot(token) - softmax(logits)."""
         return metrics.log_probability_gradient(logits, self.token)
 
 
 @dataclass(frozen=True)
 class Rank(Metric):
-    """How many tokens are likelier than one: 0 for the likeliest."""
+    """Number of tokens more likely than one token; 0 for the most likely."""
 
     token: int
     name: str = "rank"
@@ -204,22 +217,24 @@ class Rank(Metric):
 
     @property
     def named(self) -> tuple[int, ...]:
-        """The token it asks about."""
+        """The token."""
         return (self.token,)
 
     def value(self, logits: Floats, clean: Floats) -> float:
-        """A whole number from 0; tokens that are just as likely do not count."""
+        """Rank from 0; tokens of equal logit do not count."""
+        # Strictly greater: tied tokens do not push the answer down.
         return float((logits > logits[self.token]).sum())
 
 
 @dataclass(frozen=True)
 class Recovery(Metric):
-    """Another metric rescaled: 0 = corrupted run, 1 = clean run; not clipped.
+    """Another metric rescaled, not clipped: 0 for the corrupted run, 1 for the clean run.
 
-    Of `KL` it is 1 - KL(clean || patched) / KL(clean || corrupted).
+    For `KL` this is 1 - KL(clean || patched) / KL(clean || corrupted).
     """
 
     of: Metric
+    """The metric that is rescaled, not itself a `Recovery`."""
     name: str = "recovery"
 
     units: str = field(default="1", init=False, repr=False)
@@ -230,29 +245,32 @@ class Recovery(Metric):
 
     @property
     def long_name(self) -> str:  # type: ignore[override]  # depends on the metric
-        """Which metric is rescaled, and what 0 and 1 are."""
+        """Name of the rescaled metric and meaning of 0 and 1."""
         return f"recovery of {self.of.name}, 0 = corrupted, 1 = clean"
 
     @property
     def tokens(self) -> tuple[int, ...] | None:
-        """See `Metric`: those of the metric it rescales."""
+        """Tokens that the rescaled metric reads."""
         return self.of.tokens
 
     @property
     def named(self) -> tuple[int, ...]:
-        """See `Metric`: those of the metric it rescales."""
+        """Tokens that the rescaled metric names."""
         return self.of.named
 
     def canonical(self) -> dict[str, Any]:
-        """See `Metric`; the metric it rescales stands in it as it identifies itself."""
+        """Identity of the rescaled metric, and the name."""
         return {"metric": "Recovery", "of": self.of.canonical(), "name": self.name}
 
     def value(self, logits: Floats, clean: Floats) -> float:
-        """Of the metric, not yet rescaled."""
+        """The inner metric, before rescaling."""
         return self.of.value(logits, clean)
 
     def scaled(self, values: Floats, clean: float, corrupted: float) -> Floats:
-        """StageError where clean and corrupted runs do not differ: there is nothing to recover."""
+        """(values - corrupted) / (clean - corrupted). Raises StageError for equal clean and corrupted
+        metrics.
+        """
+        # Below float32 rounding of the logits the quotient would be noise.
         if abs(clean - corrupted) <= 1e-10 + 1e-7 * max(abs(clean), abs(corrupted)):
             raise StageError(
                 f"recovery of {self.of.name}: expected clean and corrupted runs that differ, found "
@@ -263,69 +281,72 @@ class Recovery(Metric):
 
 @dataclass(frozen=True)
 class Custom(Metric):
-    """A function of the logits of one run: float64 [vocab] -> float.
-
-    version: moves when numbers move; without one the function's code is its version, with everything that
-    code reads from outside, as it is when the key is made. StageError then for what has no identity.
-    derivative: its gradient, float64 [vocab] -> [vocab]; part of the version where there is none.
-    """
+    """A user's function of the logits of one run, float64 [vocab] -> float."""
 
     function: Callable[[Floats], float] = field(repr=False)
+    """Computes the metric; called with the logits of the whole vocabulary."""
     version: int | str | None = None
+    """Changes when numbers change; None takes the digest of the function's code and of all that it reads when
+    the key is made.
+    """
     name: str = ""
     units: str = "1"
     long_name: str = ""
     derivative: Callable[[Floats], Floats] | None = field(default=None, repr=False)
+    """Gradient of the function, float64 [vocab] -> [vocab]; None for a metric without gradient."""
 
     def __post_init__(self) -> None:
         label = self.name or getattr(self.function, "__name__", "metric")
+        # "<lambda>" would be the variable's name in the stored dataset.
         object.__setattr__(self, "name", "metric" if label == "<lambda>" else label)
         object.__setattr__(self, "long_name", self.long_name or self.name.replace("_", " "))
 
     def canonical(self) -> dict[str, Any]:
-        """Name, unit and version; never the address of the function."""
-        told = {"name": self.name, "units": self.units, "long_name": self.long_name}
+        """Name, unit and versions of the functions. Raises StageError for a function whose code has no
+        digest.
+        """
+        labels = {"name": self.name, "units": self.units, "long_name": self.long_name}
         versions: dict[str, Any] = {"version": self._version_of(self.function)}
         versions |= {} if self.derivative is None else {"derivative": self._version_of(self.derivative)}
-        return {"metric": "Custom", **versions, **told}
+        return {"metric": "Custom", **versions, **labels}
 
     @property
     def has_gradient(self) -> bool:
-        """Where it was given one."""
+        """Whether a derivative was passed."""
         return self.derivative is not None
 
     def gradient(self, logits: Floats, clean: Floats) -> Floats:
-        """What the derivative says; StageError unless it is finite numbers, one for each logit."""
+        """The derivative's value. Raises StageError unless it is one finite number per logit."""
         if self.derivative is None:
             return super().gradient(logits, clean)
-        found = np.asarray(self.derivative(logits), np.float64)
-        if found.shape != logits.shape or not np.isfinite(found).all():
+        gradient = np.asarray(self.derivative(logits), np.float64)
+        if gradient.shape != logits.shape or not np.isfinite(gradient).all():
             raise StageError(
                 f"metric {self.name!r}: expected {len(logits)} finite numbers as its gradient, found shape "
-                f"{list(found.shape)}; return one for each logit"
+                f"{list(gradient.shape)}; return one for each logit"
             )
-        return found
+        return gradient
 
     def _version_of(self, function: Callable[[Floats], Any]) -> int | str:
         return code_version(f"metric {self.name!r}", function) if self.version is None else self.version
 
     def value(self, logits: Floats, clean: Floats) -> float:
-        """What the function says; StageError unless it is a finite number."""
-        found = float(self.function(logits))
-        if not np.isfinite(found):
-            raise StageError(f"metric {self.name!r}: expected a finite number for every run, found {found}")
-        return found
+        """The function's value. Raises StageError unless it is finite."""
+        value = float(self.function(logits))
+        if not np.isfinite(value):
+            raise StageError(f"metric {self.name!r}: expected a finite number for every run, found {value}")
+        return value
 
 
-def check_metrics(chosen: Sequence[Metric], vocab_size: int) -> None:
-    """StageError for no metric or two of one name, PromptError for a token id out of range."""
-    if not chosen:
+def check_metrics(run_metrics: Sequence[Metric], vocab_size: int) -> None:
+    """Raise StageError for no metrics or repeated names, PromptError for a token outside the vocabulary."""
+    if not run_metrics:
         raise StageError("expected at least one metric, found none; give metrics=(KL(),)")
-    names = [metric.name for metric in chosen]
+    names = [metric.name for metric in run_metrics]
     for name in names:
         if names.count(name) > 1:
             raise StageError(f"expected metrics of different names, found {name!r} twice; give name=… to one")
-    for metric in chosen:
+    for metric in run_metrics:
         for token in metric.named:
             if not 0 <= token < vocab_size:
                 raise PromptError(
@@ -333,25 +354,30 @@ def check_metrics(chosen: Sequence[Metric], vocab_size: int) -> None:
                 )
 
 
-def wanted(chosen: Sequence[Metric]) -> tuple[int, ...] | None:
-    """Vocabulary items whose logits several metrics need together, ascending; None for all."""
-    found: set[int] = set()
-    for metric in chosen:
+def required_tokens(run_metrics: Sequence[Metric]) -> tuple[int, ...] | None:
+    """Vocabulary items that several metrics read, ascending; None for the whole vocabulary."""
+    tokens: set[int] = set()
+    for metric in run_metrics:
         if metric.tokens is None:
             return None
-        found.update(metric.tokens)
-    return tuple(sorted(found))
+        tokens.update(metric.tokens)
+    return tuple(sorted(tokens))
 
 
-def read(chosen: Sequence[Metric], logits: Floats, clean: Floats) -> Floats:
-    """The number of one run by every metric, float64 [metric]. logits, clean: of the items `wanted` names."""
-    held = wanted(chosen)
+def read_metrics(run_metrics: Sequence[Metric], logits: Floats, clean: Floats) -> Floats:
+    """Every metric of one run, float64 [metric], before rescaling.
+
+    Arguments:
+        logits: of this run, [token] in the order of `required_tokens`, or [vocab] if that is None.
+        clean: of the clean run, same shape.
+    """
+    tokens = required_tokens(run_metrics)
 
     def part(metric: Metric, vector: Floats) -> Floats:
-        if held is None and metric.tokens is not None:
+        if tokens is None and metric.tokens is not None:
             return vector[list(metric.tokens)]
-        if held is None or metric.tokens is None:
+        if tokens is None or metric.tokens is None:
             return vector
-        return vector[[held.index(token) for token in metric.tokens]]
+        return vector[[tokens.index(token) for token in metric.tokens]]
 
-    return np.array([metric.value(part(metric, logits), part(metric, clean)) for metric in chosen])
+    return np.array([metric.value(part(metric, logits), part(metric, clean)) for metric in run_metrics])

@@ -1,6 +1,6 @@
-"""What is kept of patched runs: logits and token texts in, labelled arrays of metrics out.
+"""Datasets of patched runs: logits and token texts in, labelled arrays of metrics out.
 
-Border: numbers of runs and their labels; which runs there are is in patching_grid.py. Never imports torch.
+Border: numbers of runs and their labels; patching_grid.py lists the runs. Never imports torch.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ....pipeline import Output
 from ....store.arrays import Floats
 from ....store.errors import TokenizerError
 from ...forward.architectures.points import HookPoint
-from .patching_metrics import Metric, read
+from .patching_metrics import Metric, read_metrics
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -39,26 +39,25 @@ __all__ = [
 
 @dataclass
 class PreparedGrid:
-    """What the runs of a grid are made of and measured against.
-
-    clean: logits of the clean run, float64 [vocab wanted]. unpatched: the same of the run that is changed,
-    one per sample; none where there is no run but the clean one. activations: by hook point, as the
-    experiment needs them. tokens: labels of positions, coordinate -> texts.
-    """
+    """Unpatched runs of a grid, with the activations that its patches need."""
 
     config: Architecture
+    """Architecture of the model."""
     clean: Floats
+    """Logits of the clean run, float64 [token], of the tokens that the metrics read."""
     unpatched: list[Floats]
+    """The same of the corrupted run, one per sample; empty where the clean run is the one that is changed."""
     activations: Any
+    """Activations by hook point; subclasses of `Grid` define the keys."""
     tokens: Mapping[str, list[str]]
+    """Labels of positions: name of the coordinate -> text of each token."""
 
 
 class Blank(dict[Any, Any]):
-    """What stands for activations where runs are only planned: constants of the right shape, without a batch
-    axis, for any hook point or (mark, hook point).
-
-    Marks are samples, or the run ("clean", "corrupted"); each has a constant of its own, so that runs which
-    will differ do.
+    """Placeholder for activations while runs are only planned: constants of the right shape without batch
+    axis.
+    Keys are hook points or (sample or run, hook point). Each sample and run has its own constant, so that
+    runs which will differ are not merged in the plan.
     """
 
     def __init__(self, config: Architecture, length: int) -> None:
@@ -66,9 +65,10 @@ class Blank(dict[Any, Any]):
         self._of_prompts = dict.fromkeys(("position", "query_position", "key_position"), length)
 
     def __missing__(self, key: Any) -> npt.NDArray[np.float32]:
-        mark, point = (0, key) if isinstance(key, HookPoint) else key
-        marks: dict[Any, int] = {"clean": 1, "corrupted": 0}
-        constant = marks.get(mark, mark)
+        label, point = (0, key) if isinstance(key, HookPoint) else key
+        constants: dict[Any, int] = {"clean": 1, "corrupted": 0}
+        # A different constant for each run or sample; equal payloads would let the planner merge their runs.
+        constant = constants.get(label, label)
         sizes = {**self._of_prompts, **self._config.sizes_in(point.layer)}
         return np.broadcast_to(np.float32(constant), [sizes[axis] for axis in point.dims[1:]])
 
@@ -81,7 +81,9 @@ UNPATCHED = Output(
 
 
 def outputs_along(*dims: str) -> dict[str, Output]:
-    """What experiments declare whose metrics are parameters; `metric_outputs` knows names and units."""
+    """Declared outputs of an experiment whose metrics are parameters; `metric_outputs` has names and
+    units.
+    """
     return {
         "<metric>": Output(dims, "<unit>", "each metric under its name, in its unit"),
         "<metric>_std": Output(dims, "<unit>", "its standard deviation over samples", is_optional=True),
@@ -89,52 +91,55 @@ def outputs_along(*dims: str) -> dict[str, Output]:
     }
 
 
-def metric_outputs(chosen: Sequence[Metric], dims: Sequence[str], num_samples: int) -> dict[str, Output]:
-    """The outputs of these metrics, of so many samples each."""
-    found = {}
-    for metric in chosen:
-        found[metric.name] = Output(tuple(dims), metric.units, metric.long_name)
+def metric_outputs(metrics: Sequence[Metric], dims: Sequence[str], num_samples: int) -> dict[str, Output]:
+    """Outputs of given metrics, with a standard deviation for several samples."""
+    outputs = {}
+    for metric in metrics:
+        outputs[metric.name] = Output(tuple(dims), metric.units, metric.long_name)
         if num_samples > 1:
             meaning = f"standard deviation over samples of {metric.long_name}"
-            found[f"{metric.name}_std"] = Output(tuple(dims), metric.units, meaning)
-    return found | {"unpatched": UNPATCHED}
+            outputs[f"{metric.name}_std"] = Output(tuple(dims), metric.units, meaning)
+    return outputs | {"unpatched": UNPATCHED}
 
 
 def metrics_of(
-    prepared: PreparedGrid, chosen: Sequence[Metric], values: Floats, dims: Sequence[str]
+    prepared: PreparedGrid, metrics: Sequence[Metric], values: Floats, dims: Sequence[str]
 ) -> xr.Dataset:
-    """Numbers of runs as labelled arrays, one per metric, and those of the runs nothing was patched in.
+    """Metrics of runs as labelled arrays, one per metric, and those of the unpatched runs.
 
-    values: [*dims, sample, metric], not yet rescaled; means over samples are kept, of several samples the
-    standard deviation, too.
+    Arguments:
+        values: [*dims, sample, metric], before rescaling; reported are means over samples, and standard
+            deviations if there are several.
     """
     import xarray as xr
 
-    clean = read(chosen, prepared.clean, prepared.clean)
+    clean = read_metrics(metrics, prepared.clean, prepared.clean)
     runs = {"clean": clean}
     if prepared.unpatched:
         runs["corrupted"] = np.mean(
-            [read(chosen, each, prepared.clean) for each in prepared.unpatched], axis=0
+            [read_metrics(metrics, logits, prepared.clean) for logits in prepared.unpatched], axis=0
         )
     samples = values.shape[-2]
-    found: dict[str, Any] = {}
-    for i, metric in enumerate(chosen):
+    variables: dict[str, Any] = {}
+    for i, metric in enumerate(metrics):
+        # Rescaled sample by sample before the mean, so that the standard deviation is on the same scale.
         scaled = metric.scaled(values[..., i], clean[i], runs.get("corrupted", clean)[i])
-        found[metric.name] = scaled.mean(-1)
+        variables[metric.name] = scaled.mean(-1)
         if samples > 1:
-            found[f"{metric.name}_std"] = scaled.std(-1)
-    found["unpatched"] = np.stack(list(runs.values()))
-    outputs = metric_outputs(chosen, dims, samples)
+            variables[f"{metric.name}_std"] = scaled.std(-1)
+    variables["unpatched"] = np.stack(list(runs.values()))
+    outputs = metric_outputs(metrics, dims, samples)
     return xr.Dataset(
-        {name: outputs[name].variable(array) for name, array in found.items()},
-        {"run": list(runs), "metric": [metric.name for metric in chosen]},
+        {name: outputs[name].variable(array) for name, array in variables.items()},
+        {"run": list(runs), "metric": [metric.name for metric in metrics]},
     )
 
 
 def stack(parts: Sequence[xr.Dataset], axis: str) -> xr.Dataset:
-    """Datasets along an axis; variables that have no layers are the same in all and taken from the first."""
+    """Datasets along an axis; variables without a layer axis are equal in all and taken from the first."""
     import xarray as xr
 
+    # Only these are concatenated; the others would get a layer axis of equal rows.
     changing = [name for name, variable in parts[0].data_vars.items() if "layer" in variable.dims]
     return xr.concat(
         parts,
@@ -154,7 +159,7 @@ def as_vector(logits: Tensor) -> Floats:
 
 
 def token_texts(model: Model, ids: Sequence[int]) -> list[str] | None:
-    """Texts of token ids; None for a model without tokenizer."""
+    """Text of each token id; None for a model without tokenizer."""
     try:
         return [model.tokenizer.decode_token(token) for token in ids]
     except TokenizerError:

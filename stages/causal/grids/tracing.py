@@ -1,17 +1,16 @@
-"""Causal tracing: where is a fact recalled when its subject is drowned in noise?
+"""Causal tracing: where does restoring a state recover a fact whose subject is noised?
 
-Gaussian noise is added to the embeddings of the subject, which corrupts the answer; then one state of the
-clean run is put back, place by place, and the metric says how much of the answer it restores (Meng, Bau,
-Andonian & Belinkov 2022, "Locating and Editing Factual Associations in GPT", section 2). Attention and MLP
-outputs are restored in windows of layers, as there. What is reported is the mean over noise samples, and
-their standard deviation.
+Gaussian noise on the embeddings of the subject corrupts the answer; then one state of the clean run is
+restored, place by place, and the metric measures the recovery (Meng, Bau, Andonian & Belinkov 2022, "Locating
+and Editing Factual Associations in GPT", section 2). Attention and MLP outputs are restored in windows of
+layers, as in the paper. Reported are mean and standard deviation over noise samples.
 
-Noise: standard normal numbers of a seeded generator times `multiplier` times the standard deviation of all
-entries of the embedding matrix (ROME takes that of the embeddings of known subjects, and 3 for the
-multiplier). Sample s is the same whatever the number of samples.
+Noise is standard normal, times `multiplier`, times the standard deviation of all entries of the embedding
+matrix (ROME uses that of the embeddings of known subjects, with multiplier 3). Sample s does not depend on
+the number of samples.
 
-Border: token ids, subject positions and hook points in, labelled arrays out; grid and axes are in
-patching_grid.py. Planning imports no torch.
+Border: token ids, subject positions and hook points in, labelled arrays out; patching_grid.py defines grid
+and axes. Planning imports no torch.
 """
 
 from __future__ import annotations
@@ -41,39 +40,48 @@ if TYPE_CHECKING:
 __all__ = ["CausalTracing", "embedding_deviation"]
 
 EMBED = HookPoint("embed")
-ROWS = 4096  # of the embedding matrix read at a time
+ROWS = 4096
+"""Rows of the embedding matrix read at a time."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CausalTracing(Grid):
-    """A prompt whose subject is noised, with one state of the clean run put back at a time.
+    """A prompt with noise on its subject, with one state of the clean run restored at a time.
 
-    tokens: of the prompt. subject: positions that get noise. multiplier: of the standard deviation of the
-    embeddings. samples: noises tried. seed: of the noise. The rest: see `Grid`; ROME restores resid_post with
-    window=1 and attn_out and mlp_out with window=10.
+    ROME restores resid_post with window=1, and attn_out and mlp_out with window=10.
     """
 
     tokens: tuple[int, ...]
+    """Token ids of the prompt."""
     subject: tuple[int, ...]
+    """Positions that get noise."""
     multiplier: float = 3.0
+    """Standard deviation of the noise in units of that of the embedding matrix."""
     samples: int = 10
+    """Number of noise samples."""
     seed: int = 0
+    """Seed of the noise."""
 
     name: ClassVar[str] = "causal_tracing"
     version: ClassVar[int] = 1
 
     @property
     def prompt(self) -> tuple[int, ...]:
-        """The one prompt there is."""
+        """The only prompt."""
         return self.tokens
 
     @property
     def num_samples(self) -> int:
-        """As many as noises are tried."""
+        """Number of noise samples."""
         return self.samples
 
     def check(self, config: Architecture) -> None:
-        """As `Grid.check`, and of subject and noise."""
+        """Check the fields against a model, as `Grid.check` does.
+
+        Raises:
+            StageError: without subject positions, samples or a positive multiplier, or for over="edge".
+            InterventionError: for a subject position outside the prompt.
+        """
         super().check(config)
         if not self.subject:
             raise StageError("causal_tracing: expected subject positions to put noise on, found none")
@@ -84,32 +92,35 @@ class CausalTracing(Grid):
                 f"samples={self.samples}, multiplier={self.multiplier}"
             )
         if self.over == "edge":
-            raise StageError("causal_tracing: a weight of the pattern cannot be put back alone; use knockout")
+            raise StageError(
+                "causal_tracing: expected places other than over='edge', as a single attention weight cannot "
+                "be restored; use knockout"
+            )
 
     def prepare(self, model: Model) -> PreparedGrid:
-        """The clean run with its states, and one noised run per sample with nothing put back."""
-        held = self.held(model.config)
+        """Clean run with its states, and one noised run per sample without restoration."""
+        points = self.points(model.config)
         deviation = self.multiplier * embedding_deviation(model)
         noise = [
             Add(self.noise(sample, model.config.hidden_size) * deviation, positions=self.subject)
             for sample in range(self.samples)
         ]
-        asked = [Run(self.tokens, HookSpec().capture(*held), self.want)]
-        asked += [Run(self.tokens, HookSpec().intervene(EMBED, each), self.want) for each in noise]
-        found = dict(stream(model, asked))
-        states: dict[Any, Any] = {point: found[0][point][0] for point in held}
+        runs = [Run(self.tokens, HookSpec().capture(*points), self.want)]
+        runs += [Run(self.tokens, HookSpec().intervene(EMBED, addition), self.want) for addition in noise]
+        results = dict(stream(model, runs))
+        states: dict[Any, Any] = {point: results[0][point][0] for point in points}
         texts = token_texts(model, self.tokens)
-        unpatched = [as_vector(found[1 + sample].logits) for sample in range(self.samples)]
+        unpatched = [as_vector(results[1 + sample].logits) for sample in range(self.samples)]
         return PreparedGrid(
             model.config,
-            as_vector(found[0].logits),
+            as_vector(results[0].logits),
             unpatched,
             {**states, "noise": noise, "deviation": deviation},
             {} if texts is None else {"token": texts},
         )
 
     def blank(self, config: Architecture) -> Mapping[Any, Any]:
-        """Stands for activations nobody has computed; the noise is known up to its scale."""
+        """Placeholder for activations while runs are only planned; the noise is not yet scaled."""
         blank = Blank(config, len(self.prompt))
         blank["noise"] = [
             Add(self.noise(sample, config.hidden_size), positions=self.subject)
@@ -118,13 +129,14 @@ class CausalTracing(Grid):
         return blank
 
     def noise(self, sample: int, hidden_size: int) -> np.ndarray[Any, np.dtype[np.float32]]:
-        """Standard normal numbers of one sample, float32 [subject, hidden]."""
+        """Standard normal noise of one sample, float32 [subject, hidden]."""
+        # Seeded per sample: sample s is the same however many are drawn.
         return np.random.default_rng([self.seed, sample]).standard_normal(
             (len(self.subject), hidden_size), np.float32
         )
 
     def base(self, prepared: PreparedGrid, sample: int) -> HookSpec:
-        """The noise of one sample on the subject's embeddings, and nothing put back."""
+        """Noise of one sample on the subject's embeddings."""
         return HookSpec().intervene(EMBED, prepared.activations["noise"][sample])
 
     def change(
@@ -136,7 +148,7 @@ class CausalTracing(Grid):
         place: GridPlace,
         sample: int,
     ) -> HookSpec:
-        """The clean state put back at one place, in every layer of the window."""
+        """Restore the clean state at one place, in every layer of the window."""
         for layer in layers:
             point = HookPoint(kind, layer)
             spec = spec.intervene(
@@ -145,17 +157,18 @@ class CausalTracing(Grid):
         return spec
 
     def dataset(self, prepared: PreparedGrid, cell: CellLabels, measured: Sequence[Any]) -> xr.Dataset:
-        """As `Grid.dataset`, with the positions that got noise and its standard deviation."""
-        made = super().dataset(prepared, cell, measured)
+        """As `Grid.dataset`, with subject positions and standard deviation of the noise as attributes."""
+        dataset = super().dataset(prepared, cell, measured)
         length = len(self.tokens)
         noise = {"standard_deviation_of_noise": prepared.activations["deviation"]}
-        return made.assign_attrs(subject=[position % length for position in self.subject], **noise)
+        return dataset.assign_attrs(subject=[position % length for position in self.subject], **noise)
 
 
 @plain_torch()
 def embedding_deviation(model: Model) -> float:
-    """Standard deviation of all entries of the embedding matrix, as they enter the first block but for
-    positions."""
+    """Standard deviation of all entries of the token embedding matrix, scaled as it enters the first
+    block.
+    """
     import torch
 
     from ...forward.networks.history import STREAM
@@ -166,8 +179,11 @@ def embedding_deviation(model: Model) -> float:
         for start in range(0, size, ROWS):
             ids = torch.arange(start, min(size, start + ROWS), device=model.device)
             rows = model.network.embed(ids[None], None)[STREAM].double()
-            # Row by row first: torch shares one long sum among its threads, and each adds up its own part.
+            # Summed row by row first: torch splits one long sum among its threads, so its rounding, and with
+            # it the noise, would depend on their number.
             total += float(rows.sum(-1).sum())
             squares += float(rows.square().sum(-1).sum())
+    # E[x^2] - E[x]^2 in one pass over the vocabulary; float64 leaves enough digits, and max guards its
+    # rounding.
     count = size * model.config.hidden_size
     return float(np.sqrt(max(0.0, squares / count - (total / count) ** 2)))

@@ -1,1 +1,3 @@
-"""Tasks of the field, made for any tokenizer: pairs of prompts of equal length with answers of one token."""
+"""Standard tasks for circuit discovery, generated for any tokenizer: pairs of equal length, one-token
+answers.
+"""

@@ -1,9 +1,9 @@
-"""Drafts: a pair of texts with the words that answer them, and what a tokenizer makes of them.
+"""Drafts: text pairs with answers, and their conversion to token pairs.
 
-A pair counts only if clean and corrupted prompt have as many tokens and each answer is one token behind the
-clean one: tokens are compared position by position, and a logit is one token's.
+A draft is usable if clean and corrupted prompt have equally many tokens and each answer is one token after
+the clean prompt: activations are compared position by position, and a logit belongs to one token.
 
-Border: texts and a tokenizer; knows no model.
+Border: texts and a tokenizer; no model.
 """
 
 from __future__ import annotations
@@ -23,27 +23,36 @@ if TYPE_CHECKING:
 __all__ = ["Draft", "drawn", "next_token", "pair_of", "single", "usable"]
 
 TRIED = 20
-"""Drafts tried for each pair wanted, before a task is given up."""
+"""Drafts tried per requested pair before a task fails."""
 
 
 @dataclass(frozen=True)
 class Draft:
-    """Texts, and what comes next in the clean one: right, and wrong, which the corrupted one suggests."""
+    """Texts of a pair and its two answers."""
 
     clean: str
+    """Text of the clean prompt."""
     corrupted: str
+    """Text of the corrupted prompt."""
     right: str
+    """Correct continuation of the clean prompt, with its leading space."""
     wrong: str
+    """Wrong continuation, which the corrupted prompt suggests."""
 
 
 def next_token(tokenizer: Tokenizer, prompt: str, word: str) -> int | None:
-    """The one token that a word is behind a prompt; None where it is several, or changes those before it."""
-    before, both = (tokenizer.encode(text).ids for text in (prompt, prompt + word))
-    return both[-1] if len(both) == len(before) + 1 and both[:-1] == before else None
+    """Token id of a word after a prompt; None if the word is several tokens, or changes the tokens before
+    it.
+    """
+    prompt_ids, ids = (tokenizer.encode(text).ids for text in (prompt, prompt + word))
+    # BPE may merge a word with the end of the prompt, which changes earlier tokens.
+    return ids[-1] if len(ids) == len(prompt_ids) + 1 and ids[:-1] == prompt_ids else None
 
 
 def pair_of(tokenizer: Tokenizer, draft: Draft) -> Pair | None:
-    """The pair a draft is, measured by the logit difference of its answers; None where it is none."""
+    """The pair of a draft, with the logit difference of its answers; None if the tokenizer cannot represent
+    it.
+    """
     clean, corrupted = (tuple(tokenizer.encode(text).ids) for text in (draft.clean, draft.corrupted))
     right, wrong = (next_token(tokenizer, draft.clean, word) for word in (draft.right, draft.wrong))
     if len(clean) != len(corrupted) or clean == corrupted or right is None or wrong is None:
@@ -52,37 +61,51 @@ def pair_of(tokenizer: Tokenizer, draft: Draft) -> Pair | None:
 
 
 def drawn(task: str, tokenizer: Tokenizer, drafts: Iterable[Draft], count: int) -> list[Pair]:
-    """The first pairs that drafts give, each once. Raises ConfigError where a tokenizer leaves too few."""
-    found: dict[tuple[tuple[int, ...], tuple[int, ...]], Pair] = {}
+    """The first `count` distinct pairs of a stream of drafts. Raises ConfigError if a tokenizer leaves too
+    few.
+    """
+    pairs: dict[tuple[tuple[int, ...], tuple[int, ...]], Pair] = {}
     tried = 0
     for draft in islice(drafts, TRIED * count):
         tried += 1
         pair = pair_of(tokenizer, draft)
         if pair is not None:
-            found.setdefault((pair.clean, pair.corrupted), pair)
-        if len(found) == count:
-            return list(found.values())
+            # Distinct prompts only: repeated ones would count twice in every mean.
+            pairs.setdefault((pair.clean, pair.corrupted), pair)
+        if len(pairs) == count:
+            return list(pairs.values())
     raise ConfigError(
-        f"{task}: expected {count} pairs of equal length with answers of one token, found {len(found)} among "
+        f"{task}: expected {count} pairs of equal length with answers of one token, found {len(pairs)} among "
         f"{tried} tried with this tokenizer; ask for fewer, or another task"
     )
 
 
 def usable(
-    task: str, what: str, tokenizer: Tokenizer, words: Sequence[str], least: int, lead: str = " "
+    task: str, description: str, tokenizer: Tokenizer, words: Sequence[str], minimum: int, lead: str = " "
 ) -> list[str]:
-    """Those words that are one token behind a space. Raises ConfigError where fewer are left than a task
-    needs."""
-    found = [word for word in words if single(tokenizer, lead + word)]
-    if len(found) < least:
+    """Words that are a single token after `lead`.
+
+    Arguments:
+        task: name of the task, for the message.
+        description: of the words, for the message.
+        minimum: smallest number that the task needs.
+        lead: text before each word.
+
+    Raises:
+        ConfigError: for fewer than `minimum` words.
+    """
+    single_words = [word for word in words if single(tokenizer, lead + word)]
+    if len(single_words) < minimum:
         raise ConfigError(
-            f"{task}: expected at least {least} {what} of one token, found {len(found)} of {len(words)} "
-            f"with this tokenizer{': ' + ', '.join(found) if found else ''}; ask another task"
+            f"{task}: expected at least {minimum} {description} of one token, found {len(single_words)} of "
+            f"{len(words)} with this tokenizer{': ' + ', '.join(single_words) if single_words else ''}; ask "
+            "another task"
         )
-    return found
+    return single_words
 
 
 def single(tokenizer: Tokenizer, text: str) -> bool:
-    """Whether a text is one token, and a known one."""
+    """Whether a text is one token other than the unknown token."""
+    # Raw: without the special tokens that `encode` adds to a text.
     ids = tokenizer.encode_raw(text).ids
     return len(ids) == 1 and ids[0] != tokenizer.special_id("unk_token")

@@ -1,10 +1,9 @@
-"""Tasks of random tokens: what followed the same token before (induction), what came next last time
-(copying).
+"""Tasks of random tokens: induction, and copying of a repeated sequence.
 
-Random tokens leave nothing else to go by (Olsson et al., In-context Learning and Induction Heads, 2022). They
-are those that decode to a word behind a space, so that no rule of a tokenizer's applies to them.
+Random tokens carry no other cue than the repetition (Olsson et al. 2022, "In-context Learning and Induction
+Heads"). Tokens decode to a space and a word, so that a tokenizer's merging rules do not apply to them.
 
-Border: token ids; knows texts only to choose among them.
+Border: token ids; texts serve only to select tokens.
 """
 
 from __future__ import annotations
@@ -23,58 +22,63 @@ if TYPE_CHECKING:
 __all__ = ["copying", "induction"]
 
 LENGTH = 8
-"""Tokens of a sequence that is repeated, or in which a pair stands."""
+"""Tokens of a sequence."""
 AGAIN = 6
-"""Of them that stand a second time."""
+"""Tokens of the sequence that are repeated."""
 
 
 def induction(tokenizer: Tokenizer, count: int, seed: int) -> list[Pair]:
-    """… A B … A -> B. Corrupted: another token behind the first A, which is the wrong answer."""
+    """Pairs … A B … A -> B. Corrupted: another token, the wrong answer, follows the first A."""
     words, prefix, rng = _words("induction", tokenizer), _prefix(tokenizer), np.random.default_rng(seed)
-    found = []
+    pairs = []
     for _ in range(count):
         *row, wrong = rng.permutation(words)[: LENGTH + 1].tolist()
-        place = int(rng.integers(0, LENGTH - 3))
-        clean = (*prefix, *row, row[place])
-        other = [*row[: place + 1], wrong, *row[place + 2 :]]
-        found.append(Pair(clean, (*prefix, *other, row[place]), LogitDifference(row[place + 1], wrong)))
-    return found
+        # Not at the end: the repeated token must have a successor, and some distance to its repetition.
+        index = int(rng.integers(0, LENGTH - 3))
+        clean = (*prefix, *row, row[index])
+        corrupted = [*row[: index + 1], wrong, *row[index + 2 :]]
+        pairs.append(Pair(clean, (*prefix, *corrupted, row[index]), LogitDifference(row[index + 1], wrong)))
+    return pairs
 
 
 def copying(tokenizer: Tokenizer, count: int, seed: int) -> list[Pair]:
-    """A sequence, and its beginning again -> its next token. Corrupted: another sequence the first time,
-    whose token in that place is the wrong answer."""
+    """Pairs of a sequence and its beginning repeated -> its next token.
+
+    Corrupted: another sequence the first time, whose token at that index is the wrong answer.
+    """
     words, prefix, rng = _words("copying", tokenizer), _prefix(tokenizer), np.random.default_rng(seed)
-    found = []
+    pairs = []
     for _ in range(count):
-        both = rng.permutation(words)[: 2 * LENGTH].tolist()
-        row, other = both[:LENGTH], both[LENGTH:]
-        found.append(
+        tokens = rng.permutation(words)[: 2 * LENGTH].tolist()
+        row, other_row = tokens[:LENGTH], tokens[LENGTH:]
+        pairs.append(
             Pair(
                 (*prefix, *row, *row[:AGAIN]),
-                (*prefix, *other, *row[:AGAIN]),
-                LogitDifference(row[AGAIN], other[AGAIN]),
+                (*prefix, *other_row, *row[:AGAIN]),
+                LogitDifference(row[AGAIN], other_row[AGAIN]),
             )
         )
-    return found
+    return pairs
 
 
 def _words(task: str, tokenizer: Tokenizer) -> list[int]:
-    """Tokens that are words behind a space, which read back as themselves."""
-    found = [
+    """Ids of tokens that decode to a space and an ASCII word. Raises ConfigError for fewer than two
+    sequences.
+    """
+    word_ids = [
         token
         for token, text in enumerate(tokenizer.vocabulary)
         if len(text) > 3 and text[0] == " " and text[1:].isascii() and text[1:].isalpha()
     ]
-    if len(found) < 2 * LENGTH:
+    if len(word_ids) < 2 * LENGTH:
         raise ConfigError(
             f"{task}: expected at least {2 * LENGTH} tokens that are words behind a space, found "
-            f"{len(found)} of {len(tokenizer.vocabulary)} with this tokenizer; ask another task"
+            f"{len(word_ids)} of {len(tokenizer.vocabulary)} with this tokenizer; ask another task"
         )
-    return found
+    return word_ids
 
 
 def _prefix(tokenizer: Tokenizer) -> list[int]:
-    """What the tokenizer puts before a text."""
+    """Special tokens that the tokenizer puts before a text."""
     encoded = tokenizer.encode("a")
     return [token for token, special in zip(encoded.ids, encoded.special, strict=True) if special]

@@ -1,8 +1,8 @@
-"""The tasks by name, and pairs of one.
+"""Tasks by name, and their pairs.
 
     pairs = task_pairs(tokenizer, "ioi", 16, seed=0)
 
-Border: a tokenizer; loads no model and never imports torch.
+Border: a tokenizer; loads no model and imports no torch.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["TASKS", "task_pairs"]
 
 Task = Callable[["Tokenizer", int, int], list[Pair]]
+"""(tokenizer, number of pairs, seed) -> pairs."""
 TASKS: dict[str, Task] = {
     "ioi": indirect_objects,
     "greater_than": later_years,
@@ -34,8 +35,11 @@ TASKS: dict[str, Task] = {
 
 
 def task_pairs(tokenizer: Tokenizer, task: str, count: int, *, seed: int = 0) -> list[Pair]:
-    """As many pairs of a task, all different, the same for the same seed. Raises ConfigError for a task there
-    is not, and where a tokenizer leaves too few pairs, saying how many."""
+    """Distinct prompt pairs of a task, deterministic for a seed.
+
+    Raises:
+        ConfigError: for an unknown task, a count below 1, or a tokenizer that leaves too few pairs.
+    """
     if task not in TASKS:
         near = nearest(task, TASKS)
         hint = f"did you mean {near!r}?" if near else f"there are {', '.join(TASKS)}"

@@ -1,7 +1,8 @@
-"""A year that must be later than another (Hanna et al., How does GPT-2 compute greater-than?, 2023).
+"""Greater-than: a year that must be later than another (Hanna et al. 2023, "How does GPT-2 compute
+greater-than?").
 
-Needs a tokenizer that cuts a year behind its century, as GPT-2's does. Corrupted: the year 01, after which
-any other is later.
+Needs a tokenizer that splits a year into century and two digits, as GPT-2's does. Corrupted: the year 01,
+after which any other is later.
 
 Border: texts; the metric compares probabilities of many tokens.
 """
@@ -30,10 +31,12 @@ __all__ = ["ProbabilityDifference", "later_years"]
 
 @dataclass(frozen=True)
 class ProbabilityDifference(Metric):
-    """Probability of some tokens less that of others."""
+    """Total probability of some tokens minus that of others."""
 
     right: tuple[int, ...]
+    """Token ids that count positively."""
     wrong: tuple[int, ...]
+    """Token ids that count negatively."""
     name: str = "probability_difference"
 
     version: ClassVar[int] = 1
@@ -43,55 +46,64 @@ class ProbabilityDifference(Metric):
     )
 
     def value(self, logits: Floats, clean: Floats) -> float:
-        """Between -1 and 1."""
+        """Difference of probabilities, -1 to 1."""
         return float(np.exp(log_softmax(logits)) @ self._signs(len(logits)))
 
     def gradient(self, logits: Floats, clean: Floats) -> Floats:
-        """p (s - p s), s = 1 of right tokens and -1 of wrong ones."""
+        """p (s - p . s), with s = 1 for right tokens and -1 for wrong ones, float64 [vocab]."""
         shares, signs = np.exp(log_softmax(logits)), self._signs(len(logits))
-        found: Floats = shares * (signs - shares @ signs)
-        return found
+        gradient: Floats = shares * (signs - shares @ signs)
+        return gradient
 
     def canonical(self) -> dict[str, Any]:
-        """See `Metric`; tokens as lists."""
+        """Plain values that identify the metric, tokens as lists."""
         return {**super().canonical(), "right": list(self.right), "wrong": list(self.wrong)}
 
     def _signs(self, size: int) -> Floats:
-        found: Floats = np.zeros(size)
-        found[list(self.right)], found[list(self.wrong)] = 1.0, -1.0
-        return found
+        signs: Floats = np.zeros(size)
+        signs[list(self.right)], signs[list(self.wrong)] = 1.0, -1.0
+        return signs
 
 
 def later_years(tokenizer: Tokenizer, count: int, seed: int) -> list[Pair]:
-    """Pairs measured by the probability of later years less that of years that are not.
+    """Pairs whose metric is the probability of later years minus that of years that are not later.
 
-    A vocabulary may have some years whole (GPT-2's has 1830, and every round century): no prompt begins with
-    such a year, and as an answer it is the token of its two digits, as in the other centuries. What no
-    century cuts, of GPT-2 "00", counts nowhere.
+    A vocabulary may contain whole years (GPT-2's has 1830, and every round century). No prompt starts with
+    such a year, and as an answer it counts by the token of its two digits, as in other centuries. Digits that
+    no century splits off (of GPT-2 "00") are never counted.
+
+    Raises:
+        ConfigError: for a tokenizer that does not split years, or leaves too few pairs.
     """
     rng = np.random.default_rng(seed)
     tokens = {century: _years(tokenizer, century) for century in range(11, 20)}
-    years = {year: token for known in tokens.values() for year, token in known.items()}
-    centuries = [century for century, known in tokens.items() if 1 in known]
+    years = {year: token for by_year in tokens.values() for year, token in by_year.items()}
+    centuries = [century for century, by_year in tokens.items() if 1 in by_year]
     if not set(range(1, 100)) <= years.keys():
         raise ConfigError(
             "greater_than: expected a tokenizer that cuts years behind their century, found one in which at "
             f"most {len(years)} of 100 years are a century and one token more; ask another task"
         )
-    found: dict[tuple[int, ...], Pair] = {}
+    pairs: dict[tuple[int, ...], Pair] = {}
+    # Bounded, as a tokenizer may leave fewer distinct pairs than requested.
     for _ in range(50 * count):
         century, span = int(rng.choice(centuries)), str(rng.choice(SPANS))
         year = int(rng.integers(2, 99))
-        clean, corrupted = (tuple(tokenizer.encode(_text(span, century, each)).ids) for each in (year, 1))
+        clean, corrupted = (
+            tuple(tokenizer.encode(_text(span, century, other_year)).ids) for other_year in (year, 1)
+        )
+        # The answer must be one token in this century, and both prompts align position by position.
         if year in tokens[century] and len(clean) == len(corrupted):
-            said = {**years, **tokens[century]}
-            later = tuple(said[each] for each in range(year + 1, 100))
-            others = tuple(said[each] for each in range(year + 1) if each in said)
-            found.setdefault(clean, Pair(clean, corrupted, ProbabilityDifference(later, others)))
-        if len(found) == count:
-            return list(found.values())
+            year_tokens = {**years, **tokens[century]}
+            later = tuple(year_tokens[other_year] for other_year in range(year + 1, 100))
+            earlier = tuple(
+                year_tokens[other_year] for other_year in range(year + 1) if other_year in year_tokens
+            )
+            pairs.setdefault(clean, Pair(clean, corrupted, ProbabilityDifference(later, earlier)))
+        if len(pairs) == count:
+            return list(pairs.values())
     raise ConfigError(
-        f"greater_than: expected {count} pairs of equal length, found {len(found)} with this tokenizer; ask "
+        f"greater_than: expected {count} pairs of equal length, found {len(pairs)} with this tokenizer; ask "
         "for fewer"
     )
 
@@ -101,7 +113,7 @@ def _text(span: str, century: int, year: int) -> str:
 
 
 def _years(tokenizer: Tokenizer, century: int) -> Mapping[int, int]:
-    """The token of each year of a century behind it, of those that are one."""
+    """{year of the century: token id of its two digits}, for the years whose digits are one token."""
     prompt = _text(SPANS[0], century, 1)
-    made = {year: next_token(tokenizer, prompt, f"{year:02d}") for year in range(100)}
-    return {year: token for year, token in made.items() if token is not None}
+    tokens = {year: next_token(tokenizer, prompt, f"{year:02d}") for year in range(100)}
+    return {year: token for year, token in tokens.items() if token is not None}

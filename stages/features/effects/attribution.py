@@ -32,7 +32,7 @@ from ...causal.attribution.patching import cotangent_of_pair, plain
 from ...causal.controls import random_directions
 from ...causal.grids.patching import check_lengths
 from ...causal.grids.patching_grid import in_range
-from ...causal.grids.patching_metrics import Metric, check_metrics, read, wanted
+from ...causal.grids.patching_metrics import Metric, check_metrics, read_metrics, required_tokens
 from ...causal.grids.patching_results import as_vector
 from ...forward.hooks.objective import objective_of
 from ...forward.hooks.spec import Capture, HookSpec
@@ -113,7 +113,7 @@ class OfPair(OfDictionary):
     @property
     def want(self) -> Logits:
         """Logits at one position, of the tokens that the metric reads."""
-        return Logits((self.at,), wanted((self.metric,)))
+        return Logits((self.at,), required_tokens((self.metric,)))
 
     def params(self) -> dict[str, Any]:
         """The metric as plain values."""
@@ -121,7 +121,7 @@ class OfPair(OfDictionary):
 
     def value(self, logits: Floats, clean: Floats) -> float:
         """The metric of one run, not yet rescaled."""
-        return float(read((self.metric,), logits, clean)[0])
+        return float(read_metrics((self.metric,), logits, clean)[0])
 
     def run_with(self, held: Attributed, position: int, vectors: Mapping[int, Tensor]) -> Run:
         """The corrupted run with vectors added at a position, by layer."""

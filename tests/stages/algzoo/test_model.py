@@ -15,7 +15,7 @@ import mizarr
 from mizarr import Add, HookSpec, Knockout, Replace, Scale, Zero
 from mizarr.pipeline import run
 from mizarr.stages.algzoo.capture import capture, run_key
-from mizarr.stages.algzoo.files import said_by_name, write_tensors
+from mizarr.stages.algzoo.files import metadata_of_name, write_tensors
 from mizarr.stages.algzoo.handcrafted import handcrafted_2nd_argmax
 from mizarr.stages.algzoo.model import HANDCRAFTED, load_model
 from mizarr.stages.algzoo.samples import drawn, lcg
@@ -313,7 +313,7 @@ print(json.dumps(require_rnn(weights, "here").outputs(np.array(json.loads(sys.ar
 
 
 def test_names_of_the_zoo_say_what_is_in_them():
-    found = said_by_name("2nd_argmax_16_10_1073741824_3")
+    found = metadata_of_name("2nd_argmax_16_10_1073741824_3")
     assert (found.task, found.hidden, found.sequence, found.trained, found.seed) == (
         "2nd_argmax",
         16,
@@ -321,9 +321,9 @@ def test_names_of_the_zoo_say_what_is_in_them():
         2**30,
         3,
     )
-    assert said_by_name("one_layer_16_hidden_94_acc_2nd_argmax").task == "2nd_argmax"
-    assert said_by_name("argmedian_h8_n5").sequence == 5
-    assert said_by_name("network").task is None
+    assert metadata_of_name("one_layer_16_hidden_94_acc_2nd_argmax").task == "2nd_argmax"
+    assert metadata_of_name("argmedian_h8_n5").sequence == 5
+    assert metadata_of_name("network").task is None
 
 
 class Code:

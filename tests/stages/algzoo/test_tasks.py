@@ -28,7 +28,7 @@ def by_sorting(name: str, row: np.ndarray) -> float:
         (name, n)
         for name in ("2nd_argmax", "argmax", "argmedian", "median", "argoutlier")
         for n in (2, 3, 4, 7, 10)
-        if n >= TASKS[name].least
+        if n >= TASKS[name].min_sequence
     ],
 )
 def test_numbers_have_the_answer_that_sorting_gives(name, n):

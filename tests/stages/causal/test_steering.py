@@ -6,6 +6,7 @@ import math
 
 import numpy as np
 import pytest
+import torch
 import xarray as xr
 from hypothesis import given, strategies as st
 
@@ -291,7 +292,8 @@ def test_attention_to_targets_is_a_mean_over_prompts_heads_and_targets():
     pattern = np.zeros((2, 3, 4, 4))
     pattern[..., 3, 0], pattern[..., 3, 1] = 0.5, 0.25
     pattern[0, 0, 3, 0] = 0.1
-    assert measure_attention_to_targets(pattern, 3, [0]) == pytest.approx((0.1 + 5 * 0.5) / 6)
+    for values in (pattern, torch.from_numpy(pattern)):
+        assert measure_attention_to_targets(values, 3, [0]) == pytest.approx((0.1 + 5 * 0.5) / 6)
     assert measure_attention_to_targets(xr.DataArray(pattern), -1, [0, 1]) == pytest.approx(
         ((0.1 + 5 * 0.5) / 6 + 0.25) / 2
     )

@@ -12,8 +12,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from mizarr import Model
 from mizarr.stages.circuits.batches import batches, network_of
 from mizarr.stages.circuits.circuit import Circuit
-from mizarr.stages.circuits.pairs import checked
-from mizarr.stages.circuits.runs import Measured
+from mizarr.stages.circuits.pairs import checked_layout
+from mizarr.stages.circuits.runs import CircuitRuns
 from mizarr.stages.forward.edges.effects import changed_edges
 from mizarr.stages.forward.hooks.wants import Logits
 from tests.stages.forward.random_hybrids import save_random_hybrid
@@ -47,7 +47,7 @@ def test_the_literal_model_is_the_model(model, literal):
 def test_a_thousand_random_edges_equal_two_literal_passes(model, literal, alternative, count, position):
     """200 + 70 + 70 edges at all positions, at one, at the last."""
     pairs = draw_pairs(3, seed=count)
-    layout, rng = checked(pairs, alternative, model.config), np.random.default_rng(count)
+    layout, rng = checked_layout(pairs, alternative, model.config), np.random.default_rng(count)
     for place, pair in enumerate(pairs):
         (batch,) = batches(model, layout, pairs, alternative, only=place)
         found = {}
@@ -87,7 +87,7 @@ def test_edges_and_circuits_of_a_gpt_neox_equal_literal_passes(parallel, tmp_pat
     save_random_hybrid(tmp_path, "gpt_neox", 4, tokenizer=False, **shape, **named)
     model, literal = Model.from_pretrained(tmp_path), LiteralNeoX(tmp_path)
     (pair,) = pairs = draw_pairs(1, seed=3)
-    layout = checked(pairs, "corrupted", model.config)
+    layout = checked_layout(pairs, "corrupted", model.config)
     (batch,) = batches(model, layout, pairs, "corrupted")
     logits, other = literal.run(list(pair.clean))[0], literal.run(list(pair.corrupted))[1]
     torch.testing.assert_close(logits, model.forward(list(pair.clean)).logits[0, -1], atol=2e-5, rtol=1e-5)
@@ -108,7 +108,9 @@ def test_edges_and_circuits_of_a_gpt_neox_equal_literal_passes(parallel, tmp_pat
         assert difference < 1e-5, layout.name(source, destination)
     whole = Circuit.whole(layout)
     circuits = [Circuit.at_random(layout, size, seed=size) for size in (20, len(whole) // 2, len(whole) - 1)]
-    values = Measured(model, layout, pairs, "corrupted").values(np.stack([each.chosen for each in circuits]))
+    values = CircuitRuns(model, layout, pairs, "corrupted").values(
+        np.stack([each.chosen for each in circuits])
+    )
     for row, circuit in enumerate(circuits):
         edges = dict.fromkeys(tuple(name.split("->")) for name in circuit.edges)
         logits, _ = literal.run(list(pair.clean), edges, other)
@@ -123,7 +125,7 @@ def test_where_prompts_begin_alike_nothing_is_computed_twice_and_edges_are_the_s
     for alike in (0, 5):
         (drawn,) = draw_pairs(1, seed=8)
         pair = replace(drawn, corrupted=(*drawn.clean[:alike], *drawn.corrupted[alike:]))
-        layout = checked((pair,), "corrupted", model.config)
+        layout = checked_layout((pair,), "corrupted", model.config)
         (batch,) = batches(model, layout, (pair,), "corrupted")
         with torch.no_grad(), FlopCounterMode(display=False) as counter:
             found = {
@@ -147,9 +149,9 @@ def test_where_prompts_begin_alike_nothing_is_computed_twice_and_edges_are_the_s
 @pytest.mark.parametrize("alternative", ["corrupted", "zero", "mean"])
 def test_circuits_are_what_a_literal_pass_over_their_edges_gives(model, literal, alternative):
     pairs = draw_pairs(3, seed=5)
-    layout = checked(pairs, alternative, model.config)
+    layout = checked_layout(pairs, alternative, model.config)
     circuits = [Circuit.at_random(layout, size, seed=size) for size in (3, 100, 400, 700)]
-    values = Measured(model, layout, pairs, alternative, memory=1 << 22).values(
+    values = CircuitRuns(model, layout, pairs, alternative, memory=1 << 22).values(
         np.stack([each.chosen for each in circuits])
     )
     for column, pair in enumerate(pairs):
@@ -165,9 +167,9 @@ def test_circuits_are_what_a_literal_pass_over_their_edges_gives(model, literal,
 
 def test_everything_is_the_model_and_nothing_the_corrupted_run(model):
     pairs = draw_pairs(4, seed=7)
-    layout = checked(pairs, "corrupted", model.config)
+    layout = checked_layout(pairs, "corrupted", model.config)
     whole = Circuit.whole(layout)
-    runs = Measured(model, layout, pairs, "corrupted")
+    runs = CircuitRuns(model, layout, pairs, "corrupted")
     values = runs.values(np.stack([whole.chosen, (~whole).chosen]))
     for column, pair in enumerate(pairs):
         for row, ids in enumerate((pair.clean, pair.corrupted)):
@@ -179,18 +181,18 @@ def test_everything_is_the_model_and_nothing_the_corrupted_run(model):
 
 def test_a_circuit_that_leaves_edges_out_above_a_layer_may_begin_there(model):
     pairs = draw_pairs(2, seed=8)
-    layout = checked(pairs, "corrupted", model.config)
+    layout = checked_layout(pairs, "corrupted", model.config)
     chosen = layout.edges.copy()
     chosen[::2, layout.inputs(3).start :] = False
-    runs = Measured(model, layout, pairs, "corrupted")
+    runs = CircuitRuns(model, layout, pairs, "corrupted")
     np.testing.assert_allclose(runs.values(chosen[None], 3), runs.values(chosen[None]), atol=2e-5)
 
 
 def test_memory_changes_no_result_beyond_rounding(model):
     pairs = draw_pairs(5, seed=9)
-    layout = checked(pairs, "resampled", model.config)
+    layout = checked_layout(pairs, "resampled", model.config)
     masks = np.stack([Circuit.at_random(layout, 300, seed=seed).chosen for seed in range(4)])
     wide, narrow = (
-        Measured(model, layout, pairs, "resampled", memory=memory).values(masks) for memory in (1 << 30, 1)
+        CircuitRuns(model, layout, pairs, "resampled", memory=memory).values(masks) for memory in (1 << 30, 1)
     )
     np.testing.assert_allclose(wide, narrow, atol=2e-5)

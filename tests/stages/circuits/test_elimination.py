@@ -8,8 +8,8 @@ import pytest
 from mizarr import Model
 from mizarr.stages.causal.grids.patching_metrics import KL
 from mizarr.stages.circuits.elimination import downwards, eliminated
-from mizarr.stages.circuits.pairs import Pair, checked
-from mizarr.stages.circuits.runs import Measured
+from mizarr.stages.circuits.pairs import Pair, checked_layout
+from mizarr.stages.circuits.runs import CircuitRuns
 from mizarr.stages.circuits.search import CircuitSearch
 from mizarr.stages.forward.edges.layout import Layout
 from mizarr.store.errors import StageError
@@ -156,8 +156,8 @@ class Published:
 
 
 def published(model, pairs, threshold):
-    layout = checked(pairs, "corrupted", model.config)
-    runs = Measured(model, layout, pairs, "corrupted")
+    layout = checked_layout(pairs, "corrupted", model.config)
+    runs = CircuitRuns(model, layout, pairs, "corrupted")
 
     def metric(graph):
         return float(runs.values(layout.chosen(sorted(graph.present()))[None]).mean())
@@ -171,8 +171,8 @@ def test_acdc_is_the_published_loop(tmp_path, share):
     model = Model.from_pretrained(tmp_path / "m")
     drawn = draw_pairs(2, length=4, seed=3)
     pairs = tuple(Pair(pair.clean, pair.corrupted, KL()) for pair in drawn)
-    layout = checked(pairs, "corrupted", model.config)
-    runs = Measured(model, layout, pairs, "corrupted")
+    layout = checked_layout(pairs, "corrupted", model.config)
+    runs = CircuitRuns(model, layout, pairs, "corrupted")
     threshold = float(runs.values(np.zeros_like(layout.edges)[None]).mean()) * share
     found = CircuitSearch(pairs=pairs, threshold=threshold).dataset(model, {}, ())
     chosen = found["chosen"].values > 0
@@ -185,8 +185,8 @@ def test_a_budget_is_kept(model):
     pairs = draw_pairs(2, length=5, seed=4)
     search = CircuitSearch(pairs=pairs, rule="budget", threshold=0.2, method="EAP")
     found = search.dataset(model, {}, ())
-    layout = checked(pairs, "corrupted", model.config)
-    runs = Measured(model, layout, pairs, "corrupted")
+    layout = checked_layout(pairs, "corrupted", model.config)
+    runs = CircuitRuns(model, layout, pairs, "corrupted")
     left, nothing = runs.values(np.stack([found["chosen"].values > 0, np.zeros_like(layout.edges)])).mean(1)
     clean = runs.clean.mean()
     assert (clean - left) / (clean - nothing) <= 0.2 + 1e-5

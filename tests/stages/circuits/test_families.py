@@ -12,8 +12,8 @@ from mizarr import Model
 from mizarr.stages.causal.grids.patching_metrics import KL
 from mizarr.stages.circuits.batches import batches, network_of
 from mizarr.stages.circuits.circuit import Circuit
-from mizarr.stages.circuits.pairs import Pair, checked
-from mizarr.stages.circuits.runs import Measured
+from mizarr.stages.circuits.pairs import Pair, checked_layout
+from mizarr.stages.circuits.runs import CircuitRuns
 from mizarr.stages.circuits.scores import EdgeEffects, EdgeScores
 from mizarr.stages.forward.edges.cotangents import cotangents
 from mizarr.stages.forward.edges.effects import changed_edges
@@ -60,13 +60,13 @@ def test_edges_by_themselves_are_circuits_without_them_and_everything_is_the_mod
     stream of its own."""
     model = save(tmp_path, family, 1)
     pairs = draw(model)
-    layout = checked(pairs, "corrupted", model.config)
+    layout = checked_layout(pairs, "corrupted", model.config)
     whole = Circuit.whole(layout)
     effects = EdgeEffects(pairs=pairs)
     found = effects.dataset(model, effects.cells(model.config)[0], ())["effect"].values[0]
     names = random.Random(family).sample(whole.edges, min(30, len(whole)))
     masks = [(whole - Circuit.of(layout, [name])).chosen for name in names]
-    runs = Measured(model, layout, pairs, "corrupted")
+    runs = CircuitRuns(model, layout, pairs, "corrupted")
     values = runs.values(np.stack([whole.chosen, (~whole).chosen, *masks]))
     assert np.abs(values[0]).max() < 1e-6
     logits = model.forward([list(pair.clean) for pair in pairs]).logits[:, -1].double().numpy()
@@ -85,7 +85,7 @@ def test_gradients_are_those_of_small_changes_of_single_edges(family, tmp_path):
     save(tmp_path, family, 1)
     model = Model.from_pretrained(tmp_path, dtype="float64")
     pairs = draw(model, 1, 7)
-    layout, network = checked(pairs, "corrupted", model.config), network_of(model)
+    layout, network = checked_layout(pairs, "corrupted", model.config), network_of(model)
     (batch,) = batches(model, layout, pairs, "corrupted")
     generator = torch.Generator().manual_seed(0)
     along = torch.randn(model.config.vocab_size, generator=generator, dtype=torch.float64)

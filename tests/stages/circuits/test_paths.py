@@ -9,7 +9,7 @@ import torch
 from mizarr import Model
 from mizarr.stages.causal.grids.patching_metrics import KL
 from mizarr.stages.circuits.batches import batches, network_of
-from mizarr.stages.circuits.pairs import Pair, checked
+from mizarr.stages.circuits.pairs import Pair, checked_layout
 from mizarr.stages.circuits.paths import PathPatching
 from mizarr.stages.circuits.scores import EdgeEffects
 from mizarr.stages.forward.edges.effects import alone_at
@@ -129,7 +129,7 @@ def test_paths_are_those_of_the_published_loop(family, mlps, position, tmp_path)
     save_random_model(tmp_path, family, 5, tokenizer=False, **given)
     model, loop = Model.from_pretrained(tmp_path), Loop(tmp_path)
     pairs = draw_pairs(1, seed=len(family) + (position or 0))
-    layout, rng = checked(pairs, "corrupted", model.config), np.random.default_rng(11)
+    layout, rng = checked_layout(pairs, "corrupted", model.config), np.random.default_rng(11)
     (batch,) = batches(model, layout, pairs, "corrupted")
     sets = draw_senders(rng, layout.num_layers, layout.num_heads, 6)
     senders = np.array([np.isin(layout.sources, each) for each in sets])
@@ -169,7 +169,7 @@ def test_a_path_past_held_mlps_is_the_edge_by_itself(family, tmp_path):
     rng = np.random.default_rng(2)
     ids = rng.integers(2, model.config.vocab_size - 1, (2, 9)).tolist()
     pairs = (Pair(tuple(ids[0]), tuple(ids[1]), KL()),)
-    layout = checked(pairs, "corrupted", model.config)
+    layout = checked_layout(pairs, "corrupted", model.config)
     drawn = [
         str(each) for each in rng.choice(layout.destinations[3 * layout.num_heads + 1 :], 6, replace=False)
     ]
@@ -184,7 +184,7 @@ def test_a_path_past_held_mlps_is_the_edge_by_itself(family, tmp_path):
 
 def test_every_sender_at_once_to_the_logits_is_the_other_run(model):
     pairs = draw_pairs(2, seed=4)
-    layout = checked(pairs, "corrupted", model.config)
+    layout = checked_layout(pairs, "corrupted", model.config)
     whole = "+".join(layout.sources)
     paths = PathPatching(pairs=pairs, senders=(whole, "a0.h0"), receivers=("logits",))
     for place, pair in enumerate(pairs):
@@ -198,7 +198,7 @@ def test_no_path_is_no_number_and_names_stay_with_theirs(model):
     pairs = draw_pairs(1)
     paths = PathPatching(pairs=pairs, receivers=("a2.h1<v>", "m0", "logits"), position=2)
     found = paths.dataset(model, paths.cells(model.config)[0], ())["effect"][0]
-    layout = checked(pairs, "corrupted", model.config)
+    layout = checked_layout(pairs, "corrupted", model.config)
     for receiver in paths.receivers:
         read = layout.read[layout.destinations.index(receiver)]
         there = found.sel(receiver=receiver).notnull()

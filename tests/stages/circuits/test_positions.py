@@ -15,7 +15,7 @@ from mizarr.stages.circuits.circuit import Circuit
 from mizarr.stages.circuits.evaluation import CircuitValues, without_each
 from mizarr.stages.circuits.names import METHODS
 from mizarr.stages.circuits.pairs import Pair
-from mizarr.stages.circuits.runs import Measured
+from mizarr.stages.circuits.runs import CircuitRuns
 from mizarr.stages.circuits.scores import EdgeEffects, EdgeScores
 from mizarr.stages.circuits.selected import SelectedCircuits
 from mizarr.stages.forward.edges.layout import Layout
@@ -48,7 +48,9 @@ def test_a_circuit_by_position_is_what_a_literal_pass_over_its_edges_gives(model
         Circuit.at_random(layout, size, seed=1, positions=5),
         Circuit.grown(layout, size, seed=2, positions=5),
     ]
-    found = Measured(model, layout, pairs, "corrupted").values(np.stack([each.chosen for each in circuits]))
+    found = CircuitRuns(model, layout, pairs, "corrupted").values(
+        np.stack([each.chosen for each in circuits])
+    )
     for number, circuit in enumerate(circuits):
         for place, pair in enumerate(pairs):
             other = literal.run(list(pair.corrupted))[1]
@@ -62,7 +64,7 @@ def test_a_circuit_by_position_is_what_a_literal_pass_over_its_edges_gives(model
 def test_the_same_edges_at_every_position_are_the_circuit_without_them(model):
     pairs, layout = draw_pairs(3, length=5), Layout.of(model.config)
     plain = Circuit.at_random(layout, 300, seed=4)
-    runs = Measured(model, layout, pairs, "mean")
+    runs = CircuitRuns(model, layout, pairs, "mean")
     np.testing.assert_allclose(
         runs.values(plain.at(5).chosen[None]), runs.values(plain.chosen[None]), rtol=0, atol=1e-5
     )
@@ -77,7 +79,7 @@ def test_one_edge_at_one_position_is_the_exact_effect_there(model, position):
     layout = Layout.of(model.config)
     effects = EdgeEffects(pairs=pairs, position=position)
     exact = effects.dataset(effects.prepare(model), effects.cells(model.config)[0], ())["effect"].values[0]
-    runs, whole = Measured(model, layout, pairs, "corrupted"), Circuit.whole(layout, 5)
+    runs, whole = CircuitRuns(model, layout, pairs, "corrupted"), Circuit.whole(layout, 5)
     rng = np.random.default_rng(1)
     edges = [tuple(each) for each in rng.permutation(np.argwhere(layout.edges))[:40]]
     masks = []
@@ -115,10 +117,10 @@ def test_eap_by_position_is_the_slope_of_an_edge_there(model):
     """A corrupted prompt in small: what is put in instead is a hundredth of the way."""
     pairs, layout = draw_pairs(1, length=5, seed=11), Layout.of(model.config)
     score = EdgeScores(pairs=pairs, method="EAP", by_position=True).dataset(model, {}, ())["score"].values
-    runs = Measured(model, layout, pairs, "corrupted")
+    runs = CircuitRuns(model, layout, pairs, "corrupted")
     (batch,) = runs._batches
     step = 1e-2
-    batch.other.copy_(batch.clean.added + step * batch.change)
+    batch.replacement.copy_(batch.clean.added + step * batch.change)
     whole = Circuit.whole(layout, 5).chosen
     order = np.argsort(-np.abs(np.nan_to_num(score)), axis=None)[:30]
     places = [np.unravel_index(each, score.shape) for each in order]
@@ -234,7 +236,7 @@ def test_circuits_by_position_are_chosen_run_and_held_against_random_ones(model,
     assert told["size"].values[:4].tolist() == [50] * 4
     np.testing.assert_allclose(told["empty"], found["empty"], atol=1e-5)
     left = [each for _, each in without_each(circuit)]
-    expected = Measured(model, layout, pairs, "corrupted").values(np.stack([each.chosen for each in left]))
+    expected = CircuitRuns(model, layout, pairs, "corrupted").values(np.stack([each.chosen for each in left]))
     np.testing.assert_allclose(
         found["without"].values[0][circuit.chosen], expected.mean(1), rtol=0, atol=1e-5
     )

@@ -19,10 +19,10 @@ from mizarr.pipeline import run
 from mizarr.stages.causal.draws import Draws
 from mizarr.stages.evaluation import changed, random_errors
 from mizarr.stages.evaluation.changed import SKIP, Means
-from mizarr.stages.evaluation.elsewhere import elsewhere
+from mizarr.stages.evaluation.layer_controls import layer_controls
 from mizarr.stages.evaluation.loss import CorpusLoss, over_spans
 from mizarr.stages.evaluation.order import LayerOrders, swaps
-from mizarr.stages.evaluation.random_errors import turned
+from mizarr.stages.evaluation.random_errors import rotated
 from mizarr.stages.evaluation.recall import FactualRecall
 from mizarr.stages.features.dictionary import Dictionary
 from mizarr.stages.features.training.replacement import replacement_loss
@@ -134,14 +134,16 @@ def test_a_change_of_before_has_the_key_it_had():
 def test_turned_errors_keep_their_lengths_and_angles_and_point_anywhere():
     errors = torch.from_numpy(np.random.default_rng(0).standard_normal((5, 12))).float()
     errors[0] = torch.eye(12)[3]
-    drawn = torch.stack([turned(errors, (seed, 1)) for seed in range(2000)])
+    drawn = torch.stack([rotated(errors, (seed, 1)) for seed in range(2000)])
     gram = drawn @ drawn.transpose(1, 2)
     np.testing.assert_allclose(gram, (errors @ errors.T).expand_as(gram), atol=1e-4)
     outer = torch.einsum("dti,dtj->tij", drawn, drawn) / 2000  # of an even draw: |e|^2 / width, times 1
     expected = (errors**2).sum(1)[:, None, None] * torch.eye(12) / 12
     assert float((outer - expected).abs().max()) < 0.1 * float((errors**2).sum(1).max())
     assert float(drawn.mean(0).norm(dim=1).max()) < 0.1 * float(errors.norm(dim=1).max())
-    assert torch.equal(turned(errors, (7, 1)), drawn[7]) and not torch.equal(drawn[7], turned(errors, (7, 2)))
+    assert torch.equal(rotated(errors, (7, 1)), drawn[7]) and not torch.equal(
+        drawn[7], rotated(errors, (7, 2))
+    )
 
 
 def test_errors_that_are_not_turned_are_the_reconstructions(tmp_path, monkeypatch):
@@ -151,7 +153,7 @@ def test_errors_that_are_not_turned_are_the_reconstructions(tmp_path, monkeypatc
     given = prompts(20, 20, 13, 1 + SKIP, vocab=2000)
     found = asked(CorpusLoss(given, **change), model, tmp_path / "own")
     turns = asked(CorpusLoss(given, **change, turned=0), model, tmp_path / "turned")
-    monkeypatch.setattr(random_errors, "turned", lambda vectors, seed: vectors)
+    monkeypatch.setattr(random_errors, "rotated", lambda vectors, seed: vectors)
     same = asked(CorpusLoss(given, **change, turned=0), model, tmp_path / "same")
     np.testing.assert_allclose(same["loss"], found["loss"], rtol=1e-4)
     assert abs(turns["loss"] - found["loss"]).values[:3].min() > 1e-2
@@ -175,24 +177,26 @@ def points(*names: str) -> tuple[HookPoint, ...]:
 
 def test_the_same_elsewhere_is_every_other_choice_of_layers_once():
     six = points_of(("embed", "attn_out", "mlp_out", "z", "final_norm"), 6)
-    one = elsewhere(points("blocks.3.hook_mlp_out"), six, 50, seed=0)
+    one = layer_controls(points("blocks.3.hook_mlp_out"), six, 50, seed=0)
     assert set(one) == {points(f"blocks.{i}.hook_mlp_out") for i in (0, 1, 2, 4, 5)} and len(one) == 5
     own = points("blocks.0.hook_attn_out", "blocks.0.hook_mlp_out", "blocks.4.hook_mlp_out", "hook_embed")
-    found = elsewhere(own, six, 100, seed=0)
+    found = layer_controls(own, six, 100, seed=0)
     expected = {
         tuple(sorted(points(f"blocks.{both}.hook_attn_out", f"blocks.{both}.hook_mlp_out",
                             f"blocks.{alone}.hook_mlp_out", "hook_embed"), key=lambda point: point.order))
         for both, alone in permutations(range(6), 2) if (both, alone) != (0, 4)
     }  # fmt: skip
     assert set(found) == expected and len(found) == 29
-    few = elsewhere(own, six, 7, seed=3)
-    assert len(few) == 7 and few == elsewhere(own, six, 7, seed=3) != elsewhere(own, six, 7, seed=4)
-    assert elsewhere(points("hook_embed"), six, 5, seed=0) == []
-    assert elsewhere([point for point in six if point.kind == "z"], six, 5, seed=0) == []
+    few = layer_controls(own, six, 7, seed=3)
+    assert len(few) == 7 and few == layer_controls(own, six, 7, seed=3) != layer_controls(own, six, 7, seed=4)
+    assert layer_controls(points("hook_embed"), six, 5, seed=0) == []
+    assert layer_controls([point for point in six if point.kind == "z"], six, 5, seed=0) == []
     hybrid = points(
         "blocks.0.attn.hook_z", "blocks.3.attn.hook_z", *(f"blocks.{i}.hook_mlp_out" for i in range(5))
     )
-    assert elsewhere(points("blocks.0.attn.hook_z"), hybrid, 5, seed=0) == [points("blocks.3.attn.hook_z")]
+    assert layer_controls(points("blocks.0.attn.hook_z"), hybrid, 5, seed=0) == [
+        points("blocks.3.attn.hook_z")
+    ]
 
 
 def exchanged(folder: Path, one: int, other: int) -> Path:

@@ -310,7 +310,7 @@ def test_a_trained_network_has_the_zoo_s_name_and_its_seed_decides_it(task, endi
         )
     )
     assert one.identity() == two.identity() != other.identity()
-    assert (one.task.name, one.sequence, one.said.seed, one.said.trained) == (task, 3, 1, 20480)
+    assert (one.task.name, one.sequence, one.metadata.seed, one.metadata.trained) == (task, 3, 1, 20480)
 
 
 def test_training_learns_the_task():

@@ -14,7 +14,7 @@ from scipy.stats import binomtest
 
 import mizarr
 from mizarr.stages.circuits.circuit import Circuit
-from mizarr.stages.circuits.runs import Measured
+from mizarr.stages.circuits.runs import CircuitRuns
 from mizarr.store.errors import ConfigError, PromptError
 from mizarr.workflows import build, compute
 from mizarr.workflows.circuits.tasks import by_sign
@@ -95,7 +95,7 @@ def test_by_position_the_circuit_is_read_where_copying_reads(tmp_path):
     assert told["edges_there_are"] == len(Circuit.whole(asked.layout, circuit.positions))
     named = {f"{each['edge']}@{each['position']}" for each in told["edges"]}
     assert named == set(circuit.edges) and "scores_and_exact_effects" not in told
-    runs = Measured(mizarr.Model.from_pretrained("specimen"), asked.layout, pairs, "corrupted")
+    runs = CircuitRuns(mizarr.Model.from_pretrained("specimen"), asked.layout, pairs, "corrupted")
     value, empty = runs.values(np.stack([circuit.chosen, np.zeros_like(circuit.chosen)])).mean(1)
     expected = 100 * (value - empty) / (runs.clean.mean() - empty)
     assert told["faithfulness_percent"] == pytest.approx(expected, abs=1e-3)

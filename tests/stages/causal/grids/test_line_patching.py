@@ -105,12 +105,14 @@ def test_a_donor_that_is_the_prompt_changes_nothing(model, tmp_path):
 def test_random_changes_are_as_long_as_the_donors_and_each_draw_another(model):
     """Nothing changes where the prompts are alike."""
     plain, one, again, another = (replace(LINE, seed=seed).prepare(model) for seed in (None, 0, 0, 1))
-    lengths = np.linalg.norm(plain.other - plain.own, axis=-1)
-    np.testing.assert_allclose(np.linalg.norm(one.other - one.own, axis=-1), lengths, rtol=1e-4)
+    lengths = np.linalg.norm(plain.patch_states - plain.prompt_states, axis=-1)
+    np.testing.assert_allclose(
+        np.linalg.norm(one.patch_states - one.prompt_states, axis=-1), lengths, rtol=1e-4
+    )
     assert (lengths[:, :AT] == 0).all() and (lengths[:, AT:] > 0).any()
-    np.testing.assert_array_equal(one.other, again.other)
-    assert not np.allclose(one.other[:, AT], another.other[:, AT])
-    assert not np.allclose(one.other[:, AT], plain.other[:, AT])
+    np.testing.assert_array_equal(one.patch_states, again.patch_states)
+    assert not np.allclose(one.patch_states[:, AT], another.patch_states[:, AT])
+    assert not np.allclose(one.patch_states[:, AT], plain.patch_states[:, AT])
 
 
 @pytest.mark.parametrize(

@@ -601,8 +601,8 @@ def test_a_metric_that_gives_nan_is_named(folder, tmp_path):
 
 
 def test_only_the_tokens_a_metric_reads_are_asked_for():
-    assert patching_metrics.wanted((DIFFERENCE, Recovery(DIFFERENCE))) == (CORRECT, WRONG)
-    assert patching_metrics.wanted((DIFFERENCE, KL())) is None
+    assert patching_metrics.required_tokens((DIFFERENCE, Recovery(DIFFERENCE))) == (CORRECT, WRONG)
+    assert patching_metrics.required_tokens((DIFFERENCE, KL())) is None
     logits = np.arange(320.0)
-    both = patching_metrics.read((LogitDifference(9, 4), Probability(3)), logits, logits)
+    both = patching_metrics.read_metrics((LogitDifference(9, 4), Probability(3)), logits, logits)
     assert both[0] == 5

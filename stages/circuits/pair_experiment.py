@@ -1,0 +1,122 @@
+"""Base of experiments on edges with one cell per pair: the changed runs of a pair and their metric.
+
+Border: declarations. Torch is imported when it runs.
+
+Axes: pair, and what the experiment changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ...pipeline import Output
+from ...store.arrays import Floats
+from ...store.errors import PromptError, StageError
+from ..forward.runs.experiment import CellLabels
+from .experiment import EdgeExperiment
+from .pairs import metric_value, tokens_of
+
+if TYPE_CHECKING:
+    import xarray as xr
+
+    from ..forward.architectures.architecture import Architecture
+    from ..forward.edges.layout import Layout
+    from ..forward.hooks.wants import Logits
+    from ..forward.models.model import Model
+    from .batches import PairBatch
+
+__all__ = ["PairMetricRun", "PairExperiment"]
+
+
+@dataclass(frozen=True)
+class PairMetricRun:
+    """The clean run of one pair, and a function that measures changed runs of it."""
+
+    batch: PairBatch
+    """Batch that holds this pair only."""
+    clean: float
+    """Metric of the clean run."""
+    want: Logits
+    """Logits that the metric reads."""
+    changes: Callable[[Any], list[float]]
+    """Such logits of changed runs [row, token] -> metric minus clean metric, [row]."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairExperiment(EdgeExperiment):
+    """Changes of each pair by itself. A cell is a pair."""
+
+    position: int | None = None
+    """Position at which sources are changed, negative from the end; None changes them at all positions."""
+
+    def params(self) -> dict[str, Any]:
+        """All fields. Pairs label the cells, so they are included only for alternatives that depend on all
+        pairs.
+        """
+        params = super().params()
+        # These replacements depend on the pair alone, so a cell keeps its key when other pairs are added.
+        if self.alternative in ("corrupted", "zero"):
+            del params["pairs"]
+        return params
+
+    def outputs_on(self, config: Architecture) -> Mapping[str, Output]:
+        """Outputs in the unit of the metric."""
+        return {
+            name: Output(output.dims, self.unit, output.long_name) for name, output in self.outputs.items()
+        }
+
+    def check(self, config: Architecture) -> Layout:
+        """Check the fields against a model, as `EdgeExperiment.check`.
+
+        Raises:
+            PromptError: for a position outside a prompt.
+            StageError: for a pair that is repeated.
+        """
+        layout = super().check(config)
+        shortest = min(len(pair.clean) for pair in self.pairs)
+        if self.position is not None and not -shortest <= self.position < shortest:
+            raise PromptError(
+                f"expected a position in {-shortest}..{shortest - 1}, which all prompts have, found "
+                f"{self.position}"
+            )
+        if len({str(pair.canonical()) for pair in self.pairs}) < len(self.pairs):
+            raise StageError("expected pairs that differ, found one of them twice")
+        return layout
+
+    def cells(self, config: Architecture) -> Sequence[CellLabels]:
+        """One cell per pair. Raises what `check` raises."""
+        self.check(config)
+        return [{"pair": pair.canonical()} for pair in self.pairs]
+
+    def pair_run(self, model: Model, layout: Layout, cell: CellLabels) -> PairMetricRun:
+        """Clean run of the pair of a cell, with its replacements."""
+        from ..forward.hooks.wants import Logits
+        from .batches import as_array, batches
+
+        (index,) = (i for i, pair in enumerate(self.pairs) if pair.canonical() == cell["pair"])
+        (batch,) = batches(
+            model, layout, self.pairs, self.alternative, seed=self.seed, memory=self.memory, only=index
+        )
+        metric, clean = self.pairs[index].metric, batch.logits[0]
+        tokens = tokens_of(metric)
+        unchanged = metric_value(metric, clean, clean)
+        clean_values: Floats = clean if tokens is None else clean[tokens]
+
+        def changes(logits: Any) -> list[float]:
+            return [metric.value(row, clean_values) - unchanged for row in as_array(logits)]
+
+        return PairMetricRun(
+            batch, unchanged, Logits((-1,), None if tokens is None else tuple(tokens)), changes
+        )
+
+    def joined(self, parts: Sequence[xr.Dataset]) -> xr.Dataset:
+        """Cells of all pairs, concatenated along `pair`."""
+        import xarray as xr
+
+        along = [name for name, variable in parts[0].data_vars.items() if "pair" in variable.dims]
+        whole: xr.Dataset = xr.concat(
+            parts, "pair", data_vars=along, coords="minimal", compat="override", join="override"
+        )
+        return whole
