@@ -229,7 +229,7 @@ def inferred(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture
     norm: Norm = "gemma_rms" if gemma else "layer" if "input_layernorm.bias" in first else "rms"
     eps_key = next((key for key in EPS_KEYS if raw.get(key) is not None), EPS_KEYS[0])
     eps, hidden = config.number(eps_key, 1e-6 if gemma else 1e-5), config.integer("hidden_size")
-    is_fused, is_gated = _mlp_layout(first)
+    is_one, (is_fused, is_gated) = "self_attn.qkv_proj.weight" in first, _mlp_layout(first)
     act = read_activation(
         config,
         "gelu_pytorch_tanh" if gemma else "silu",
@@ -244,7 +244,7 @@ def inferred(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture
         kv_heads=_inferred_kv_heads(raw, first),
         qkv_bias="self_attn.q_proj.bias" in first or "self_attn.qkv_proj.bias" in first,
         o_bias="self_attn.o_proj.bias" in first,
-        layout="by part" if "self_attn.qkv_proj.weight" in first else "separate",
+        layout="by part" if is_one else "separate",
         qk_norm=QkNorm("head", eps, norm) if "self_attn.q_norm.weight" in first else None,
         scale=_query_scale(config, gemma2=gemma2),
         logit_softcap=config.optional_number("attn_logit_softcapping"),
@@ -269,7 +269,7 @@ def inferred(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture
         spelling=replace(
             LLAMA,
             ln2="pre_feedforward_layernorm" if post_norms else LLAMA.ln2,
-            attention_in="qkv_proj",
+            attention_in="qkv_proj" if is_one else "",
             mlp_parts=parts,
         ),
     )
