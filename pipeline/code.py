@@ -40,8 +40,8 @@ import numpy as np
 
 from ..store.digest import array_digest, digest
 from ..store.errors import MizarrError, StageError
-from .installed import is_library, is_library_class, is_library_namespace, library_name
-from .reads import NOTHING, Read, cells_of, global_of, reads_of
+from .inspection.installed import is_library, is_library_class, is_library_namespace, library_name
+from .inspection.reads import NOTHING, Read, cells_of, global_of, reads_of
 
 __all__ = ["code_version"]
 

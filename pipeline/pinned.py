@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, Protocol, Self, runtime_checkable
 from ..store.errors import SourceChanged
 from ..store.index import FileDigests, file_digests
 
-__all__ = ["FileResource", "Opened", "Pinned", "PinnedFiles", "PinnedResource"]
+__all__ = ["FileResource", "OpenResource", "Pinned", "PinnedFiles", "PinnedResource"]
 
 MOST_OPEN = 2
 """Resources that stay open in a process for the next cell or command."""
@@ -120,14 +120,14 @@ def _state(path: Path) -> tuple[str, bool] | None:
     return None
 
 
-class Opened(NamedTuple):
+class OpenResource(NamedTuple):
     """An object that was opened from files."""
 
     value: Any
     files: PinnedFiles
 
 
-_OPEN: OrderedDict[FileResource, Opened] = OrderedDict()
+_OPEN: OrderedDict[FileResource, OpenResource] = OrderedDict()
 """What is open in this process, the newest last: equal resources share one object."""
 _OPENING = threading.RLock()
 """Held while a resource is opened: threads that want the same one wait for the first."""
@@ -142,10 +142,10 @@ class FileResource(ABC):
         """See `PinnedResource`."""
 
     @abstractmethod
-    def opened_anew(self) -> Opened:
+    def opened_anew(self) -> OpenResource:
         """Open it. Raises SourceChanged unless it is the one of the identity."""
 
-    def opened_as(self, opened: Opened) -> Self:
+    def opened_as(self, opened: OpenResource) -> Self:
         """This resource, which whoever plans with it has open already; nobody else may hold the object."""
         self._share(lambda: opened)
         return self
@@ -162,10 +162,10 @@ class FileResource(ABC):
         self._opened.files.check()
 
     @property
-    def _opened(self) -> Opened:
+    def _opened(self) -> OpenResource:
         return vars(self).get("_open") or self._share(self.opened_anew)
 
-    def _share(self, make: Callable[[], Opened]) -> Opened:
+    def _share(self, make: Callable[[], OpenResource]) -> OpenResource:
         with _OPENING:
             opened = _OPEN.pop(self, None)
             if opened is None or opened.files.have_changed:

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...pipeline.ambient import plain_torch
-from ...pipeline.pinned import FileResource, Opened
+from ...pipeline.pinned import FileResource, OpenResource
 from ...store.arrays import as_count, as_index, require_kind, shown
 from ...store.display import html
 from ...store.errors import DictionaryError, ModelNotFound, SourceChanged, WeightsError
@@ -197,7 +197,7 @@ class Dictionary:
             self.files.pinned.check()
             self._require_unedited(untouched)
             untouched = self._copy()
-        opened = Opened(untouched, self.files.pinned)
+        opened = OpenResource(untouched, self.files.pinned)
         return StoredDictionary(self.name, self.identity, device).opened_as(opened)
 
     def _copy(self) -> Dictionary:
@@ -448,7 +448,7 @@ class StoredDictionary(FileResource):
         """As `Dictionary.require_fit`."""
         self._opened.value.require_fit(config, model)
 
-    def opened_anew(self) -> Opened:
+    def opened_anew(self) -> OpenResource:
         """The dictionary under the name. Raises SourceChanged unless it is the one of the identity."""
         try:
             found = Dictionary.from_pretrained(self.name)
@@ -460,7 +460,7 @@ class StoredDictionary(FileResource):
                 f"expected the dictionary {self.name} as it was ({self.features[:12]}), found another "
                 f"({identity[:12]}): it was replaced or edited meanwhile; open it anew"
             )
-        return Opened(found, found.files.pinned)
+        return OpenResource(found, found.files.pinned)
 
     @property
     def opened(self) -> Dictionary:

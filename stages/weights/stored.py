@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ...pipeline.pinned import FileResource, Opened
+from ...pipeline.pinned import FileResource, OpenResource
 from ..forward.models.files import ModelFiles, resolve
 from .folded import FoldedMatrices
 from .matrices import Matrices, PlainMatrices
@@ -38,7 +38,7 @@ class StoredMatrices(FileResource):
     def of(cls, files: ModelFiles, *, dtype: str = "float32", folded: bool = True) -> StoredMatrices:
         """Matrices of a model's files in their present state."""
         matrices = cls(files.name, files.revision, files.identity(dtype=dtype), folded)
-        return matrices.opened_as(Opened(files, files.pinned))
+        return matrices.opened_as(OpenResource(files, files.pinned))
 
     def identity(self) -> dict[str, Any]:
         """Plain values that determine every number of the matrices."""
@@ -50,11 +50,11 @@ class StoredMatrices(FileResource):
             "folded": self.is_folded,
         }
 
-    def opened_anew(self) -> Opened:
+    def opened_anew(self) -> OpenResource:
         """Files to which the name refers. SourceChanged if their identity is another."""
         files = resolve(self.name, self.revision)
         files.require_identity(self.model)
-        return Opened(files, files.pinned)
+        return OpenResource(files, files.pinned)
 
     @contextmanager
     def open(self) -> Iterator[Matrices]:

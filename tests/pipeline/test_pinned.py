@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mizarr.pipeline.pinned import FileResource, Opened, PinnedFiles
+from mizarr.pipeline.pinned import FileResource, OpenResource, PinnedFiles
 from mizarr.store.errors import SourceChanged
 
 
@@ -60,7 +60,7 @@ class Bytes(FileResource):
         content = bytearray(files.note(Path(self.path)).read_bytes())
         if content != self.expected:
             raise SourceChanged(f"expected {self.expected!r}, found {content!r}")
-        return Opened(content, files)
+        return OpenResource(content, files)
 
 
 def test_equal_resources_share_one_object_until_its_file_moves(path):
