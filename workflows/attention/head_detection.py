@@ -25,7 +25,6 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
-import numpy.typing as npt
 
 from ...stages.attention.head_detection import KINDS, displaced_scores, head_scores
 from ...stages.attention.statistics import head_statistics
@@ -33,6 +32,7 @@ from ...stages.causal.controls import chosen_at_random
 from ...store.errors import PromptError
 from ..claim import Claim
 from ..labelled import column, largest
+from ..material.samples.repeated import RepeatedBlocks, shuffled
 from ..settings import AtLeastTwo, ControlSettings, Count, ModelSettings, Natural, setting
 from ..views import Choice, Figure, Heatmap, Table, View
 from ..workflow import ModelWorkflow, Nodes
@@ -41,20 +41,9 @@ if TYPE_CHECKING:
     import xarray as xr
 
     from ...store import PackedTokens
-    from ..subject import Subject
 
-__all__ = [
-    "HeadDetection",
-    "HeadDetectionSettings",
-    "ordinary_tokens",
-    "repeated_tokens",
-    "shuffled",
-    "special_prefix",
-]
+__all__ = ["HeadDetection", "HeadDetectionSettings"]
 
-COMMON = (100, 20_000)
-"""Ids random tokens are drawn from, as in TransformerLens' `induction_loss`: below, vocabularies keep bytes
-and special tokens, above, rare words."""
 LOOKS = {
     "previous_token_head": ("Previous token", "looks at the token before"),
     "duplicate_token_head": ("Duplicate token", "looks where its token stood before"),
@@ -87,51 +76,6 @@ class HeadDetectionSettings(ControlSettings, ModelSettings):
     )
     top: Count = setting(5, "heads listed per kind")
     seed: Natural = setting(0, "of the random tokens and of the shuffled control")
-
-
-def repeated_tokens(
-    candidates: npt.NDArray[Any], prefix: list[int], *, sequences: int, length: int, repeats: int, seed: int
-) -> list[list[int]]:
-    """Rows of `prefix` and a random block of different tokens, `repeats` times.
-
-    Raises PromptError when there are fewer candidates than a block has tokens.
-
-    >>> row = repeated_tokens(np.arange(5, 9), [0], sequences=1, length=3, repeats=2, seed=0)[0]
-    >>> row[0], len(row), row[1:4] == row[4:]
-    (0, 7, True)
-    """
-    if len(candidates) < length:
-        raise PromptError(
-            f"expected a block of at most {len(candidates)} different tokens, found length {length}; make "
-            "the block shorter"
-        )
-    rng = np.random.default_rng(seed)
-    blocks = [rng.permutation(candidates)[:length].tolist() for _ in range(sequences)]
-    return [[*prefix, *(block * repeats)] for block in blocks]
-
-
-def ordinary_tokens(subject: Subject, least: int) -> npt.NDArray[Any]:
-    """Ids of common tokens without special ones; all ordinary tokens where fewer than `least` are common."""
-    tokenizer = subject.tokenizer
-    known = min(subject.config.vocab_size, tokenizer.vocab_size)
-    roles = ("bos_token", "eos_token", "unk_token", "pad_token")
-    special = [one for one in map(tokenizer.special_id, roles) if one is not None]
-    ids = np.setdiff1d(np.arange(known), special)
-    common = ids[(ids >= COMMON[0]) & (ids < COMMON[1])]
-    return common if len(common) >= least else ids
-
-
-def special_prefix(subject: Subject) -> list[int]:
-    """Ids that the tokenizer puts before every prompt."""
-    encoded = subject.tokenizer.encode("a")
-    return [one for one, is_special in zip(encoded.ids, encoded.special, strict=True) if is_special]
-
-
-def shuffled(row: list[int], fixed: int, block: int, seed: int) -> list[int]:
-    """A row with the tokens of every block behind its first `fixed` ones permuted among themselves."""
-    rng = np.random.default_rng(seed)
-    rest = [rng.permutation(row[start : start + block]).tolist() for start in range(fixed, len(row), block)]
-    return row[:fixed] + [token for part in rest for token in part]
 
 
 class HeadDetection(ModelWorkflow):
@@ -185,19 +129,11 @@ class HeadDetection(ModelWorkflow):
                 for i, (row, fixed) in enumerate(zip(rows, special, strict=True))
             ]
             return tokens, PackedTokens.from_lists(mixed), 0
-        prefix = special_prefix(subject)
-        rows = repeated_tokens(
-            ordinary_tokens(subject, chosen.length),
-            prefix,
-            sequences=chosen.sequences,
-            length=chosen.length,
-            repeats=chosen.repeats,
-            seed=chosen.seed,
+        blocks = RepeatedBlocks.of(
+            subject, chosen.sequences, chosen.length, repeats=chosen.repeats, seed=chosen.seed
         )
-        start = len(prefix) + chosen.length
-        mixed = [shuffled(row, start, chosen.length, chosen.seed + i) for i, row in enumerate(rows)]
-        first_query = 0 if chosen.first_block else start
-        return PackedTokens.from_lists(rows), PackedTokens.from_lists(mixed), first_query
+        first_query = 0 if chosen.first_block else blocks.start
+        return PackedTokens.from_lists(blocks.rows), PackedTokens.from_lists(blocks.mixed), first_query
 
     @cached_property
     def scores(self) -> xr.Dataset:

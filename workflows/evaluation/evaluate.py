@@ -39,10 +39,10 @@ from ...stages.evaluation.loss import CorpusLoss, over_spans
 from ...stages.evaluation.order import LayerOrders, swaps
 from ...stages.evaluation.recall import FactualRecall
 from ...store.errors import ConfigError
-from ..attention.head_detection import ordinary_tokens, repeated_tokens, shuffled, special_prefix
 from ..claim import Claim
 from ..labelled import stacked, values_of
 from ..material.facts.fact_data import FIELDS, read_records
+from ..material.samples.repeated import RepeatedBlocks, shuffled
 from ..readout.character_count_helix import line_corpus
 from ..settings import AtLeastTwo, ControlSettings, Count, ModelSettings, Natural, setting
 from ..subject import read_texts, shipped_facts
@@ -158,31 +158,21 @@ class Evaluate(ModelWorkflow):
 
     def _repeated(self) -> tuple[Prompts, Prompts]:
         """Random blocks, twice over, and the same with the second shuffled."""
-        given = self.settings
-        prefix = special_prefix(self.subject)
-        length = min(given.length, (self.subject.config.context_length - len(prefix)) // 2)
-        rows = repeated_tokens(
-            ordinary_tokens(self.subject, length),
-            prefix,
-            sequences=given.sequences,
-            length=length,
-            repeats=2,
-            seed=given.seed,
-        )
-        start = len(prefix) + length
-        self.spans = (max(1, len(prefix)), start), (start + 1, start + length)
-        apart = [shuffled(row, start, length, given.seed + i) for i, row in enumerate(rows)]
-        return _as_prompts(rows), _as_prompts(apart)
+        given, room = self.settings, self.subject.config.context_length - self.subject.special_tokens
+        length = min(given.length, room // 2)
+        blocks = RepeatedBlocks.of(self.subject, given.sequences, length, seed=given.seed)
+        self.spans = (max(1, blocks.prefix), blocks.start), (blocks.start + 1, blocks.start + length)
+        return _as_prompts(blocks.rows), _as_prompts(blocks.mixed)
 
     def _facts(self) -> tuple[Prompts, tuple[int, ...]]:
         given = self.settings
         if given.data:
-            told = [(record[FIELDS[0]], record[FIELDS[2]]) for record in read_records(given.data)]
+            facts = [(record[FIELDS[0]], record[FIELDS[2]]) for record in read_records(given.data)]
         else:
-            told = [(fact["prompt"], fact["target"]) for fact in shipped_facts()]
-        told = told[: given.facts]
-        prompts = self.subject.tokenizer.ids_of([prompt for prompt, _ in told], add_special=True)
-        return _as_prompts(prompts), tuple(self.subject.answer_ids(told))
+            facts = [(fact["prompt"], fact["target"]) for fact in shipped_facts()]
+        facts = facts[: given.facts]
+        prompts = self.subject.tokenizer.ids_of([prompt for prompt, _ in facts], add_special=True)
+        return _as_prompts(prompts), tuple(self.subject.answer_ids(facts))
 
     def _change(self, further: Prompts) -> Change | None:
         """What is changed, and others of its size. further: prompts that are not scored."""

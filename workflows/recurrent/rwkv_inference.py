@@ -8,8 +8,9 @@ several scales (stages/causal/state_writes.py): candle-mi's `rwkv_inference`, st
 The selected write stands beside random values as long, written in its place and left out likewise: recent
 writes are read more than old ones whatever they hold, so that other positions would be no control.
 Defaults: the layer and kind of position where such random values matter most on other shipped facts, beside
-the one where they matter least (material/edge_choice.py). The write itself has no part in that choice: chosen for its own
-effect it would be the luckiest of many, in random weights too, as a token writes the same in every prompt.
+the one where they matter least (material/edge_choice.py). The write itself has no part in that choice: chosen
+for its own effect it would be the luckiest of many, in random weights too, as a token writes the same in
+every prompt.
 
 A token has two more ways to be read, the token shift and other layers: a write that does nothing says nothing
 about them.

@@ -14,8 +14,8 @@ import mizarr
 from mizarr.stages.attention.head_detection import KINDS, detect_head
 from mizarr.store.errors import ConfigError, EntryNotFound, MizarrError, PromptError
 from mizarr.workflows import build, compute
-from mizarr.workflows.attention.head_detection import repeated_tokens, shuffled
 from mizarr.workflows.attention_export import attention_document, export_attention
+from mizarr.workflows.material.samples.repeated import repeated_tokens, shuffled
 
 RANDOM = {"sequences": 3, "length": 6, "seed": 4}
 PROMPTS = ["it was the best of times, it was the worst of times", "we had everything, we had nothing"]
