@@ -1,4 +1,4 @@
-"""What does a tiny network say, and what does it hold on the way? Inputs, answers, states, and how often it
+"""What does a tiny network predict, and what are its hidden states? Inputs, answers, states, and how often it
 is right.
 
 A network of AlgZoo (RNN or transformer) reads drawn samples of its task. Told are the first of them with
@@ -53,7 +53,7 @@ class StoicheiaInference(AlgZooWorkflow):
     """Answers and states of one network."""
 
     name = "stoicheia_inference"
-    question = "What does a tiny network say, and what does it hold on the way?"
+    question = "What does a tiny network predict, and what are its hidden states?"
     descriptive = "Outputs of the network beside the targets, and its hidden states."
     settings_type = StoicheiaInferenceSettings
     settings: StoicheiaInferenceSettings

@@ -1,4 +1,6 @@
-"""How wide must a network be for how many numbers? Accuracy over width, length, seed and training, as one
+"""How wide must a tiny network be for sequences of each length?
+
+Accuracy over width, length, seed and training, as one
 labelled dataset.
 
 Networks come from a folder of the zoo (`{task}_{hidden}_{sequence}_{trained}_{seed}.pth` or `.safetensors`),
@@ -70,7 +72,7 @@ class StoicheiaSweep(Workflow):
     """Accuracies of many networks of one task."""
 
     name = "stoicheia_sweep"
-    question = "How wide must a network be for how many numbers?"
+    question = "How wide must a tiny network be for sequences of each length?"
     descriptive = "Accuracy of networks of several sizes; networks of one size differ by training seed."
     settings_type = StoicheiaSweepSettings
     settings: StoicheiaSweepSettings

@@ -1,4 +1,4 @@
-"""Who looks where? Attention patterns of one prompt, by layer and by head.
+"""Which positions does each head attend to? Attention patterns of one prompt, by layer and by head.
 
 Captures the attention weights of every layer (once; they stay in the store), and reads off them where one
 query looks, who looks at one key, and in which layer that edge is strongest (stages/attention/flow.py).
@@ -52,7 +52,7 @@ class AttentionPatterns(ModelWorkflow):
     """Attention weights of one prompt: head means, and one query and one key by head."""
 
     name = "attention_patterns"
-    question = "Who looks where?"
+    question = "Which positions does each head attend to?"
     needs = "weights"
     descriptive = "Which tokens each head attends to in this prompt."
     settings_type = AttentionPatternsSettings

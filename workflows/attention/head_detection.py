@@ -1,4 +1,6 @@
-"""Which heads copy, and which look one token back? Head detection on repeated random tokens, or on prompts.
+"""Which heads are induction heads, and which attend to the previous token?
+
+Head detection on repeated random tokens, or on prompts.
 
 Captures attention patterns (once; they stay in the store) and scores every head with TransformerLens'
 detection patterns (stages/attention/head_detection.py). By default on blocks of random tokens that are
@@ -82,7 +84,7 @@ class HeadDetection(ModelWorkflow):
     """Every head's match with what previous-token, duplicate-token and induction heads do."""
 
     name = "head_detection"
-    question = "Which heads copy, and which look one token back?"
+    question = "Which heads are induction heads, and which attend to the previous token?"
     needs = "weights"
     settings_type = HeadDetectionSettings
     settings: HeadDetectionSettings

@@ -1,4 +1,4 @@
-"""In which layer does a marker look where it should? Two conditions compared, layer by layer.
+"""At which layer does a marker attend to its target? Two conditions compared, layer by layer.
 
 Captures attention patterns, takes of every sample the head-averaged attention from its marker to its
 targets, and compares two conditions with Welch's t test in every layer (stages/attention/layer_scan.py).
@@ -74,7 +74,7 @@ class LayerScan(ModelWorkflow):
     """Attention from markers to targets under two conditions."""
 
     name = "layer_scan"
-    question = "In which layer does a marker look where it should?"
+    question = "At which layer does a marker attend to its target?"
     needs = "weights"
     settings_type = LayerScanSettings
     extra = "probing"

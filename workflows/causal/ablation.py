@@ -1,4 +1,4 @@
-"""Which heads and layers does the answer need? Ablation of each by itself.
+"""Which heads and layers does the answer depend on? Ablation of each by itself.
 
 The output of one head, or of the attention or the MLP of one layer, is replaced by zero, by its mean over
 reference prompts, which is fairer, as nothing reads a zero in training, or by what it is in other prompts of
@@ -85,7 +85,7 @@ class AblationOfEach(KnownWorkflow):
     """Ablation of every head, and of the attention and the MLP of every layer."""
 
     name = "ablation"
-    question = "Which heads and layers does the answer need?"
+    question = "Which heads and layers does the answer depend on?"
     settings_type = AblationOfEachSettings
     settings: AblationOfEachSettings
     described: ClassVar[str] = " Layers are described, not claimed: there are too few of them."

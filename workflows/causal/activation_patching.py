@@ -1,4 +1,6 @@
-"""Where does the model keep what makes two prompts differ? A causal trace by activation patching.
+"""At which layers and positions does the difference between two prompts decide the answer?
+
+A causal trace by activation patching.
 
 A clean prompt and a corrupted one of as many tokens differ in their subject. The corrupted prompt is run
 with one state of the clean run put in, layer by layer and position by position
@@ -71,7 +73,7 @@ class ActivationPatchingTrace(KnownWorkflow):
     """Grids of patches, one per pair and kind."""
 
     name = "activation_patching"
-    question = "Where does the model keep what makes two prompts differ?"
+    question = "At which layers and positions does the difference between two prompts decide the answer?"
     settings_type = ActivationPatchingTraceSettings
     settings: ActivationPatchingTraceSettings
     CONTROLS: ClassVar[tuple[str, ...]] = ("choice", "scored", "controls")

@@ -1,4 +1,4 @@
-"""What does the model no longer say when one position may not read another? Attention knockout.
+"""What does the model predict when one position cannot attend to another? Attention knockout.
 
 Cuts one attention edge at a time, in one layer at a time (stages/causal/knockout.py), and measures what
 the last position predicts: KL from the undisturbed run, the logit of the target, the tokens that changed
@@ -51,7 +51,7 @@ class AttentionKnockout(EdgeWorkflow):
     """Knockout of one attention edge in full, and of all others for comparison."""
 
     name = "attention_knockout"
-    question = "What does the model no longer say when one position may not read another?"
+    question = "What does the model predict when one position cannot attend to another?"
     needs = "attention"
     settings_type = AttentionKnockoutSettings
     settings: AttentionKnockoutSettings

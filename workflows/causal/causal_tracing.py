@@ -1,4 +1,4 @@
-"""Where is a fact recalled when its subject is drowned in noise? Causal tracing.
+"""Which states recover a fact when the embedding of its subject is noised? Causal tracing.
 
 Noise on the embeddings of the subject takes the answer away; then one state of the clean run is put back,
 layer by layer and position by position, and the answer's probability says how much of it returns
@@ -98,7 +98,7 @@ class CausalTrace(KnownWorkflow):
     """Grids of restored states, one per kind."""
 
     name = "causal_tracing"
-    question = "Where is a fact recalled when its subject is drowned in noise?"
+    question = "Which states recover a fact when the embedding of its subject is noised?"
     settings_type = CausalTraceSettings
     settings: CausalTraceSettings
 

@@ -1,4 +1,4 @@
-"""At which place does one fact turn into another? CounterFact patching over blocks of layers.
+"""At which layer does patching the subject change the fact? CounterFact patching over blocks of layers.
 
 The original prompt is run with one position, in one block of layers, taken from the counterfactual prompt
 (stages/causal/counterfact.py), for every position and block; counted is how often the next word changes,
@@ -52,7 +52,7 @@ class CounterFactPatches(PairWorkflow):
     """Patches of every position in every block, for all pairs."""
 
     name = "counterfact_patching"
-    question = "At which place does one fact turn into another?"
+    question = "At which layer does patching the subject change the fact?"
     needs = "weights"
     settings_type = CounterFactPatchesSettings
     settings: CounterFactPatchesSettings

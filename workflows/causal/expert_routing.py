@@ -1,4 +1,6 @@
-"""Which experts read which tokens, and what is lost without them? Mixtures of experts, layer by layer.
+"""Which experts process which tokens, and what does the loss become without them?
+
+Mixtures of experts, layer by layer.
 
 Captures the weights of experts over prose and facts (once; they stay in the store) and tells of every expert
 which share of tokens it is sent, and the tokens of which it reads most (stages/corpus/expert_use.py). What a
@@ -61,7 +63,7 @@ class ExpertRouting(AblationOfEach):
     """Every expert of every layer."""
 
     name = "expert_routing"
-    question = "Which experts read which tokens, and what is lost without them?"
+    question = "Which experts process which tokens, and what does the loss become without them?"
     needs = "experts"
     settings_type = ExpertRoutingSettings
     settings: ExpertRoutingSettings

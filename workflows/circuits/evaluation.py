@@ -64,7 +64,7 @@ class CircuitEvaluation(CircuitWorkflow):
     """Circuits of every size, and the edges of one circuit."""
 
     name = "circuit_evaluation"
-    question = "How much of a task does a circuit do, and which of its edges does it need?"
+    question = "How much of a task does a circuit do alone, and which of its edges does it need?"
     needs = "attention"
     done_node = "circuits"
     settings_type = CircuitEvaluationSettings

@@ -74,7 +74,7 @@ class PathPatchingTrace(TaskWorkflow):
     """The effects of every sender on each receiver, and of the strongest beside chance."""
 
     name = "path_patching"
-    question = "Which heads and MLPs say what a task needs, and to whom?"
+    question = "Which heads and MLPs affect the answer, and through which later heads?"
     needs = "attention"
     done_node = "paths"
     settings_type = PathPatchingTraceSettings

@@ -1,4 +1,6 @@
-"""How well does the model do, and is it whole? Loss on text, induction, order of layers, facts.
+"""How good are the model's predictions, and what does an intervention cost?
+
+Loss on text, induction, order of layers, facts.
 
 Four things are measured (stages/evaluation), each beside a control of the same tokens:
 
@@ -107,7 +109,7 @@ class Evaluate(ModelWorkflow):
     """A model, whole or changed, on text, repetitions, and facts."""
 
     name = "evaluate"
-    question = "How well does the model do, and is it whole?"
+    question = "How good are the model's predictions, and what does an intervention cost?"
     settings_type = EvaluateSettings
     settings: EvaluateSettings
 

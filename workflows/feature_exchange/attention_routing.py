@@ -47,7 +47,7 @@ class AttentionRouting(ExchangeWorkflow):
     """The attention of all heads from the end to the site, with features exchanged at the site."""
 
     name = "attention_routing"
-    question = "Which heads look elsewhere when features are exchanged where they look?"
+    question = "Which heads attend elsewhere when features at a token are exchanged?"
     needs = "attention"
     settings_type = AttentionRoutingSettings
     settings: AttentionRoutingSettings

@@ -99,7 +99,7 @@ class CorrectionTest(ExchangeWorkflow):
     """
 
     name = "correction_test"
-    question = "Can an exchange of features be taken back in later layers?"
+    question = "Can an exchange of features be undone at later layers?"
     settings_type = CorrectionTestSettings
     settings: CorrectionTestSettings
     exchange_type = Correction

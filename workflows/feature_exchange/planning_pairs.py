@@ -205,7 +205,10 @@ class PlanningPairs(Workflow):
     """Pair by pair, position by position."""
 
     name = "planning_pairs"
-    question = "Over many pairs of words: is the end decided at the site, more than by random features?"
+    question = (
+        "Over many pairs of words: do features at an earlier token decide the last word, more than random "
+        "features do?"
+    )
     settings_type = PlanningPairsSettings
     settings: PlanningPairsSettings
 

@@ -1,4 +1,4 @@
-"""Which tokens and features bring about the next token, and by which paths?
+"""Through which features do the tokens of a prompt affect the next token?
 
 Replaces the MLPs by transcoders, holds attention and norms as the prompt made them, and computes what every
 token, feature and error adds to every feature and to the likeliest logits (Ameisen et al. 2025, "Circuit
@@ -111,7 +111,7 @@ class AttributionGraphs(Workflow):
     """The attribution graph of one prompt."""
 
     name = "attribution_graph"
-    question = "Which tokens and features bring about the next token, and by which paths?"
+    question = "Through which features do the tokens of a prompt affect the next token?"
     needs = "attention"
     descriptive = (
         "Direct effects of tokens and features on later features and logits, with attention patterns, "

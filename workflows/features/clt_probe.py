@@ -1,4 +1,4 @@
-"""Which features stand for what is at a place in a prompt, and which would write a given word?
+"""Which features are active at a position, and which would write a given word?
 
 Two ways to find features worth switching: by what is active at one position, layer by layer and over all
 layers (stages/features/effects/activity.py), and by how nearly what they write points along a word's
@@ -60,7 +60,7 @@ class CltProbe(ModelWorkflow):
     """Features active at a position, and features that write a word."""
 
     name = "clt_probe"
-    question = "Which features stand for what is at a place in a prompt, and which would write a given word?"
+    question = "Which features are active at a position, and which would write a given word?"
     descriptive = "Which features are active at a position, and which decode towards a word's embedding."
     settings_type = CltProbeSettings
     settings: CltProbeSettings

@@ -1,4 +1,4 @@
-"""What does each feature of a dictionary stand for, as far as a corpus tells?
+"""On which tokens of a corpus is each feature active, and which tokens does it promote?
 
 Encodes a corpus with one layer of a dictionary, and computes what a page of each of its features shows
 (stages/features/pages/nodes.py): examples of every strength, histogram, effect on the logits, neighbours,
@@ -90,7 +90,7 @@ class FeaturePages(ModelWorkflow):
     """Pages of one layer of a dictionary."""
 
     name = "feature_pages"
-    question = "What does each feature of a dictionary stand for, as far as a corpus tells?"
+    question = "On which tokens of a corpus is each feature active, and which tokens does it promote?"
     descriptive = "Where features of a dictionary are active in a corpus, and which logits they raise."
     settings_type = FeaturePagesSettings
     settings: FeaturePagesSettings

@@ -1,4 +1,4 @@
-"""Which features does a sparse autoencoder see in a prompt, and how much of it do they explain?
+"""Which features of a sparse autoencoder are active in a prompt, and how much variance do they explain?
 
 Runs the prompt once, encodes what the autoencoder's hook point holds, and lists the strongest features of one
 position, with the reconstruction's error over all positions (stages/features/effects/activity.py). Works for
@@ -53,7 +53,7 @@ class SaeFeatures(ModelWorkflow):
     """One prompt through a dictionary."""
 
     name = "sae_features"
-    question = "Which features does a sparse autoencoder see in a prompt, and how much of it do they explain?"
+    question = "Which features of a sparse autoencoder are active in a prompt, and how much variance do they explain?"
     descriptive = "Features of a sparse autoencoder active in a prompt, and how well they reconstruct it."
     settings_type = SaeFeaturesSettings
     settings: SaeFeaturesSettings

@@ -1,4 +1,4 @@
-"""Which heads carry what makes two prompts differ, as gradients say it, and are they right?
+"""Which heads carry the difference between two prompts, by gradients, and do exact runs agree?
 
 Attribution patching: one pass back through the corrupted prompt gives an estimate of what every head does at
 every position when its clean value is put in (stages/causal/attribution/patching.py), on the scale on which 0
@@ -65,7 +65,7 @@ class AttributionPatchingTrace(AttributedPairs):
     """A grid of estimates of the first pair, and cells of every pair run exactly."""
 
     name = "attribution_patching"
-    question = "Which heads carry what makes two prompts differ, as gradients say it, and are they right?"
+    question = "Which heads carry the difference between two prompts, by gradients, and do exact runs agree?"
     settings_type = AttributionPatchingTraceSettings
     settings: AttributionPatchingTraceSettings
 

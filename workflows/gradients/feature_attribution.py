@@ -1,4 +1,4 @@
-"""Which features carry what makes two prompts differ, as gradients say it, and are they right?
+"""Which features carry the difference between two prompts, by gradients, and do exact runs agree?
 
 Where a dictionary writes, two runs differ by what its features do and by a rest that no feature accounts for.
 One pass back through the corrupted prompt estimates what each of them moves when it is put in from the
@@ -71,7 +71,9 @@ class FeatureAttributionTrace(AttributedPairs):
     """Cells of every pair, estimated and run."""
 
     name = "feature_attribution"
-    question = "Which features carry what makes two prompts differ, as gradients say it, and are they right?"
+    question = (
+        "Which features carry the difference between two prompts, by gradients, and do exact runs agree?"
+    )
     settings_type = FeatureAttributionTraceSettings
     settings: FeatureAttributionTraceSettings
 

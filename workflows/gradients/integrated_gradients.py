@@ -1,4 +1,6 @@
-"""Which tokens of a prompt does an answer come from? Integrated gradients, and runs without each token.
+"""Which tokens of a prompt does the answer's logit come from?
+
+Integrated gradients, and runs without each token.
 
 Along the straight line from the embeddings of an unrelated prompt to those of the prompt, gradients of the
 answer's log-probability are summed up (stages/causal/attribution/integrated.py): each position gets a share,
@@ -52,7 +54,7 @@ class IntegratedGradientsTrace(AttributedPairs):
     """Paths from unrelated prompts to facts, one per fact."""
 
     name = "integrated_gradients"
-    question = "Which tokens of a prompt does an answer come from?"
+    question = "Which tokens of a prompt does the answer's logit come from?"
     settings_type = IntegratedGradientsTraceSettings
     settings: IntegratedGradientsTraceSettings
 

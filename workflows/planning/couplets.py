@@ -1,4 +1,4 @@
-"""Is the rhyme of a couplet planned before its second line, or found at its end? Patched with controls.
+"""Is the rhyme of a couplet chosen before its second line, or at its end? Patched with controls.
 
 Two couplets differ in the end of their first line alone, words of two families of rhymes. States of the one
 are put into the other, layer by layer and role by role (stages/causal/grids/line_patching.py), and P(rhymes
@@ -92,7 +92,7 @@ class CoupletPlanning(ModelWorkflow):
     """States of another couplet, put in by layer and role."""
 
     name = "couplet_planning"
-    question = "Is the rhyme of a couplet planned before its second line, or found at its end?"
+    question = "Is the rhyme of a couplet chosen before its second line, or at its end?"
     settings_type = CoupletPlanningSettings
     settings: CoupletPlanningSettings
 

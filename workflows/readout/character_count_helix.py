@@ -1,4 +1,6 @@
-"""How does the model know where it is in a line? The curve of mean states by character count, with controls.
+"""How does the residual stream encode the position in a line?
+
+The curve of mean states by character count, with controls.
 
 Prose is wrapped at several widths; the residual stream after every layer is averaged over all tokens that
 start c characters into their line (stages/geometry/character_count.py). A model that counts characters
@@ -115,7 +117,7 @@ class CharacterCountHelix(ModelWorkflow):
     """Wrapped prose through the model, averaged by character count."""
 
     name = "character_count_helix"
-    question = "How does the model know where it is in a line?"
+    question = "How does the residual stream encode the position in a line?"
     descriptive = "PCA of the mean state per character count, beside the same with shuffled counts."
     settings_type = CharacterCountHelixSettings
     settings: CharacterCountHelixSettings

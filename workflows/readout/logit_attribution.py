@@ -70,7 +70,7 @@ class LogitAttribution(ModelWorkflow):
     """The logits of answers, split."""
 
     name = "logit_attribution"
-    question = "Which layers, heads and neurons make the model say it?"
+    question = "Which layers, heads and neurons write the answer's logit?"
     descriptive = "The logit as a sum of what each component writes to the residual stream."
     settings_type = LogitAttributionSettings
     settings: LogitAttributionSettings

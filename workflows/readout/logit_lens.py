@@ -1,4 +1,4 @@
-"""At which layer does the model know what comes next? The logit lens over a list of prompts.
+"""At which layer can the next token be read from the residual stream? The logit lens over a list of prompts.
 
 Captures the residual stream after every layer, reads a next-token distribution off each with the model's own
 readout (stages/logits/lens.py), and follows the answer of each prompt through the layers.
@@ -59,7 +59,7 @@ class LogitLens(ModelWorkflow):
     """Prompts whose state after every layer the model's own readout reads."""
 
     name = "logit_lens"
-    question = "At which layer does the model know what comes next?"
+    question = "At which layer can the next token be read from the residual stream?"
     descriptive = "The state after each layer, decoded as if it were the last layer's."
     settings_type = LogitLensSettings
     settings: LogitLensSettings

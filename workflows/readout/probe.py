@@ -1,4 +1,6 @@
-"""In which layer can it be read off the state? Linear probes on stored activations, with a shuffled control.
+"""At which layer can a linear probe read a label from the residual stream?
+
+Linear probes on stored activations, with a shuffled control.
 
 Captures a state per layer and fits a linear probe to each: logistic regression for labels, ridge regression
 for numbers, tested on prompts that were not fitted (stages/geometry/probe.py).
@@ -86,7 +88,7 @@ class Probe(ModelWorkflow):
     """Linear probes of every layer for one or several targets."""
 
     name = "probe"
-    question = "In which layer can it be read off the state?"
+    question = "At which layer can a linear probe read a label from the residual stream?"
     descriptive = "How well a linear probe predicts the target from the states, beside shuffled targets."
     settings_type = ProbeSettings
     extra = "probing"

@@ -1,4 +1,6 @@
-"""Does a second line rhyme when the rhyme is fed back? Layers gone through again, with a direction.
+"""Does a second line rhyme when the rhyme is fed back into earlier layers?
+
+Layers gone through again, with a direction.
 
 A model reads a first line and writes the second. Beside a plain pass, a block of layers is gone through
 twice, or is fed, at the first line's end, with the mean unembedding of all words that rhyme
@@ -79,7 +81,7 @@ class RecurrentFeedback(ModelWorkflow):
     """First lines gone on from, under every condition."""
 
     name = "recurrent_feedback"
-    question = "Does a second line rhyme when the rhyme is fed back?"
+    question = "Does a second line rhyme when the rhyme is fed back into earlier layers?"
     settings_type = RecurrentFeedbackSettings
     settings: RecurrentFeedbackSettings
 

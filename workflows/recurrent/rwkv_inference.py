@@ -1,4 +1,4 @@
-"""What does a recurrent model no longer say when one token leaves no trace in its state? RWKV, end to end.
+"""What does a recurrent model no longer predict when one token is not written to its state? RWKV, end to end.
 
 A recurrent model reads a token later through the state it wrote to. Told are its most likely next tokens,
 what its heads read of each position (the attention their recurrence amounts to), and what happens when the
@@ -77,7 +77,7 @@ class RwkvInference(PlaceWorkflow):
     """Knockout of one write in full, and of all writes for comparison."""
 
     name = "rwkv_inference"
-    question = "What does a recurrent model no longer say when one token leaves no trace in its state?"
+    question = "What does a recurrent model no longer predict when one token is not written to its state?"
     needs = "state of RWKV"
     settings_type = RwkvInferenceSettings
     settings: RwkvInferenceSettings

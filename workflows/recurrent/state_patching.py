@@ -1,4 +1,6 @@
-"""What does the state of a recurrent model carry? States of a clean prompt put into a corrupted one.
+"""What does the recurrent state of another prompt change in the answer?
+
+States of a clean prompt put into a corrupted one.
 
 As causal/activation_patching.py, of the one thing that hands a prompt on to later tokens: the
 state behind a token of the corrupted prompt is replaced by that of the clean prompt, layer by layer and
@@ -42,7 +44,7 @@ class StatePatching(ActivationPatchingTrace):
     """One grid of states per pair."""
 
     name = "state_patching"
-    question = "What does the state of a recurrent model carry?"
+    question = "What does the recurrent state of another prompt change in the answer?"
     needs = "states"
     settings_type = StatePatchingSettings
 

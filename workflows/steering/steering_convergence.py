@@ -1,4 +1,6 @@
-"""Does a push heal? A contrastive steering vector added at one layer, and how soon later layers absorb it.
+"""Does the residual stream return after it was pushed?
+
+A contrastive steering vector added at one layer, and how soon later layers absorb it.
 
 The vector of a layer is the residual state of the prompt minus that of a counterpart, at one position;
 added to the prompt's own run at each layer by itself and at several strengths, it is followed through the
@@ -123,7 +125,7 @@ class PushedStatesCases(ModelWorkflow):
     """One or several prompts, each pushed at every layer."""
 
     name = "steering_convergence"
-    question = "Does a push heal?"
+    question = "Does the residual stream return after it was pushed?"
     settings_type = PushedStatesSettings
     settings: PushedStatesSettings
 

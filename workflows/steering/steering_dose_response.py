@@ -1,4 +1,4 @@
-"""How does the answer move as one position attends to another more or less? Dose-response of attention.
+"""How does the answer change with the weight of one attention edge? Dose-response of attention.
 
 Multiplies the weight of one attention edge by several doses, inside the pass and renormalised
 (stages/causal/steering.py), and measures the attention that comes of it and what the last position
@@ -66,7 +66,7 @@ class SteeringDoseResponse(EdgeWorkflow):
     """One edge at several doses."""
 
     name = "steering_dose_response"
-    question = "How does the answer move as one position attends to another more or less?"
+    question = "How does the answer change with the weight of one attention edge?"
     needs = "attention"
     settings_type = SteeringDoseResponseSettings
     settings: SteeringDoseResponseSettings

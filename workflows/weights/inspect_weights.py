@@ -1,4 +1,6 @@
-"""What are a model's matrices like? Shape, dtype and Frobenius norm of every tensor, layer by layer.
+"""What are the norms and spectra of the weight matrices?
+
+Shape, dtype and Frobenius norm of every tensor, layer by layer.
 
 Reads the checkpoint's files a block of rows at a time (inspect_model.py), never a whole tensor, without torch
 and without running the model; `mizarr models inspect` tells the same of checkpoints that cannot run.
@@ -109,7 +111,7 @@ class InspectWeights(Workflow):
     """Sizes of a checkpoint's matrices. Raises ConfigError for a model whose tensors have no names here."""
 
     name = "inspect_weights"
-    question = "What are a model's matrices like?"
+    question = "What are the norms and spectra of the weight matrices?"
     descriptive = "Norms and spectra of the weight matrices in the checkpoint."
     settings_type = InspectWeightsSettings
 

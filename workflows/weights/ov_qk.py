@@ -1,4 +1,4 @@
-"""Which heads copy what they read, and what is a head made of? OV and QK circuits, off the weights alone.
+"""Which heads copy tokens, by their weights alone? OV and QK circuits, off the weights alone.
 
 Every head's OV circuit is followed through embedding and unembedding, with norms folded in
 (stages/weights/folded.py): the sum of its eigenvalues over that of their sizes says whether a token that is
@@ -56,7 +56,7 @@ class OvQk(ModelWorkflow):
     """Copying scores of all heads, and the circuits of one."""
 
     name = "ov_qk"
-    question = "Which heads copy what they read, and what is a head made of?"
+    question = "Which heads copy tokens, by their weights alone?"
     settings_type = OvQkSettings
     settings: OvQkSettings
 

@@ -1,4 +1,6 @@
-"""What does the model say next? Prompts continued token by token, whole or with parts of the model silenced.
+"""How does the model continue a prompt?
+
+Prompts continued token by token, whole or with parts of the model silenced.
 
 Each step is a forward pass over everything so far, so that what is silenced is silenced throughout; with
 ``cache`` keys and values are kept instead (stages/forward/generation/generate.py says when that is the same).
@@ -78,7 +80,7 @@ class Generate(ModelWorkflow):
     """Prompts continued; where something is silenced, unchanged as well."""
 
     name = "generate"
-    question = "What does the model say next?"
+    question = "How does the model continue a prompt?"
     descriptive = "Text that the model generates after these prompts, under these settings."
     settings_type = GenerateSettings
     settings: GenerateSettings

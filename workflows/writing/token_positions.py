@@ -1,4 +1,4 @@
-"""Which token stands where? Characters to tokens and back, for one text and one tokenizer.
+"""Which characters does each token cover? Characters to tokens and back, for one text and one tokenizer.
 
 Needs no model to run: the tokenizer alone answers. Characters are counted as Python counts them, never in
 bytes; tokens that a tokenizer adds (a BOS) stand for no character.
@@ -50,7 +50,7 @@ class TokenPositions(Workflow):
     """One text and its tokens."""
 
     name = "token_positions"
-    question = "Which token stands where?"
+    question = "Which characters does each token cover?"
     descriptive = "Which characters each token stands for."
     settings_type = TokenPositionsSettings
     settings: TokenPositionsSettings
