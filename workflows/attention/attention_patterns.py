@@ -107,7 +107,7 @@ class AttentionPatterns(ModelWorkflow):
                 "layer", "head", ...
             )
             yield Attention(
-                title=f"Who looks where in '{format_text(self.prompt)}'",
+                title=f"Attention of each head in '{format_text(self.prompt)}'",
                 caption="Point at a token, or walk with the arrow keys. The weights of a token sum to 1 over "
                 "what it reads; weights alone do not say what a head does with them.",
                 tokens=tokens,
