@@ -190,7 +190,7 @@ class DigestedFile:
             if is_same and (self.is_settled or file_digest(self.path) == self.digest):
                 return
         raise SourceChanged(
-            f"expected {self.path} as it was when it was digested, found that it was written over meanwhile; "
+            f"expected {self.path} as it was when it was digested, found that it was overwritten meanwhile; "
             "start again once it is whole"
         )
 
@@ -287,7 +287,7 @@ def bounded_depth(value: Any, most: int) -> Any:
         ]
         count += len(level)
         if count > most:
-            raise ValueError("values that refer to each other more often than the file is long")
+            raise ValueError("more references between values than the file has characters")
         if not level:
             return value
     raise ValueError(f"values nested deeper than {MOST_DEPTH} levels")
@@ -320,7 +320,7 @@ def _is_same(left_value: Any, right_value: Any) -> bool:
 def _constant(text: str) -> float:
     # parse_constant also receives Infinity and -Infinity, which are allowed.
     if text == "NaN":
-        raise ValueError("NaN, which is no number")
+        raise ValueError("NaN, which is not a number")
     return float(text)
 
 
