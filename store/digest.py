@@ -162,5 +162,5 @@ def _name(key: Any) -> str:
 def _dtype_name(dtype: np.dtype[Any]) -> str:
     """Zarr v3's name of a numeric dtype, without the byte order; TypeError for other dtypes."""
     if dtype.kind not in "biufc" and dtype.name != "bfloat16":
-        raise TypeError(f"expected a dtype of numbers, found {dtype}; its bytes do not say what it holds")
+        raise TypeError(f"expected a dtype of numbers, found {dtype}; its bytes do not determine its content")
     return str(dtype.name)

@@ -74,7 +74,7 @@ def open_store(path: str | Path, mode: Mode = "a", durability: Durability = "dis
     if mode not in ("a", "r"):
         raise ConfigError(
             f"expected mode 'a' (read, write, create) or 'r' (read only), found {mode!r:.80}; nothing "
-            "that is stored is ever written over"
+            "that is stored is ever overwritten"
         )
     if durability not in ("disk", "process"):
         raise ConfigError(f"expected durability 'disk' or 'process', found {durability!r:.80}")

@@ -1,1 +1,1 @@
-"""Where attention looks, and which heads do what."""
+"""Analysis of attention patterns: summaries per prompt, statistics and detection scores per head."""

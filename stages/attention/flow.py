@@ -1,15 +1,13 @@
-"""Reading attention patterns: who looks where, by layer and by head.
+"""Summaries of one prompt's attention patterns, by layer and by head.
 
-Border: labelled weights, rows queries and columns keys; knows no model and never imports torch.
+The effective attention of a recurrent layer is read like a pattern; negative contributions are not included,
+so its rows may sum to less than 1.
 
-Effective attention of a recurrence is read like a pattern; what it reads with a negative sign is not in it,
-and rows of which little is left sum to less than 1.
+A mean over heads hides what single heads do, and weights alone are no explanation (Jain and Wallace 2019,
+"Attention is not Explanation"); knockout.py measures the effect of removing an edge.
 
-A head mean hides what single heads do, and weights are no explanation by themselves (Jain and Wallace 2019,
-"Attention is not Explanation"); knockout.py asks what happens when an edge is gone.
-
-Axes: layer, head, query_position (reads), key_position (is read); pair = lower triangle of one prompt's
-pattern, row by row, as a store holds it. Weights have no unit; the entropy of a row is in nats.
+Axes: layer, head, query_position (attends), key_position (is attended to); pair = lower triangle of one
+prompt's pattern, row by row, as stored. Weights have no unit; entropy in nats.
 """
 
 from __future__ import annotations
@@ -38,9 +36,9 @@ __all__ = [
 ]
 
 _ROUNDING = 0.05
-"""How far from 1 a row of bfloat16 weights may sum."""
+"""Tolerance on the sum of a row: bfloat16 weights sum to 1 only approximately."""
 _MAY_BE_LESS = "_effective_attn"
-"""End of the names of variables whose rows may sum to less."""
+"""Suffix of variables whose rows may sum to less than 1."""
 
 
 @stage(
@@ -62,20 +60,28 @@ _MAY_BE_LESS = "_effective_attn"
     cells="layer",
 )
 def attention_flow(pattern: xr.DataArray, *, query: int = -1) -> xr.Dataset:
-    """One prompt's attention, summed up: mean and largest weight of heads, and by head what one query reads.
+    """Summarise one prompt's attention: mean and maximum over heads, one query's weights by head, entropy.
 
-    pattern: [layer, head, pair] of one prompt, any float dtype.  query: a position, negative ones from the
-    end.  Returns float32, heads as integers, keys after a query 0.
-    Raises ShapeError for more than one prompt, PromptError for a position out of range.
+    Arguments:
+        pattern: [layer, head, pair] of one prompt, any float dtype.
+        query: Position whose weights are returned by head; negative ones count from the end.
+
+    Returns:
+        float32 (largest_head int32); weights on keys after a query are 0.
+
+    Raises:
+        ShapeError: The pairs are those of several prompts.
+        PromptError: The position is out of range.
     """
     import xarray as xr
 
     square = unpacked(pattern)
     length = square.sizes["key_position"]
     weights = square.values.astype(np.float64)
+    # np.where evaluates log(0) before it discards it.
     with np.errstate(divide="ignore"):
         logs = np.where(weights > 0, np.log(weights), 0.0)
-    found = {
+    summaries = {
         "mean_pattern": (("layer", "query_position", "key_position"), weights.mean(1)),
         "from_query": (("layer", "head", "key_position"), weights[:, :, _position(query, length)]),
         "largest": (("layer", "query_position", "key_position"), weights.max(1)),
@@ -84,23 +90,26 @@ def attention_flow(pattern: xr.DataArray, *, query: int = -1) -> xr.Dataset:
     coords: dict[str, Any] = {"head": np.arange(square.sizes["head"])}
     if "layer" in pattern.coords:
         coords["layer"] = pattern["layer"].values
-    told: dict[str, Any] = {name: (dims, x.astype(np.float32)) for name, (dims, x) in found.items()}
-    told["largest_head"] = (found["largest"][0], weights.argmax(1).astype(np.int32))
-    return xr.Dataset(told, coords)
+    data: dict[str, Any] = {name: (dims, x.astype(np.float32)) for name, (dims, x) in summaries.items()}
+    data["largest_head"] = (summaries["largest"][0], weights.argmax(1).astype(np.int32))
+    return xr.Dataset(data, coords)
 
 
 def unpacked(pattern: xr.DataArray) -> xr.DataArray:
-    """The pattern of one prompt as it is thought of, [..., query_position, key_position], from [..., pair];
-    heads of any kind are on the axis "head".
+    """Unpack the pattern of one prompt, [..., pair] to [..., query_position, key_position].
 
-    Raises ShapeError if the pairs are not those of one prompt, whose rows sum to 1, or to at most 1 where
-    they are what a recurrence amounts to.
+    The axis of heads is renamed to "head", whatever kind they are.
+
+    Raises:
+        ShapeError: The pairs are not those of one prompt, whose rows sum to 1 (effective attention: at most
+            1).
     """
     import xarray as xr
 
-    own = {axis: "head" for axis in HEAD_AXES if axis != "head" and axis in pattern.dims}
-    packed = pattern.rename(own).transpose(..., "pair")
+    renamed_axes = {axis: "head" for axis in HEAD_AXES if axis != "head" and axis in pattern.dims}
+    packed = pattern.rename(renamed_axes).transpose(..., "pair")
     pairs = packed.sizes["pair"]
+    # Inverse of the triangular number n(n + 1) / 2, exact in integers.
     length = (math.isqrt(8 * pairs + 1) - 1) // 2
     if length * (length + 1) // 2 != pairs:
         raise ShapeError(
@@ -112,11 +121,11 @@ def unpacked(pattern: xr.DataArray) -> xr.DataArray:
     rows, columns = np.tril_indices(length)
     square[..., rows, columns] = values
     sums = square.astype(np.float32).sum(-1)
-    # Effective attention may sum to less: of what is read, all may be negative, or next to nothing.
-    off = np.maximum(sums - 1, 0) if str(packed.name).endswith(_MAY_BE_LESS) else abs(sums - 1)
-    if off.max() > _ROUNDING:
+    # Rows of effective attention may sum to less: all contributions may be negative, or nearly zero.
+    deviation = np.maximum(sums - 1, 0) if str(packed.name).endswith(_MAY_BE_LESS) else abs(sums - 1)
+    if deviation.max() > _ROUNDING:
         raise ShapeError(
-            f"expected rows of weights that sum to 1, found {sums.flat[off.argmax()]:.3g}; are "
+            f"expected rows of weights that sum to 1, found {sums.flat[deviation.argmax()]:.3g}; are "
             "these the pairs of several prompts? Select one: dataset.mi.attn(i)"
         )
     coords = {name: coord for name, coord in packed.coords.items() if "pair" not in coord.dims}
@@ -124,34 +133,39 @@ def unpacked(pattern: xr.DataArray) -> xr.DataArray:
 
 
 def head_mean(pattern: xr.DataArray) -> xr.DataArray:
-    """The mean over heads of a pattern; a pattern without heads is its own mean."""
+    """Mean over heads; a pattern without a head axis is returned unchanged."""
     return pattern.mean("head") if "head" in pattern.dims else pattern
 
 
 def attention_from_position(pattern: xr.DataArray, layer: int, query: int) -> xr.DataArray:
-    """Weights a query gives in a layer, mean over heads, [key_position]."""
-    here = _layer(pattern, layer)
-    return head_mean(here).isel(query_position=_position(query, here.sizes["query_position"]))
+    """Weights from a query to all keys in a layer, mean over heads, [key_position]."""
+    layer_pattern = _layer(pattern, layer)
+    return head_mean(layer_pattern).isel(
+        query_position=_position(query, layer_pattern.sizes["query_position"])
+    )
 
 
 def attention_to_position(pattern: xr.DataArray, layer: int, key: int) -> xr.DataArray:
-    """Weights a key is given in a layer, mean over heads, [query_position]."""
-    here = _layer(pattern, layer)
-    return head_mean(here).isel(key_position=_position(key, here.sizes["key_position"]))
+    """Weights from all queries to a key in a layer, mean over heads, [query_position]."""
+    layer_pattern = _layer(pattern, layer)
+    return head_mean(layer_pattern).isel(key_position=_position(key, layer_pattern.sizes["key_position"]))
 
 
 def top_attended_positions(
     pattern: xr.DataArray, layer: int, query: int, k: int = 5
 ) -> list[tuple[int, float]]:
-    """The k keys a query looks at most in a layer, mean over heads: (position, weight), largest first, equal
-    ones by position."""
+    """The k keys with the largest weight from a query in a layer, mean over heads, as (position, weight).
+
+    In descending order, ties by position.
+    """
     weights: npt.NDArray[Any] = attention_from_position(pattern, layer, query).values
+    # Stable, so that ties keep the order of positions.
     order = np.argsort(-weights, kind="stable")[:k]
     return [(int(position), float(weights[position])) for position in order]
 
 
 def peak_layer(pattern: xr.DataArray, query: int, key: int) -> tuple[int, float]:
-    """(layer, weight) where a query looks at a key most, mean over heads; the first of equal layers."""
+    """(layer, weight) of the largest weight from a query to a key, mean over heads; ties by first layer."""
     length = pattern.sizes["query_position"]
     cell = head_mean(pattern).isel(
         query_position=_position(query, length), key_position=_position(key, length)
@@ -162,10 +176,10 @@ def peak_layer(pattern: xr.DataArray, query: int, key: int) -> tuple[int, float]
 
 
 def _layer(pattern: xr.DataArray, layer: int) -> xr.DataArray:
-    held = [int(i) for i in (pattern["layer"].values if "layer" in pattern.coords else range(len(pattern)))]
-    if layer not in held:
-        raise StageError(f"expected a layer of this pattern ({held[0]}..{held[-1]}), found {layer}")
-    return pattern.isel(layer=held.index(layer))
+    layers = [int(i) for i in (pattern["layer"].values if "layer" in pattern.coords else range(len(pattern)))]
+    if layer not in layers:
+        raise StageError(f"expected a layer of this pattern ({layers[0]}..{layers[-1]}), found {layer}")
+    return pattern.isel(layer=layers.index(layer))
 
 
 def _position(position: int, length: int) -> int:

@@ -1,24 +1,22 @@
-"""Which heads look where: previous-token, duplicate-token and induction heads.
+"""Detect previous-token, duplicate-token and induction heads from stored attention patterns.
 
-Border: stored attention patterns and the token ids they belong to; knows no model and never imports torch.
+The scores are those of TransformerLens' `detect_head`: how well a head's pattern A matches a lower-triangular
+matrix P, which is 1 where such a head attends.
 
-Scores are those of TransformerLens' `detect_head`: how well a head's pattern A matches a lower-triangular
-matrix P of the prompt, 1 where such a head would look. A previous-token head looks one position back (Elhage
-et al. 2021, "A Mathematical Framework for Transformer Circuits"); an induction head at the token behind an
-earlier occurrence of the current one, which on repeated random tokens is the prefix matching score of Olsson
-et al. 2022, "In-context Learning and Induction Heads"; a duplicate-token head at that occurrence itself (Wang
-et al. 2022, "Interpretability in the Wild").
+- previous-token head: to the previous position (Elhage et al. 2021, "A Mathematical Framework for Transformer
+  Circuits");
+- induction head: to the token after an earlier occurrence of the current token; on repeated random tokens
+  this is the prefix matching score of Olsson et al. 2022, "In-context Learning and Induction Heads";
+- duplicate-token head: to that occurrence itself (Wang et al. 2022, "Interpretability in the Wild").
 
-"mul": sum(A * P) / sum(A), the share of its attention that goes there. "abs":
-1 - round(sum |A - P| / length, 3), also for P of other values. A list of prompts is averaged. One difference:
-a head with nothing left to compare once BOS and the current token are excluded scores 0 ("mul"), where
-TransformerLens gives NaN.
+Measures: "mul" is sum(A * P) / sum(A), the share of attention that matches; "abs" is 1 - round(sum |A - P| /
+length, 3), also for P with other values. Several prompts are averaged. One difference: a head without any
+attention left after BOS and the current token are excluded scores 0 ("mul"); TransformerLens gives NaN.
 
-Memory: patterns stay packed as the store holds them and are read a block of query rows at a time, so that
-neither the number of prompts nor the length of one matters.
+Memory: patterns stay packed and are read in blocks of query rows, whatever the number and length of prompts.
 
-Axes: layer, pair (lower triangles of all prompts end to end, row by row), head, prompt, token; kind = what is
-looked for.
+Axes: layer, pair (lower triangles of all prompts end to end, row by row), head, prompt, token; kind (of
+head). Needs no model and no torch.
 """
 
 from __future__ import annotations
@@ -51,10 +49,10 @@ __all__ = [
 Heads = Sequence[tuple[int, int]] | Mapping[int, Sequence[int]]
 
 KINDS = ("previous_token_head", "duplicate_token_head", "induction_head")
-"""What is looked for, by TransformerLens' names."""
+"""Kinds of heads, by TransformerLens' names."""
 MEASURES = ("mul", "abs")
 UNSELECTED = -1.0
-"""Score of a head that was not asked about."""
+"""Score of heads that were not selected."""
 CAPTURE = "capture it: mizarr capture MODEL PROMPTS --hooks 'blocks.*.attn.hook_pattern'"
 
 
@@ -67,49 +65,57 @@ def detect_head(
     exclude_current_token: bool = False,
     error_measure: str = "mul",
 ) -> xr.DataArray:
-    """Scores [layer, head] of the heads of stored prompts, as TransformerLens' function of that name gives
-    them.
+    """Detection scores [layer, head] for the heads of a stored run; the counterpart of TransformerLens'
+    `detect_head`.
 
-    states: captured, with `pattern` [layer, pair, head], e.g. an entry's `open()`.  pattern: one of `KINDS`,
-    or a lower-triangular matrix [length, length] for prompts of that length.  heads: (layer, head) pairs, or
-    layer -> heads; all others score -1.  exclude_bos: leave out attention to the first position, whatever
-    token stands there.  exclude_current_token: leave out the diagonal.
-    Raises EntryNotFound where no patterns are stored, PromptError for prompts of one token.
+    Arguments:
+        states: Opened run with `pattern` [layer, pair, head].
+        pattern: One of `KINDS`, or a lower-triangular matrix [length, length] for prompts of that length.
+        heads: (layer, head) pairs, or layer -> heads; all others score -1. None for all.
+        exclude_bos: Whether to ignore attention to the first position, whatever its token.
+        exclude_current_token: Whether to ignore the diagonal.
+        error_measure: "mul" or "abs", see the module docstring.
+
+    Raises:
+        EntryNotFound: No patterns are stored, or not for these layers.
+        PromptError: A prompt has only one token.
     """
     import xarray as xr
 
     if "pattern" not in states or "row_size" not in states.coords:
-        held = ", ".join(map(str, states.data_vars)) or "none"
-        raise EntryNotFound(f"expected attention patterns ('pattern'), found {held}; {CAPTURE}")
+        stored_variables = ", ".join(map(str, states.data_vars)) or "none"
+        raise EntryNotFound(f"expected attention patterns ('pattern'), found {stored_variables}; {CAPTURE}")
     held_pattern = by_layer(states["pattern"])
     layers = held_pattern["layer"].values.tolist()
     pairs = head_pairs(heads)
     if strange := [layer for layer, _ in pairs or () if layer not in layers]:
         raise EntryNotFound(f"expected heads in layers {layers}, found layer {strange[0]}; {CAPTURE}")
-    asked = {
+    options = {
         "heads": pairs,
         "exclude_bos": exclude_bos,
         "exclude_current_token": exclude_current_token,
         "error_measure": error_measure,
     }
-    given = {"pattern": held_pattern, "row_size": states["row_size"]}
+    inputs = {"pattern": held_pattern, "row_size": states["row_size"]}
     if isinstance(pattern, str):
-        found = head_scores(**given, token_id=states["token_id"], kinds=(pattern,), **asked)
-        named: xr.DataArray = found["score"].isel(kind=0, drop=True)
-        return named
-    wanted = xr.DataArray(np.asarray(pattern), dims=("query_position", "key_position"))
-    scored: xr.DataArray = pattern_scores(**given, detection_pattern=wanted, **asked)["score"]
+        scores = head_scores(**inputs, token_id=states["token_id"], kinds=(pattern,), **options)
+        score: xr.DataArray = scores["score"].isel(kind=0, drop=True)
+        return score
+    matrix = xr.DataArray(np.asarray(pattern), dims=("query_position", "key_position"))
+    scored: xr.DataArray = pattern_scores(**inputs, detection_pattern=matrix, **options)["score"]
     return scored
 
 
 def detection_pattern(kind: str, token_id: Sequence[int] | Array) -> Array:
-    """The matrix [query, key], float32, 1 where a head of this kind looks in a prompt of these tokens.
+    """Detection matrix [query, key], float32, 1 where a head of this kind attends in a prompt of these
+    tokens.
 
     >>> detection_pattern("induction_head", [7, 8, 7]).tolist()
     [[0.0, 0.0, 0.0], [0.0, 0.0, 0.0], [0.0, 1.0, 0.0]]
     """
     ids = np.asarray(token_id)
     square = np.zeros((len(ids), len(ids)), np.float32)
+    # A causal head attends to no later position.
     query, key = np.tril_indices(len(ids))
     square[query, key] = _looks(kind, ids, query, query, key)
     return square
@@ -139,15 +145,27 @@ def head_scores(
     error_measure: str = "mul",
     first_query: int = 0,
 ) -> xr.Dataset:
-    """How much of every head's attention goes where heads of some kinds look; see the module for formulae.
+    """Match of every head's attention with the kinds of heads; formulae in the module docstring.
 
-    pattern: [layer, pair, head], any float dtype, lazy or not.  token_id: int [token], what stands where the
-    kinds look for it: the prompts' own ids.  row_size: int [prompt], tokens of each.  heads: (layer, head)
-    pairs, all others score -1; None for all.  first_query: earlier queries of every prompt take no part
-    (TransformerLens: 0); in repeated sequences, those that can have found nothing yet.
-    Returns float64; spread is 0 for a single prompt.
-    Raises PromptError for prompts without two tokens or without a query left, ShapeError for pairs that are
-    not those of the prompts, ConfigError for an unknown kind or measure.
+    Arguments:
+        pattern: [layer, pair, head], any float dtype, lazy or not.
+        token_id: int [token], the ids in which occurrences are looked for; usually those of the prompts.
+        row_size: int [prompt], tokens per prompt.
+        kinds: Kinds of heads, from `KINDS`.
+        heads: (layer, head) pairs, all others score -1; None for all.
+        exclude_bos: See `detect_head`.
+        exclude_current_token: See `detect_head`.
+        error_measure: See `detect_head`.
+        first_query: First query position that counts (TransformerLens: 0). For repeated sequences, the start
+            of the first repetition, as earlier queries have nothing to find.
+
+    Returns:
+        float64; spread is 0 for a single prompt.
+
+    Raises:
+        PromptError: A prompt has fewer than two tokens or no query that counts.
+        ShapeError: The pairs are not those of the prompts.
+        ConfigError: Unknown kind or measure.
     """
     for kind in kinds:
         if kind not in KINDS:
@@ -157,11 +175,11 @@ def head_scores(
     rows = PatternRows.of(row_size, pattern, first_query)
     ids = _ids(token_id, rows)
 
-    def wanted(block: RowBlock) -> list[Array]:
+    def masks(block: RowBlock) -> list[Array]:
         return [_looks(kind, ids, block.token, block.query, block.key) for kind in kinds]
 
     measure = _Measure(error_measure, exclude_bos, exclude_current_token, first_query)
-    return _scores(pattern, rows, wanted, kinds, measure, heads)
+    return _scores(pattern, rows, masks, kinds, measure, heads)
 
 
 @stage(
@@ -187,14 +205,16 @@ def displaced_scores(
     error_measure: str = "mul",
     first_query: int = 0,
 ) -> xr.Dataset:
-    """As `head_scores`, for heads that look so many tokens behind an earlier occurrence of the current one.
+    """Like `head_scores`, for heads that attend a fixed number of tokens after an earlier occurrence of the
+    current one.
 
-    displacements: 1 is an induction head; others are what such a head is held against.
+    Arguments:
+        displacements: Numbers of tokens; 1 is an induction head, others serve as its null distribution.
     """
     rows = PatternRows.of(row_size, pattern, first_query)
     ids = _ids(token_id, rows)
 
-    def wanted(block: RowBlock) -> list[Array]:
+    def masks(block: RowBlock) -> list[Array]:
         start = block.token - block.query
         return [
             ((ids[block.token] == ids[start + block.key - far]) & (block.key >= far)).astype(np.float32)
@@ -202,8 +222,8 @@ def displaced_scores(
         ]
 
     measure = _Measure(error_measure, exclude_bos, exclude_current_token, first_query)
-    found = _scores(pattern, rows, wanted, [str(far) for far in displacements], measure, None)
-    return found.rename(kind="displacement").assign_coords(displacement=list(displacements))
+    scores = _scores(pattern, rows, masks, [str(far) for far in displacements], measure, None)
+    return scores.rename(kind="displacement").assign_coords(displacement=list(displacements))
 
 
 @stage(
@@ -231,10 +251,10 @@ def pattern_scores(
     error_measure: str = "mul",
     first_query: int = 0,
 ) -> xr.Dataset:
-    """As `head_scores`, for a detection pattern of one's own: a lower-triangular matrix, the prompts all of
-    its length.
+    """Like `head_scores`, for a custom detection matrix; all prompts must have its length.
 
-    Raises ShapeError for a matrix that is not square, not lower-triangular, or not of the prompts' length.
+    Raises:
+        ShapeError: The matrix is not square, not lower-triangular, or not of the prompts' length.
     """
     matrix = np.asarray(detection_pattern.values, np.float32)
     rows = PatternRows.of(row_size, pattern, first_query)
@@ -251,12 +271,12 @@ def pattern_scores(
             f"{lengths.min()} to {lengths.max()}; select prompts of one length: dataset.mi.prompts([…])"
         )
     measure = _Measure(error_measure, exclude_bos, exclude_current_token, first_query)
-    found = _scores(pattern, rows, lambda block: [matrix[block.query, block.key]], ("own",), measure, heads)
-    return found.isel(kind=0, drop=True)
+    scores = _scores(pattern, rows, lambda block: [matrix[block.query, block.key]], ("own",), measure, heads)
+    return scores.isel(kind=0, drop=True)
 
 
 def _ids(token_id: xr.DataArray, rows: PatternRows) -> Array:
-    """The token ids [token]; ShapeError unless there is one per token of the rows."""
+    """Token ids [token]; ShapeError unless there is one for each query row."""
     ids = np.asarray(token_id.values)
     if len(ids) != rows.tokens:
         raise ShapeError(f"expected one token id per token ({rows.tokens}), found {len(ids)}")
@@ -264,11 +284,15 @@ def _ids(token_id: xr.DataArray, rows: PatternRows) -> Array:
 
 
 def head_pairs(heads: Heads | None) -> list[tuple[int, int]] | None:
-    """Heads as (layer, head) pairs, however they were given."""
+    """Normalise a selection of heads to (layer, head) pairs; None for all heads."""
     if heads is None:
         return None
     if isinstance(heads, Mapping):
-        pairs = [(layer, head) for layer, chosen in heads.items() for head in as_indices(chosen, "heads")]
+        pairs = [
+            (layer, head)
+            for layer, head_numbers in heads.items()
+            for head in as_indices(head_numbers, "heads")
+        ]
     else:
         pairs = list(heads)
     return [(as_index(layer, "layers of heads"), as_index(head, "heads")) for layer, head in pairs]
@@ -276,7 +300,7 @@ def head_pairs(heads: Heads | None) -> list[tuple[int, int]] | None:
 
 @dataclass(frozen=True)
 class _Measure:
-    """How a match is measured, and which pairs count."""
+    """Error measure, and the (query, key) pairs that count."""
 
     name: str
     exclude_bos: bool
@@ -288,22 +312,26 @@ class _Measure:
             raise ConfigError(f"expected error_measure 'mul' or 'abs', found {self.name!r}")
 
     def counts(self, block: RowBlock) -> Array:
-        """Which pairs of a block take part, bool [pair]."""
-        found = block.query >= self.first_query
+        """Mask of a block's pairs that count, bool [pair]."""
+        counted = block.query >= self.first_query
         if self.exclude_bos:
-            found &= block.key > 0
+            counted &= block.key > 0
         if self.exclude_current_token:
-            found &= block.key < block.query
-        return found
+            counted &= block.key < block.query
+        return counted
 
-    def matched(self, weights: Array, wanted: Array) -> Array:
-        """What is summed where `wanted` is not 0, [pair, head]; "abs": on top of the weights themselves, as
-        |A - 0| = A."""
-        wanted = wanted[:, None]
-        return weights * wanted if self.name == "mul" else np.abs(weights - wanted) - weights
+    def matched(self, weights: Array, target: Array) -> Array:
+        """Summands [pair, head] at pairs where the detection matrix is not 0.
+
+        For "abs" relative to the weights, which are summed over all pairs: where the matrix is 0, |A - 0| =
+        A.
+        """
+        target = target[:, None]
+        return weights * target if self.name == "mul" else np.abs(weights - target) - weights
 
     def score(self, matched: Array, total: Array, queries: Array) -> Array:
-        """Scores [prompt, head] from sums over the pairs of each prompt; queries: [prompt]."""
+        """Scores [prompt, head] from sums over the pairs of each prompt, and the number of queries
+        [prompt]."""
         if self.name == "mul":
             share: Array = np.divide(matched, total, out=np.zeros_like(matched), where=total != 0)
             return share
@@ -314,98 +342,108 @@ class _Measure:
 def _scores(
     pattern: xr.DataArray,
     rows: PatternRows,
-    wanted: Callable[[RowBlock], list[Array]],
+    masks: Callable[[RowBlock], list[Array]],
     kinds: Sequence[str],
     measure: _Measure,
     heads: Sequence[tuple[int, int]] | None,
 ) -> xr.Dataset:
-    """score and spread [kind, layer, head] over all prompts; layers without a selected head are not read."""
+    """Mean score and spread [kind, layer, head] over prompts; layers without a selected head are not read."""
     import xarray as xr
 
-    chosen = _selected(pattern, heads)
+    selected = _selected(pattern, heads)
     n_prompts = len(rows.sizes)
-    sums = np.zeros((2, len(kinds), *chosen.shape))
-    for layer in np.flatnonzero(chosen.any(axis=1)).tolist():
-        for _, score in _by_prompt(rows, pattern.isel(layer=layer), wanted, measure):
+    sums = np.zeros((2, len(kinds), *selected.shape))
+    for layer in np.flatnonzero(selected.any(axis=1)).tolist():
+        for _, score in _by_prompt(rows, pattern.isel(layer=layer), masks, measure):
             sums[0, :, layer] += score.sum(1)
             sums[1, :, layer] += np.square(score).sum(1)
     mean = sums[0] / n_prompts
+    # From sums, so that scores of single prompts need not be kept; float64 makes the cancellation harmless.
     variance = (sums[1] - n_prompts * mean**2) / max(n_prompts - 1, 1)
+    # Rounding may leave a variance of -1e-17.
     spread = np.sqrt(np.maximum(variance, 0))
     dims = ("kind", "layer", "head")
     data = {
-        "score": (dims, np.where(chosen, mean, UNSELECTED)),
-        "spread": (dims, np.where(chosen, spread, 0.0)),
+        "score": (dims, np.where(selected, mean, UNSELECTED)),
+        "spread": (dims, np.where(selected, spread, 0.0)),
     }
     return xr.Dataset(data, coords={"kind": list(kinds), **head_coords(pattern)})
 
 
 def _by_prompt(
-    rows: PatternRows, pattern: xr.DataArray, wanted: Callable[[RowBlock], list[Array]], measure: _Measure
+    rows: PatternRows, pattern: xr.DataArray, masks: Callable[[RowBlock], list[Array]], measure: _Measure
 ) -> Iterator[tuple[int, Array]]:
-    """Scores of some prompts at a time: (the first of them, [kind, prompt, head]), each prompt once.
+    """Yield (first prompt, scores [kind, prompt, head]) for groups of prompts; each prompt occurs once.
 
-    A prompt whose rows are spread over blocks comes with the last of them.
+    A prompt whose rows are in several blocks is yielded with the last of them.
     """
     carried: Array | None = None
     for block in rows.blocks(pattern):
         counts = measure.counts(block)
-        first, last = int(block.prompt[0]), int(block.prompt[-1])
-        shape = (last - first + 1, block.weights.shape[1])
+        first_prompt, last_prompt = int(block.prompt[0]), int(block.prompt[-1])
+        shape = (last_prompt - first_prompt + 1, block.weights.shape[1])
         parts = []
-        for looks in wanted(block):
-            hits = np.flatnonzero((looks != 0) & counts)
-            values = measure.matched(block.weights[hits], looks[hits])
-            parts.append(_grouped(values, block.prompt[hits] - first, shape))
-        parts.append(_grouped(block.weights[counts], block.prompt[counts] - first, shape))
-        found = np.stack(parts, axis=1)
+        for mask in masks(block):
+            hits = np.flatnonzero((mask != 0) & counts)
+            values = measure.matched(block.weights[hits], mask[hits])
+            parts.append(_grouped(values, block.prompt[hits] - first_prompt, shape))
+        # The last part is the total weight, the denominator of "mul".
+        parts.append(_grouped(block.weights[counts], block.prompt[counts] - first_prompt, shape))
+        sums = np.stack(parts, axis=1)
         if carried is not None:
-            found[0] += carried
+            sums[0] += carried
             carried = None
-        if block.query[-1] + 1 < rows.sizes[last]:
-            carried, found = found[-1], found[:-1]
-        if len(found):
-            queries = rows.sizes[first : first + len(found)] - measure.first_query
-            matched, total = found[:, :-1], found[:, -1]
+        # The last prompt continues in the next block: its sums are carried over.
+        if block.query[-1] + 1 < rows.sizes[last_prompt]:
+            carried, sums = sums[-1], sums[:-1]
+        if len(sums):
+            queries = rows.sizes[first_prompt : first_prompt + len(sums)] - measure.first_query
+            matched, total = sums[:, :-1], sums[:, -1]
             scores = [measure.score(matched[:, kind], total, queries) for kind in range(matched.shape[1])]
-            yield first, np.stack(scores)
+            yield first_prompt, np.stack(scores)
 
 
 def _looks(kind: str, ids: Array, token: Array, query: Array, key: Array) -> Array:
-    """Where heads of a kind look: float32 [pair], 1 or 0.
+    """Detection mask of a kind of head, float32 [pair], 1 or 0.
 
-    ids: [token], all prompts.  token: packed index of each pair's query; query, key: positions in its prompt.
+    Arguments:
+        kind: One of `KINDS`.
+        ids: Token ids of all prompts [token].
+        token: Token index of each pair's query.
+        query: Position of the query in its prompt.
+        key: Position of the key.
     """
     if kind == "previous_token_head":
-        found: Array = key == query - 1
+        attends: Array = key == query - 1
     elif kind == "duplicate_token_head":
-        found = (ids[token] == ids[token - query + key]) & (key < query)
+        attends = (ids[token] == ids[token - query + key]) & (key < query)
     else:
-        # Behind an earlier occurrence of the current token: the duplicates, one key to the right. At key 0
-        # the index is that of another prompt's token, or wraps around; the second condition discards it.
-        found = (ids[token] == ids[token - query + key - 1]) & (key > 0)
-    return found.astype(np.float32)
+        # The key after an earlier occurrence of the current token. For key 0 the index reaches into the
+        # previous prompt or wraps around; the second condition discards it.
+        attends = (ids[token] == ids[token - query + key - 1]) & (key > 0)
+    return attends.astype(np.float32)
 
 
 def _selected(pattern: xr.DataArray, heads: Sequence[tuple[int, int]] | None) -> Array:
-    """Which heads are asked about, bool [layer, head]."""
+    """Mask of the selected heads, bool [layer, head]."""
     layers = head_coords(pattern)["layer"].tolist()
     n_heads = pattern.sizes["head"]
     if heads is None:
         return np.ones((len(layers), n_heads), bool)
-    found = np.zeros((len(layers), n_heads), bool)
+    selected = np.zeros((len(layers), n_heads), bool)
     for layer, head in heads:
         if not 0 <= head < n_heads:
             raise ConfigError(f"expected heads in 0..{n_heads - 1}, found {head} (layer {layer})")
-        if layer in layers:  # a cell holds one layer; the others are in other cells
-            found[layers.index(layer), head] = True
-    return found
+        if layer in layers:  # a stage cell has one layer; heads of other layers belong to other cells
+            selected[layers.index(layer), head] = True
+    return selected
 
 
 def _grouped(values: Array, group: Array, shape: tuple[int, int]) -> Array:
-    """Sums of the rows of each group, float64 [group, head]; `group` ascends."""
-    found = np.zeros(shape)
+    """Sums over the rows of each group, float64 [group, head]; `group` must be ascending."""
+    sums = np.zeros(shape)
     if len(values):
         present, starts = np.unique(group, return_index=True)
-        found[present] = np.add.reduceat(values, starts, axis=0, dtype=np.float64)
-    return found
+        # reduceat needs no index array of the size of values, unlike np.add.at, and is much faster.
+        sums[present] = np.add.reduceat(values, starts, axis=0, dtype=np.float64)
+    return sums

@@ -1,14 +1,12 @@
-"""In which layer do two kinds of text differ in where a marker looks? Head-averaged attention, by layer.
+"""Compare attention from a marker to targets between two kinds of text, layer by layer (mean over heads).
 
-Border: stored attention patterns and places in them; knows no text, no model and never imports torch.
+The protocol of plip-rs' layer scan, whose results the Deloson viewer shows: per sample the head-averaged
+attention from the marker, mean over its targets; per layer a comparison of the two conditions with Welch's t
+test (Welch 1947, "The generalization of Student's problem when several different population variances are
+involved").
 
-The protocol is that of plip-rs' layer scan, whose results the Deloson viewer shows: of every sample the mean,
-over its targets, of the head-averaged attention from the marker to the target; by layer the two conditions
-are compared with Welch's t test (Welch 1947, "The generalization of Student's problem when several different
-population variances are involved").
-
-Axes: layer, pair (lower triangles of all prompts end to end), head, sample, target (places looked at, of all
-samples end to end), condition (A, B).
+Axes: layer, pair (lower triangles of all prompts end to end), head, sample, target (attended positions of all
+samples end to end), condition (A, B). Needs no model and no torch.
 """
 
 from __future__ import annotations
@@ -40,17 +38,20 @@ __all__ = [
 
 CONDITIONS = ("A", "B")
 UNSEEN = -1
-"""Pair of a target behind its marker, where a causal model cannot look: its weight is 0."""
+"""Pair index of a target after its marker, to which a causal model cannot attend: its weight is 0."""
 SMALLEST = 0.001
-"""Mean of B up to which a ratio is not told (0 stands for it)."""
+"""Threshold on the mean of B; below it the ratio is stored as 0."""
 
 
 class Welch(NamedTuple):
-    """t statistic (positive: A is larger), degrees of freedom, two-sided p value."""
+    """Result of Welch's t test."""
 
     t: float
+    """Positive if A is larger."""
     df: float
+    """Degrees of freedom."""
     p: float
+    """Two-sided p value."""
 
 
 @stage(
@@ -79,53 +80,67 @@ def layer_scan(
 ) -> xr.Dataset:
     """Attention from marker to targets by layer and sample, and the comparison of the two conditions.
 
-    pattern: [layer, pair, head], any float dtype, lazy; only the pairs asked for are read.  pair: int
-    [target], where (marker, target) lies on the pair axis, `UNSEEN` for a target behind the marker.  sample:
-    int [target], which sample it is of.  condition: int [sample], 0 for A, 1 for B.
-    Raises ShapeError for samples without a target, and places that are not there.
+    Arguments:
+        pattern: [layer, pair, head], any float dtype, lazy; only the requested pairs are read.
+        pair: int [target], index of (marker, target) on the pair axis; `UNSEEN` for a target after the
+            marker.
+        sample: int [target], sample of each target.
+        condition: int [sample], 0 for A, 1 for B.
+
+    Raises:
+        ShapeError: A sample has no target, or a pair index is out of range.
     """
     import xarray as xr
 
-    places, owner, group = (np.asarray(one.values, np.int64) for one in (pair, sample, condition))
-    targets = np.bincount(owner, minlength=len(group))
+    pair_index, sample_index, group = (
+        np.asarray(array.values, np.int64) for array in (pair, sample, condition)
+    )
+    targets = np.bincount(sample_index, minlength=len(group))
     if len(targets) != len(group) or (targets == 0).any() or not np.isin(group, (0, 1)).all():
         raise ShapeError(
             f"expected targets of each of {len(group)} samples, all of condition 0 or 1, found targets of "
             f"{np.count_nonzero(targets)} and conditions {np.unique(group).tolist()}"
         )
-    if len(places) and not UNSEEN <= places.min() <= places.max() < pattern.sizes["pair"]:
+    if len(pair_index) and not UNSEEN <= pair_index.min() <= pair_index.max() < pattern.sizes["pair"]:
         raise ShapeError(
-            f"expected pairs in {UNSEEN}..{pattern.sizes['pair'] - 1}, found {places.min()} to "
-            f"{places.max()}; are they of the same prompts as the patterns?"
+            f"expected pairs in {UNSEEN}..{pattern.sizes['pair'] - 1}, found {pair_index.min()} to "
+            f"{pair_index.max()}; are they of the same prompts as the patterns?"
         )
-    seen = np.flatnonzero(places != UNSEEN)
-    read, back = np.unique(places[seen], return_inverse=True)
-    values = pattern.isel(pair=read).transpose("layer", "pair", "head").values
-    weights = np.zeros((pattern.sizes["layer"], len(places)))
-    weights[:, seen] = values.mean(2, dtype=np.float64)[:, back]
-    found = np.stack([np.bincount(owner, row, len(group)) for row in weights]) / targets
-    parts = [[_moments(row[group == which]) for which in (0, 1)] for row in found]
-    tests = [welch_t_test(*a, *b) for a, b in parts]
+    visible = np.flatnonzero(pair_index != UNSEEN)
+    # Several targets may share a pair; each is read once, in ascending order.
+    unique_pairs, unique_index = np.unique(pair_index[visible], return_inverse=True)
+    values = pattern.isel(pair=unique_pairs).transpose("layer", "pair", "head").values
+    weights = np.zeros((pattern.sizes["layer"], len(pair_index)))
+    weights[:, visible] = values.mean(2, dtype=np.float64)[:, unique_index]
+    sample_weights = np.stack([np.bincount(sample_index, row, len(group)) for row in weights]) / targets
+    condition_moments = [
+        [_moments(row[group == condition_index]) for condition_index in (0, 1)] for row in sample_weights
+    ]
+    tests = [welch_t_test(*a, *b) for a, b in condition_moments]
     by_layer = ("layer",)
     data: dict[str, Any] = {
-        "weight": (("layer", "sample"), found),
+        "weight": (("layer", "sample"), sample_weights),
         **{
-            name: (("layer", "condition"), np.array([[part[i] for part in row] for row in parts]))
+            name: (("layer", "condition"), np.array([[part[i] for part in row] for row in condition_moments]))
             for i, name in enumerate(("mean", "std", "n"))
         },
-        "ratio": (by_layer, [a[0] / b[0] if b[0] > SMALLEST else 0.0 for a, b in parts]),
-        **{name: (by_layer, [getattr(one, name) for one in tests]) for name in Welch._fields},
+        # A ratio of a mean near 0 would only show noise.
+        "ratio": (by_layer, [a[0] / b[0] if b[0] > SMALLEST else 0.0 for a, b in condition_moments]),
+        **{name: (by_layer, [getattr(array, name) for array in tests]) for name in Welch._fields},
     }
     layers = pattern["layer"].values if "layer" in pattern.coords else np.arange(pattern.sizes["layer"])
     return xr.Dataset(data, coords={"layer": layers, "condition": list(CONDITIONS)})
 
 
 def welch_t_test(mean: float, std: float, n: int, other_mean: float, other_std: float, other_n: int) -> Welch:
-    """Welch's t test from the mean, sample standard deviation (n - 1) and size of two groups.
+    """Welch's t test from mean, sample standard deviation (n - 1) and size of two groups.
 
-    Where one group has no spread the degrees of freedom are n + n' - 2, and t is 0 where neither has; with an
-    empty group the answer is (0, 0, 1). Otherwise as `scipy.stats.ttest_ind(equal_var=False)`.
-    Raises MissingExtra without scipy.
+    Equals `scipy.stats.ttest_ind(equal_var=False)`, except for degenerate groups: if one group has no spread,
+    the degrees of freedom are n + n' - 2, and t is 0 if neither has; with an empty group the result is (0, 0,
+    1).
+
+    Raises:
+        MissingExtra: scipy is not installed.
     """
     if n == 0 or other_n == 0:
         return Welch(0.0, 0.0, 1.0)
@@ -140,9 +155,11 @@ def welch_t_test(mean: float, std: float, n: int, other_mean: float, other_std: 
 
 
 def welch_t(weight: Array, is_b: Array) -> Array:
-    """Welch's t of A over B in each layer, [layer]; 0 where neither has a spread.
+    """Welch's t of A over B per layer, [layer]; 0 where neither has a spread.
 
-    weight: [layer, sample]. is_b: bool [sample]; at least two samples of each.
+    Arguments:
+        weight: [layer, sample].
+        is_b: bool [sample], with at least two samples of each condition.
     """
     parts = [weight[:, ~is_b], weight[:, is_b]]
     error = sum(part.var(axis=1, ddof=1) / part.shape[1] for part in parts)
@@ -152,34 +169,41 @@ def welch_t(weight: Array, is_b: Array) -> Array:
 
 
 def permuted_t(weight: Array, is_b: Array, draws: int, *, seed: int) -> Array:
-    """The largest t of any layer when samples are dealt to the conditions anew: float64 [draw].
+    """Null distribution of the largest t over layers, by permuting the conditions of samples: float64 [draw].
 
-    The best layer is taken every time, so that the search among layers is counted (Westfall & Young 1993,
-    "Resampling-Based Multiple Testing").
+    The maximum over layers is taken in every draw, which accounts for the search among layers (Westfall &
+    Young 1993, "Resampling-Based Multiple Testing").
+
+    Arguments:
+        weight: [layer, sample].
+        is_b: bool [sample].
+        draws: Number of permutations.
+        seed: Of the random generator.
     """
     rng = np.random.default_rng(seed)
+    # The p value of the best layer compares with these maxima.
     return np.array([welch_t(weight, rng.permutation(is_b)).max() for _ in range(draws)])
 
 
-def best_layer(found: xr.Dataset) -> tuple[int, float]:
-    """(layer, p) of the smallest p among the layers where A looks more than B; (0, 1.0) where none does."""
-    mean = found["mean"].transpose("layer", "condition").values
-    ahead = np.flatnonzero(mean[:, 0] > mean[:, 1])
-    if not len(ahead):
+def best_layer(scan: xr.Dataset) -> tuple[int, float]:
+    """(layer, p) of the smallest p among layers where A is larger than B; (0, 1.0) if there is none."""
+    mean = scan["mean"].transpose("layer", "condition").values
+    larger = np.flatnonzero(mean[:, 0] > mean[:, 1])
+    if not len(larger):
         return 0, 1.0
-    best = int(ahead[found["p"].values[ahead].argmin()])
-    return int(found["layer"][best]), float(found["p"][best])
+    best = int(larger[scan["p"].values[larger].argmin()])
+    return int(scan["layer"][best]), float(scan["p"][best])
 
 
 def _moments(values: Array) -> tuple[float, float, int]:
-    """Mean, sample standard deviation and size; zeros where there is nothing to take them of."""
+    """Mean, sample standard deviation (0 for fewer than two values) and size."""
     n = len(values)
     std = float(values.std(ddof=1)) if n > 1 else 0.0
     return (float(values.mean()) if n else 0.0), std, n
 
 
 def _two_sided(t: float, df: float) -> float:
-    """Probability of a t statistic at least this far from 0."""
+    """Two-sided p value of a t statistic."""
     try:
         from scipy.stats import t as student
     except ImportError as error:

@@ -1,11 +1,8 @@
-"""Packed attention patterns, read a block of query rows at a time.
+"""Read packed attention patterns in blocks of query rows, with bounded memory.
 
-Border: labelled weights as a store holds them, lazy or not, and the length of each prompt; knows nothing of
-what is computed on them.
-
-The lower triangles of all prompts lie end to end on the pair axis, row by row, so that the rows of any range
-of tokens are one slice of it, whatever prompts they belong to: neither the number of prompts nor the length
-of one decides how much is in memory.
+The lower triangles of all prompts are end to end on the pair axis, row by row. So the rows of any token range
+are one slice, across prompt boundaries, and neither the number nor the length of prompts decides the memory
+use.
 
 Axes: pair (query and key of one prompt), head, prompt, token.
 """
@@ -28,43 +25,48 @@ if TYPE_CHECKING:
 __all__ = ["HEAD", "HEAD_AXES", "PatternRows", "RowBlock", "by_layer", "head_coords"]
 
 HEAD_AXES = ("head", "ssm_head", "linear_head", "mlstm_head")
-"""Axes of hook points that say how much positions read of each other: attention weights, or what recurrences
-amount to. A hybrid has several, so they have names of their own; questions about weights are the same."""
+"""Head axes of all hook points with attention weights or effective attention. A hybrid model has several
+kinds of head, hence the different names; analyses treat them alike."""
 HEAD = "|".join(HEAD_AXES)
-"""The axis of heads, as an input of a stage."""
+"""Head axis in the declaration of a stage's input: any of HEAD_AXES."""
 
 BLOCK = 1 << 22
-"""Weights of one layer in memory at a time."""
+"""Number of weights of one layer in memory at a time."""
 
 
 @dataclass(frozen=True)
 class RowBlock:
-    """Some consecutive query rows of packed patterns: one entry per pair of query and key.
-
-    token: packed index of the query; prompt: its prompt; query, key: positions in the prompt; weights
-    float32 [pair, head].
-    """
+    """Consecutive query rows of packed patterns, one entry per (query, key) pair."""
 
     token: Array
+    """Token index of the query, [pair]."""
     prompt: Array
+    """Prompt index, [pair]."""
     query: Array
+    """Position of the query in its prompt, [pair]."""
     key: Array
+    """Position of the key, [pair]."""
     weights: Array
+    """float32 [pair, head]."""
 
 
 @dataclass(frozen=True)
 class PatternRows:
-    """Where the query rows of packed patterns lie.
-
-    sizes: int64 [prompt].  ends: int64 [token], end of each query's row on the pair axis.
-    """
+    """Layout of the query rows of packed patterns."""
 
     sizes: Array
+    """Tokens per prompt, int64 [prompt]."""
     ends: Array
+    """End of each query's row on the pair axis, int64 [token]."""
 
     @classmethod
     def of(cls, row_size: xr.DataArray, pattern: xr.DataArray, first_query: int) -> PatternRows:
-        """From the tokens of each prompt; checked against the patterns and the queries asked for."""
+        """Compute the layout from tokens per prompt.
+
+        Raises:
+            PromptError: A prompt is too short to have a query from `first_query` on.
+            ShapeError: The pattern has another number of pairs.
+        """
         sizes = np.asarray(row_size.values, np.int64)
         needed = max(2, first_query + 1)
         if (short := np.flatnonzero(sizes < needed)).size:
@@ -82,49 +84,51 @@ class PatternRows:
 
     @property
     def tokens(self) -> int:
-        """Tokens of all prompts together: a query row each."""
+        """Number of tokens, which is the number of query rows."""
         return len(self.ends)
 
     def blocks(self, pattern: xr.DataArray) -> Iterator[RowBlock]:
-        """All rows of one layer's pattern [pair, head], some at a time, in order."""
+        """Yield all rows of one layer's pattern [pair, head], in blocks."""
         starts = np.cumsum(self.sizes) - self.sizes
-        for first, stop in self._ranges(pattern):
-            rows = np.arange(first, stop)
+        for start, stop in self._ranges(pattern):
+            rows = np.arange(start, stop)
             prompt = np.searchsorted(starts, rows, side="right") - 1
             keys = rows - starts[prompt] + 1
-            begin = int(self.ends[first] - keys[0])
-            here = slice(begin, int(self.ends[stop - 1]))
+            begin = int(self.ends[start] - keys[0])
+            pair_slice = slice(begin, int(self.ends[stop - 1]))
             token = np.repeat(rows, keys)
             key = np.arange(len(token)) - np.repeat(np.cumsum(keys) - keys, keys)
             query = np.repeat(keys - 1, keys)
-            part = pattern.variable.isel(pair=here).transpose("pair", "head")
-            weights = read_here(part).astype(np.float32, copy=False)
+            values = pattern.variable.isel(pair=pair_slice).transpose("pair", "head")
+            # Read in this thread: one or two chunks gain nothing from a thread pool.
+            weights = read_here(values).astype(np.float32, copy=False)
             yield RowBlock(token, np.repeat(prompt, keys), query, key, weights)
 
     def _ranges(self, pattern: xr.DataArray) -> Iterator[tuple[int, int]]:
-        """(first, stop) of the queries read at a time: about `BLOCK` weights, whole chunks where they are not
-        larger, as dask reads all of a chunk for any row of it."""
-        room = max(1, BLOCK // pattern.sizes["head"])
+        """Yield (first, stop) of the queries per block: about `BLOCK` weights, in whole dask chunks where
+        these are smaller, because dask reads a whole chunk for any of its rows."""
+        max_pairs = max(1, BLOCK // pattern.sizes["head"])
         chunks = np.cumsum(pattern.chunksizes.get("pair", (pattern.sizes["pair"],)))
+        # First query row after each chunk boundary.
         edges = np.searchsorted(self.ends, chunks, side="left") + 1
-        first, done = 0, 0
-        while first < self.tokens:
-            stop = int(np.searchsorted(self.ends, done + room, side="right"))
-            whole = edges[(edges > first) & (edges <= stop)]
-            stop = int(whole[-1]) if len(whole) else max(stop, first + 1)
-            yield first, stop
-            first, done = stop, int(self.ends[stop - 1])
+        start, read_pairs = 0, 0
+        while start < self.tokens:
+            stop = int(np.searchsorted(self.ends, read_pairs + max_pairs, side="right"))
+            chunk_ends = edges[(edges > start) & (edges <= stop)]
+            stop = int(chunk_ends[-1]) if len(chunk_ends) else max(stop, start + 1)
+            yield start, stop
+            start, read_pairs = stop, int(self.ends[stop - 1])
 
 
 def by_layer(pattern: xr.DataArray) -> xr.DataArray:
-    """A pattern whose layer axis is named `layer`; where other variables of its dataset hold other layers, it
-    has an axis of its own, `layer_pattern`."""
-    own = f"layer_{pattern.name}"
-    return pattern.rename({own: "layer"}) if own in pattern.dims else pattern
+    """Rename the axis `layer_pattern` to `layer`; a dataset uses it if its variables hold different
+    layers."""
+    layer_axis = f"layer_{pattern.name}"
+    return pattern.rename({layer_axis: "layer"}) if layer_axis in pattern.dims else pattern
 
 
 def head_coords(pattern: xr.DataArray) -> dict[str, Array]:
-    """Labels of [layer, head] results on a pattern [layer, pair, head]."""
+    """Coordinates of [layer, head] results for a pattern [layer, pair, head]."""
     layers = pattern["layer"].values if "layer" in pattern.coords else np.arange(pattern.sizes["layer"])
     return {"layer": layers, "head": np.arange(pattern.sizes["head"])}
 

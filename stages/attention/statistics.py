@@ -1,11 +1,11 @@
-"""What a head's attention is like: how spread, how far back, how much of it on BOS, over many prompts.
+"""Statistics of each head's attention over many prompts: entropy, distance, weight on BOS and on the current
+token.
 
-Border: stored attention patterns; knows no tokens, no model, and never imports torch.
+Most heads of most models attend to the first position when they have nothing to do (Xiao et al. 2023,
+"Efficient Streaming Language Models with Attention Sinks"), so other scores should be read together with the
+share of BOS.
 
-Idea: most heads of most models rest on the first position when they have nothing to do (Xiao et al. 2023,
-"Efficient Streaming Language Models with Attention Sinks"), so that a share says more beside that of BOS.
-
-Axes: layer, pair (lower triangles of all prompts end to end), head, prompt.
+Axes: layer, pair (lower triangles of all prompts end to end), head, prompt. Needs no model and no torch.
 """
 
 from __future__ import annotations
@@ -36,29 +36,34 @@ __all__ = ["head_statistics"]
     memory=1.0,
 )
 def head_statistics(pattern: xr.DataArray, row_size: xr.DataArray, *, first_query: int = 1) -> xr.Dataset:
-    """What every head's attention is like, mean over the queries of all prompts; each query weighs the same.
+    """Statistics of every head, averaged over the queries of all prompts with equal weight.
 
-    pattern, row_size: as for `head_scores`.  first_query: the first token of a prompt can only look at itself
-    and is left out by default.
-    Returns float64 [layer, head]: entropy in nats (0: one key, log n: n keys alike), shares of weight 0 to 1,
-    distance in tokens.
+    Arguments:
+        pattern: See `head_scores`.
+        row_size: See `head_scores`.
+        first_query: First query position that counts; by default 1, as position 0 can only attend to itself.
+
+    Returns:
+        float64 [layer, head]: entropy in nats (0: one key, log n: n keys alike), shares of weight from 0 to
+        1, distance in tokens.
     """
     import xarray as xr
 
     rows = PatternRows.of(row_size, pattern, first_query)
     names = ("entropy", "bos_share", "current_share", "distance")
-    found = np.zeros((len(names), pattern.sizes["layer"], pattern.sizes["head"]))
+    sums = np.zeros((len(names), pattern.sizes["layer"], pattern.sizes["head"]))
     for layer in range(pattern.sizes["layer"]):
         for block in rows.blocks(pattern.isel(layer=layer)):
-            kept = block.query >= first_query
-            weights, key = block.weights[kept], block.key[kept]
-            back = block.query[kept] - key
-            # A weight may be 0, by rounding or a window; so is its term.
+            is_counted = block.query >= first_query
+            weights, key = block.weights[is_counted], block.key[is_counted]
+            back = block.query[is_counted] - key
+            # A weight may be 0, by rounding or outside a window; its term w * log(w) is then 0, not NaN.
             logs = np.log(np.maximum(weights, np.finfo(np.float32).tiny))
-            found[0, layer] -= np.einsum("ph,ph->h", weights, logs, dtype=np.float64)
-            found[1, layer] += weights[key == 0].sum(0, dtype=np.float64)
-            found[2, layer] += weights[back == 0].sum(0, dtype=np.float64)
-            found[3, layer] += np.einsum("ph,p->h", weights, back.astype(np.float64))
-    found /= int((rows.sizes - first_query).sum())
-    data = {name: (("layer", "head"), values) for name, values in zip(names, found, strict=True)}
+            sums[0, layer] -= np.einsum("ph,ph->h", weights, logs, dtype=np.float64)
+            sums[1, layer] += weights[key == 0].sum(0, dtype=np.float64)
+            sums[2, layer] += weights[back == 0].sum(0, dtype=np.float64)
+            sums[3, layer] += np.einsum("ph,p->h", weights, back.astype(np.float64))
+    # Every query has the same weight, so long prompts count more.
+    sums /= int((rows.sizes - first_query).sum())
+    data = {name: (("layer", "head"), values) for name, values in zip(names, sums, strict=True)}
     return xr.Dataset(data, coords=head_coords(pattern))

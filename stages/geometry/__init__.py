@@ -1,1 +1,2 @@
-"""How states lie in space: components, similarity, directions, probes, the helix of counts."""
+"""Geometry of hidden states: principal components, similarity, contrastive directions, probes, the count
+helix."""

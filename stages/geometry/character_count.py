@@ -1,17 +1,15 @@
-"""How a model keeps count of the characters in a line: the mean state at each count, and its geometry.
-
-Border: labelled arrays of states and the count of each token; knows no text, no tokenizer, no model.
+"""Representation of the character count within a line: mean state at each count, and its geometry.
 
 Idea (Gurnee et al. 2025, "When Models Manipulate Manifolds", transformer-circuits.pub/2025/linebreaks):
 average the residual stream over all tokens that start c characters into their line. The means lie on a curve
-that winds through a few dimensions, so the cosine between the means of c and c + d rises and falls again as d
+that winds through a few dimensions, so the cosine between the means of c and c + d falls and rises again as d
 grows ("ringing").
 
-Two controls: the same with counts shuffled among tokens, where the curve must vanish, and least squares
-scored on prompts that were not fitted, which is 0 in expectation when the states do not tell the count.
+Two controls: the same with counts shuffled among tokens, where the curve must vanish; and least squares
+scored on prompts that were not fitted, with expectation 0 if the states do not encode the count.
 
 Axes: count (coordinate = characters, 1 to max_count), offset (difference of two counts), component, hidden;
-counts ("true" or "shuffled": which counts a read-out was fitted to).
+counts ("true" or "shuffled", to which a read-out was fitted). Needs no model and no tokenizer.
 """
 
 from __future__ import annotations
@@ -38,7 +36,7 @@ COUNTS = ["true", "shuffled"]
 
 
 def add_sums(parts: Iterable[xr.Dataset]) -> xr.Dataset:
-    """Sums of all segments together, layer by layer."""
+    """Add the sums of all segments, per layer."""
     import xarray as xr
 
     by_layer: dict[Any, list[xr.Dataset]] = {}
@@ -47,8 +45,10 @@ def add_sums(parts: Iterable[xr.Dataset]) -> xr.Dataset:
             part
         )
 
-    def add(first: xr.Dataset, second: xr.Dataset) -> xr.Dataset:
-        return first.assign(total=first["total"] + second["total"], n=first["n"] + second["n"])
+    def add(total_so_far: xr.Dataset, part_sums: xr.Dataset) -> xr.Dataset:
+        return total_so_far.assign(
+            total=total_so_far["total"] + part_sums["total"], n=total_so_far["n"] + part_sums["n"]
+        )
 
     columns = [reduce(add, column) for column in by_layer.values()]
     if len(columns) == 1:
@@ -69,19 +69,23 @@ def add_sums(parts: Iterable[xr.Dataset]) -> xr.Dataset:
 def count_sums(
     states: xr.DataArray, count: xr.DataArray, *, max_count: int, shuffle_seed: int = 0
 ) -> xr.Dataset:
-    """Sum of the states, and number of tokens, at each character count: the cacheable summary of one segment.
+    """Sum of the states and number of tokens at each character count: the cacheable summary of one segment.
 
-    states: [layer?, token, hidden], any float dtype, lazy or not.  count: int [token], characters; tokens
-    with a count outside 1 to max_count take no part.  shuffle_seed: of the control, for which the counts of
-    the segment are shuffled among its tokens.
-    Returns total float64 [layer?, counts, count, hidden] and n int64 [count], the same for both.
+    Arguments:
+        states: [layer?, token, hidden], any float dtype, lazy or not.
+        count: int [token], characters; tokens with a count outside of 1 to max_count are ignored.
+        max_count: Largest count.
+        shuffle_seed: Of the control, which shuffles the counts of the segment among its tokens.
+
+    Returns:
+        total float64 [layer?, counts, count, hidden] and n int64 [count], equal for both.
     """
     import xarray as xr
 
     counts = _aligned(states, count)
-    kept = _kept(counts, max_count)
-    both = [np.where(kept, c, 0) for c in (counts, shuffled(counts, max_count, shuffle_seed))]
-    n = np.bincount(counts[kept], minlength=max_count + 1)[1:]
+    in_range = _in_range(counts, max_count)
+    both = [np.where(in_range, c, 0) for c in (counts, shuffled(counts, max_count, shuffle_seed))]
+    n = np.bincount(counts[in_range], minlength=max_count + 1)[1:]
     lead = ("layer",) if "layer" in states.dims else ()
     if lead:
         layers = range(states.sizes["layer"])
@@ -119,21 +123,29 @@ def count_geometry(
     min_tokens: int = 1,
     centre: bool = True,
 ) -> xr.Dataset:
-    """Curve traced by the mean states: principal components, projections, cosines and their ringing.
+    """Curve of the mean states: principal components, projections, cosines and their ringing.
 
-    sums: of one `count_sums` or several added.  counts: "true", or "shuffled" for the control.  min_count:
-    leave out the first positions of a line (the roadmap of candle-mi calls this pca_n_omit).  min_tokens:
-    leave out counts seen in fewer tokens.
-    centre: subtract the mean of the means before projecting and before taking cosines. Without it all cosines
-    are near 1, as all states share a large offset; candle-mi printed those. The components are the same
-    either way.
-    Returns per layer, float64; every count weighs the same:
-      mean [count, hidden], n [count]; components [component, hidden]; explained_variance_ratio [component];
-      projection [count, component]; cosine [count, other_count]; ringing [offset], see `ringing`.
-    Raises ShapeError when fewer than two counts are left, or fewer than n_components + 1.
+    Arguments:
+        sums: Result of `count_sums`, possibly added over segments.
+        counts: "true", or "shuffled" for the control.
+        n_components: Number of components.
+        min_count: Smallest count to use; leaves out the first positions of a line (candle-mi: pca_n_omit).
+        min_tokens: Leaves out counts with fewer tokens.
+        centre: Whether to subtract the mean of the means before projections and cosines. Without it all
+            cosines are near 1, because states share a large offset (as in candle-mi). The components are the
+            same either way.
+
+    Returns:
+        Per layer, float64, every count with equal weight: mean [count, hidden], n [count]; components
+        [component, hidden]; explained_variance_ratio [component]; projection [count, component]; cosine
+        [count, other_count]; ringing [offset], see `ringing`.
+
+    Raises:
+        ShapeError: Not more than n_components counts remain.
     """
     import xarray as xr
 
+    # A count without tokens has no mean.
     keep = (sums["n"] >= max(min_tokens, 1)) & (sums["count"] >= min_count)
     sums = sums.sel(counts=counts, drop=True).isel(count=np.flatnonzero(keep.values))
     if sums.sizes["count"] <= n_components:
@@ -160,10 +172,11 @@ def count_geometry(
 
 
 def ringing(cosine: xr.DataArray, *, max_offset: int = 50) -> xr.DataArray:
-    """Mean cosine between means `offset` characters apart, [layer?, offset]; offset 0 is 1 by definition.
+    """Mean cosine between means `offset` characters apart, [layer?, offset]; 1 at offset 0 by definition.
 
-    cosine: [layer?, count, other_count].  Offsets are differences of counts, so gaps in the counts do not
-    shift them; an offset no pair has is left out.
+    Arguments:
+        cosine: [layer?, count, other_count].
+        max_offset: Upper limit on the offsets. An offset without any pair of counts is left out.
     """
     import xarray as xr
 
@@ -195,14 +208,22 @@ def decodability(
     ridge: float = 1e-4,
     shuffle_seed: int = 0,
 ) -> xr.Dataset:
-    """Share of the variance of the character count that a linear read-out of the states explains (R2).
+    """R2 of a linear read-out of the character count from the states, by two-fold cross-validation over
+    prompts.
 
-    states: [layer?, token, hidden].  count, prompt: int [token].  ridge: penalty, relative to the mean
-    variance of the states; keeps the solution finite when the states are rank-deficient.
-    Fitted on the even prompts and scored on the odd ones, then the other way round; r2 is the mean of the
-    two, so that chance level is 0 or below however wide the states are.
-    Returns r2 [layer?, counts], counts "true" and "shuffled" (shuffled within each half). NaN where one half
-    holds no two different counts.
+    Fitted on even prompts and scored on odd ones, then the other way round; r2 is the mean of both, so that
+    chance level is 0 or below for any width.
+
+    Arguments:
+        states: [layer?, token, hidden].
+        count: int [token], characters.
+        prompt: int [token], prompt of each token.
+        max_count: Largest count; other tokens are ignored.
+        ridge: Penalty relative to the mean variance of the states; keeps rank-deficient problems solvable.
+        shuffle_seed: Of the control, which shuffles counts within each half.
+
+    Returns:
+        r2 [layer?, counts]; NaN if a half has only one count.
     """
     import xarray as xr
 
@@ -221,19 +242,20 @@ def decodability(
         stacked: xr.Dataset = xr.concat(parts, dim="layer", coords="minimal", compat="override")
         return stacked
     counts, half = _aligned(states, count), _aligned(states, prompt) % 2
-    kept = _kept(counts, max_count)
+    in_range = _in_range(counts, max_count)
     targets = np.stack([counts, np.zeros_like(counts)], axis=1).astype(np.float64)
     for fold in (0, 1):
-        here = half == fold
-        targets[here, 1] = shuffled(counts[here], max_count, shuffle_seed + fold)
-    fits = [_fold_moments(states, targets, kept & (half == fold)) for fold in (0, 1)]
+        # Shuffled within each half, so that both halves keep their distribution of counts.
+        in_half = half == fold
+        targets[in_half, 1] = shuffled(counts[in_half], max_count, shuffle_seed + fold)
+    fits = [_fold_moments(states, targets, in_range & (half == fold)) for fold in (0, 1)]
     if None in fits:
         scores = np.full(2, np.nan)
     else:
-        first, second = fits
-        assert first is not None
-        assert second is not None
-        scores = (_score(first, second, ridge) + _score(second, first, ridge)) / 2
+        even, odd = fits
+        assert even is not None
+        assert odd is not None
+        scores = (_score(even, odd, ridge) + _score(odd, even, ridge)) / 2
     coords: dict[str, Any] = {"counts": COUNTS}
     if "layer" in states.coords:
         coords["layer"] = states["layer"]
@@ -243,12 +265,12 @@ def decodability(
 def shuffled(counts: Array, max_count: int, seed: int) -> Array:
     """`counts` with those from 1 to max_count permuted among themselves; the others stay where they are."""
     out = counts.copy()
-    kept = _kept(counts, max_count)
-    out[kept] = np.random.default_rng(seed).permutation(counts[kept])
+    in_range = _in_range(counts, max_count)
+    out[in_range] = np.random.default_rng(seed).permutation(counts[in_range])
     return out
 
 
-def _kept(counts: Array, max_count: int) -> Array:
+def _in_range(counts: Array, max_count: int) -> Array:
     return (counts >= 1) & (counts <= max_count)
 
 
@@ -271,13 +293,13 @@ def _sums(states: xr.DataArray, labellings: Sequence[Array], max_count: int) -> 
     start = 0
     for block in row_blocks(states):
         for out, counts in zip(total, labellings, strict=True):
-            here = counts[start : start + len(block)]
-            order = np.argsort(here, kind="stable")
-            order = order[np.searchsorted(here[order], 1) :]
+            block_counts = counts[start : start + len(block)]
+            order = np.argsort(block_counts, kind="stable")
+            order = order[np.searchsorted(block_counts[order], 1) :]
             if len(order):
-                values, first = np.unique(here[order], return_index=True)
+                values, group_starts = np.unique(block_counts[order], return_index=True)
                 # Sorted rows of one count are contiguous, so that one reduceat adds each group in float64.
-                out[values - 1] += np.add.reduceat(block[order].astype(np.float64), first, axis=0)
+                out[values - 1] += np.add.reduceat(block[order].astype(np.float64), group_starts, axis=0)
         start += len(block)
     return total
 
@@ -292,19 +314,19 @@ def _cosines(vectors: xr.DataArray) -> xr.DataArray:
     return cosine.clip(-1.0, 1.0).transpose(..., "count", "other_count")
 
 
-def _fold_moments(states: xr.DataArray, targets: Array, chosen: Array) -> Moments | None:
+def _fold_moments(states: xr.DataArray, targets: Array, selected: Array) -> Moments | None:
     """Moments of [state, true count, shuffled count] over the chosen tokens; None if all counts are equal."""
-    if len(np.unique(targets[chosen, 0])) < 2:
+    if len(np.unique(targets[selected, 0])) < 2:
         return None
 
     def blocks() -> Any:
         start = 0
         for block in row_blocks(states):
-            here = np.flatnonzero(chosen[start : start + len(block)])
-            if len(here):
-                rows = np.empty((len(here), block.shape[1] + 2), np.float32)
-                rows[:, :-2] = block[here]
-                rows[:, -2:] = targets[start + here]
+            rows_in_block = np.flatnonzero(selected[start : start + len(block)])
+            if len(rows_in_block):
+                rows = np.empty((len(rows_in_block), block.shape[1] + 2), np.float32)
+                rows[:, :-2] = block[rows_in_block]
+                rows[:, -2:] = targets[start + rows_in_block]
                 yield rows
             start += len(block)
 
@@ -315,6 +337,7 @@ def _score(fit: Moments, test: Moments, ridge: float) -> Array:
     """R2 on `test` of least squares fitted on `fit`, for both targets; all from the two sets of moments."""
     hidden = len(fit.mean) - 2
     xx, xy = fit.scatter[:hidden, :hidden], fit.scatter[:hidden, hidden:]
+    # tiny keeps the system solvable for states that are all 0.
     penalty = ridge * max(float(np.trace(xx)) / hidden, np.finfo(np.float64).tiny)
     weights = np.linalg.solve(xx + penalty * np.eye(hidden), xy)
     # Residual of y on test = (y - mean_y) - w'(x - mean_x) + shift, shift from the means of the two halves.

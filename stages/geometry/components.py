@@ -1,7 +1,4 @@
-"""What the two solvers of principal components share: how many there may be, their sign, layers as one.
-
-Border: numbers and labels; solving is pca.py's and randomized_pca.py's.
-"""
+"""Helpers of both PCA solvers: argument checks, a reproducible sign, stacking of layers."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def check_components(hidden: int, n_components: int, n_omit: int) -> None:
-    """ShapeError unless so many components can be left out, and so many taken, of so many dimensions."""
+    """Raise ShapeError unless n_omit + n_components fits the hidden size."""
     if n_components < 1 or n_omit < 0 or n_omit + n_components > hidden:
         raise ShapeError(
             f"expected n_components >= 1 and n_omit >= 0 with n_omit + n_components <= hidden ({hidden}), "
@@ -27,13 +24,15 @@ def check_components(hidden: int, n_components: int, n_omit: int) -> None:
 
 
 def with_sign(vectors: Array) -> Array:
-    """Rows [component, hidden] with the entry of largest magnitude positive: a sign that repeats."""
+    """Flip rows [component, hidden] so that the entry of largest magnitude is positive: a reproducible
+    sign."""
+    # The sign of an eigenvector is arbitrary, and differs between LAPACK builds.
     largest = np.take_along_axis(vectors, np.abs(vectors).argmax(axis=1)[:, None], axis=1)
     return vectors * np.where(largest < 0, -1.0, 1.0)
 
 
 def stack_layers(parts: Iterable[xr.Dataset]) -> xr.Dataset:
-    """Datasets of single layers, as one."""
+    """Concatenate datasets of single layers along `layer`."""
     import xarray as xr
 
     stacked: xr.Dataset = xr.concat(list(parts), dim="layer", coords="minimal", compat="override")

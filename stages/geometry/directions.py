@@ -1,15 +1,13 @@
-"""Directions that tell two sets of tokens apart: the difference of their mean states, and who lies how far
-along.
-
-Border: numpy on labelled states and a label per token; knows no model and never imports torch. Steering with
-such a direction is stages/causal/convergence.py, which takes its vectors from the same arithmetic.
+"""Contrastive directions: difference of the mean states of two sets of tokens, and projections on it.
 
 A difference of means ("contrastive" direction; Rimsky et al. 2024, "Steering Llama 2 via Contrastive
 Activation Addition"; Marks and Tegmark 2023, "The Geometry of Truth": mass-mean probing) is the simplest
-probe there is, and the one whose direction best matches what interventions do. A projection on it, counted
-from the midpoint of the two means, is positive on the side of the positive set.
+probe, and the one whose direction best matches the effect of interventions. Projections are counted from the
+midpoint of the two means.
 
-Axes: layer, side ("positive", "negative"), token, hidden.
+Steering with such a direction: stages/causal/convergence.py, which uses the same arithmetic.
+
+Axes: layer, side ("positive", "negative"), token, hidden. Needs no model and no torch.
 """
 
 from __future__ import annotations
@@ -33,15 +31,15 @@ __all__ = ["contrastive_direction", "difference_of_means", "projection_scores", 
 SIDES = ["positive", "negative"]
 """Labels of the `side` axis."""
 POSITIVE, NEGATIVE = 1, -1
-"""Values of a token's side; 0 for one that takes no part."""
+"""Values that mark a token's side; 0 excludes a token."""
 _NONE = 1e-10
-"""Length below which a difference has no direction."""
+"""Norm below which a difference of means has no direction."""
 
 
 def _added(parts: list[xr.Dataset]) -> xr.Dataset:
-    first = parts[0]
+    first_part = parts[0]
     sums = {name: sum(part[name].values for part in parts) for name in ("total", "n")}
-    return first.assign({name: first[name].copy(data=values) for name, values in sums.items()})
+    return first_part.assign({name: first_part[name].copy(data=values) for name, values in sums.items()})
 
 
 @stage(
@@ -56,12 +54,17 @@ def _added(parts: list[xr.Dataset]) -> xr.Dataset:
     memory=1.0,
 )
 def side_sums(states: xr.DataArray, side: xr.DataArray) -> xr.Dataset:
-    """Sums of the states of two sets of tokens, the cacheable summary of one segment.
+    """Sums of the states of two sets of tokens: the cacheable summary of one segment.
 
-    states: [layer, token, hidden], any float dtype, lazy or not.  side: int [token], 1 positive, -1
-    negative, 0 for tokens that take no part.
-    Returns total float64 [layer, side, hidden], n int64 [side].
-    Raises ShapeError for other labels, or a label for each of other tokens.
+    Arguments:
+        states: [layer, token, hidden], any float dtype, lazy or not.
+        side: int [token], 1 positive, -1 negative, 0 for tokens to exclude.
+
+    Returns:
+        total float64 [layer, side, hidden], n int64 [side].
+
+    Raises:
+        ShapeError: Other values in `side`, or another number of them.
     """
     import xarray as xr
 
@@ -69,9 +72,10 @@ def side_sums(states: xr.DataArray, side: xr.DataArray) -> xr.Dataset:
     labels = _sides(states, side)
     total = np.zeros((states.sizes["layer"], 2, states.sizes["hidden"]))
     for layer in range(states.sizes["layer"]):
-        for here, rows in state_rows(states.isel(layer=layer)):
+        for token_range, rows in state_rows(states.isel(layer=layer)):
             for number, value in enumerate((POSITIVE, NEGATIVE)):
-                total[layer, number] += rows[labels[here] == value].sum(axis=0, dtype=np.float64)
+                # float64 sums, so that the order of segments changes only their last bits.
+                total[layer, number] += rows[labels[token_range] == value].sum(axis=0, dtype=np.float64)
     n = [int((labels == value).sum()) for value in (POSITIVE, NEGATIVE)]
     return xr.Dataset(
         {"total": (("layer", "side", "hidden"), total), "n": ("side", np.array(n, np.int64))},
@@ -92,31 +96,37 @@ def side_sums(states: xr.DataArray, side: xr.DataArray) -> xr.Dataset:
     },
 )
 def contrastive_direction(sums: xr.Dataset) -> xr.Dataset:
-    """The direction from the negative to the positive mean state, per layer.
+    """Direction from the negative to the positive mean state, per layer.
 
-    sums: of one `side_sums` or several added.
-    Returns float64 direction, unit [layer, hidden], norm [layer], mean [layer, side, hidden]; n int64 [side].
-    Raises StageError for a side without tokens, or two equal means, which have no direction.
+    Arguments:
+        sums: Result of `side_sums`, possibly added over segments.
+
+    Returns:
+        float64 direction, unit [layer, hidden], norm [layer], mean [layer, side, hidden]; n int64 [side].
+
+    Raises:
+        StageError: A side has no tokens, or both means are equal, which leaves no direction.
     """
     empty = [str(side) for side, n in zip(sums["side"].values, sums["n"].values, strict=True) if n == 0]
     if empty:
         raise StageError(f"expected tokens on both sides, found none on the {empty[0]} one; label some")
     mean = (sums["total"] / sums["n"]).transpose("layer", "side", "hidden")
-    found = difference_of_means(mean)
-    lost = found["layer"].values[found["norm"].values <= _NONE].tolist()
+    contrast = difference_of_means(mean)
+    lost = contrast["layer"].values[contrast["norm"].values <= _NONE].tolist()
     if lost:
         raise StageError(
             f"expected two sides that differ in every layer, found a difference of 0 at layers {lost}, which "
             "has no direction; choose other tokens, or leave these layers out"
         )
-    told = found.assign(unit=found["direction"] / found["norm"], mean=mean, n=sums["n"])
-    return told.assign_attrs(model_of(sums))
+    result = contrast.assign(unit=contrast["direction"] / contrast["norm"], mean=mean, n=sums["n"])
+    return result.assign_attrs(model_of(sums))
 
 
 def difference_of_means(mean: xr.DataArray) -> xr.Dataset:
-    """direction [layer, hidden] from the negative to the positive mean, and its length, norm [layer].
+    """direction [layer, hidden] from the negative to the positive mean, and its norm [layer].
 
-    mean: [layer, side, hidden], in any order.
+    Arguments:
+        mean: [layer, side, hidden], in any order of dimensions.
     """
     import xarray as xr
 
@@ -134,20 +144,26 @@ def difference_of_means(mean: xr.DataArray) -> xr.Dataset:
     memory=1.0,
 )
 def projection_scores(states: xr.DataArray, contrast: xr.Dataset) -> xr.Dataset:
-    """How far along a contrastive direction each state lies: positive on the side of the positive set.
+    """Projection of each state on a contrastive direction: positive on the side of the positive set.
 
-    states: [layer, token, hidden], any float dtype, lazy or not.  contrast: as `contrastive_direction`
-    returns it, for the layers of the states at least.
-    Returns score float32 [layer, token] = (state - midpoint of the two means) . unit, in the unit of the
-    activations: half the norm at the positive mean, minus half of it at the negative one.
-    Raises ShapeError for layers or a width the contrast does not have, StageError for states of another
-    model.
+    Arguments:
+        states: [layer, token, hidden], any float dtype, lazy or not.
+        contrast: Result of `contrastive_direction`, for at least the layers of the states.
+
+    Returns:
+        score float32 [layer, token] = (state - midpoint of the two means) . unit, in the unit of the
+        activations: half the norm at the positive mean, minus half of it at the negative one.
+
+    Raises:
+        ShapeError: The contrast lacks a layer, or has another width.
+        StageError: The states are of another model.
     """
     import xarray as xr
 
     require_same_model(states=states, contrast=contrast)
     states = as_layers(states)
     layers = states["layer"].values
+    # Layers are matched by number, not by index.
     unknown = [int(layer) for layer in layers if layer not in contrast["layer"].values]
     if unknown or states.sizes["hidden"] != contrast.sizes["hidden"]:
         raise ShapeError(
@@ -157,16 +173,16 @@ def projection_scores(states: xr.DataArray, contrast: xr.Dataset) -> xr.Dataset:
         )
     score = np.empty((len(layers), states.sizes["token"]), np.float32)
     for number, layer in enumerate(layers):
-        own = contrast.sel(layer=layer)
-        unit = own["unit"].values
-        midpoint = own["mean"].mean("side").values @ unit
-        for here, rows in state_rows(states.isel(layer=number)):
-            score[number, here] = rows @ unit - midpoint
+        layer_contrast = contrast.sel(layer=layer)
+        unit = layer_contrast["unit"].values
+        midpoint = layer_contrast["mean"].mean("side").values @ unit
+        for token_range, rows in state_rows(states.isel(layer=number)):
+            score[number, token_range] = rows @ unit - midpoint
     return xr.Dataset({"score": (("layer", "token"), score)}, coords=token_labels(states))
 
 
 def _sides(states: xr.DataArray, side: xr.DataArray) -> Array:
-    """The side of each token; ShapeError unless there is one for each, and all are known."""
+    """Side of each token; ShapeError for a wrong number of values, or unknown ones."""
     labels = np.asarray(side.values)
     if side.dims != ("token",) or len(labels) != states.sizes["token"]:
         raise ShapeError(

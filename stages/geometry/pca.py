@@ -1,14 +1,12 @@
-"""Principal components of stored states in one pass over them, from moments that add up across segments.
+"""PCA of stored states in one pass, from moments that are additive over segments.
 
-Border: numpy on labelled arrays. Knows neither models nor stores; reads lazy arrays block by block, so that
-a corpus of any length costs one block and one hidden x hidden matrix of memory.
-
-Idea: a segment is summarised by (n, mean, scatter = sum of (x - mean)(x - mean)'), see row_moments.py.
-Summaries of two segments merge exactly, hence each can be cached under its own segment, and eigh of the
-merged scatter gives the components.
+A segment is summarised by (n, mean, scatter = sum of (x - mean)(x - mean)'), see row_moments.py. Summaries of
+two segments merge exactly, so each is cached under its own segment, and `eigh` of the merged scatter gives
+the components. Lazy arrays are read block by block: a corpus of any length needs one block and one hidden x
+hidden matrix in memory.
 
 Axes: hidden; `hidden_` is the second hidden axis of a scatter; component (coordinate = number of the
-component, 0 = largest variance). A `layer` dim is kept apart; every other dim is samples.
+component, 0 = largest variance). A `layer` dimension is kept; all other dimensions are samples.
 """
 
 from __future__ import annotations
@@ -44,11 +42,11 @@ __all__ = [
 
 SOLVERS = ("auto", "eigh", "randomized")
 WIDE = 16384
-"""Hidden size above which "auto" does without the hidden x hidden matrix."""
+"""Hidden size above which solver "auto" avoids the hidden x hidden matrix."""
 
 
 def merge_moments(parts: Iterable[xr.Dataset]) -> xr.Dataset:
-    """Moments of all parts together, layer by layer; the order of parts changes rounding only (float64)."""
+    """Merge the moments of several parts, per layer; the order of parts changes rounding only (float64)."""
     parts = list(parts)
     if not parts:
         raise ShapeError("expected the moments of at least one segment, found none")
@@ -74,16 +72,20 @@ def merge_moments(parts: Iterable[xr.Dataset]) -> xr.Dataset:
     combine=merge_moments,
 )
 def moments(states: xr.DataArray, *, block: int | None = None) -> xr.Dataset:
-    """Count, mean and scatter of states, the cacheable summary of one segment.
+    """Count, mean and scatter of states: the cacheable summary of one segment.
 
-    states: [layer?, samples..., hidden], any float dtype incl. ml_dtypes.bfloat16, in memory or lazy.
-    block: rows held at a time (default: 64 MiB, 4k to 32k rows); changes rounding only.
-    Returns n [layer?], mean [layer?, hidden], scatter [layer?, hidden, hidden_], float64 (n is int64).
+    Arguments:
+        states: [layer?, samples..., hidden], any float dtype including ml_dtypes.bfloat16, in memory or lazy.
+        block: Rows in memory at a time (default: 64 MiB, 4k to 32k rows); changes rounding only.
+
+    Returns:
+        n int64 [layer?]; mean [layer?, hidden] and scatter [layer?, hidden, hidden_], float64.
     """
     if "layer" in states.dims:
+        # One layer at a time: a hidden x hidden product of all layers would not fit.
         return stack_layers(moments(states.isel(layer=i), block=block) for i in range(states.sizes["layer"]))
-    found = Moments.of(row_blocks(states, block))
-    return _labelled(found, states.coords, "float64" if states.dtype == np.float64 else "float32")
+    summary = Moments.of(row_blocks(states, block))
+    return _labelled(summary, states.coords, "float64" if states.dtype == np.float64 else "float32")
 
 
 @stage(
@@ -100,16 +102,21 @@ def moments(states: xr.DataArray, *, block: int | None = None) -> xr.Dataset:
 def principal_components(summary: xr.Dataset, *, n_components: int, n_omit: int = 0) -> xr.Dataset:
     """Components of largest variance, from merged moments.
 
-    summary: as `moments` returns it.  n_omit: leading components to leave out (the first ones of a residual
-    stream often only say "massive dimension" or "first token"); ratios still refer to the whole variance.
-    Returns, all float64:
-      components [layer?, component, hidden]: orthonormal rows by descending variance, the entry of largest
-        magnitude positive.
-      explained_variance [layer?, component]: n - 1 convention.
-      explained_variance_ratio [layer?, component]: share of the total variance; 0 when that is 0.
-      mean [layer?, hidden].
-    Components beyond the rank of the data are zero rows with zero variance: nothing is ever NaN.
-    Raises ShapeError if n_omit + n_components exceeds the hidden size.
+    Arguments:
+        summary: Result of `moments` or `merge_moments`.
+        n_components: Number of components.
+        n_omit: Leading components to leave out (the first ones of a residual stream often only represent
+            massive dimensions or the first token); ratios still refer to the total variance.
+
+    Returns:
+        All float64: components [layer?, component, hidden]: orthonormal rows by descending variance, the
+        entry of largest magnitude positive; explained_variance [layer?, component]: with n - 1;
+        explained_variance_ratio [layer?, component]: share of the total variance, 0 if that is 0; mean
+        [layer?, hidden]. Components beyond the rank of the data are zero rows with zero variance; nothing is
+        ever NaN.
+
+    Raises:
+        ShapeError: n_omit + n_components exceeds the hidden size.
     """
     import xarray as xr
 
@@ -136,19 +143,24 @@ def principal_components(summary: xr.Dataset, *, n_components: int, n_omit: int 
 def pca(
     states: xr.DataArray, *, n_components: int, n_omit: int = 0, solver: str = "auto", seed: int = 0
 ) -> xr.Dataset:
-    """Principal components of states [layer?, samples..., hidden], as `principal_components` returns them.
+    """Principal components of states [layer?, samples..., hidden]; result as of `principal_components`.
 
-    solver: "eigh", exact, from moments in one pass; "randomized" (randomized_pca.py), in several passes and
-    without a hidden x hidden matrix; "auto": the latter above a hidden size of 16384, where that matrix is 2
-    GiB. seed: of the randomised solver.
+    Arguments:
+        states: Any float dtype, in memory or lazy.
+        n_components: Number of components.
+        n_omit: Leading components to leave out.
+        solver: "eigh" is exact and needs one pass; "randomized" (randomized_pca.py) needs several passes and
+            no hidden x hidden matrix; "auto" takes the latter above a hidden size of 16384, where that matrix
+            has 2 GiB.
+        seed: Of the randomised solver.
     """
     if solver not in SOLVERS:
         raise ShapeError(f"expected a solver among {', '.join(SOLVERS)}, found {solver!r}")
     if solver == "randomized" or (solver == "auto" and states.sizes.get("hidden", 0) > WIDE):
         wide: xr.Dataset = randomized_components(states, n_components=n_components, n_omit=n_omit, seed=seed)
         return wide
-    found: xr.Dataset = principal_components(moments(states), n_components=n_components, n_omit=n_omit)
-    return found
+    components: xr.Dataset = principal_components(moments(states), n_components=n_components, n_omit=n_omit)
+    return components
 
 
 @stage(
@@ -162,36 +174,40 @@ def pca(
     },
 )
 def scree(summary: xr.Dataset) -> xr.Dataset:
-    """How the variance is spread over all components: what a scree plot shows.
+    """Distribution of the variance over all components, as shown by a scree plot.
 
-    summary: as `moments` returns it.
-    Returns float64 explained_variance (n - 1 convention), explained_variance_ratio, cumulative_ratio [layer?,
-    component]; participation_ratio [layer?] = (sum of variances)^2 / sum of their squares: 1 for a line,
-    hidden for a ball, 0 without variance.
+    Arguments:
+        summary: Result of `moments` or `merge_moments`.
+
+    Returns:
+        float64 explained_variance (with n - 1), explained_variance_ratio, cumulative_ratio [layer?,
+        component]; participation_ratio [layer?] = (sum of variances)^2 / sum of their squares: 1 for a line,
+        hidden for a ball, 0 without variance.
     """
-    found = principal_components(summary, n_components=summary.sizes["hidden"])
-    ratio = found["explained_variance_ratio"]
+    components = principal_components(summary, n_components=summary.sizes["hidden"])
+    ratio = components["explained_variance_ratio"]
     squares = (ratio**2).sum("component")
-    told: xr.Dataset = found[["explained_variance", "explained_variance_ratio"]]
-    return told.assign(
+    result: xr.Dataset = components[["explained_variance", "explained_variance_ratio"]]
+    return result.assign(
         cumulative_ratio=ratio.cumsum("component"),
         participation_ratio=(ratio.sum("component") ** 2 / squares.where(squares > 0)).fillna(0.0),
     )
 
 
 def project_to_pcs(states: xr.DataArray, fitted: xr.Dataset, *, centre: bool = True) -> xr.DataArray:
-    """Coordinates [..., component] of states [..., hidden]; the mean is removed unless `centre` is False."""
+    """Coordinates [..., component] of states [..., hidden]; `centre` removes the mean first."""
     import xarray as xr
 
     shifted = states - fitted["mean"] if centre else states
-    found: xr.DataArray = xr.dot(shifted, fitted["components"], dim="hidden").transpose(..., "component")
-    return found
+    projected: xr.DataArray = xr.dot(shifted, fitted["components"], dim="hidden").transpose(..., "component")
+    return projected
 
 
 def reconstruct_from_pcs(
     projected: xr.DataArray, fitted: xr.Dataset, *, centred: bool = True
 ) -> xr.DataArray:
-    """States [..., hidden] with these coordinates; `centred` says whether projecting removed the mean."""
+    """States [..., hidden] with these coordinates; `centred` tells whether the projection removed the
+    mean."""
     import xarray as xr
 
     states: xr.DataArray = xr.dot(projected, fitted["components"], dim="component").transpose(..., "hidden")
@@ -199,7 +215,7 @@ def reconstruct_from_pcs(
 
 
 def _labelled(m: Moments, coords: Any, arithmetic: str) -> xr.Dataset:
-    """Moments as a dataset; of the coordinates only the scalar `layer` still has a meaning."""
+    """Moments as a dataset; of the coordinates only a scalar `layer` remains valid."""
     import xarray as xr
 
     return xr.Dataset(
@@ -214,18 +230,22 @@ def _moments_of(part: xr.Dataset) -> Moments:
 
 
 def _eigen(m: Moments, n_omit: int, n_components: int, eps: float) -> tuple[Array, Array, Array]:
-    """Components, variances and ratios of one scatter; eigenvalues within rounding of zero are zero."""
+    """Components, variances and ratios of one scatter; eigenvalues within rounding of zero become zero."""
     hidden = len(m.mean)
+    # eigh of the scatter rather than an SVD of the states, which would have to be in memory.
     values, vectors = np.linalg.eigh(m.scatter)
     values, vectors = values[::-1].copy(), vectors[:, ::-1].T
-    # Where the rank ends, rounding leaves eigenvalues of about eps * sqrt(hidden) times the largest one.
-    real = values > 4 * eps * np.sqrt(hidden) * max(values[0], 0.0)
-    real &= np.arange(hidden) < m.n - 1
-    real &= values[0] > m.n * (eps * np.linalg.norm(m.mean)) ** 2  # else equal rows up to their own rounding
-    values = np.where(real, values, 0.0)
-    vectors = with_sign(np.where(real[:, None], vectors, 0.0))
+    # Beyond the rank of the data, rounding leaves eigenvalues of about eps * sqrt(hidden) times the largest.
+    is_significant = values > 4 * eps * np.sqrt(hidden) * max(values[0], 0.0)
+    # Centring takes one degree of freedom: n points span at most n - 1 dimensions.
+    is_significant &= np.arange(hidden) < m.n - 1
+    # else equal rows up to their own rounding
+    is_significant &= values[0] > m.n * (eps * np.linalg.norm(m.mean)) ** 2
+    values = np.where(is_significant, values, 0.0)
+    vectors = with_sign(np.where(is_significant[:, None], vectors, 0.0))
+    # The trace is the total variance, whatever components are computed.
     total = float(np.trace(m.scatter))
-    chosen = slice(n_omit, n_omit + n_components)
-    variance = values[chosen] / max(m.n - 1, 1)
-    ratio = values[chosen] / total if real.any() else np.zeros(n_components)
-    return vectors[chosen], variance, ratio
+    kept_components = slice(n_omit, n_omit + n_components)
+    variance = values[kept_components] / max(m.n - 1, 1)
+    ratio = values[kept_components] / total if is_significant.any() else np.zeros(n_components)
+    return vectors[kept_components], variance, ratio

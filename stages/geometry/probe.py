@@ -1,19 +1,17 @@
-"""Linear probes: what can be read off the states of each layer with a straight line, on prompts never fitted.
+"""Linear probes: what a linear map can read from the states of each layer, scored on prompts that were not
+fitted.
 
-Border: states, one target per token and the prompt it is of; knows no text, no model and never imports torch.
-The fits are scikit-learn's (extra `probing`).
+Fitted with scikit-learn (extra `probing`): logistic regression for labels, ridge regression for numbers
+(Alain and Bengio 2016, "Understanding intermediate layers using linear classifier probes"). A probe with many
+weights may learn the task by itself; its score on shuffled targets tells how much (after Hewitt and Liang
+2019, "Designing and Interpreting Probes with Control Tasks").
 
-Idea (Alain and Bengio 2016, "Understanding intermediate layers using linear classifier probes"): a logistic
-regression for labels, ridge regression for numbers. A probe may learn the task itself where it has enough
-weights; what it reaches with shuffled targets says how much (after Hewitt and Liang 2019, "Designing and
-Interpreting Probes with Control Tasks").
+Prompts, not tokens, are split into train and test, because neighbours in one prompt are similar. States are
+standardised by the train part; the penalty is chosen on a validation split within it, and the probe is then
+fitted on all of it. The interval is a bootstrap over test prompts.
 
-Prompts, not tokens, are split into train and test: neighbours in one prompt are alike. Means and spreads of
-the states are taken of the train part alone; the penalty is chosen on a validation split inside of it, and
-the probe fitted again on all of it. The interval is that of a bootstrap over test prompts.
-
-Axes: layer, token, hidden; targets ("true" or "shuffled": what a probe was fitted to); output (one per label,
-one for two labels or a number).
+Axes: layer, token, hidden; targets ("true" or "shuffled", to which a probe was fitted); output (one per
+label; one for two labels or a number). Needs no model and no torch.
 """
 
 from __future__ import annotations
@@ -38,11 +36,12 @@ __all__ = ["FEWEST", "KINDS", "PENALTIES", "TARGETS", "probe"]
 KINDS = ("label", "number")
 TARGETS = ["true", "shuffled"]
 PENALTIES = (1e-4, 1e-3, 1e-2, 1e-1, 1.0)
-"""Of the squared weights, beside the mean loss per example; states are standardised."""
+"""Penalties on the squared weights, relative to the mean loss per example; states are standardised."""
 FEWEST = 3
-"""Prompts needed: one each to fit, to choose the penalty and to test."""
+"""Minimum number of prompts: one each for fit, validation and test."""
 STEPS = 500
-"""A logistic regression is stopped after so many; the validation split judges what has become of it."""
+"""Maximum iterations of a logistic regression; the validation score decides whether an unconverged fit is
+used."""
 
 
 @stage(
@@ -78,39 +77,56 @@ def probe(
     resamples: int = 1000,
     seed: int = 0,
 ) -> xr.Dataset:
-    """How well a linear probe tells the target from the states of each layer, with a shuffled control.
+    """Score of a linear probe of the target per layer, with a control on shuffled targets.
 
-    states: [layer, token, hidden], any float dtype, lazy; only tokens with a target are read, a layer at a
-    time.  target: float [token], NaN where there is none; for kind "label" the class, 0, 1, 2, …  prompt: int
-    [token].  test_share, validation_share: of the prompts, and of the prompts left for training.  seed: of
-    splits, shuffling and bootstrap.
-    Returns float64: states @ weight + bias is the number, the log-odds of class 1 (two classes), or a score
-    by class.
-    Raises PromptError for too few prompts or a single class, ConfigError for settings out of range,
-    MissingExtra without scikit-learn.
+    Arguments:
+        states: [layer, token, hidden], any float dtype, lazy; only tokens with a target are read, one layer
+            at a time.
+        target: float [token], NaN for none; for kind "label" the class, 0, 1, 2, …
+        prompt: int [token], prompt of each token.
+        kind: "label" or "number".
+        test_share: Share of the prompts for the test.
+        validation_share: Share of the remaining prompts for the choice of the penalty.
+        penalties: Candidates.
+        resamples: Bootstrap resamples.
+        seed: Of splits, shuffling and bootstrap.
+
+    Returns:
+        float64; states @ weight + bias is the number, the log-odds of class 1 (two classes), or a score per
+        class.
+
+    Raises:
+        PromptError: Too few prompts, or a single class.
+        ConfigError: A setting is out of range.
+        MissingExtra: scikit-learn is not installed.
     """
     import xarray as xr
 
     settings = _Settings(kind, test_share, validation_share, tuple(penalties), resamples, seed)
-    values, owner = (np.asarray(one.values) for one in (target, prompt))
-    if len(values) != states.sizes["token"] or len(owner) != len(values):
+    values, prompt_index = (np.asarray(layer_result.values) for layer_result in (target, prompt))
+    if len(values) != states.sizes["token"] or len(prompt_index) != len(values):
         raise ShapeError(
             f"expected one target and prompt per token ({states.sizes['token']}), found {len(values)} and "
-            f"{len(owner)}"
+            f"{len(prompt_index)}"
         )
     rows = np.flatnonzero(~np.isnan(values.astype(np.float64)))
-    examples = _Examples.of(values[rows], owner[rows], settings)
-    kept = states.isel(token=rows)
-    found = [
+    examples = _Examples.of(values[rows], prompt_index[rows], settings)
+    labelled_states = states.isel(token=rows)
+    layer_results = [
         _probe_layer(
-            kept.isel(layer=i).transpose("token", "hidden").values.astype(np.float64), examples, settings
+            labelled_states.isel(layer=i).transpose("token", "hidden").values.astype(np.float64),
+            examples,
+            settings,
         )
         for i in range(states.sizes["layer"])
     ]
     by_layer = {"weight": ("layer", "output", "hidden"), "bias": ("layer", "output")}
     data: dict[str, Any] = {
-        name: (by_layer.get(name, ("layer", "targets")), np.stack([one[name] for one in found]))
-        for name in found[0]
+        name: (
+            by_layer.get(name, ("layer", "targets")),
+            np.stack([layer_result[name] for layer_result in layer_results]),
+        )
+        for name in layer_results[0]
     }
     data |= {"baseline": examples.baseline(), "n_train": len(examples.train), "n_test": len(examples.test)}
     layers = states["layer"].values if "layer" in states.coords else np.arange(states.sizes["layer"])
@@ -142,8 +158,7 @@ class _Settings:
 
 @dataclass(frozen=True)
 class _Examples:
-    """Tokens with a target, split: indices of those fitted at first, of the validation split, and of the
-    test."""
+    """Tokens with a target, as indices of fit, validation and test examples."""
 
     target: Array
     shuffled: Array
@@ -154,7 +169,8 @@ class _Examples:
 
     @classmethod
     def of(cls, target: Array, prompt: Array, settings: _Settings) -> _Examples:
-        """Split by prompt, with the shuffled targets; checked."""
+        """Split by prompt and shuffle targets within train and test. PromptError for too few prompts or
+        classes."""
         prompts = np.unique(prompt)
         if len(prompts) < FEWEST:
             raise PromptError(
@@ -167,6 +183,7 @@ class _Examples:
                 "to tell apart"
             )
         rng = np.random.default_rng(settings.seed)
+        # Prompts are permuted, not examples, so that no prompt is in two parts.
         order = rng.permutation(prompts)
         n_test = _share(len(order), settings.test_share, 2)
         n_validation = _share(len(order) - n_test, settings.validation_share, 1)
@@ -186,11 +203,11 @@ class _Examples:
 
     @property
     def train(self) -> Array:
-        """All that is not tested."""
+        """Indices of fit and validation examples."""
         return np.concatenate([self.fit, self.validation])
 
     def baseline(self) -> float:
-        """Test score of the best constant of the train part."""
+        """Test score of the best constant prediction of the train part."""
         train, test = self.target[self.train], self.target[self.test]
         if self.target.dtype.kind == "i":
             return float((test == np.bincount(train).argmax()).mean())
@@ -198,45 +215,50 @@ class _Examples:
 
 
 def _probe_layer(states: Array, examples: _Examples, settings: _Settings) -> dict[str, Array]:
-    """Scores of one layer [targets], and the probe of the true targets. states: float64 [example, hidden]."""
-    found: dict[str, list[Any]] = {name: [] for name in ("score", "low", "high", "penalty")}
+    """Scores of one layer [targets], and the probe of the true targets. `states`: float64 [example,
+    hidden]."""
+    results: dict[str, list[Any]] = {name: [] for name in ("score", "low", "high", "penalty")}
     probes = []
     for target in (examples.target, examples.shuffled):
         penalty = _best_penalty(states, target, examples, settings)
         weight, bias = _fit(states[examples.train], target[examples.train], penalty, settings)
         probes.append((weight, bias))
-        # Classes the probe has not seen have no output; their examples are missed.
+        # A class that occurs only in the test part has no output, so its examples count as wrong.
         classes = np.unique(target[examples.train]) if settings.is_label else None
-        told = _told(states[examples.test], weight, bias, classes)
-        counts = _by_prompt(target[examples.test], told, examples.prompt[examples.test], settings.is_label)
+        predicted = _told(states[examples.test], weight, bias, classes)
+        counts = _by_prompt(
+            target[examples.test], predicted, examples.prompt[examples.test], settings.is_label
+        )
         low, high = _interval(counts, settings)
-        for name, value in zip(found, (float(_score(counts.sum(0))), low, high, penalty), strict=True):
-            found[name].append(value)
+        for name, value in zip(results, (float(_score(counts.sum(0))), low, high, penalty), strict=True):
+            results[name].append(value)
     weight, bias = probes[0]
-    return {**{name: np.array(values) for name, values in found.items()}, "weight": weight, "bias": bias}
+    return {**{name: np.array(values) for name, values in results.items()}, "weight": weight, "bias": bias}
 
 
 def _best_penalty(states: Array, target: Array, examples: _Examples, settings: _Settings) -> float:
-    """The penalty whose probe does best on the validation split; of equal ones the largest."""
+    """Penalty with the best validation score; ties go to the largest."""
     if len(settings.penalties) == 1:
         return settings.penalties[0]
     fit, validation = examples.fit, examples.validation
-    best, chosen = -np.inf, settings.penalties[0]
+    best_score, best_penalty = -np.inf, settings.penalties[0]
     classes = np.unique(target[fit]) if settings.is_label else None
     if classes is not None and len(classes) < 2:
-        return max(settings.penalties)  # shuffling may leave one class to fit: then none is better
+        # shuffling may leave a single class in the fit split: nothing to compare
+        return max(settings.penalties)
     for penalty in sorted(settings.penalties, reverse=True):
         weight, bias = _fit(states[fit], target[fit], penalty, settings)
-        told = _told(states[validation], weight, bias, classes)
-        is_right = told == target[validation]
-        score = float(is_right.mean()) if settings.is_label else float(_r2(target[validation], told))
-        if score > best:
-            best, chosen = score, penalty
-    return chosen
+        predicted = _told(states[validation], weight, bias, classes)
+        is_right = predicted == target[validation]
+        score = float(is_right.mean()) if settings.is_label else float(_r2(target[validation], predicted))
+        if score > best_score:
+            best_score, best_penalty = score, penalty
+    return best_penalty
 
 
 def _fit(states: Array, target: Array, penalty: float, settings: _Settings) -> tuple[Array, Array]:
-    """weight [output, hidden] and bias [output] on the states as they are, fitted on standardised ones."""
+    """Fit on standardised states; returns weight [output, hidden] and bias [output] for the original
+    states."""
     try:
         from sklearn.exceptions import ConvergenceWarning
         from sklearn.linear_model import LogisticRegression, Ridge
@@ -245,10 +267,12 @@ def _fit(states: Array, target: Array, penalty: float, settings: _Settings) -> t
             "probes need scikit-learn, which is not installed; pip install 'mizarr[probing]'"
         ) from error
     mean, spread = states.mean(0), states.std(0)
+    # Constant dimensions stay 0 instead of becoming NaN.
     spread = np.where(spread > 0, spread, 1.0)
     ready = (states - mean) / spread
     n = len(target)
     if settings.is_label:
+        # scikit-learn's C multiplies the sum of losses; here the penalty is relative to their mean.
         model = LogisticRegression(C=1 / (penalty * n), max_iter=STEPS)
     else:
         model = Ridge(alpha=penalty * n, solver="cholesky")
@@ -260,28 +284,28 @@ def _fit(states: Array, target: Array, penalty: float, settings: _Settings) -> t
 
 
 def _told(states: Array, weight: Array, bias: Array, classes: Array | None) -> Array:
-    """What a probe says of each state: a number, or one of the classes it was fitted to."""
+    """Prediction for each state: a number, or one of the fitted classes."""
     raw: Array = states @ weight.T + bias
     if classes is None:
         return raw[:, 0]
-    best = (raw[:, 0] > 0).astype(np.int64) if raw.shape[1] == 1 else raw.argmax(1)
-    found: Array = classes[best]
-    return found
+    class_index = (raw[:, 0] > 0).astype(np.int64) if raw.shape[1] == 1 else raw.argmax(1)
+    predicted: Array = classes[class_index]
+    return predicted
 
 
-def _by_prompt(target: Array, told: Array, prompt: Array, is_label: bool) -> Array:
-    """Sums of each test prompt [prompt, 2 or 4], from which `_score` of any set of prompts follows."""
+def _by_prompt(target: Array, predicted: Array, prompt: Array, is_label: bool) -> Array:
+    """Sums per test prompt [prompt, 2 or 4]; `_score` of any set of prompts follows from them."""
     if is_label:
-        columns = [told == target, np.ones(len(target))]
+        columns = [predicted == target, np.ones(len(target))]
     else:
-        centred = target - target.mean()  # sums of squares of numbers far from 0 would cancel
-        columns = [np.square(told - target), np.ones(len(target)), centred, np.square(centred)]
+        centred = target - target.mean()  # sums of squares of numbers far from 0 would cancel badly
+        columns = [np.square(predicted - target), np.ones(len(target)), centred, np.square(centred)]
     _, row = np.unique(prompt, return_inverse=True)
     return np.stack([np.bincount(row, np.asarray(column, np.float64)) for column in columns], axis=1)
 
 
 def _score(sums: Array) -> Array:
-    """Accuracy, or R2, from summed columns [..., 2 or 4]; NaN where all targets are equal."""
+    """Accuracy or R2 from summed columns [..., 2 or 4]; NaN if all targets are equal."""
     with np.errstate(divide="ignore", invalid="ignore"):
         if sums.shape[-1] == 2:
             accuracy: Array = sums[..., 0] / sums[..., 1]
@@ -292,15 +316,16 @@ def _score(sums: Array) -> Array:
         return r2
 
 
-def _r2(target: Array, told: Array) -> Array:
-    """Share of the variance explained; 0 for the mean, below for worse."""
-    return _score(_by_prompt(target, told, np.zeros(len(target), int), is_label=False)[0])
+def _r2(target: Array, predicted: Array) -> Array:
+    """R2, share of the variance explained; 0 for predicting the mean, negative for worse."""
+    return _score(_by_prompt(target, predicted, np.zeros(len(target), int), is_label=False)[0])
 
 
 def _interval(counts: Array, settings: _Settings) -> tuple[float, float]:
-    """2.5% and 97.5% of the score when test prompts are drawn anew, with replacement."""
+    """Bootstrap interval of the score: 2.5% and 97.5% over resampled test prompts."""
     rng = np.random.default_rng(settings.seed)
     n = len(counts)
+    # Counts of each prompt in a resample, so that scores of all resamples are one matrix product.
     drawn = rng.multinomial(n, np.full(n, 1 / n), size=settings.resamples)
     scores = _score(drawn @ counts)
     if np.isnan(scores).all():
@@ -310,5 +335,5 @@ def _interval(counts: Array, settings: _Settings) -> tuple[float, float]:
 
 
 def _share(n: int, share: float, left: int) -> int:
-    """A share of n prompts: at least one, and so that `left` are left over."""
+    """Number of prompts for a share of n: at least one, leaving at least `left`."""
     return min(max(1, round(share * n)), n - left)

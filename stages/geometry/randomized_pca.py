@@ -1,12 +1,10 @@
-"""Principal components of very wide states: a randomised solver that never holds a hidden x hidden matrix.
-
-Border: numpy on labelled states, block by block, as pca.py; which of the two solvers runs is decided there.
+"""PCA of very wide states with a randomised solver that never holds a hidden x hidden matrix.
 
 Idea: subspace iteration from a random start (Halko, Martinsson, Tropp 2011, "Finding Structure with
-Randomness", algorithms 4.4 and 5.3). The scatter S is only ever applied to a narrow matrix Q [hidden,
-width], as sum over blocks of (x - mean)' ((x - mean) Q): one pass over the states. After a few passes with a
-QR between them Q spans the leading components, and eigh of Q' S Q, width x width, gives them. Oversampling
-and passes make up for spectra that fall slowly.
+Randomness", algorithms 4.4 and 5.3). The scatter S is only applied to a narrow matrix Q [hidden, width], as
+the sum over blocks of (x - mean)' ((x - mean) Q): one pass over the states. After a few passes with QR in
+between, Q spans the leading components, and `eigh` of Q' S Q, width x width, gives them. Oversampling and
+passes compensate for slowly decaying spectra.
 
 Axes: hidden; component; samples as in pca.py.
 """
@@ -30,9 +28,9 @@ __all__ = ["randomized_components"]
 
 
 OVERSAMPLING = 16
-"""Columns beyond the components asked for."""
+"""Columns of Q beyond the number of components."""
 PASSES = 4
-"""Times the scatter is applied before the last one; sklearn takes 4 to 7 for few components."""
+"""Applications of the scatter before the last one; sklearn uses 4 to 7 for few components."""
 _TILE = 256  # rows widened to float64 at once
 
 
@@ -52,12 +50,17 @@ _TILE = 256  # rows widened to float64 at once
 def randomized_components(
     states: xr.DataArray, *, n_components: int, n_omit: int = 0, seed: int = 0, passes: int = PASSES
 ) -> xr.Dataset:
-    """Leading components of wide states, as `principal_components` returns them, to rounding and the solver's
-    accuracy.
+    """Leading components of wide states; result as of `principal_components`, up to the solver's accuracy.
 
-    states: [layer?, samples..., hidden], any float dtype, in memory or lazy; read passes + 2 times.  seed:
-    of the random start.  passes: more of them sharpen components of nearly equal variance.
-    Raises ShapeError if n_omit + n_components exceeds the hidden size, or there is no row.
+    Arguments:
+        states: [layer?, samples..., hidden], any float dtype, in memory or lazy; read passes + 2 times.
+        n_components: Number of components.
+        n_omit: Leading components to leave out.
+        seed: Of the random start.
+        passes: More passes separate components of nearly equal variance better.
+
+    Raises:
+        ShapeError: n_omit + n_components exceeds the hidden size, or there is no row.
     """
     import xarray as xr
 
@@ -70,19 +73,22 @@ def randomized_components(
             for i in range(states.sizes["layer"])
         )
     n, mean, total = _mean_and_variance(states)
-    chosen = slice(n_omit, n_omit + n_components)
+    kept_components = slice(n_omit, n_omit + n_components)
     values, vectors = _leading(states, mean, n_omit + n_components, seed, passes)
-    # float32 products leave eigenvalues of about this size where the rank ends.
-    real = values > 4 * float(np.finfo(np.float32).eps) * np.sqrt(len(mean)) * max(values[0], 0.0)
-    real &= np.arange(len(values)) < n - 1
-    values = np.where(real, values, 0.0)
+    # float32 products leave eigenvalues of about this size beyond the rank of the data.
+    is_significant = values > 4 * float(np.finfo(np.float32).eps) * np.sqrt(len(mean)) * max(values[0], 0.0)
+    is_significant &= np.arange(len(values)) < n - 1
+    values = np.where(is_significant, values, 0.0)
     return xr.Dataset(
         {
-            "components": (("component", "hidden"), with_sign(np.where(real[:, None], vectors, 0.0))[chosen]),
-            "explained_variance": ("component", values[chosen] / max(n - 1, 1)),
+            "components": (
+                ("component", "hidden"),
+                with_sign(np.where(is_significant[:, None], vectors, 0.0))[kept_components],
+            ),
+            "explained_variance": ("component", values[kept_components] / max(n - 1, 1)),
             "explained_variance_ratio": (
                 "component",
-                values[chosen] / total if total > 0 else values[chosen],
+                values[kept_components] / total if total > 0 else values[kept_components],
             ),
             "mean": ("hidden", mean),
             "n": np.int64(n),
@@ -96,30 +102,30 @@ def randomized_components(
 
 def _mean_and_variance(states: xr.DataArray) -> tuple[int, Array, float]:
     """Number of rows, mean [hidden] and trace of the scatter, float64, by merging blocks (Chan et al.
-    1983).
-    """
+    1983)."""
     n, mean, total = 0, np.zeros(states.sizes["hidden"]), 0.0
     for block in row_blocks(states):
-        own = block.mean(axis=0, dtype=np.float64)
+        block_mean = block.mean(axis=0, dtype=np.float64)
         tiles = (block[start : start + _TILE] for start in range(0, len(block), _TILE))
-        within = sum(float(np.square(tile - own).sum()) for tile in tiles)
-        delta = own - mean
-        both = n + len(block)
-        total += within + float(delta @ delta) * n * len(block) / max(both, 1)
-        mean = mean + delta * (len(block) / max(both, 1))
-        n = both
+        within = sum(float(np.square(tile - block_mean).sum()) for tile in tiles)
+        delta = block_mean - mean
+        n_rows = n + len(block)
+        total += within + float(delta @ delta) * n * len(block) / max(n_rows, 1)
+        mean = mean + delta * (len(block) / max(n_rows, 1))
+        n = n_rows
     if n == 0:
         raise ShapeError("expected at least one row, found none; select some tokens")
     return n, mean, total
 
 
 def _leading(states: xr.DataArray, mean: Array, count: int, seed: int, passes: int) -> tuple[Array, Array]:
-    """The largest eigenvalues of the scatter, descending, and their vectors [component, hidden]."""
+    """Largest eigenvalues of the scatter, descending, and their eigenvectors [component, hidden]."""
     width = min(count + OVERSAMPLING, len(mean))
     basis = np.linalg.qr(np.random.default_rng(seed).standard_normal((len(mean), width)))[0]
     for _ in range(passes):
         basis = np.linalg.qr(_applied(states, mean, basis))[0]
     small = basis.T @ _applied(states, mean, basis)
+    # Symmetrised: rounding makes Q' S Q slightly asymmetric.
     values, rotation = np.linalg.eigh((small + small.T) / 2)
     order = np.argsort(values)[::-1][:count]
     return values[order], (basis @ rotation[:, order]).T
@@ -128,8 +134,9 @@ def _leading(states: xr.DataArray, mean: Array, count: int, seed: int, passes: i
 def _applied(states: xr.DataArray, mean: Array, basis: Array) -> Array:
     """Scatter times basis, float64 [hidden, width], in one pass; blocks are multiplied as float32."""
     narrow, centre = basis.astype(np.float32), mean.astype(np.float32)
-    found = np.zeros(basis.shape)
+    product = np.zeros(basis.shape)
     for block in row_blocks(states):
+        # Centred explicitly: for large means, correcting the product afterwards would cancel.
         rows = np.subtract(block, centre, dtype=np.float32)
-        found += rows.T @ (rows @ narrow)
-    return found
+        product += rows.T @ (rows @ narrow)
+    return product

@@ -1,20 +1,20 @@
-"""How alike the representations of two models, or of two runs of one, are: CKA, Procrustes, SVCCA.
+"""Similarity of the representations of two models, or two runs: CKA, Procrustes, SVCCA.
 
-Border: two sets of labelled states of the same tokens, from any two stores; numpy, no model, no torch. How
-alike layers of one run are is similarity.py's.
+The inputs are two sets of states of the same tokens, from any two stores. (Layers of one run: similarity.py.)
 
-All three compare what states do over tokens, not their coordinates, and follow from first and second moments
-of the two side by side, so that tokens are read once, block by block, and their number costs no memory:
+All three measures compare how states vary over tokens, not their coordinates. They follow from first and
+second moments of both sets side by side, so tokens are read once, block by block, and their number costs no
+memory:
 
 * CKA (Kornblith et al. 2019, eq. 4): |Sxy|_F^2 / (|Sxx|_F |Syy|_F), biased upwards for few tokens;
-* Procrustes (Schönemann 1966; as Ding et al. 2021, "Grounding Representation Similarity", section 2.1): how
-  near the best rotation and scale brings one to the other, |Sxy|_* / sqrt(tr Sxx tr Syy);
-* SVCCA (Raghu et al. 2017): the mean correlation of the directions, within those that hold most of the
-  variance of each, that go together best.
+* Procrustes (Schönemann 1966; as in Ding et al. 2021, "Grounding Representation Similarity", section 2.1):
+  closeness after the best rotation and scale, |Sxy|_* / sqrt(tr Sxx tr Syy);
+* SVCCA (Raghu et al. 2017): mean canonical correlation within the directions that hold most of the variance
+  of each.
 
-1 is the same but for what the measure does not see: rotation and scale, and of SVCCA any linear map. With as
-many dimensions as tokens any two sets look alike; what the same states give when tokens of one are permuted
-within each block stands beside each number.
+1 means equal up to what the measure ignores: rotation and scale, for SVCCA any linear map. With as many
+dimensions as tokens any two sets look similar; the null value, from tokens permuted within each block, is
+computed beside each number.
 
 Axes: rows (matched, shuffled), layer, other_layer, token, hidden. All values without unit.
 """
@@ -58,12 +58,19 @@ MEASURES = ("cka", "procrustes", "svcca")
 def representation_similarity(
     states: xr.DataArray, other: xr.DataArray, *, variance: float = 0.99, seed: int = 0
 ) -> xr.Dataset:
-    """Similarity of every layer of `states` with every layer of `other`.
+    """CKA, Procrustes and SVCCA between all layers of `states` and all layers of `other`.
 
-    states, other: [layer, token, hidden] of the same tokens in the same order, of any widths, any float
-    dtype, lazy or not. variance: share that the directions kept for SVCCA hold. seed: of the permutations.
-    Returns float64; NaN for a layer without variance.
-    Raises ShapeError for other numbers of tokens, fewer than 2, or a share outside of (0, 1].
+    Arguments:
+        states: [layer, token, hidden], any float dtype, lazy or not.
+        other: Likewise, of the same tokens in the same order; may differ in width.
+        variance: Share of the variance in the directions that SVCCA uses.
+        seed: Of the permutations.
+
+    Returns:
+        float64; NaN for a layer without variance.
+
+    Raises:
+        ShapeError: The numbers of tokens differ, there are fewer than 2, or `variance` is outside of (0, 1].
     """
     import xarray as xr
 
@@ -77,18 +84,18 @@ def representation_similarity(
     if not 0 < variance <= 1:
         raise ShapeError(f"expected a share of the variance in (0, 1], found {variance:g}")
     widths = states.sizes["hidden"], other.sizes["hidden"]
-    found = np.full((len(MEASURES), 2, states.sizes["layer"], other.sizes["layer"]), np.nan)
-    for one, two in _groups(states.sizes["layer"], other.sizes["layer"], sum(widths) + widths[1]):
-        scatter = Moments.of(_side_by_side(states, other, one, two, seed)).scatter
-        for i, x in zip(one, _cut(0, len(one), widths[0]), strict=True):
-            start = len(one) * widths[0]
-            for j, y in zip(two, _cut(start, len(two), widths[1]), strict=True):
-                behind = slice(y.start + len(two) * widths[1], y.stop + len(two) * widths[1])
-                for row, against in enumerate((y, behind)):
-                    parts = scatter[x, x], scatter[against, against], scatter[x, against]
-                    found[:, row, i, j] = _measures(*parts, variance)
+    similarities = np.full((len(MEASURES), 2, states.sizes["layer"], other.sizes["layer"]), np.nan)
+    for x_layers, y_layers in _groups(states.sizes["layer"], other.sizes["layer"], sum(widths) + widths[1]):
+        scatter = Moments.of(_side_by_side(states, other, x_layers, y_layers, seed)).scatter
+        for i, x in zip(x_layers, _cut(0, len(x_layers), widths[0]), strict=True):
+            start = len(x_layers) * widths[0]
+            for j, y in zip(y_layers, _cut(start, len(y_layers), widths[1]), strict=True):
+                behind = slice(y.start + len(y_layers) * widths[1], y.stop + len(y_layers) * widths[1])
+                for row, y_columns in enumerate((y, behind)):
+                    parts = scatter[x, x], scatter[y_columns, y_columns], scatter[x, y_columns]
+                    similarities[:, row, i, j] = _measures(*parts, variance)
     return xr.Dataset(
-        {**{name: (PAIRS, each) for name, each in zip(MEASURES, found, strict=True)}, "n": n},
+        {**{name: (PAIRS, values) for name, values in zip(MEASURES, similarities, strict=True)}, "n": n},
         {
             "rows": ["matched", "shuffled"],
             "layer": ("layer", states["layer"].values, {"long_name": "layer"}),
@@ -98,38 +105,49 @@ def representation_similarity(
 
 
 def _measures(xx: Array, yy: Array, xy: Array, variance: float) -> tuple[float, float, float]:
-    """cka, procrustes, svcca of centred scatters [hidden, hidden]."""
+    """CKA, Procrustes similarity and SVCCA from centred scatters [hidden, hidden]."""
     spread = np.trace(xx), np.trace(yy)
     if min(spread) <= 0:
         return (float("nan"),) * 3
-    # Scaled first: squares of large states would overflow nothing, but small ones lose their digits.
+    # Scaled first: products of small states would lose digits.
     xx, yy, xy = xx / spread[0], yy / spread[1], xy / np.sqrt(spread[0] * spread[1])
     cka = np.square(xy).sum() / np.sqrt(np.square(xx).sum() * np.square(yy).sum())
     procrustes = np.linalg.svd(xy, compute_uv=False).sum()
-    kept = [_whitening(each, variance) for each in (xx, yy)]
-    correlations = np.linalg.svd(kept[0].T @ xy @ kept[1], compute_uv=False)
+    whitening = [_whitening(scatter, variance) for scatter in (xx, yy)]
+    # Singular values of the whitened cross-covariance are the canonical correlations.
+    correlations = np.linalg.svd(whitening[0].T @ xy @ whitening[1], compute_uv=False)
     return float(cka), float(procrustes), float(correlations.clip(0, 1).mean())
 
 
 def _whitening(scatter: Array, variance: float) -> Floats:
-    """[hidden, kept]: the first principal directions that hold a share of the variance, over the root of
-    theirs."""
+    """Whitening matrix [hidden, direction]: leading principal directions that hold a share of the variance,
+    each divided by the root of its variance."""
     values, vectors = np.linalg.eigh(scatter)
     values, vectors = values[::-1], vectors[:, ::-1]
-    held = np.cumsum(values) / values.sum()
-    # All of it: but for what rounding makes of directions in which nothing varies.
-    count = min(int(np.searchsorted(held, variance - 1e-12)) + 1, int((values > 1e-10 * values[0]).sum()))
-    found: Floats = vectors[:, :count] / np.sqrt(values[:count])
-    return found
+    cumulative = np.cumsum(values) / values.sum()
+    # Even for a share of 1, directions whose variance is only rounding are left out.
+    count = min(
+        int(np.searchsorted(cumulative, variance - 1e-12)) + 1, int((values > 1e-10 * values[0]).sum())
+    )
+    whitening: Floats = vectors[:, :count] / np.sqrt(values[:count])
+    return whitening
 
 
-def _groups(layers: int, others: int, width: int) -> Iterator[tuple[range, range]]:
-    """Pairs of layer ranges that cover every pair once, their scatter within `GRAM_BYTES`; width: of one
-    layer of the first and of the second twice."""
+def _groups(layers: int, n_other: int, width: int) -> Iterator[tuple[range, range]]:
+    """Yield pairs of layer ranges that cover every pair of layers once, with scatters within `GRAM_BYTES`.
+
+    Arguments:
+        layers: Number of layers of the first set.
+        n_other: Number of layers of the second set.
+        width: Columns per pair: hidden of the first plus twice hidden of the second.
+    """
     size = max(1, int((GRAM_BYTES / 20) ** 0.5) // width)
     for start in range(0, layers, size):
-        for first in range(0, others, size):
-            yield range(start, min(start + size, layers)), range(first, min(first + size, others))
+        for other_start in range(0, n_other, size):
+            yield (
+                range(start, min(start + size, layers)),
+                range(other_start, min(other_start + size, n_other)),
+            )
 
 
 def _cut(start: int, count: int, width: int) -> list[slice]:
@@ -137,21 +155,22 @@ def _cut(start: int, count: int, width: int) -> list[slice]:
 
 
 def _side_by_side(
-    states: xr.DataArray, other: xr.DataArray, one: Sequence[int], two: Sequence[int], seed: int
+    states: xr.DataArray, other: xr.DataArray, x_layers: Sequence[int], y_layers: Sequence[int], seed: int
 ) -> Iterator[Array]:
-    """Blocks [token, columns] of layers of the first, of the second, and of the second with its tokens
-    permuted."""
-    sides = states.isel(layer=list(one)), other.isel(layer=list(two))
+    """Yield blocks [token, columns]: layers of the first set, of the second, and of the second with permuted
+    tokens."""
+    sides = states.isel(layer=list(x_layers)), other.isel(layer=list(y_layers))
     rng = np.random.default_rng(seed)
-    columns = [each.sizes["layer"] * each.sizes["hidden"] for each in sides]
+    columns = [side.sizes["layer"] * side.sizes["hidden"] for side in sides]
 
-    def read(here: slice) -> Array:
-        count = here.stop - here.start
+    def read(token_range: slice) -> Array:
+        count = token_range.stop - token_range.start
         block = np.empty((count, columns[0] + 2 * columns[1]), np.float32)
-        first, second, third = np.split(block, [columns[0], sum(columns)], axis=1)
-        for side, into in zip(sides, (first, second), strict=True):
-            into[:] = read_rows(side, here, np.arange(count)).reshape(count, -1)
-        np.take(second, rng.permutation(count), axis=0, out=third)
+        x_block, y_block, shuffled_block = np.split(block, [columns[0], sum(columns)], axis=1)
+        for side, target in zip(sides, (x_block, y_block), strict=True):
+            target[:] = read_rows(side, token_range, np.arange(count)).reshape(count, -1)
+        # Permuted within the block: the null needs no second read of the data.
+        np.take(y_block, rng.permutation(count), axis=0, out=shuffled_block)
         return block
 
     for _, block in ahead(token_ranges(states, columns[0] + 2 * columns[1]), read):

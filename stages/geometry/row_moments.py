@@ -1,9 +1,7 @@
-"""Sums over rows of states that PCA and least squares need, block by block: count, mean and scatter.
+"""Count, mean and scatter of rows, accumulated block by block, for PCA and least squares.
 
-Border: numpy; rows in, sums out. Which rows, and what for, is known elsewhere.
-
-Idea: one float32 matrix product per block, summed in float64. A large common offset (residual streams have
-one) is subtracted before the product, as it would eat the mantissa. Summaries of two sets of rows merge
+One float32 matrix product per block, summed in float64. A large common offset, as residual streams have, is
+subtracted before the product, because it would use up the mantissa. Summaries of two sets of rows merge
 exactly (Chan, Golub, LeVeque 1983, "Algorithms for computing the sample variance").
 """
 
@@ -26,25 +24,25 @@ __all__ = ["Moments", "row_blocks"]
 
 
 BLOCK_BYTES = 1 << 26
-"""Of float32 rows per matrix product, within 4k to 32k rows: fewer products, fewer additions."""
+"""Bytes of float32 rows per matrix product, within 4k to 32k rows; large blocks mean fewer additions."""
 _TILE = 256
 
 
 @dataclass(frozen=True, eq=False)
 class Moments:
-    """Count, mean and scatter of some rows: all that PCA and least squares need of them.
-
-    n: number of rows.  mean: float64 [hidden].
-    scatter: float64 [hidden, hidden], sum of (x - mean)(x - mean)'.
-    """
+    """Count, mean and scatter of some rows."""
 
     n: int
+    """Number of rows."""
     mean: Array
+    """float64 [hidden]."""
     scatter: Array
+    """float64 [hidden, hidden], sum of (x - mean)(x - mean)'."""
 
     @classmethod
     def of(cls, blocks: Iterable[Array]) -> Moments:
-        """Moments of rows that arrive as blocks [row, hidden]; multiplied as float32 (float64 if so)."""
+        """Moments of rows that arrive as blocks [row, hidden]; products in float32, or float64 for float64
+        input."""
         sums: _Sums | None = None
         for block in blocks:
             if len(block):
@@ -65,18 +63,19 @@ class Moments:
 
 
 class _Sums:
-    """Running sums over blocks of rows: float64 totals of `kind` products.
+    """Running sums over blocks of rows: products in `kind`, totals in float64.
 
-    A column whose mean is many times its spread loses that many squared in a float32 product, so such rows
-    are shifted by about their mean first. Where all means are small the shift would gain at most a factor of
-    5 in rounding and cost a pass over memory (measured at 512 wide: 0.85 of the bare product instead of
-    0.95).
+    In a column whose mean is many times its spread, a float32 product loses that ratio squared in precision.
+    Such rows are shifted by about their mean first. If all means are small, the shift would gain at most a
+    factor of 5 in rounding and cost a pass over memory (measured at width 512: 0.85 of the bare product
+    instead of 0.95).
     """
 
-    def __init__(self, first: Array) -> None:
-        width = first.shape[1]
-        self.kind = np.float64 if first.dtype == np.float64 else np.float32
-        sample = first[:: max(1, len(first) // 512)].astype(np.float64)
+    def __init__(self, first_block: Array) -> None:
+        width = first_block.shape[1]
+        self.kind = np.float64 if first_block.dtype == np.float64 else np.float32
+        # About 512 rows spread over the first block are enough to estimate mean and spread.
+        sample = first_block[:: max(1, len(first_block) // 512)].astype(np.float64)
         offset, spread = sample.mean(axis=0), sample.std(axis=0)
         is_far = bool((np.abs(offset) > 2 * spread).any())
         self.shift = offset.astype(self.kind) if is_far else None
@@ -91,7 +90,7 @@ class _Sums:
         rows = self._prepared(block)
         if len(rows) > len(self._ones):
             self._ones = np.ones(len(rows), self.kind)
-        # numpy sees that both factors are one array and calls syrk: half the flops of a general product.
+        # numpy notices that both factors are one array and calls syrk: half the flops of a general product.
         np.matmul(rows.T, rows, out=self._product)
         self.gram += self._product
         self.total += np.asarray(self._ones[: len(rows)] @ rows, np.float64)
@@ -103,18 +102,19 @@ class _Sums:
         return Moments(self.n, mean if self.shift is None else mean + self.shift, scatter)
 
     def _prepared(self, block: Array) -> Array:
-        """The block in `kind`, shifted if need be, in a buffer that is allocated once."""
+        """The block in `kind`, shifted if necessary, in a buffer that is allocated once."""
         if self.shift is None and block.dtype == self.kind:
             return block
         if len(block) > len(self._buffer):
             self._buffer = np.empty(block.shape, self.kind)
         out = self._buffer[: len(block)]
-        for start in range(0, len(block), _TILE):  # a tile stays in the cache between widening and shifting
+        # a tile stays in the CPU cache between widening and shifting
+        for start in range(0, len(block), _TILE):
             self._fill(block[start : start + _TILE], out[start : start + _TILE])
         return out
 
     def _fill(self, rows: Array, out: Array) -> None:
-        if rows.dtype.name == "bfloat16":  # widened from its bits: half the time of ml_dtypes' astype
+        if rows.dtype.name == "bfloat16":  # widened by bit shift: half the time of ml_dtypes' astype
             np.left_shift(rows.view(np.uint16), 16, out=out.view(np.uint32), dtype=np.uint32)
             rows = out
         if self.shift is not None:
@@ -124,10 +124,13 @@ class _Sums:
 
 
 def row_blocks(states: xr.DataArray, block: int | None = None) -> Iterator[Array]:
-    """Rows [row, hidden] of states [samples..., hidden], at most `block` at a time for one sample dim.
+    """Yield rows [row, hidden] of states [samples..., hidden], at most `block` at a time for one sample
+    dimension.
 
-    Slices along the first sample dim only, so that a lazy array reads each stored byte once.
-    Raises ShapeError without a hidden dim.
+    Slices along the first sample dimension only, so that a lazy array reads each stored byte once.
+
+    Raises:
+        ShapeError: There is no hidden dimension.
     """
     if "hidden" not in states.dims:
         raise ShapeError(
@@ -138,8 +141,8 @@ def row_blocks(states: xr.DataArray, block: int | None = None) -> Iterator[Array
         yield states.values[None, :]
         return
     block = block or int(np.clip(BLOCK_BYTES // (4 * states.sizes["hidden"]), 4096, 32768))
-    first, *others = states.dims[:-1]
-    step = max(1, block // int(np.prod([states.sizes[name] for name in others], dtype=np.int64)))
-    for start in range(0, states.sizes[first], step):
-        values = states.isel({first: slice(start, start + step)}).values
+    first_dim, *other_dims = states.dims[:-1]
+    step = max(1, block // int(np.prod([states.sizes[name] for name in other_dims], dtype=np.int64)))
+    for start in range(0, states.sizes[first_dim], step):
+        values = states.isel({first_dim: slice(start, start + step)}).values
         yield values.reshape(-1, values.shape[-1])

@@ -1,20 +1,17 @@
-"""How alike the layers of a model are: cosines between their states, and linear CKA.
+"""Similarity of the layers of a model: cosines between their states, and linear CKA.
 
-Border: numpy on labelled states of several layers; knows no model and never imports torch.
+The cosine of a token's states at two layers, averaged over tokens, measures how far a state has turned. It is
+dominated by a common offset if there is one, so the cosine of the mean states is reported as well. Centred
+kernel alignment (Kornblith et al. 2019, "Similarity of Neural Network Representations Revisited", eq. 3-4)
+compares geometries; equal up to rotation and scale is 1:
 
-Two readings. The cosine of a token's states at two layers, averaged over tokens, says how far a state has
-turned; it is dominated by a common offset where the states have one, so that the cosine of the mean states
-stands beside it. Centred kernel alignment (Kornblith et al. 2019, "Similarity of Neural Network
-Representations Revisited", eq. 3-4) compares geometries: the same up to rotation and scale is 1,
+    CKA(X, Y) = HSIC(X, Y) / sqrt(HSIC(X, X) HSIC(Y, Y)),   HSIC(X, Y) ~ ||Xc' Yc||_F^2.
 
-    CKA(X, Y) = HSIC(X, Y) / sqrt(HSIC(X, X) HSIC(Y, Y)),   HSIC(X, Y) ~ ||Xc' Yc||_F^2,
+It is biased upwards if there are few tokens for the width. The unbiased HSIC of Song et al. 2012 ("Feature
+Selection via Dependence Maximization", eq. 5) uses pairs of different tokens only. Both are computed from
+sums over tokens (Gram matrices of features, never of tokens), so the number of tokens does not affect memory.
 
-which is biased upwards when there are few tokens for the width. The unbiased HSIC of Song et al. 2012
-("Feature Selection via Dependence Maximization", eq. 5) takes pairs of different tokens only. Both come from
-sums over tokens - Grams of features, never of tokens - so that the number of tokens does not matter to
-memory.
-
-Axes: layer, other_layer, token, hidden. All values without unit.
+Axes: layer, other_layer, token, hidden. All values without unit. Needs no model and no torch.
 """
 
 from __future__ import annotations
@@ -39,23 +36,26 @@ __all__ = ["layer_cka", "layer_cosine"]
 PAIRS = ("layer", "other_layer")
 
 GRAM_BYTES = 1 << 28
-"""Of the Grams held at once. What does not fit is computed tile by tile, each tile reading its layers
-again.
-"""
+"""Bytes of Gram matrices in memory. Larger problems are computed in tiles, each of which reads its layers
+again."""
 
 
 def merge_cosines(parts: Sequence[xr.Dataset]) -> xr.Dataset:
-    """Cosines of all segments together, each token weighing the same."""
+    """Average the cosines of segments, weighted by their numbers of tokens."""
     import xarray as xr
 
     n = np.array([int(part["n"]) for part in parts])
 
     def mean(name: str) -> Array:
-        found: Array = np.tensordot(n / n.sum(), np.stack([part[name].values for part in parts]), axes=1)
-        return found
+        weighted_mean: Array = np.tensordot(
+            n / n.sum(), np.stack([part[name].values for part in parts]), axes=1
+        )
+        return weighted_mean
 
-    first = parts[0]
-    return _cosines(mean("cosine"), mean("mean"), int(n.sum()), xr.Variable("layer", first["layer"].values))
+    first_part = parts[0]
+    return _cosines(
+        mean("cosine"), mean("mean"), int(n.sum()), xr.Variable("layer", first_part["layer"].values)
+    )
 
 
 @stage(
@@ -74,10 +74,16 @@ def merge_cosines(parts: Sequence[xr.Dataset]) -> xr.Dataset:
 def layer_cosine(states: xr.DataArray) -> xr.Dataset:
     """Cosines between the states of every two layers.
 
-    states: [layer, token, hidden], any float dtype, lazy or not.
-    Returns float64: cosine, cosine_of_means [layer, other_layer], symmetric; mean [layer, hidden]; n tokens.
-    A zero vector has cosine 0 with everything.
-    Raises ShapeError for no tokens at all.
+    Arguments:
+        states: [layer, token, hidden], any float dtype, lazy or not.
+
+    Returns:
+        float64: cosine, cosine_of_means [layer, other_layer], symmetric; mean [layer, hidden]; n tokens. A
+            zero vector
+        has cosine 0 with everything.
+
+    Raises:
+        ShapeError: There is no token.
     """
     states = as_layers(states)
     layers, n = states.sizes["layer"], states.sizes["token"]
@@ -101,10 +107,15 @@ def layer_cosine(states: xr.DataArray) -> xr.Dataset:
 def layer_cka(states: xr.DataArray, *, unbiased: bool = False) -> xr.Dataset:
     """Linear centred kernel alignment of every two layers.
 
-    states: [layer, token, hidden], any float dtype, lazy or not.  unbiased: by pairs of different tokens, for
-    few tokens; may be slightly negative.
-    Returns cka float64 [layer, other_layer], symmetric, 1 on the diagonal; NaN for a layer without variance.
-    Raises ShapeError for fewer than 2 tokens, 4 where unbiased.
+    Arguments:
+        states: [layer, token, hidden], any float dtype, lazy or not.
+        unbiased: Whether to use pairs of different tokens only, for few tokens; may be slightly negative.
+
+    Returns:
+        cka float64 [layer, other_layer], symmetric, 1 on the diagonal; NaN for a layer without variance.
+
+    Raises:
+        ShapeError: Fewer than 2 tokens, or 4 if unbiased.
     """
     import xarray as xr
 
@@ -115,12 +126,13 @@ def layer_cka(states: xr.DataArray, *, unbiased: bool = False) -> xr.Dataset:
         raise ShapeError(f"expected at least {least} tokens to compare layers on, found {n}")
     hsic = np.zeros((layers, layers))
     shift = _first_means(states)
-    for one, other in _tiles(layers, states.sizes["hidden"]):
-        products = _Products.of(states, one, other, shift)
-        found = products.unbiased() if unbiased else products.biased()
-        hsic[np.ix_(one, other)] = found
-        hsic[np.ix_(other, one)] = found.T
+    for x_layers, y_layers in _tiles(layers, states.sizes["hidden"]):
+        products = _Products.of(states, x_layers, y_layers, shift)
+        tile = products.unbiased() if unbiased else products.biased()
+        hsic[np.ix_(x_layers, y_layers)] = tile
+        hsic[np.ix_(y_layers, x_layers)] = tile.T
     with np.errstate(invalid="ignore", divide="ignore"):
+        # NaN instead of a division by zero for a layer without variance.
         scale = np.sqrt(np.where(np.diag(hsic) > 0, np.diag(hsic), np.nan))
         cka = hsic / np.outer(scale, scale)
     return xr.Dataset({"cka": (PAIRS, cka), "n": n}, coords=_coords(states["layer"].variable))
@@ -128,28 +140,37 @@ def layer_cka(states: xr.DataArray, *, unbiased: bool = False) -> xr.Dataset:
 
 @dataclass
 class _Products:
-    """Sums over tokens from which HSIC of every layer of `one` with every layer of `other` follows.
+    """Token sums that determine HSIC between two groups of layers, x and y.
 
-    cross: sum of x y', [one, hidden, other, hidden].  total_x, total_y: sums of states, [layer, hidden].
-    x_by_y: sum of x |y|^2, [one, other, hidden]; y_by_x: of y |x|^2.  squares: sum of |x|^2 |y|^2, [one,
-    other]. square_x, square_y: sums of |x|^2, [layer].  All float64, of states shifted by `shift`.
+    All float64, of states shifted by `shift`.
     """
 
     n: int
+    """Number of tokens."""
     cross: Array
+    """Sum of x y', [x layer, hidden, y layer, hidden]."""
     total_x: Array
+    """Sum of x, [x layer, hidden]."""
     total_y: Array
+    """Sum of y, [y layer, hidden]."""
     x_by_y: Array
+    """Sum of x |y|^2, [x layer, y layer, hidden]."""
     y_by_x: Array
+    """Sum of y |x|^2, [y layer, x layer, hidden]."""
     squares: Array
+    """Sum of |x|^2 |y|^2, [x layer, y layer]."""
     square_x: Array
+    """Sum of |x|^2, [x layer]."""
     square_y: Array
+    """Sum of |y|^2, [y layer]."""
 
     @classmethod
-    def of(cls, states: xr.DataArray, one: Sequence[int], other: Sequence[int], shift: Array) -> _Products:
-        width, a, b = states.sizes["hidden"], len(one), len(other)
-        read = list(dict.fromkeys([*one, *other]))
-        at_x, at_y = [read.index(i) for i in one], [read.index(i) for i in other]
+    def of(
+        cls, states: xr.DataArray, x_layers: Sequence[int], y_layers: Sequence[int], shift: Array
+    ) -> _Products:
+        width, a, b = states.sizes["hidden"], len(x_layers), len(y_layers)
+        layers_read = list(dict.fromkeys([*x_layers, *y_layers]))
+        at_x, at_y = [layers_read.index(i) for i in x_layers], [layers_read.index(i) for i in y_layers]
         sums = cls(
             n=states.sizes["token"],
             cross=np.zeros((a * width, b * width)),
@@ -162,10 +183,10 @@ class _Products:
             square_y=np.zeros(b),
         )
         product = np.empty_like(sums.cross, dtype=np.float32)
-        for block in _blocks(states, read):
-            rows = np.subtract(block, shift[read, None], out=block)
+        for block in _blocks(states, layers_read):
+            rows = np.subtract(block, shift[layers_read, None], out=block)
             square = np.einsum("lth,lth->lt", rows, rows)
-            # [token, layer x hidden] once: numpy takes syrk where both factors are one array.
+            # One matrix [token, layer x hidden]: numpy calls syrk if both factors are the same array.
             x = rows[at_x].transpose(1, 0, 2).reshape(rows.shape[1], -1)
             y = x if at_x == at_y else rows[at_y].transpose(1, 0, 2).reshape(rows.shape[1], -1)
             sums.cross += np.matmul(x.T, y, out=product)
@@ -184,24 +205,24 @@ class _Products:
 
     @property
     def _norm(self) -> Array:
-        """||X' Y||_F^2, [one, other]."""
-        found: Array = np.einsum("ahbk,ahbk->ab", self.cross, self.cross)
-        return found
+        """||X' Y||_F^2, [x layer, y layer]."""
+        norm: Array = np.einsum("ahbk,ahbk->ab", self.cross, self.cross)
+        return norm
 
     @property
     def _between(self) -> Array:
-        """(1' X) X' Y (Y' 1), [one, other]."""
-        left = np.einsum("ah,ahbk->abk", self.total_x, self.cross)
-        found: Array = np.einsum("abk,bk->ab", left, self.total_y)
-        return found
+        """(1' X) X' Y (Y' 1), [x layer, y layer]."""
+        weighted = np.einsum("ah,ahbk->abk", self.total_x, self.cross)
+        between: Array = np.einsum("abk,bk->ab", weighted, self.total_y)
+        return between
 
     def biased(self) -> Array:
-        """||Xc' Yc||_F^2, [one, other]; the mean is taken out of the sums, which are of shifted states."""
+        """||Xc' Yc||_F^2, [x layer, y layer]; the means are removed from the sums afterwards."""
         means = np.outer((self.total_x**2).sum(1), (self.total_y**2).sum(1))
         return self._norm - 2 * self._between / self.n + means / self.n**2
 
     def unbiased(self) -> Array:
-        """HSIC_1 of Song et al. 2012, eq. 5, [one, other], from K = X X' and L = Y Y' without their
+        """HSIC_1 of Song et al. 2012, eq. 5, [x layer, y layer], from K = X X' and L = Y Y' without their
         diagonals.
 
         tr(K L), the sums of K and of L, and 1' K L 1 are sums over tokens of products of features.
@@ -213,43 +234,45 @@ class _Products:
         rows = self._between + self.squares
         rows -= np.einsum("ah,abh->ab", self.total_x, self.x_by_y)
         rows -= np.einsum("bk,bak->ab", self.total_y, self.y_by_x)
-        found: Array = trace + np.outer(sum_k, sum_l) / ((n - 1) * (n - 2)) - 2 * rows / (n - 2)
-        return found / (n * (n - 3))
+        hsic: Array = trace + np.outer(sum_k, sum_l) / ((n - 1) * (n - 2)) - 2 * rows / (n - 2)
+        return hsic / (n * (n - 3))
 
 
 def _tiles(n_layers: int, width: int) -> Iterator[tuple[range, range]]:
-    """Pairs of layer ranges that cover every pair of layers once, their Grams within `GRAM_BYTES`."""
+    """Yield pairs of layer ranges that cover every pair of layers once, with Grams within `GRAM_BYTES`."""
     size = max(1, int((GRAM_BYTES / 12) ** 0.5) // width)  # 8 bytes of sum and 4 of product per entry
+    # Only pairs of groups on and above the diagonal: CKA is symmetric.
     groups = [range(start, min(start + size, n_layers)) for start in range(0, n_layers, size)]
-    for i, one in enumerate(groups):
-        yield from ((one, other) for other in groups[i:])
+    for i, group in enumerate(groups):
+        yield from ((group, other_group) for other_group in groups[i:])
 
 
 def _blocks(states: xr.DataArray, layers: Sequence[int]) -> Iterator[Array]:
-    """Float32 [layer, token, hidden] of some layers, range after range of tokens; may be written to."""
-    chosen = states.isel(layer=list(layers))
+    """Yield float32 [layer, token, hidden] of some layers per token range; the arrays may be modified."""
+    selected = states.isel(layer=list(layers))
 
-    def read(here: slice) -> Array:
-        rows = read_rows(chosen, here, np.arange(here.stop - here.start))
+    def read(token_range: slice) -> Array:
+        rows = read_rows(selected, token_range, np.arange(token_range.stop - token_range.start))
         return np.array(rows.transpose(1, 0, 2), order="C")
 
     width = len(layers) * states.sizes["hidden"]
-    for _, rows in ahead(token_ranges(chosen, width), read):
+    for _, rows in ahead(token_ranges(selected, width), read):
         yield rows
 
 
 def _first_means(states: xr.DataArray) -> Array:
-    """About the mean state of each layer, [layer, hidden] float32: large means would eat the mantissa."""
+    """Approximate mean state of each layer, float32 [layer, hidden], to be subtracted: it would use up the
+    mantissa."""
     sample = next(token_ranges(states, states.sizes["layer"] * states.sizes["hidden"]))
     values = states.isel(token=slice(sample.start, min(sample.stop, 512))).transpose(
         "layer", "token", "hidden"
     )
-    found: Array = values.values.astype(np.float32).mean(axis=1)
-    return found
+    means: Array = values.values.astype(np.float32).mean(axis=1)
+    return means
 
 
 def _unit(rows: Array) -> Array:
-    """Rows scaled to length 1, zero rows left zero; in place."""
+    """Normalise rows to length 1, in place; zero rows stay zero."""
     length = np.sqrt(np.einsum("lth,lth->lt", rows, rows))[..., None]
     rows /= np.where(length > 0, length, 1)
     return rows

@@ -1,1 +1,2 @@
-"""How logits come about: lenses, directions, contributions of components."""
+"""Reading logits from internal states: logit lens, direct logit attribution, residual stream
+decomposition."""

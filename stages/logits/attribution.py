@@ -1,18 +1,16 @@
-"""Direct logit attribution: the logit of a token as a sum over the layers of the model that wrote it.
+"""Direct logit attribution: the logit of a token as a sum of contributions of all layers.
 
-Border: labelled states and a readout dataset; knows no model, never imports torch. Shares of single heads and
-neurons are in attribution_units.py.
+Idea (Elhage et al. 2021, "A Mathematical Framework for Transformer Circuits"): the final residual stream is
+the sum of the embedding and the outputs of all attention and MLP layers. With the divisor of the final norm
+held at its captured value the norm is linear, so each part has a share of every logit. The shares and a
+constant add up to the logit before a final soft cap, which is not linear (logit_directions.py). Single heads
+and neurons: attribution_units.py.
 
-Idea (Elhage et al. 2021, "A Mathematical Framework for Transformer Circuits"): the last residual stream is
-the sum of the embedding and everything attention and MLPs added. With the divisor of the final norm held at
-its captured value, the norm is linear, so each part has its own share of every logit, and the shares and a
-constant add up to it - before a final soft cap, which is not linear (logit_directions.py).
+TransformerLens assumes that norm weights are folded into the unembedding; here they are applied explicitly.
 
-TransformerLens assumes that norm weights are folded into the unembedding; here they are applied as they are.
+Memory: tokens are processed in ranges, layer by layer; tokens without a target are skipped. Needs no torch.
 
-Memory: tokens are taken in ranges, layer by layer; tokens without a target are not computed.
-
-Axes: component, layer, token (any sample axes in `logit_attrs`), hidden.  Unit: logits.
+Axes: component, layer, token (any sample axes in `logit_attrs`), hidden. Unit: logits.
 """
 
 from __future__ import annotations
@@ -38,13 +36,15 @@ __all__ = ["component_attribution", "contrasted_tokens", "logit_attrs"]
 
 
 LOGIT_BYTES = 1 << 25
-"""Of logits [token, vocab] that exist at a time while the most likely tokens are looked for."""
+"""Bytes of logits [token, vocab] in memory at a time during the search for the most likely tokens."""
 
 
 def join_tokens(parts: Sequence[xr.Dataset]) -> xr.Dataset:
-    """Results of consecutive token ranges as one."""
+    """Concatenate the results of consecutive token ranges."""
     import xarray as xr
 
+    # Variables without a token axis are equal in all parts; "minimal" keeps one copy instead of adding the
+    # axis.
     return xr.concat(parts, "token", data_vars="minimal", coords="minimal", compat="override", join="exact")
 
 
@@ -68,40 +68,55 @@ def join_tokens(parts: Sequence[xr.Dataset]) -> xr.Dataset:
 def contrasted_tokens(
     final: xr.DataArray, targets: xr.DataArray, against: xr.DataArray, readout: xr.Dataset
 ) -> xr.Dataset:
-    """Which two tokens are told apart at each position, and their logits.
+    """Resolve the two tokens that are contrasted at each position, and their logits.
 
-    final: resid_post [layer, token, hidden]; its last layer is read out.  targets, against: token ids
-    [token], NONE (-1) for none, MOST_LIKELY (-2) for the likeliest token (for `against`: the likeliest one
-    that is not the target; ties go to the smaller id).
-    Returns target_id, other_id int32 and their logits float32 (NaN for none), [token], without soft cap.
+    Arguments:
+        final: resid_post [layer, token, hidden]; the last layer is read out.
+        targets: Token ids [token]; NONE (-1) for no target, MOST_LIKELY (-2) for the most likely token.
+        against: Token ids [token] whose logit is subtracted; NONE, or MOST_LIKELY for the most likely token
+            other than the target. Ties go to the smaller id.
+        readout: See stages/logits/readout.py.
+
+    Returns:
+        target_id and other_id, int32 [token], and their logits without soft cap, float32 [token], NaN for
+        none.
     """
     import xarray as xr
 
     states = final.isel(layer=-1, drop=True).transpose("token", "hidden")
-    wanted, others = (np.asarray(each.values, np.int64).copy() for each in (targets, against))
-    others[wanted == NONE] = NONE
-    found = {name: np.full(len(wanted), np.nan, np.float32) for name in ("target_logit", "other_logit")}
-    chosen = np.flatnonzero(wanted != NONE)
+    target_ids, other_ids = (np.asarray(ids.values, np.int64).copy() for ids in (targets, against))
+    # A contrast without a target has no meaning, and would otherwise get a logit.
+    other_ids[target_ids == NONE] = NONE
+    found_logits = {
+        name: np.full(len(target_ids), np.nan, np.float32) for name in ("target_logit", "other_logit")
+    }
+    with_target = np.flatnonzero(target_ids != NONE)
+    # float32 logits of a whole corpus would be vocab / hidden times as large as its states.
     step = max(1, LOGIT_BYTES // (4 * readout.sizes["vocab"]))
-    for start in range(0, len(chosen), step):
-        rows = chosen[start : start + step]
+    for start in range(0, len(with_target), step):
+        rows = with_target[start : start + step]
         table = logits(states.isel(token=rows), readout, soft_cap=False).values
-        _choose(table, rows, wanted, others, found)
-    data = {"target_id": wanted.astype(np.int32), "other_id": others.astype(np.int32), **found}
+        _choose(table, rows, target_ids, other_ids, found_logits)
+    data = {"target_id": target_ids.astype(np.int32), "other_id": other_ids.astype(np.int32), **found_logits}
     coords = {name: c for name, c in states.coords.items() if c.dims == ("token",)}
     return xr.Dataset({name: ("token", values) for name, values in data.items()}, coords=coords)
 
 
-def _choose(table: Array, rows: Array, wanted: Array, others: Array, found: dict[str, Array]) -> None:
-    """Fill in the ids that were left to the model, and the logits, from logits [row, vocab]."""
-    at = np.arange(len(rows))
-    wanted[rows] = np.where(wanted[rows] == MOST_LIKELY, table.argmax(axis=1), wanted[rows])
-    own = table[at, wanted[rows]]
-    found["target_logit"][rows] = own
-    table[at, wanted[rows]] = -np.inf
-    others[rows] = np.where(others[rows] == MOST_LIKELY, table.argmax(axis=1), others[rows])
-    table[at, wanted[rows]] = own
-    found["other_logit"][rows] = np.where(others[rows] == NONE, np.nan, table[at, others[rows]])
+def _choose(
+    table: Array, rows: Array, target_ids: Array, other_ids: Array, found_logits: dict[str, Array]
+) -> None:
+    """Replace MOST_LIKELY ids and fill in the logits of some rows, from logits [row, vocab]."""
+    row_index = np.arange(len(rows))
+    target_ids[rows] = np.where(target_ids[rows] == MOST_LIKELY, table.argmax(axis=1), target_ids[rows])
+    target_logits = table[row_index, target_ids[rows]]
+    found_logits["target_logit"][rows] = target_logits
+    # The target must not be chosen as its own contrast; restored, as a given contrast may equal the target.
+    table[row_index, target_ids[rows]] = -np.inf
+    other_ids[rows] = np.where(other_ids[rows] == MOST_LIKELY, table.argmax(axis=1), other_ids[rows])
+    table[row_index, target_ids[rows]] = target_logits
+    found_logits["other_logit"][rows] = np.where(
+        other_ids[rows] == NONE, np.nan, table[row_index, other_ids[rows]]
+    )
 
 
 _WRITTEN: Mapping[str, tuple[str, ...] | None] = {
@@ -144,19 +159,27 @@ def component_attribution(
     readout: xr.Dataset,
     mlp_out: xr.DataArray | None = None,
 ) -> xr.Dataset:
-    """Share of every layer's attention (or other mixer) and MLP in the logit of each token's target.
+    """Share of every attention (or other mixer) and MLP layer in the logit of each token's target.
 
-    embed: what the stream begins with, [token, hidden]; or, where that is the norm of the embedding (RWKV),
-    `pre_norm` [layer, token, hidden] of its one layer.  attn_out, mlp_out: [layer, token, hidden], all
-    layers, lazy or not; no mlp_out of a model without MLPs (Mamba).  scale: `ln_final_scale` [token].
-    targets, against: token ids [token], NONE (-1) for none; with `against` the shares are of the difference
-    of the two logits.  readout: as
-    stages/logits/readout.py describes it.
-    Returns float32 (constant and total float64), NaN where there is no target.
-    Raises ShapeError when a layer is missing or sizes do not fit.
+    Arguments:
+        embed: Start of the residual stream [token, hidden]; or, if that is the norm of the embedding (RWKV),
+            `pre_norm` [layer, token, hidden] of its single layer.
+        attn_out: Attention outputs of all layers [layer, token, hidden], lazy or not.
+        mlp_out: MLP outputs likewise; None for a model without MLPs (Mamba).
+        scale: `ln_final_scale` [token].
+        targets: Token ids [token]; NONE (-1) for no target.
+        against: Token ids [token]; shares are then of the difference of the two logits. NONE for no contrast.
+        readout: See stages/logits/readout.py.
+
+    Returns:
+        Shares in float32, constant and total in float64; NaN without a target.
+
+    Raises:
+        ShapeError: A layer is missing, or sizes do not match.
     """
     import xarray as xr
 
+    # RWKV's `pre_norm` comes with the layer axis it was captured with.
     embed = of_one_layer(embed)
     require_whole(attn_out, mlp_out, readout)
     written = {"attn_share": attn_out} | ({} if mlp_out is None else {"mlp_share": mlp_out})
@@ -165,19 +188,26 @@ def component_attribution(
     n_tokens = embed.sizes["token"]
     sources = {"embed_share": embed.expand_dims("layer"), **written}
     shares = {
-        name: np.full((each.sizes["layer"], n_tokens), np.nan, np.float32) for name, each in sources.items()
+        name: np.full((source.sizes["layer"], n_tokens), np.nan, np.float32)
+        for name, source in sources.items()
     }
     ranges = directions.chosen(token_ranges(attn_out, embed.sizes["hidden"]))
+    # All parts of one token range before the next: the directions of the range are then computed once.
     parts = [(name, layer) for name in sources for layer in range(sources[name].sizes["layer"])]
-    reads = [(here, chosen, name, layer) for here, chosen in ranges for name, layer in parts]
-    for (here, chosen, name, layer), rows in ahead(
-        reads, lambda at: read_rows(sources[at[2]], at[0], at[1], layer=at[3])
+    reads = [
+        (token_range, with_target, name, layer)
+        for token_range, with_target in ranges
+        for name, layer in parts
+    ]
+    for (token_range, with_target, name, layer), rows in ahead(
+        reads, lambda request: read_rows(sources[request[2]], request[0], request[1], layer=request[3])
     ):
         if (name, layer) == parts[0]:
-            along = directions.along(here, chosen, divisor)
-        shares[name][layer, here.start + chosen] = np.einsum("th,th->t", rows, along)
+            direction = directions.along(token_range, with_target, divisor)
+        shares[name][layer, token_range.start + with_target] = np.einsum("th,th->t", rows, direction)
     constant = directions.constant()
-    total = sum((part.astype(np.float64).sum(axis=0) for part in shares.values()), constant)
+    # float64, because thousands of float32 shares of mixed sign cancel.
+    total = sum((share.astype(np.float64).sum(axis=0) for share in shares.values()), constant)
     coords = {name: c for name, c in attn_out.coords.items() if "hidden" not in c.dims}
     return xr.Dataset(
         {
@@ -191,9 +221,9 @@ def component_attribution(
 
 
 def require_whole(attn_out: xr.DataArray, mlp_out: xr.DataArray | None, readout: xr.Dataset) -> None:
-    """ShapeError unless layers of both are the same, from 0, without gaps; and as wide as the readout."""
-    held = (attn_out,) if mlp_out is None else (attn_out, mlp_out)
-    layers = [each["layer"].values.tolist() for each in held]
+    """ShapeError unless both arrays have layers 0, 1, 2, … without gaps, and the width of the readout."""
+    present = (attn_out,) if mlp_out is None else (attn_out, mlp_out)
+    layers = [array["layer"].values.tolist() for array in present]
     if layers[0] != list(range(len(layers[0]))) or layers[0] != layers[-1]:
         raise ShapeError(
             f"expected attn_out and mlp_out of layers 0, 1, 2, …, found {layers[0]} and {layers[-1]}; "
@@ -214,18 +244,26 @@ def logit_attrs(
     token: xr.DataArray | int,
     against: xr.DataArray | int | None = None,
 ) -> xr.DataArray:
-    """Share of each component of a stack in the logit of `token`, or in its difference to that of `against`.
+    """Logit contribution of each component of a stack, optionally as a difference of two tokens.
 
-    stack: [component, ..., hidden], parts of the stream; they need not be all of it.  scale: [...], the
-    captured divisor of the final norm.  token, against: token ids, one for all states or one per state [...].
-    Returns [component, ...] in logits before the soft cap. Over all components of a decomposition, plus
-    `constant_share`, the shares sum to the logit.
+    Over all components of a decomposition, plus `constant_share`, the shares sum to the logit.
+
+    Arguments:
+        stack: Parts of the residual stream [component, ..., hidden]; possibly not all of them.
+        scale: Captured divisor of the final norm [...].
+        readout: See stages/logits/readout.py.
+        token: Token id, one for all states or one per state [...].
+        against: Likewise, the token whose logit is subtracted.
+
+    Returns:
+        [component, ...] in logits before the soft cap.
     """
     import xarray as xr
 
     require_linear(readout)
     unembed = readout["unembed"]
     direction = _rows(unembed, token) - (0 if against is None else _rows(unembed, against))
+    # Cohere and others scale logits after the unembedding.
     direction = direction * float(readout.attrs.get("logit_scale", 1.0))
     parts = apply_ln_to_stack(stack, scale, norm=readout.attrs["norm"], weight=readout["norm_weight"])
     shares: xr.DataArray = xr.dot(parts.astype(np.float64), direction, dim="hidden")
@@ -236,7 +274,8 @@ def logit_attrs(
 def constant_share(
     readout: xr.Dataset, *, token: xr.DataArray | int, against: xr.DataArray | int | None = None
 ) -> xr.DataArray:
-    """What the biases of final norm and unembedding add to the logit of any state; 0 without biases."""
+    """Contribution of the biases of final norm and unembedding to the logit of any state; 0 without
+    biases."""
     import xarray as xr
 
     require_linear(readout)
@@ -254,6 +293,7 @@ def constant_share(
 
 
 def _rows(table: xr.DataArray, token: xr.DataArray | int) -> xr.DataArray:
-    """Rows of a [vocab, ...] table for token ids, float64; only these rows are read."""
+    """Rows of a [vocab, ...] table for token ids, float64; reads only these rows."""
+    # isel before astype: otherwise the whole unembedding would be widened to float64.
     rows: xr.DataArray = table.isel(vocab=token).astype(np.float64)
     return rows.drop_vars("token", errors="ignore") if "token" not in rows.dims else rows

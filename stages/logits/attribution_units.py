@@ -1,18 +1,16 @@
-"""Direct logit attribution to single heads and neurons, over corpora of any length.
-
-Border: labelled states, a readout and the weights a layer writes with (component_weights.py); no model, no
+"""Direct logit attribution to single heads and neurons, over corpora of any length. Needs no model and no
 torch.
 
-Idea: the share of head h is d . (z_h W_O[h]), with d the direction of the logit over the divisor of the final
-norm (logit_directions.py). Read as (W_O[h] d) . z_h it needs no [token, head, hidden]: the direction is
-carried back through the output projection once, and what meets it is as wide as z. Neurons likewise:
-(W_out[n] . d) times their activation.
+Idea: the share of head h is d . (z_h W_O[h]), where d is the direction of the logit over the divisor of the
+final norm (logit_directions.py). Computed as (W_O[h] d) . z_h it needs no array [token, head, hidden]: the
+direction is mapped back through the output projection once, to the width of z. Neurons likewise: (W_out[n] .
+d) times their activation.
 
-Families that normalise what attention and MLPs add (Gemma 2) carry the direction back through that norm too:
-times its weight, over its captured divisor, one per layer and token: a form of each stage that reads one
-array more.
+In families that normalise attention and MLP outputs (Gemma 2) the direction is mapped back through that norm
+as well: times its weight, over its captured divisor per layer and token. This is a second form of each stage,
+with one more input array.
 
-Axes: layer, token, head, d_head, mlp, rank (0 = largest magnitude), hidden.  Unit: logits, before a soft cap.
+Axes: layer, token, head, d_head, mlp, rank (0 = largest magnitude), hidden. Unit: logits before a soft cap.
 """
 
 from __future__ import annotations
@@ -77,11 +75,23 @@ def head_attribution(
 ) -> xr.Dataset:
     """Share of every head in the logit of each token's target.
 
-    z: [layer, token, head, d_head], lazy or not.  scale, targets, against, readout: as in
-    `component_attribution`.  weights: the "attention" dataset.  post_scale: of families that normalise what
-    attention adds, the divisor of that norm, `ln1_post_scale` [layer, token].  Over heads, plus
-    attn_bias_share, the shares sum to attn_share.  Returns float32, NaN where there is no target.
-    Raises ShapeError where the weights have that norm and its divisor is not given.
+    Over heads, plus attn_bias_share, the shares sum to attn_share of `component_attribution`.
+
+    Arguments:
+        z: [layer, token, head, d_head], lazy or not.
+        scale: See `component_attribution`.
+        targets: See `component_attribution`.
+        against: See `component_attribution`.
+        readout: See `component_attribution`.
+        weights: The "attention" dataset of component_weights.py.
+        post_scale: Divisor of the norm after attention, `ln1_post_scale` [layer, token]; None without such a
+            norm.
+
+    Returns:
+        float32, NaN without a target.
+
+    Raises:
+        ShapeError: The weights have a norm after attention and `post_scale` is missing.
     """
     import xarray as xr
 
@@ -89,10 +99,10 @@ def head_attribution(
     shares = np.full((n_layers, n_tokens, n_heads), np.nan, np.float32)
     biases = np.full((n_layers, n_tokens), np.nan, np.float32)
     directions = Directions.of(readout, targets.values, against.values)
-    through = _Through(weights, "W_O", "b_O", "ln1_post", post_scale, z)
-    for layer, at, rows, along, bias in through.walk(directions, scale.values):
-        shares[layer, at] = np.einsum("thd,thd->th", rows, along.reshape(rows.shape))
-        biases[layer, at] = bias
+    backward = _Through(weights, "W_O", "b_O", "ln1_post", post_scale, z)
+    for layer, tokens, rows, directions_z, bias in backward.walk(directions, scale.values):
+        shares[layer, tokens] = np.einsum("thd,thd->th", rows, directions_z.reshape(rows.shape))
+        biases[layer, tokens] = bias
     dims = ("layer", "token")
     data = {"head_share": ((*dims, "head"), shares), "attn_bias_share": (dims, biases)}
     return xr.Dataset(data, coords=_kept(z))
@@ -119,26 +129,36 @@ def neuron_attribution(
 ) -> xr.Dataset:
     """The neurons of every layer with the largest shares in the logit of each token's target.
 
-    post_act: `mlp_post_act` [layer, token, mlp], lazy or not.  weights: the "mlp" dataset.  post_scale: as in
-    `head_attribution`, of the norm after the MLP.  top_k: neurons kept per layer and token, by magnitude;
-    their sum over *all* neurons is kept too, and with mlp_bias_share is mlp_share.  Returns float32
-    (neuron_id int32, -1 where there is no target), NaN where there is no target.
+    Arguments:
+        post_act: `mlp_post_act` [layer, token, mlp], lazy or not.
+        scale: See `component_attribution`.
+        targets: See `component_attribution`.
+        against: See `component_attribution`.
+        readout: See `component_attribution`.
+        weights: The "mlp" dataset of component_weights.py.
+        post_scale: Divisor of the norm after the MLP, `ln2_post_scale` [layer, token]; None without such a
+            norm.
+        top_k: Number of neurons per layer and token, by magnitude of their share.
+
+    Returns:
+        float32 (neuron_id int32), NaN (-1) without a target. neurons_total is the sum over *all* neurons;
+        with mlp_bias_share it is mlp_share.
     """
     import xarray as xr
 
     n_layers, n_tokens, width = (post_act.sizes[dim] for dim in ("layer", "token", "mlp"))
-    kept = min(top_k, width)
-    ids = np.full((n_layers, n_tokens, kept), -1, np.int32)
-    shares = np.full((n_layers, n_tokens, kept), np.nan, np.float32)
+    n_neurons = min(top_k, width)
+    ids = np.full((n_layers, n_tokens, n_neurons), -1, np.int32)
+    shares = np.full((n_layers, n_tokens, n_neurons), np.nan, np.float32)
     totals, biases = (np.full((n_layers, n_tokens), np.nan, np.float32) for _ in range(2))
     directions = Directions.of(readout, targets.values, against.values)
-    through = _Through(weights, "W_out", "b_out", "ln2_post", post_scale, post_act)
-    for layer, at, rows, along, bias in through.walk(directions, scale.values):
-        own = np.multiply(along, rows, out=along)
-        totals[layer, at] = own.sum(axis=1)
-        ids[layer, at] = best = _largest(own, kept)
-        shares[layer, at] = np.take_along_axis(own, best, axis=1)
-        biases[layer, at] = bias
+    backward = _Through(weights, "W_out", "b_out", "ln2_post", post_scale, post_act)
+    for layer, tokens, rows, neuron_directions, bias in backward.walk(directions, scale.values):
+        neuron_shares = np.multiply(neuron_directions, rows, out=neuron_directions)
+        totals[layer, tokens] = neuron_shares.sum(axis=1)
+        ids[layer, tokens] = largest_ids = _largest(neuron_shares, n_neurons)
+        shares[layer, tokens] = np.take_along_axis(neuron_shares, largest_ids, axis=1)
+        biases[layer, tokens] = bias
     dims = ("layer", "token")
     data = {
         "neuron_id": ((*dims, "rank"), ids),
@@ -150,7 +170,7 @@ def neuron_attribution(
 
 
 class _Through:
-    """Directions carried back through what a layer writes with."""
+    """Maps logit directions back through the output weights of a layer, to the inputs of these weights."""
 
     def __init__(
         self,
@@ -163,63 +183,76 @@ class _Through:
     ) -> None:
         require_post_scale(weights, post, post_scale)
         layers = states["layer"].values
-        held = weights["layer"].values.tolist()
+        weight_layers = weights["layer"].values.tolist()
         units = [dim for dim in states.dims if dim not in ("layer", "token")]
-        own, theirs = ([array.sizes[dim] for dim in units] for array in (states, weights[matrix]))
-        if own != theirs or not set(layers.tolist()) <= set(held):
+        state_units, weight_units = (
+            [array.sizes[dim] for dim in units] for array in (states, weights[matrix])
+        )
+        if state_units != weight_units or not set(layers.tolist()) <= set(weight_layers):
             raise ShapeError(
-                f"expected states of layers {held} and {units} {theirs}, as the weights are, found layers "
-                f"{layers.tolist()} and {own}; are they of the same model?"
+                f"expected states of layers {weight_layers} and {units} {weight_units}, as the weights are, "
+                f"found layers {layers.tolist()} and {state_units}; are they of the same model?"
             )
         self.states, self.weights = states, weights.sel(layer=layers)
         self.matrix, self.bias, self.post, self.post_scale = matrix, bias, post, post_scale
-        self.n_layers, self.width = len(layers), int(np.prod(own))
+        self.n_layers, self.width = len(layers), int(np.prod(state_units))
 
     def walk(
         self, directions: Directions, scale: Array
     ) -> Iterator[tuple[int, Array, Array, Array, Array | float]]:
-        """(layer, tokens with a target, their states [row, ...], directions [row, unit], bias share)."""
+        """Yield (layer, tokens with a target, their states [row, ...], directions [row, unit], bias
+        share)."""
+        # Directions are as wide as hidden, states as wide as units; the larger decides how many tokens fit.
         width = max(self.width, self.weights.sizes["hidden"])
         ranges = directions.chosen(token_ranges(self.states, width))
-        reads = [(layer, here, chosen) for layer in range(self.n_layers) for here, chosen in ranges]
-        for (layer, here, chosen), rows in ahead(
-            reads, lambda at: read_rows(self.states, at[1], at[2], layer=at[0])
+        reads = [
+            (layer, token_range, with_target)
+            for layer in range(self.n_layers)
+            for token_range, with_target in ranges
+        ]
+        for (layer, token_range, with_target), rows in ahead(
+            reads, lambda request: read_rows(self.states, request[1], request[2], layer=request[0])
         ):
-            if here is ranges[0][0]:
+            if token_range is ranges[0][0]:
                 matrix = self._layer(self.matrix, layer)
+                # [head, d_head, hidden] as [unit, hidden], so that heads and neurons take one matrix product.
                 matrix = matrix.reshape(-1, matrix.shape[-1])
-            along, bias = self._before_norm(directions.along(here, chosen, scale), layer, here, chosen)
+            direction, bias = self._before_norm(
+                directions.along(token_range, with_target, scale), layer, token_range, with_target
+            )
             if self.bias in self.weights:
-                bias = bias + along @ self._layer(self.bias, layer)
-            yield layer, here.start + chosen, rows, along @ matrix.T, bias
+                bias = bias + direction @ self._layer(self.bias, layer)
+            yield layer, token_range.start + with_target, rows, direction @ matrix.T, bias
 
     def _before_norm(
-        self, along: Array, layer: int, here: slice, chosen: Array
+        self, direction: Array, layer: int, token_range: slice, with_target: Array
     ) -> tuple[Array, Array | float]:
-        """Directions of the stream as directions of what a norm was given, and the share of its bias."""
+        """Map directions back through the norm after a layer's output; also returns the share of its bias."""
         bias: Array | float = 0.0
         if self.post_scale is None:
-            return along, bias
+            return direction, bias
         if f"{self.post}_bias" in self.weights:
-            bias = along @ self._layer(f"{self.post}_bias", layer)
-        along *= self._layer(f"{self.post}_weight", layer)
+            bias = direction @ self._layer(f"{self.post}_bias", layer)
+        direction *= self._layer(f"{self.post}_weight", layer)
         if self.weights.attrs["norm"] == "layer":
-            along -= along.mean(axis=1, keepdims=True)
-        along /= read_rows(self.post_scale, here, chosen, layer=layer)[:, None]
-        return along, bias
+            # LayerNorm subtracts the mean of its input; its transpose subtracts the mean of the direction.
+            direction -= direction.mean(axis=1, keepdims=True)
+        direction /= read_rows(self.post_scale, token_range, with_target, layer=layer)[:, None]
+        return direction, bias
 
     def _layer(self, name: str, layer: int) -> Array:
         return self.weights[name].isel(layer=layer).values.astype(np.float32, copy=False)
 
 
 def _largest(values: Array, k: int) -> Array:
-    """Columns of the k largest magnitudes per row, descending, equal ones by smaller column."""
+    """Columns of the k largest magnitudes per row, in descending order; ties by smaller column."""
+    # argpartition leaves ties in any order; sorting columns first makes the stable sort below deterministic.
     magnitude = np.abs(values)
-    chosen = np.sort(np.argpartition(-magnitude, min(k, values.shape[1] - 1), axis=1)[:, :k], axis=1)
-    order = np.argsort(-np.take_along_axis(magnitude, chosen, axis=1), axis=1, kind="stable")
-    return np.take_along_axis(chosen, order, axis=1)
+    largest = np.sort(np.argpartition(-magnitude, min(k, values.shape[1] - 1), axis=1)[:, :k], axis=1)
+    order = np.argsort(-np.take_along_axis(magnitude, largest, axis=1), axis=1, kind="stable")
+    return np.take_along_axis(largest, order, axis=1)
 
 
 def _kept(states: xr.DataArray) -> dict[Any, Any]:
-    """Labels of layers and tokens."""
+    """Coordinates of layers and tokens."""
     return {name: c for name, c in states.coords.items() if set(c.dims) <= {"layer", "token"}}

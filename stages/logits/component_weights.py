@@ -1,21 +1,21 @@
-"""What heads and neurons write with, as data: output projections, biases and norm weights of every layer.
+"""Output weights of attention heads and neurons as datasets: projections, biases and norm weights of all
+layers.
 
-Border: the tensors of a checkpoint that attribution needs beside the readout (stages/logits/readout.py), read
-straight from its files, without torch where these hold plain numbers, and stored once per model; nothing that
-runs one. Two datasets, as who asks about heads need not store the neurons' weights, which are several times
-larger:
+Read straight from checkpoint files, without torch if these hold plain numbers, and stored once per model. Two
+separate datasets, because the neurons' weights are several times larger and not needed for questions about
+heads:
 
 "attention":
-  W_O float32 [layer, head, d_head, hidden]   z of a head, through it, is the head's part of the attention
-  output b_O [layer, hidden]                         only where the model has it
-  ln1_weight [layer, hidden]                  of the norm before attention
-  ln1_post_weight [layer, hidden]             of the norm after it, in families that have one
+  W_O float32 [layer, head, d_head, hidden]   maps z of a head to its part of the attention output
+  b_O [layer, hidden]                         if the model has it
+  ln1_weight [layer, hidden]                  norm before attention
+  ln1_post_weight [layer, hidden]             norm after attention, in families that have one
 "mlp":
-  W_out float32 [layer, mlp, hidden]          what one unit of each neuron's activation adds
+  W_out float32 [layer, mlp, hidden]          what one unit of a neuron's activation adds to the stream
   b_out, ln2_weight, ln2_post_weight          as above
 
-Norm weights are as they multiply (Gemma's 1 + w is added up here); a norm with a bias (LayerNorm) has it
-under the same name ending in _bias.  attrs: part, norm "rms" | "layer".  Layers are read one at a time.
+Norm weights are the effective factors (Gemma's 1 + w is added here); a LayerNorm has its bias under the same
+name with _bias. attrs: part, norm "rms" | "layer". Layers are read lazily.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ __all__ = ["component_weights", "component_weights_node"]
 Component = Literal["attention", "mlp"]
 
 VERSION = 1
-"""Moves when the datasets described above change."""
+"""Version of these datasets in their keys."""
 
-# Variable -> weight of a layer, as `Architecture.tensors` names it.
+# Variable -> name of the weight in `Architecture.tensors`.
 FIELDS: dict[str, dict[str, str]] = {
     "attention": {
         "W_O": "o",
@@ -69,10 +69,17 @@ _MATRIX_DIMS = {"W_O": ("layer", "head", "d_head", "hidden"), "W_out": ("layer",
 def component_weights(
     weight_files: Files, config: Architecture, part: Component, *, dtype: str = "float32"
 ) -> xr.Dataset:
-    """One of the datasets described above, lazy: a layer is read when it is asked for.
+    """One of the datasets described above, lazy per layer.
 
-    dtype: what the model computes in; the weights are rounded to it, as the model's own are.
-    Raises ConfigError for a part there is not, WeightsError when a tensor is missing or a file is not whole.
+    Arguments:
+        weight_files: Checkpoint files.
+        config: The architecture.
+        part: "attention" or "mlp".
+        dtype: Dtype in which the model computes; weights are rounded to it, as in the model.
+
+    Raises:
+        ConfigError: Unknown part, or a layer lacks it.
+        WeightsError: A tensor is missing or a file is incomplete.
     """
     import xarray as xr
 
@@ -80,19 +87,19 @@ def component_weights(
         raise ConfigError(f"expected part 'attention' or 'mlp', found {part!r}")
     _require_everywhere(config, part)
     names = config.tensors.layers[0]
-    found: dict[str, Any] = {}
+    variables: dict[str, Any] = {}
     for variable, field in FIELDS[part].items():
         if field in names:
             dims = _MATRIX_DIMS.get(variable, ("layer", "hidden"))
             read = _reader(checkpoint_of(weight_files).standing_in(config), field, variable, config, dtype)
-            found[variable] = (dims, _by_layer(read, config.num_layers))
+            variables[variable] = (dims, _by_layer(read, config.num_layers))
     coords = {"layer": np.arange(config.num_layers)}
     norm = "layer" if config.norm_type == "layer" else "rms"
-    return xr.Dataset(found, coords=coords, attrs={"part": part, "norm": norm})
+    return xr.Dataset(variables, coords=coords, attrs={"part": part, "norm": norm})
 
 
 def component_weights_node(files: ModelFiles, part: Component, *, dtype: str = "float32") -> SourceNode:
-    """One of the datasets in a workflow's graph; stored once per model and dtype."""
+    """Source node of one of the datasets; stored once per model and dtype."""
     from ...pipeline import Estimate, SourceNode
 
     config, identity = files.architecture(), files.identity(dtype=dtype)
@@ -111,16 +118,18 @@ def component_weights_node(files: ModelFiles, part: Component, *, dtype: str = "
 def _reader(
     checkpoint: Checkpoint, field: str, variable: str, config: Architecture, dtype: str
 ) -> Callable[[int], npt.NDArray[np.float32]]:
-    """What gives the tensor of a layer in the shape described above."""
+    """Function that reads the tensor of a layer in the shape described above."""
 
     def read(layer: int) -> npt.NDArray[np.float32]:
         name, stored = config.tensors.in_layer(layer, field), config.tensors.layers[layer][field]
         values = read_weight(checkpoint, name, stored, dtype)
         if variable == "W_O":
             shape = [config.axis_sizes[axis] for axis in ("head", "d_head", "hidden")]
+            # Checkpoints have [out, in]; columns are ordered by head, then d_head.
             return np.ascontiguousarray(values.T).reshape(shape)
         if variable == "W_out":
             return np.ascontiguousarray(values.T)
+        # Gemma stores w and multiplies by 1 + w.
         if config.norm_type == "gemma_rms" and variable.endswith("_weight"):
             return values + np.float32(1)
         return values
@@ -129,22 +138,28 @@ def _reader(
 
 
 def _require_everywhere(config: Architecture, part: Component) -> None:
-    """Raise ConfigError unless every layer has the part: a stack over layers leaves none out."""
+    """Raise ConfigError unless every layer has the part, because the arrays are stacked over layers."""
     matrix = "o" if part == "attention" else "down"
-    having = [weights for weights in config.tensors.layers if matrix in weights]
-    if len(having) < config.num_layers:
+    layers_with_part = [weights for weights in config.tensors.layers if matrix in weights]
+    if len(layers_with_part) < config.num_layers:
         raise ConfigError(
             f"expected {'attention' if part == 'attention' else 'an MLP'} in every layer of a "
-            f"{config.model_type!r} model, found it in {len(having)} of {config.num_layers}; what its heads "
-            "and neurons write with is not read"
+            f"{config.model_type!r} model, found it in {len(layers_with_part)} of {config.num_layers}; what "
+            "its heads and neurons write with is not read"
         )
 
 
 def _by_layer(read: Callable[[int], npt.NDArray[np.float32]], layers: int) -> Any:
-    """A dask array [layer, …] of what `read` gives; the first layer is read to know the shape."""
+    """Dask array [layer, …] over `read`; reads the first layer to learn shape and dtype."""
     import dask.array as da
     from dask.delayed import delayed
 
-    first = read(0)
-    later = delayed(read)
-    return da.stack([da.from_delayed(later(layer), first.shape, first.dtype) for layer in range(layers)])
+    # dask needs the shape before anything is computed.
+    first_layer = read(0)
+    delayed_read = delayed(read)
+    return da.stack(
+        [
+            da.from_delayed(delayed_read(layer), first_layer.shape, first_layer.dtype)
+            for layer in range(layers)
+        ]
+    )

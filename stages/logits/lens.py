@@ -1,15 +1,11 @@
 """Logit lens: what each layer of the residual stream would predict if it were the last.
 
-Border: labelled states and a readout dataset (final norm, unembedding, and what stands between them in
-encoders); knows no model and never imports torch.
-
 Idea (nostalgebraist 2020, "interpreting GPT: the logit lens"): apply the model's own final norm and
-unembedding to the residual stream after every layer. The statistics of the norm are recomputed for every
-state, and the final soft cap of the models that have one (Gemma 2) is applied, so that the last layer gives
-exactly the model's own distribution.
+unembedding to the residual stream after every layer. The norm's statistics are recomputed for every state,
+and a final soft cap (Gemma 2) is applied, so that the last layer gives exactly the model's own distribution.
 
-Memory: states are taken in blocks of tokens; of the [token, vocab] logits only one block of one layer, and of
-the last layer, exist at a time. The unembedding itself is held once, as float32.
+Memory: tokens are processed in blocks; logits [token, vocab] exist for one block of one layer and of the last
+layer. The unembedding is in memory once, as float32. Needs no torch.
 
 Axes: layer, token (or any one other name for the axis of states), rank (0 = most likely), vocab, hidden.
 Units: log-probabilities, entropy and KL in nats.
@@ -45,13 +41,14 @@ __all__ = [
 ]
 
 
-BLOCK_BYTES = 1 << 25  # of logits; about four such blocks exist at a time
+BLOCK_BYTES = 1 << 25  # bytes of logits per block; about four blocks are in memory at a time
 
 
 def join_tokens(parts: Sequence[xr.Dataset]) -> xr.Dataset:
-    """The lens of consecutive token ranges as one."""
+    """Concatenate the results of consecutive token ranges."""
     import xarray as xr
 
+    # "all": the lens has the token axis in every variable.
     return xr.concat(parts, "token", data_vars="all", coords="minimal", compat="override", join="exact")
 
 
@@ -78,25 +75,30 @@ def logit_lens(
     top_k: int = 10,
     soft_cap: bool = True,
 ) -> xr.Dataset:
-    """Read a next-token distribution off every state.
+    """Next-token distribution of every state.
 
-    resid_post: [layer, token, hidden], any float dtype, lazy or not; the last layer given is "final" below.
-    targets: int [token], the token id whose probability is followed, -1 where there is none; None for none.
-    readout: as `stages.readout` describes it.  soft_cap: apply the model's final soft cap, if it has one.
-    Returns, with the coordinates of resid_post:
-      top_id int32, top_logprob float32 [layer, token, rank]: most likely first, equal ones by smaller id;
-      entropy float32 [layer, token];
-      kl float32 [layer, token]: KL(final || this layer), 0 at the last layer;
-      target_id int32 [token]; target_logprob float32, target_rank int32 [layer, token]: rank 1 is the most
-      likely token, 0 (and NaN) where there is no target.
-    Raises ShapeError when states and readout, or states and targets, do not fit.
+    Arguments:
+        resid_post: [layer, token, hidden], any float dtype, lazy or not; its last layer counts as final.
+        targets: Token ids int [token] whose probability is tracked, -1 for none; None for no targets.
+        readout: See stages/logits/readout.py.
+        top_k: Number of most likely tokens.
+        soft_cap: Whether to apply the model's final soft cap, if it has one.
+
+    Returns:
+        Dataset with the coordinates of resid_post: top_id int32, top_logprob float32 [layer, token, rank]:
+        most likely first, ties by smaller id; entropy float32 [layer, token]; kl float32 [layer, token]:
+        KL(final || this layer), 0 at the last layer; target_id int32 [token]; target_logprob float32,
+        target_rank int32 [layer, token]: rank 1 is the most likely token, 0 (and NaN) without a target.
+
+    Raises:
+        ShapeError: States and readout, or states and targets, do not match.
     """
     axis = _sample_axis(resid_post, readout)
     states = resid_post.transpose("layer", axis, "hidden")
     n_layers, n_tokens, vocab = states.sizes["layer"], states.sizes[axis], readout.sizes["vocab"]
-    wanted = _targets(targets, axis, n_tokens, vocab)
+    target_ids = _targets(targets, axis, n_tokens, vocab)
     k = min(top_k, vocab)
-    found = {
+    results = {
         "top_id": np.empty((n_layers, n_tokens, k), np.int32),
         "top_logprob": np.empty((n_layers, n_tokens, k), np.float32),
         "entropy": np.empty((n_layers, n_tokens), np.float32),
@@ -107,18 +109,20 @@ def logit_lens(
     head = _Head(readout, soft_cap)
     step = max(1, BLOCK_BYTES // (4 * vocab))
     for start in range(0, n_tokens, step):
-        here = slice(start, start + step)
-        block = states.isel({axis: here}).values
+        token_slice = slice(start, start + step)
+        block = states.isel({axis: token_slice}).values
+        # Per block, because KL compares every layer with the last one.
         final = head.log_probabilities(block[-1])
         for layer in range(n_layers):
-            own = final if layer == n_layers - 1 else head.log_probabilities(block[layer])
-            for name, values in _read(own, final, wanted[here], k).items():
-                found[name][layer, here] = values
-    return _labelled(found, wanted, states, axis)
+            logprobs = final if layer == n_layers - 1 else head.log_probabilities(block[layer])
+            for name, values in _read(logprobs, final, target_ids[token_slice], k).items():
+                results[name][layer, token_slice] = values
+    return _labelled(results, target_ids, states, axis)
 
 
 def logits(states: xr.DataArray, readout: xr.Dataset, *, soft_cap: bool = True) -> xr.DataArray:
-    """Logits [..., vocab], float32, of states [..., hidden]; for few states, as all are held at once."""
+    """Logits float32 [..., vocab] of states [..., hidden]; for few states, as all logits are in memory at
+    once."""
     import xarray as xr
 
     states = states.transpose(..., "hidden")
@@ -129,17 +133,19 @@ def logits(states: xr.DataArray, readout: xr.Dataset, *, soft_cap: bool = True) 
 
 
 def final_norm(states: Array, readout: xr.Dataset) -> Array:
-    """States [..., hidden] after the final norm, float32; its statistics are those of each state.
+    """Apply the final norm to states [..., hidden], with the statistics of each state; float32.
 
-    readout.attrs: norm "rms", "layer" or "none", and eps. Rms: x / sqrt(mean(x^2) + eps) * weight. Layer: the
-    mean is subtracted first, and a bias added last if the readout has one.
+    Arguments:
+        states: [..., hidden].
+        readout: Its attrs have norm ("rms", "layer" or "none") and eps. rms: x / sqrt(mean(x^2) + eps) *
+            weight. layer: the mean is subtracted first, and a bias added last if there is one.
     """
     return _normed(states, readout, "norm", readout.attrs["eps"])
 
 
 def before_head(states: Array, readout: xr.Dataset) -> Array:
-    """What the LM head reads of states [..., hidden], float32: their final norm, and in encoders with a
-    transform its dense map, activation and norm of that (Devlin et al., BERT, 2019), [..., embedding]."""
+    """Input of the LM head for states [..., hidden], float32: the final norm, and in encoders with a
+    transform also its dense layer, activation and norm (Devlin et al., BERT, 2019), [..., embedding]."""
     states = final_norm(states, readout)
     if "transform_weight" not in readout:
         return states
@@ -152,7 +158,7 @@ def before_head(states: Array, readout: xr.Dataset) -> Array:
 
 
 def _normed(states: Array, readout: xr.Dataset, name: str, eps: float) -> Array:
-    """The norm of a readout with this name."""
+    """Apply a norm of the readout: "norm" or "transform_norm"."""
     states, norm = np.asarray(states, np.float32), readout.attrs[name]
     if norm == "none":
         return states
@@ -160,6 +166,7 @@ def _normed(states: Array, readout: xr.Dataset, name: str, eps: float) -> Array:
         raise ShapeError(f"expected a readout with norm 'rms', 'layer' or 'none', found {norm!r}")
     if norm == "layer":
         states = states - states.mean(axis=-1, keepdims=True)
+    # eps inside the root, as in all supported families.
     scale = np.sqrt(np.mean(np.square(states), axis=-1, keepdims=True) + np.float32(eps))
     states = states / scale * readout[f"{name}_weight"].values.astype(np.float32)
     if f"{name}_bias" in readout:
@@ -168,21 +175,21 @@ def _normed(states: Array, readout: xr.Dataset, name: str, eps: float) -> Array:
 
 
 def _gelu(x: Array) -> Array:
-    """x times the share of a normal distribution below it (Hendrycks and Gimpel, GELUs, 2016)."""
-    below = np.asarray(_ERF(x / math.sqrt(2)), np.float32)
-    found: Array = x * np.float32(0.5) * (1 + below)
-    return found
+    """Exact GELU: x times the normal CDF of x (Hendrycks and Gimpel, GELUs, 2016)."""
+    normal_cdf = np.asarray(_ERF(x / math.sqrt(2)), np.float32)
+    activated: Array = x * np.float32(0.5) * (1 + normal_cdf)
+    return activated
 
 
 def _gelu_tanh(x: Array) -> Array:
-    """Its approximation, section 2 there."""
+    """Tanh approximation of GELU (section 2 of the same paper)."""
     inner = np.float32(math.sqrt(2 / math.pi)) * (x + np.float32(0.044715) * x**3)
-    found: Array = np.float32(0.5) * x * (1 + np.tanh(inner))
-    return found
+    activated: Array = np.float32(0.5) * x * (1 + np.tanh(inner))
+    return activated
 
 
 _ERF = np.frompyfunc(math.erf, 1, 1)
-"""numpy has none. A tenth of what the unembedding costs."""
+"""erf for arrays, which numpy lacks; costs a tenth of the unembedding."""
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "gelu": _gelu,
     "gelu_tanh": _gelu_tanh,
@@ -190,29 +197,37 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "relu2": lambda x: np.maximum(x, 0) ** 2,
     "silu": lambda x: x / (1 + np.exp(-x)),
 }
-"""Of transforms, by their names in architectures/."""
+"""Activations of head transforms, by their names in architectures/."""
 
 
 def next_tokens(token_id: Array, prompt: Array) -> npt.NDArray[np.int32]:
-    """The token that follows each token in its own prompt, int32 [token]; -1 after the last one of a prompt.
+    """The token that follows each token in its own prompt, int32 [token]; -1 for the last one of a prompt.
 
-    token_id, prompt: int [token], packed, prompts end to end.
+    Arguments:
+        token_id: int [token], packed, prompts end to end.
+        prompt: Prompt index of each token, int [token].
 
     >>> next_tokens(np.array([5, 6, 7, 8]), np.array([0, 0, 1, 1])).tolist()
     [6, -1, 8, -1]
     """
     token_id, prompt = np.asarray(token_id), np.asarray(prompt)
     following = np.full(len(token_id), -1, np.int32)
+    # The first token of the next prompt does not follow the last one of this prompt.
     is_inside = prompt[1:] == prompt[:-1]
     following[:-1][is_inside] = token_id[1:][is_inside]
     return following
 
 
 def first_appearance(top_id: xr.DataArray, token_id: int, k: int = 10) -> int | None:
-    """First layer with `token_id` among its `k` most likely tokens, or None.
+    """First layer with `token_id` among its `k` most likely tokens; None if there is none.
 
-    top_id: [layer, rank], the lens at one token. By id, so that neither " Parisian" counts as " Paris" nor a
-    token of another spelling is missed; for a word of several tokens follow its first one.
+    Compared by id, so that " Parisian" does not count as " Paris". A word of several tokens is tracked by its
+    first.
+
+    Arguments:
+        top_id: [layer, rank], the lens at one token.
+        token_id: Token to look for.
+        k: Number of ranks to look at.
     """
     if top_id.dims != ("layer", "rank"):
         raise ShapeError(
@@ -223,7 +238,7 @@ def first_appearance(top_id: xr.DataArray, token_id: int, k: int = 10) -> int | 
 
 
 def format_probability(p: float) -> str:
-    """A probability as a percentage one can read at a glance.
+    """Format a probability as a short percentage.
 
     >>> [format_probability(p) for p in (0.4093, 0.00031, 0.000012)]
     ['40.9%', '0.031%', '1.2e-03%']
@@ -235,7 +250,7 @@ def format_probability(p: float) -> str:
 
 
 def format_token(token: str) -> str:
-    """A token as tables, figures and pages show it: its whitespace visible, a space as "␣".
+    """Format a token for tables and figures: whitespace visible, a space as "␣".
 
     >>> format_token(" a\\n")
     '␣a⏎'
@@ -244,7 +259,7 @@ def format_token(token: str) -> str:
 
 
 def format_text(text: str) -> str:
-    """A text on one line: newline and tab visible, whatever else one cannot see escaped; spaces as they are.
+    """Format a text on one line: newline and tab visible, other unprintable characters escaped, spaces kept.
 
     >>> format_text("a b\\n\\x0b")
     'a b⏎\\\\x0b'
@@ -256,62 +271,66 @@ def format_text(text: str) -> str:
 
 
 class _Head:
-    """Final norm, unembedding, scale and soft cap, with the unembedding in memory once."""
+    """Final norm, unembedding, scale and soft cap, with the unembedding in memory."""
 
     def __init__(self, readout: xr.Dataset, soft_cap: bool) -> None:
         self.readout = readout
         read = "embedding" if "transform_weight" in readout else "hidden"
+        # Read once: lazily it would be read from disk for every block.
         self.unembed = np.asarray(readout["unembed"].transpose("vocab", read).values, np.float32)
         self.bias = readout["unembed_bias"].values.astype(np.float32) if "unembed_bias" in readout else None
         self.scale = np.float32(readout.attrs.get("logit_scale", 1.0))
         self.cap = np.float32(readout.attrs.get("soft_cap", 0.0) if soft_cap else 0.0)
 
     def logits(self, states: Array) -> Array:
-        """Logits [row, vocab] of states [row, hidden], float32."""
-        found: Array = before_head(states, self.readout) @ self.unembed.T
+        """Logits float32 [row, vocab] of states [row, hidden]."""
+        values: Array = before_head(states, self.readout) @ self.unembed.T
         if self.bias is not None:
-            found += self.bias
+            values += self.bias
         if self.scale != 1:
-            found *= self.scale
+            values *= self.scale
         if self.cap:
-            found /= self.cap
-            np.tanh(found, out=found)
-            found *= self.cap
-        return found
+            values /= self.cap
+            np.tanh(values, out=values)
+            values *= self.cap
+        return values
 
     def log_probabilities(self, states: Array) -> Array:
-        """Log-softmax of the logits, [row, vocab], nats."""
-        found = self.logits(states)
-        found -= found.max(axis=1, keepdims=True)
-        found -= np.log(np.exp(found).sum(axis=1, keepdims=True))
-        return found
+        """Log-softmax of the logits, [row, vocab], in nats."""
+        values = self.logits(states)
+        # Log-sum-exp with the maximum subtracted, so that exp cannot overflow; in place, as blocks are large.
+        values -= values.max(axis=1, keepdims=True)
+        values -= np.log(np.exp(values).sum(axis=1, keepdims=True))
+        return values
 
 
-def _read(own: Array, final: Array, targets: Array, k: int) -> dict[str, Array]:
-    """What is kept of one block of log-probabilities [row, vocab]."""
-    probability = np.exp(own)
-    ids = top_columns(own, k)
-    found = {
+def _read(logprobs: Array, final: Array, targets: Array, k: int) -> dict[str, Array]:
+    """Statistics of one block of log-probabilities [row, vocab]."""
+    probability = np.exp(logprobs)
+    ids = top_columns(logprobs, k)
+    statistics = {
         "top_id": ids,
-        "top_logprob": np.take_along_axis(own, ids, axis=1),
-        "entropy": -np.einsum("rv,rv->r", probability, own),
-        "kl": np.zeros(len(own), np.float32),
+        "top_logprob": np.take_along_axis(logprobs, ids, axis=1),
+        "entropy": -np.einsum("rv,rv->r", probability, logprobs),
+        "kl": np.zeros(len(logprobs), np.float32),
     }
-    if own is not final:
+    if logprobs is not final:
         np.exp(final, out=probability)
-        # Rounding may leave -1e-8 where the two agree; KL is never negative.
-        gap = np.einsum("rv,rv->r", probability, final) - np.einsum("rv,rv->r", probability, own)
-        found["kl"] = np.maximum(gap, 0)
-    is_wanted = targets >= 0
-    logprob = np.take_along_axis(own, np.where(is_wanted, targets, 0)[:, None], axis=1)
-    found["target_logprob"] = np.where(is_wanted, logprob[:, 0], np.nan)
-    found["target_rank"] = np.where(is_wanted, 1 + (own > logprob).sum(axis=1), 0)
-    return found
+        # Rounding may give -1e-8 where both agree, but KL is never negative.
+        gap = np.einsum("rv,rv->r", probability, final) - np.einsum("rv,rv->r", probability, logprobs)
+        statistics["kl"] = np.maximum(gap, 0)
+    has_target = targets >= 0
+    # Index 0 stands in for missing targets; its values are replaced below.
+    logprob = np.take_along_axis(logprobs, np.where(has_target, targets, 0)[:, None], axis=1)
+    statistics["target_logprob"] = np.where(has_target, logprob[:, 0], np.nan)
+    # Strictly larger only: tokens with equal logits share the better rank.
+    statistics["target_rank"] = np.where(has_target, 1 + (logprobs > logprob).sum(axis=1), 0)
+    return statistics
 
 
 def _sample_axis(states: xr.DataArray, readout: xr.Dataset) -> str:
-    others = [str(dim) for dim in states.dims if dim not in ("layer", "hidden")]
-    if states.ndim != 3 or len(others) != 1:
+    sample_dims = [str(dim) for dim in states.dims if dim not in ("layer", "hidden")]
+    if states.ndim != 3 or len(sample_dims) != 1:
         raise ShapeError(
             f"expected resid_post [layer, token, hidden], found {states.dims}; "
             "stack prompts into one token axis, and keep a single layer as a list: isel(layer=[0])"
@@ -321,7 +340,7 @@ def _sample_axis(states: xr.DataArray, readout: xr.Dataset) -> str:
             f"expected states as wide as the readout ({readout.sizes['hidden']}), found hidden "
             f"{states.sizes['hidden']}; are they of the same model?"
         )
-    return others[0]
+    return sample_dims[0]
 
 
 def _targets(targets: xr.DataArray | None, axis: str, n_tokens: int, vocab: int) -> npt.NDArray[np.int32]:
@@ -339,11 +358,13 @@ def _targets(targets: xr.DataArray | None, axis: str, n_tokens: int, vocab: int)
     return values.astype(np.int32)
 
 
-def _labelled(found: dict[str, Array], targets: Array, states: xr.DataArray, axis: str) -> xr.Dataset:
+def _labelled(results: dict[str, Array], targets: Array, states: xr.DataArray, axis: str) -> xr.Dataset:
     import xarray as xr
 
     dims = {"top_id": ("layer", axis, "rank"), "top_logprob": ("layer", axis, "rank")}
     coords = {name: c for name, c in states.coords.items() if "hidden" not in c.dims}
-    data: dict[str, Any] = {name: (dims.get(name, ("layer", axis)), values) for name, values in found.items()}
+    data: dict[str, Any] = {
+        name: (dims.get(name, ("layer", axis)), values) for name, values in results.items()
+    }
     data["target_id"] = ((axis,), targets)
     return xr.Dataset(data, coords=coords)

@@ -1,15 +1,12 @@
-"""Directions of the residual stream along which a logit, or the difference of two, is read.
+"""Directions in the residual stream whose dot product with a state is a logit, or a difference of two logits.
 
-Border: a readout dataset and token ids; numpy, no model, no torch.
+With the divisor of the final norm held fixed, a logit is a dot product of a part of the stream and the
+token's row of the unembedding, times the norm weight, over the divisor. For LayerNorm the direction is
+centred instead of the part, which gives the same product. The biases of norm and unembedding, which depend on
+no part, are the constant of the direction. A final soft cap comes after all this and is not linear: shares
+refer to the logit before it.
 
-With the divisor of the final norm held fixed, a logit is a dot product: of a part of the stream with the row
-of the unembedding, times the weight of the norm, over the divisor. For LayerNorm the direction is centred
-instead of the part, which gives the same product. What no part of the stream decides, the biases of norm and
-unembedding, is the constant of the direction.
-
-A final soft cap comes after all this and is not linear: shares are of the logit before it.
-
-Token ids: NONE = -1 where there is none, MOST_LIKELY = -2 where the model's own choice is meant.
+Token ids: NONE = -1 for no token, MOST_LIKELY = -2 for the model's own prediction.
 """
 
 from __future__ import annotations
@@ -36,22 +33,23 @@ _TILE = 256
 
 @dataclass(frozen=True, eq=False)
 class Directions:
-    """One direction per token that has a target.
-
-    rows: float32 [row, hidden], one per distinct token id.  constants: float64 [row].
-    target, against: row of each token, NONE for none.
-    """
+    """Logit directions and bias constants, one per token with a target."""
 
     rows: Array
+    """float32 [row, hidden], one row per distinct token id."""
     constants: Array
+    """float64 [row]."""
     target: Array
+    """Row index of each token's target, or NONE."""
     against: Array
+    """Row of the token that is subtracted; NONE for none."""
 
     @classmethod
     def of(cls, readout: xr.Dataset, targets: Array, against: Array) -> Directions:
-        """Directions of token ids [token] from a readout; only the rows that are needed are read.
+        """Directions for token ids [token]; reads only the rows of the unembedding that are needed.
 
-        Raises ShapeError for ids outside the vocabulary, and for a second token without a first.
+        Raises:
+            ShapeError: An id is outside the vocabulary, or shapes differ.
         """
         targets, against = np.asarray(targets, np.int64), np.asarray(against, np.int64)
         if targets.shape != against.shape or targets.ndim != 1:
@@ -65,38 +63,39 @@ class Directions:
             raise ShapeError(
                 f"expected token ids from {NONE} to {vocab - 1}, found {both.min()} to {both.max()}"
             )
-        # A table over the vocabulary; sorting the ids of a corpus would take longer than the products.
+        # A table over the vocabulary: sorting the ids of a corpus would take longer than the products below.
         is_needed = np.zeros(vocab + 1, bool)
         is_needed[both] = True
         ids = np.flatnonzero(is_needed[:vocab])
-        place = np.full(vocab + 1, NONE)  # its last entry is that of NONE
+        place = np.full(vocab + 1, NONE)  # its last entry is the one that index NONE (-1) reads
         place[ids] = np.arange(len(ids))
         return cls(*_weighted(readout, ids), *place[both])
 
     def chosen(self, ranges: Iterable[slice]) -> list[tuple[slice, Array]]:
-        """Ranges of tokens, and which tokens of each have a target; ranges without one are left out."""
-        found = [(here, np.flatnonzero(self.target[here] != NONE)) for here in ranges]
-        return [(here, rows) for here, rows in found if len(rows)]
+        """Token ranges with indices of tokens that have a target; empty ranges are skipped."""
+        selected = [(token_range, np.flatnonzero(self.target[token_range] != NONE)) for token_range in ranges]
+        return [(token_range, rows) for token_range, rows in selected if len(rows)]
 
-    def along(self, here: slice, chosen: Array, scale: Array) -> Array:
-        """Directions of the chosen tokens of a range over their divisor of the final norm, [row, hidden]."""
-        target, against = self.target[here][chosen], self.against[here][chosen]
-        divisor = np.asarray(scale[here][chosen], np.float32)[:, None]
-        is_given = against != NONE
-        found = np.empty((len(target), self.rows.shape[1]), np.float32)
+    def along(self, token_range: slice, tokens: Array, scale: Array) -> Array:
+        """Directions of selected tokens of a range, divided by the final norm's divisor, [row, hidden]."""
+        target, against = self.target[token_range][tokens], self.against[token_range][tokens]
+        divisor = np.asarray(scale[token_range][tokens], np.float32)[:, None]
+        has_contrast = against != NONE
+        directions = np.empty((len(target), self.rows.shape[1]), np.float32)
         for start in range(0, len(target), _TILE):
-            tile = slice(start, start + _TILE)  # stays in the cache from the first step to the last
-            out = np.take(self.rows, target[tile], axis=0, out=found[tile], mode="clip")
-            if is_given[tile].all():
+            tile = slice(start, start + _TILE)  # small enough to stay in the CPU cache for all steps below
+            # mode="clip" avoids a bounds check with a temporary copy; the ids were checked in `of`.
+            out = np.take(self.rows, target[tile], axis=0, out=directions[tile], mode="clip")
+            if has_contrast[tile].all():
                 out -= self.rows[against[tile]]
-            elif is_given[tile].any():
-                out[is_given[tile]] -= self.rows[against[tile][is_given[tile]]]
+            elif has_contrast[tile].any():
+                out[has_contrast[tile]] -= self.rows[against[tile][has_contrast[tile]]]
             out /= divisor[tile]
-        return found
+        return directions
 
     def constant(self) -> Array:
-        """What biases of norm and unembedding add, float64 [token]; NaN without a target."""
-        padded = np.append(self.constants, 0.0)  # row -1: nothing
+        """Contribution of the biases of norm and unembedding, float64 [token]; NaN without a target."""
+        padded = np.append(self.constants, 0.0)  # index NONE (-1) reads this zero
         return np.where(self.target == NONE, np.nan, padded[self.target] - padded[self.against])
 
 
@@ -110,10 +109,12 @@ def _weighted(readout: xr.Dataset, ids: Array) -> tuple[Array, Array]:
     plain = readout["unembed"].transpose("vocab", "hidden").isel(vocab=ids).values.astype(np.float32)
     constants = np.zeros(len(ids))
     if "norm_bias" in readout:
+        # The norm's bias is added after the weight, so it meets the bare unembedding row.
         constants += plain.astype(np.float64) @ readout["norm_bias"].values.astype(np.float64)
     if "unembed_bias" in readout:
         constants += readout["unembed_bias"].isel(vocab=ids).values
     rows = plain * (readout["norm_weight"].values.astype(np.float32) * np.float32(factor))
     if norm == "layer":
+        # Centring the direction equals centring the state: (x - mean(x)) . d = x . (d - mean(d)).
         rows -= rows.mean(axis=1, keepdims=True)
     return rows, constants * factor

@@ -1,9 +1,7 @@
-"""What a model makes of a prompt and the answer that should follow; directions that stand for tokens.
+"""Check how likely an answer is after a prompt; unembedding directions of tokens.
 
-As TransformerLens has them: `test_prompt` (utils.py) and `tokens_to_residual_directions`
+Counterparts of TransformerLens: `test_prompt` (utils.py) and `tokens_to_residual_directions`
 (HookedTransformer.py).
-
-Border: a model, texts and token ids in, plain values out; stores nothing.
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ __all__ = ["AnswerToken", "Likely", "PromptTest", "test_prompt", "tokens_to_resi
 
 @dataclass(frozen=True)
 class Likely:
-    """A token, its logit and its probability at one position."""
+    """A token with its logit and probability at one position."""
 
     token: str
     token_id: int
@@ -39,46 +37,45 @@ class Likely:
 
 @dataclass(frozen=True)
 class AnswerToken:
-    """A token of an answer: its rank among all, counted from 0, where it should come, and what is likely
-    there, the likeliest first."""
+    """Answer token scored at its position: rank, logit, probability, likelier alternatives."""
 
     token: str
     token_id: int
     rank: int
+    """Rank among all tokens, 0 for the most likely."""
     logit: float
     probability: float
     top: tuple[Likely, ...]
+    """Most likely tokens at this position, in descending order."""
 
 
 @dataclass(frozen=True)
 class PromptTest:
-    """How likely answers are behind a prompt.
-
-    tokens: of one answer, every token in turn; of several answers, the first of each.
-    """
+    """Probabilities of answers after a prompt."""
 
     prompt: str
     prompt_tokens: tuple[str, ...]
     answers: tuple[str, ...]
     tokens: tuple[AnswerToken, ...]
+    """All tokens of a single answer, or the first token of each of several answers."""
 
     @property
     def ranks(self) -> list[tuple[str, int]]:
-        """(token, rank) of each, ranks from 0, in the order of `tokens`."""
-        return [(each.token, each.rank) for each in self.tokens]
+        """(token, rank) for each of `tokens`; ranks count from 0."""
+        return [(token.token, token.rank) for token in self.tokens]
 
     def to_json(self) -> dict[str, Any]:
-        """The fields by name, tokens and what is likely there as dicts."""
+        """Fields by name; nested records as dicts."""
         return asdict(self)
 
     def __str__(self) -> str:
         lines = [f"prompt: {format_text(self.prompt)} ({len(self.prompt_tokens)} tokens)"]
-        for each in self.tokens:
-            told = f"rank {each.rank}, logit {each.logit:.2f}, {format_probability(each.probability)}"
-            lines.append(f"answer {each.token!r}: {told}")
+        for answer in self.tokens:
+            score = f"rank {answer.rank}, logit {answer.logit:.2f}, {format_probability(answer.probability)}"
+            lines.append(f"answer {answer.token!r}: {score}")
             lines += [
-                f"  {i}: {format_probability(one.probability)} {one.logit:.2f} {one.token!r}"
-                for i, one in enumerate(each.top)
+                f"  {i}: {format_probability(likely.probability)} {likely.logit:.2f} {likely.token!r}"
+                for i, likely in enumerate(answer.top)
             ]
         return "\n".join(lines)
 
@@ -92,39 +89,59 @@ def test_prompt(
     prepend_space: bool = True,  # noqa: PT028 - no test of ours: the name is TransformerLens's
     top_k: int = 10,  # noqa: PT028
 ) -> PromptTest:
-    """Rank, logit and probability of the answer's tokens behind a prompt, and the likeliest in their place.
+    """Rank, logit and probability of an answer's tokens after a prompt, and the most likely alternatives.
 
-    prompt: as for `Model.tokenize`, one. answer: every token of it, each behind the ones before; of several
-    answers, the first token of each. prepend_space: set answers off that begin with none. Raises PromptError
-    for an answer of no token.
+    Arguments:
+        model: The model.
+        prompt: One prompt, see `Model.tokenize`.
+        answer: A text, of which every token is scored given the ones before; or several texts, of which the
+            first token is scored.
+        prepend_space: Whether to add a space before an answer that has none.
+        top_k: Number of alternatives per position.
+
+    Raises:
+        PromptError: An answer has no token.
     """
     answers = (answer,) if isinstance(answer, str) else tuple(answer)
     if not answers:
         raise PromptError("expected an answer, found none; give a text, or several")
     row = one_row(prompt)
-    (given,) = model.tokenize(row)
+    (prompt_ids,) = model.tokenize(row)
     text = row if isinstance(row, str) else model.tokenizer.decode(row)
-    rows = [_ids(model, each, prepend_space) for each in answers]
-    # All but the last token of an answer are read too; of several answers nothing is.
-    read = rows[0][:-1] if len(rows) == 1 else []
+    rows = [_ids(model, text_of_answer, prepend_space) for text_of_answer in answers]
+    # The model reads the answer's tokens except the last, to predict each from the ones before. Several
+    # answers are alternatives for the same position, so none of them is read.
+    answer_context = rows[0][:-1] if len(rows) == 1 else []
     expected = rows[0] if len(rows) == 1 else [row[0] for row in rows]
-    logits = model.forward([*given, *read]).logits[0].double()
-    places = range(len(given) - 1, len(given) + len(read)) if len(rows) == 1 else [len(given) - 1] * len(rows)
-    tokens = tuple(
-        _answered(model, logits[place].cpu().numpy(), token, top_k)
-        for place, token in zip(places, expected, strict=True)
+    logits = model.forward([*prompt_ids, *answer_context]).logits[0].double()
+    positions = (
+        range(len(prompt_ids) - 1, len(prompt_ids) + len(answer_context))
+        if len(rows) == 1
+        else [len(prompt_ids) - 1] * len(rows)
     )
-    named = tuple(model.tokenizer.decode_token(token) for token in given)
-    return PromptTest(text, named, answers, tokens)
+    tokens = tuple(
+        _answered(model, logits[position].cpu().numpy(), token, top_k)
+        for position, token in zip(positions, expected, strict=True)
+    )
+    prompt_tokens = tuple(model.tokenizer.decode_token(token) for token in prompt_ids)
+    return PromptTest(text, prompt_tokens, answers, tokens)
 
 
 @plain_torch()
 def tokens_to_residual_directions(model: Model, tokens: str | int | Sequence[Any] | Tensor) -> Tensor:
-    """The directions in the residual stream that the LM head reads tokens along: rows of the unembedding.
+    """Rows of the unembedding: the directions along which the LM head reads tokens from the residual stream.
 
-    tokens: a text of exactly one token, a token id, several of either, or ids in a tensor of any shape.
-    Returns [..., hidden]. The weight of the final norm is not folded in. Raises PromptError for a text of
-    several tokens, or an id out of range.
+    The weight of the final norm is not folded in.
+
+    Arguments:
+        model: The model.
+        tokens: A text of exactly one token, a token id, several of either, or a tensor of ids of any shape.
+
+    Returns:
+        Tensor [..., hidden].
+
+    Raises:
+        PromptError: A text has several tokens, or an id is out of range.
     """
     import torch
 
@@ -134,7 +151,7 @@ def tokens_to_residual_directions(model: Model, tokens: str | int | Sequence[Any
     elif isinstance(tokens, torch.Tensor):
         ids = tokens.long()
     else:
-        ids = torch.tensor([_single(model, each) for each in tokens])
+        ids = torch.tensor([_single(model, item) for item in tokens])
     size = model.config.vocab_size
     outside = ids[(ids < 0) | (ids >= size)]
     if len(outside):
@@ -160,13 +177,20 @@ def _ids(model: Model, answer: str, prepend_space: bool) -> list[int]:
 
 
 def _answered(model: Model, logits: Any, token: int, top_k: int) -> AnswerToken:
-    """One token among the logits [vocab] at its place; of equals the smaller ids come first."""
-    chances = np.exp(logits - np.logaddexp.reduce(logits))
+    """Score one token given logits [vocab]; among equal logits the smaller id ranks first."""
+    # logaddexp is stable for large logits.
+    probabilities = np.exp(logits - np.logaddexp.reduce(logits))
+    # Stable, so that equal logits are ranked by token id on every machine.
     order = np.argsort(-logits, kind="stable")
 
-    def likely(one: int) -> Likely:
-        return Likely(model.tokenizer.decode_token(one), one, float(logits[one]), float(chances[one]))
+    def likely(token_id: int) -> Likely:
+        return Likely(
+            model.tokenizer.decode_token(token_id),
+            token_id,
+            float(logits[token_id]),
+            float(probabilities[token_id]),
+        )
 
-    own, rank = likely(token), int(np.flatnonzero(order == token)[0])
-    top = tuple(likely(int(one)) for one in order[:top_k])
-    return AnswerToken(own.token, token, rank, own.logit, own.probability, top)
+    target, rank = likely(token), int(np.flatnonzero(order == token)[0])
+    top = tuple(likely(int(token_id)) for token_id in order[:top_k])
+    return AnswerToken(target.token, token, rank, target.logit, target.probability, top)

@@ -1,16 +1,17 @@
-"""The readout of a model as data: final norm, unembedding and vocabulary, stored once beside its activations.
+"""The readout of a model as a dataset: final norm, unembedding and vocabulary, stored once beside its
+activations.
 
-Border: the few tensors and numbers that turn a residual stream into logits; nothing that runs a
-model. Read straight from the checkpoint's files, without torch, so that whoever has the store needs neither.
+These few tensors turn a residual stream into logits. Read straight from checkpoint files, without torch, so
+analyses of a store need neither torch nor the model.
 
-A readout is a dataset:
+Variables and attributes:
   unembed float32 [vocab, hidden]         row = direction of a token
-  norm_weight float32 [hidden]            as it multiplies (Gemma's 1 + w is added up here)
-  norm_bias [hidden], unembed_bias [vocab]  float32, only where the model has them
-  token str [vocab]                       text of each token, empty where the tokenizer has none
+  norm_weight float32 [hidden]            effective factor (Gemma's 1 + w is added here)
+  norm_bias [hidden], unembed_bias [vocab]  float32, if the model has them
+  token str [vocab]                       text of each token, "" where the tokenizer has none
   attrs: norm "rms" | "layer" | "none", eps, soft_cap (0 = none), logit_scale
 
-Of an encoder with a transform before its head (`HeadTransform`), which the logits are no linear map through:
+Encoders with a transform before the head (`HeadTransform`), whose logits are not linear in the state:
   unembed [vocab, embedding], transform_weight [embedding, hidden], transform_bias [embedding]
   transform_norm_weight, transform_norm_bias [embedding]
   attrs: transform_activation, transform_norm, transform_eps
@@ -38,7 +39,7 @@ __all__ = ["readout", "readout_from_files", "readout_node", "require_linear"]
 
 
 VERSION = 1
-"""Moves when the dataset described above changes."""
+"""Version of this dataset in its key."""
 
 
 def readout(
@@ -53,11 +54,21 @@ def readout(
     unembed_bias: Array | None = None,
     vocabulary: Sequence[str] = (),
 ) -> xr.Dataset:
-    """The dataset described above, from its parts, where nothing stands between norm and head.
+    """Build a readout dataset from tensors, for a model without head transform.
 
-    unembed: [vocab, hidden].  norm: "rms", "gemma_rms" (weight is 1 + w) or "layer".  vocabulary: text by
-    token id; models often have more rows than their tokenizer has tokens.
-    Raises ShapeError when the parts do not fit together.
+    Arguments:
+        unembed: [vocab, hidden].
+        norm_weight: [hidden].
+        norm: "rms", "gemma_rms" (the factor is 1 + weight) or "layer".
+        eps: Epsilon of the norm.
+        soft_cap: Final soft cap; None for none.
+        logit_scale: Factor of the logits.
+        norm_bias: [hidden].
+        unembed_bias: [vocab].
+        vocabulary: Text by token id; may be shorter than vocab, as models often have unused rows.
+
+    Raises:
+        ShapeError: The parts do not match.
     """
     import xarray as xr
 
@@ -73,6 +84,7 @@ def readout(
     data: dict[str, Any] = {
         "unembed": (("vocab", "hidden"), np.asarray(unembed, np.float32)),
         "norm_weight": ("hidden", weight + 1 if norm == "gemma_rms" else weight),
+        # Rows beyond the tokenizer are padding for efficient matrix sizes in many models.
         "token": ("vocab", np.array([*vocabulary[:rows], *[""] * (rows - len(vocabulary))], dtype=object)),
     }
     if norm_bias is not None:
@@ -95,10 +107,16 @@ def readout_from_files(
     vocabulary: Sequence[str] = (),
     dtype: str = "float32",
 ) -> xr.Dataset:
-    """The readout of a checkpoint, from its files alone.
+    """Read the readout of a checkpoint from its files.
 
-    dtype: what the model computes in; the weights are rounded to it, as the model's own are.
-    Raises WeightsError when a tensor is missing or a file is not whole.
+    Arguments:
+        weight_files: Checkpoint files.
+        config: The architecture.
+        vocabulary: Text by token id.
+        dtype: Dtype in which the model computes; weights are rounded to it, as in the model.
+
+    Raises:
+        WeightsError: A tensor is missing or a file is incomplete.
     """
     from ..forward.architectures.architecture import require_tied
 
@@ -107,9 +125,10 @@ def readout_from_files(
         return None if stored is None else read_weight(checkpoint, stored.name, stored, dtype)
 
     checkpoint = checkpoint_of(weight_files).standing_in(config)
+    # Checkpoints may contain both tensors of a tied pair, and then they must agree.
     for copy, original in config.tensors.copied(checkpoint.entries):
-        one, other = (checkpoint.array(name) for name in (copy, original))
-        require_tied(copy, original, np.array_equal(one, other))
+        copied, source = (checkpoint.array(name) for name in (copy, original))
+        require_tied(copy, original, np.array_equal(copied, source))
     unembed, norm_weight = take("head"), take("final_norm")
     assert unembed is not None  # every model has one
     if config.transform is not None:
@@ -133,7 +152,7 @@ def _transformed(
     take: Callable[[str], Array | None],
     vocabulary: Sequence[str],
 ) -> xr.Dataset:
-    """The readout of an encoder with a transform before its head."""
+    """Readout of an encoder with a transform before its head."""
     import xarray as xr
 
     dims = {
@@ -166,7 +185,7 @@ def _transformed(
 
 
 def require_linear(readout: xr.Dataset) -> None:
-    """Raise ShapeError for a readout with a transform, which splits no logit by who wrote what."""
+    """Raise ShapeError for a readout with a transform, whose logits cannot be split into contributions."""
     if "transform_weight" in readout:
         raise ShapeError(
             "expected a readout that is a linear map behind its norm, found one with a dense map, an "
@@ -176,8 +195,8 @@ def require_linear(readout: xr.Dataset) -> None:
 
 
 def readout_node(files: ModelFiles, *, dtype: str = "float32") -> SourceNode:
-    """The readout of a model in a workflow's graph; stored once per model, tokenizer and dtype. Of a model
-    without a tokenizer, ids stand for the texts of its tokens."""
+    """Source node of a model's readout; stored once per model, tokenizer and dtype. Without a tokenizer,
+    token ids serve as texts."""
     from ...pipeline import Estimate, SourceNode
 
     config, tokenizer = files.architecture(), files.tokenizer()
@@ -193,7 +212,7 @@ def readout_node(files: ModelFiles, *, dtype: str = "float32") -> SourceNode:
         "tokenizer": "ids" if tokenizer is None else tokenizer.digest,
         "dtype": dtype,
     }
-    rows, width = config.tensors.outside["head"].shape  # refused here, not when all else is computed
+    rows, width = config.tensors.outside["head"].shape  # fails here, before anything else is computed
     size = 4 * rows * width
     estimate = Estimate(size, size, 2 * size)
     return SourceNode("readout", VERSION, params, make, estimate, (files.pinned,))
@@ -208,33 +227,45 @@ def read_weight(
     rows: slice | Array | None = None,
     columns: slice | None = None,
 ) -> Array:
-    """A weight as the model holds it: rounded, [out, in], and its rows multiplied where the family has
-    factors for what they give.
+    """Read a weight in the form the model uses: rounded, [out, in], with the family's factors on its rows.
 
-    rows, columns: of it, by their places; None for all. Of a file that holds it as it is, no more is read.
+    Arguments:
+        checkpoint: The checkpoint.
+        name: Name of the tensor.
+        stored: How the tensor is stored.
+        dtype: Dtype in which the model computes.
+        rows: Rows to read; None for all. An unquantised file is read only in these rows.
+        columns: Columns to read; None for all.
     """
-    every, across = slice(None) if rows is None else rows, slice(None) if columns is None else columns
+    row_index, column_index = (
+        slice(None) if rows is None else rows,
+        slice(None) if columns is None else columns,
+    )
     if stored.constant is not None:
-        return np.full(stored.shape, stored.constant, np.float32)[every]
-    held = checkpoint.array(name)
+        return np.full(stored.shape, stored.constant, np.float32)[row_index]
+    tensor = checkpoint.array(name)
     if stored.groups is not None:
-        held = stored.on_diagonal(held, np.zeros((len(held), held.shape[1] * stored.groups), held.dtype))
-    held = (held.T if stored.is_transposed else held)[every]
-    values = rounded(held if held.ndim == 1 else held[:, across], dtype)
+        tensor = stored.on_diagonal(
+            tensor, np.zeros((len(tensor), tensor.shape[1] * stored.groups), tensor.dtype)
+        )
+    tensor = (tensor.T if stored.is_transposed else tensor)[row_index]
+    values = rounded(tensor if tensor.ndim == 1 else tensor[:, column_index], dtype)
+    # Rounded again after the addition, as the model computes it in its dtype.
     if stored.plus:
         values = rounded(values + np.float32(stored.plus), dtype)
     values = np.ascontiguousarray(values)
     if not stored.factors:
         return values
-    many, by = zip(*stored.factors, strict=True)
-    column = np.repeat(np.array(by, np.float32), many)[every].reshape(-1, *[1] * (values.ndim - 1))
+    counts, factors = zip(*stored.factors, strict=True)
+    column = np.repeat(np.array(factors, np.float32), counts)[row_index].reshape(-1, *[1] * (values.ndim - 1))
     return rounded(values * column, dtype)
 
 
 def rounded(values: Array, dtype: str) -> Array:
-    """Values as a model that computes in `dtype` holds them, widened to float32."""
+    """Round to `dtype`, widened back to float32."""
     import ml_dtypes
 
+    # Already exact in that dtype.
     if dtype in ("float32", values.dtype.name):
         return values.astype(np.float32)
     return values.astype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype).astype(np.float32)

@@ -1,17 +1,15 @@
-"""The residual stream taken apart: what was added to it, by whom, and what it was on the way.
+"""Decompose the residual stream: outputs of layers, heads and neurons, and the stream as it accumulates.
 
-Border: labelled arrays in and out; knows no model and never imports torch. The functions copy what they
-stack, so their answers are not meant to be stored: of stored arrays that are opened with dask (all that are
-large) they are lazy, and only the chunks one looks at ever exist. Shares of a logit of whole corpora are
-attribution.py's.
+The functions return copies that are not meant to be stored. Over stored arrays opened with dask (all large
+ones) they are lazy, and only the accessed chunks exist. Logit shares over whole corpora: attribution.py.
+Needs no torch.
 
 Idea (Elhage et al. 2021, "A Mathematical Framework for Transformer Circuits"; names, order and labels as in
-TransformerLens' ActivationCache): every block adds its attention output and its MLP output to the stream, an
-attention output is the sum of its heads' and a bias, an MLP output that of its neurons' and a bias. Where a
-family normalises the outputs before they are added (Gemma 2), the cached divisor of that norm and its weight
-are applied to every part, which keeps the sums. In RWKV the stream begins with the *norm* of the embedding,
-`blocks.0.hook_pre_norm`, which takes its place: that, and not `hook_embed`, is what the rest is added to
-there (`Architecture.stream_start`).
+TransformerLens' ActivationCache): every block adds its attention output and its MLP output to the stream; an
+attention output is the sum over heads plus a bias, an MLP output the sum over neurons plus a bias. If a
+family normalises these outputs before they are added (Gemma 2), the captured divisor and the weight of that
+norm are applied to every part, which keeps the sums. In RWKV the stream starts with the *norm* of the
+embedding, `blocks.0.hook_pre_norm`, instead of `hook_embed` (`Architecture.stream_start`).
 
 Axes: component (labels "embed", "0_attn_out", "L0H1", "L0N7", …), layer, ... (any sample axes), head, d_head,
 mlp, hidden.
@@ -46,13 +44,20 @@ def accumulated_resid(
     layer: int | None = None,
     mlp_input: bool = False,
 ) -> xr.DataArray:
-    """The residual stream as it grows, [component, ..., hidden].
+    """The residual stream as it accumulates, [component, ..., hidden].
 
-    resid_pre, resid_mid: [layer, ..., hidden]; without resid_mid, one state per layer.  final: resid_post of
-    the last layer, [..., hidden], last entry if `layer` is None.  layer: the last layer whose resid_pre is
-    given; mlp_input: and its resid_mid too.
-    Labels "0_pre", "0_mid", "1_pre", …, "final_post".
-    Raises ShapeError for a layer that is not there, and for mlp_input without resid_mid.
+    Arguments:
+        resid_pre: [layer, ..., hidden].
+        resid_mid: [layer, ..., hidden]; None for one state per layer.
+        final: resid_post of the last layer [..., hidden], added as last component if `layer` is None.
+        layer: Last layer whose resid_pre is included; None for all.
+        mlp_input: Whether to include resid_mid of that layer.
+
+    Returns:
+        Components labelled "0_pre", "0_mid", "1_pre", …, "final_post".
+
+    Raises:
+        ShapeError: A layer is missing, or mlp_input is given without resid_mid.
     """
     layers = _layers(resid_pre, None if layer is None else layer + 1)
     if mlp_input and (resid_mid is None or layer is None):
@@ -75,27 +80,34 @@ def decompose_resid(
     layer: int | None = None,
     mlp_input: bool = False,
 ) -> xr.DataArray:
-    """Everything that was added to the residual stream, [component, ..., hidden], in order of writing.
+    """All outputs that were added to the residual stream, [component, ..., hidden], in order.
 
-    embed: what the stream begins with, [..., hidden], or with an axis of its one layer.  attn_out, mlp_out:
-    [layer, ..., hidden], layers 0 to n without gaps; None leaves a kind out.  layer: up to the input of this
-    layer, None for all; mlp_input: and its attention output.
-    Labels "embed", "0_attn_out", "0_mlp_out", "1_attn_out", …; with all three the sum over component is
-    resid_post of the last layer (resid_pre of `layer`; its resid_mid with mlp_input).
-    Raises ShapeError when a layer is missing, as the sum would be of nothing in particular.
+    Arguments:
+        embed: Start of the stream [..., hidden], possibly with a layer axis of length 1.
+        attn_out: [layer, ..., hidden], layers 0 to n without gaps; None leaves them out.
+        mlp_out: Likewise.
+        layer: Stop at the input of this layer; None for all layers.
+        mlp_input: Whether to include the attention output of that layer.
+
+    Returns:
+        Components labelled "embed", "0_attn_out", "0_mlp_out", "1_attn_out", …. With all three inputs they
+        sum to resid_post of the last layer (resid_pre of `layer`; its resid_mid with mlp_input).
+
+    Raises:
+        ShapeError: A layer is missing, so that the sum would have no meaning.
     """
     parts = [] if embed is None else [("embed", of_one_layer(embed))]
-    given = [
+    outputs = [
         (name, part) for name, part in (("attn_out", attn_out), ("mlp_out", mlp_out)) if part is not None
     ]
-    numbers = [_layers(part, layer) for _, part in given]
-    if any(each != numbers[0] for each in numbers):
+    numbers = [_layers(part, layer) for _, part in outputs]
+    if any(layers != numbers[0] for layers in numbers):
         raise ShapeError(
             f"expected attn_out and mlp_out of the same layers, found {numbers[0]} and {numbers[1]}; "
             "capture all layers up to the one in question"
         )
     for number in numbers[0] if numbers else []:
-        parts += [(f"{number}_{name}", _at(part, number)) for name, part in given]
+        parts += [(f"{number}_{name}", _at(part, number)) for name, part in outputs]
     if mlp_input:
         if layer is None or attn_out is None or layer not in attn_out["layer"]:
             raise ShapeError(f"expected attn_out of layer {layer} with mlp_input=True; capture it too")
@@ -110,11 +122,14 @@ def stack_head_results(
     post_scale: xr.DataArray | None = None,
     remainder_of: xr.DataArray | None = None,
 ) -> xr.DataArray:
-    """What every head added to the stream, [component, ..., hidden], labels "L0H0", "L0H1", …
+    """Output of every head, [component, ..., hidden], labelled "L0H0", "L0H1", …
 
-    z: [layer, ..., head, d_head].  weights: the "attention" dataset of component_weights.py.  post_scale:
-    [layer, ...], `ln1_post_scale` of families that have that norm.  remainder_of: a state [..., hidden] whose
-    rest after all heads becomes the last component, "remainder".
+    Arguments:
+        z: [layer, ..., head, d_head].
+        weights: The "attention" dataset of component_weights.py.
+        post_scale: `ln1_post_scale` [layer, ...] of families with a norm after attention.
+        remainder_of: A state [..., hidden]; what remains of it after all heads becomes the component
+            "remainder".
     """
     results = _written(z, weights, "W_O", "ln1_post", post_scale, over=["d_head"])
     stacked = _flattened(results, "head", "L{}H{}")
@@ -128,10 +143,15 @@ def stack_neuron_results(
     post_scale: xr.DataArray | None = None,
     remainder_of: xr.DataArray | None = None,
 ) -> xr.DataArray:
-    """What every neuron added to the stream, [component, ..., hidden], labels "L0N0", "L0N1", …
+    """Output of every neuron, [component, ..., hidden], labelled "L0N0", "L0N1", …
 
-    post_act: [layer, ..., mlp], `mlp_post_act`.  weights: the "mlp" dataset.  post_scale: `ln2_post_scale`.
-    As large as mlp / 2 streams per layer: select tokens, or neurons, first.
+    As large as mlp / 2 residual streams per layer: select tokens or neurons first.
+
+    Arguments:
+        post_act: `mlp_post_act` [layer, ..., mlp].
+        weights: The "mlp" dataset of component_weights.py.
+        post_scale: `ln2_post_scale` [layer, ...] of families with a norm after the MLP.
+        remainder_of: See `stack_head_results`.
     """
     results = _written(post_act, weights, "W_out", "ln2_post", post_scale, over=[])
     stacked = _flattened(results, "mlp", "L{}N{}")
@@ -147,22 +167,30 @@ def full_resid_decomposition(
     mlp_weights: xr.Dataset | None = None,
     post_scales: tuple[xr.DataArray, xr.DataArray] | None = None,
 ) -> xr.DataArray:
-    """The whole stream as heads, MLPs (or neurons), embedding and biases: [component, ..., hidden].
+    """The whole stream as heads, MLPs (or neurons), embedding and biases, [component, ..., hidden].
 
-    heads: of `stack_head_results`.  mlp: `mlp_out` [layer, ..., hidden], or `stack_neuron_results`.
-    mlp_weights: with neurons, whose biases are then added.  post_scales: (ln1_post_scale, ln2_post_scale),
-    [layer, ...], of families with norms after attention and MLP.
-    Labels: heads, then "0_mlp_out" … or neurons, "embed", "bias". The sum is resid_post of the last layer.
+    Arguments:
+        embed: See `decompose_resid`.
+        heads: Result of `stack_head_results`.
+        mlp: `mlp_out` [layer, ..., hidden], or the result of `stack_neuron_results`.
+        attention_weights: The "attention" dataset of component_weights.py.
+        mlp_weights: The "mlp" dataset; only with neurons, whose biases are then added.
+        post_scales: (ln1_post_scale, ln2_post_scale), each [layer, ...], of families with norms after
+            attention and MLP.
+
+    Returns:
+        Components: heads, then "0_mlp_out", … or neurons, "embed", "bias". They sum to resid_post of the last
+            layer.
     """
     embed = of_one_layer(embed)
-    first, second = post_scales or (None, None)
-    bias = _bias(embed, attention_weights, "b_O", "ln1_post", first)
+    attention_scale, mlp_scale = post_scales or (None, None)
+    bias = _bias(embed, attention_weights, "b_O", "ln1_post", attention_scale)
     if mlp_weights is not None:
-        bias = bias + _bias(embed, mlp_weights, "b_out", "ln2_post", second)
+        bias = bias + _bias(embed, mlp_weights, "b_out", "ln2_post", mlp_scale)
     elif "component" not in mlp.dims:
         mlp = decompose_resid(None, None, mlp)
-    rest = _stack([("embed", embed), ("bias", bias)])
-    return _concatenated([heads, mlp, rest])
+    remainder = _stack([("embed", embed), ("bias", bias)])
+    return _concatenated([heads, mlp, remainder])
 
 
 def apply_ln_to_stack(
@@ -172,32 +200,36 @@ def apply_ln_to_stack(
     norm: str,
     weight: xr.DataArray | None = None,
 ) -> xr.DataArray:
-    """Parts of a stream as a norm passes them on when its divisor is held fixed: linear, so parts still sum.
+    """Apply a norm with fixed divisor to stream components: linear, so components still sum to the whole.
 
-    stack: [component, ..., hidden].  scale: [...], the cached divisor of the norm in question (`ln1_scale` or
-    `ln2_scale` of a layer, or `ln_final_scale`).  norm: "layer" subtracts each part's mean first, "rms" does
-    not.  weight: [hidden], applied where it is not folded into what reads the norm (TransformerLens assumes
-    that it is).  The bias of a LayerNorm belongs to no part.
+    The bias of a LayerNorm belongs to no part and is not added.
+
+    Arguments:
+        stack: [component, ..., hidden].
+        scale: Captured divisor of the norm [...] (`ln1_scale` or `ln2_scale` of a layer, or
+            `ln_final_scale`).
+        norm: "layer" subtracts the mean of each part first, "rms" does not.
+        weight: [hidden]; None if it is folded into the next weights, as TransformerLens assumes.
     """
     if norm not in ("rms", "layer"):
         raise ShapeError(f"expected norm 'rms' or 'layer', found {norm!r}")
+    # Each part is centred by itself: the mean of a sum is the sum of means.
     centred = stack - stack.mean("hidden") if norm == "layer" else stack
     scaled: xr.DataArray = centred / scale
     return (scaled if weight is None else scaled * weight).transpose("component", ...)
 
 
 def of_one_layer(state: xr.DataArray) -> xr.DataArray:
-    """A state [..., hidden] without the axis of the one layer it was captured in, if it has one; ShapeError
-    where there are several."""
-    own = next((str(dim) for dim in state.dims if str(dim).split("_")[0] == "layer"), None)
-    if own is None:
+    """Remove a layer axis of length 1 from a state [..., hidden]; ShapeError if it has several layers."""
+    layer_dim = next((str(dim) for dim in state.dims if str(dim).split("_")[0] == "layer"), None)
+    if layer_dim is None:
         return state
-    if state.sizes[own] != 1:
+    if state.sizes[layer_dim] != 1:
         raise ShapeError(
-            f"expected what the stream begins with in one layer, found {state.sizes[own]} layers of "
+            f"expected what the stream begins with in one layer, found {state.sizes[layer_dim]} layers of "
             f"{state.name}; select layer 0"
         )
-    return state.isel({own: 0}, drop=True)
+    return state.isel({layer_dim: 0}, drop=True)
 
 
 def _written(
@@ -209,17 +241,17 @@ def _written(
     *,
     over: list[str],
 ) -> xr.DataArray:
-    """States through the matrix they are written with, and through the norm after it."""
+    """Multiply states with their output matrix, and apply the norm after it."""
     import xarray as xr
 
-    chosen = weights.sel(layer=states["layer"])
-    return _after_norm(xr.dot(states, chosen[matrix], dim=over), chosen, post, post_scale)
+    layer_weights = weights.sel(layer=states["layer"])
+    return _after_norm(xr.dot(states, layer_weights[matrix], dim=over), layer_weights, post, post_scale)
 
 
 def _after_norm(
     parts: xr.DataArray, weights: xr.Dataset, post: str, post_scale: xr.DataArray | None
 ) -> xr.DataArray:
-    """Parts of an output [layer, ..., hidden] as a norm after it passes them on; as they are without one."""
+    """Apply the norm after an output [layer, ..., hidden] to its parts; no effect without `post_scale`."""
     require_post_scale(weights, post, post_scale)
     if post_scale is None:
         return parts
@@ -228,7 +260,8 @@ def _after_norm(
 
 
 def require_post_scale(weights: xr.Dataset, post: str, post_scale: xr.DataArray | None) -> None:
-    """Raise ShapeError when the divisor of a norm after attention or MLP is missing, or belongs to none."""
+    """Raise ShapeError if the divisor of a norm after attention or MLP is missing, or given without such a
+    norm."""
     has_norm = f"{post}_weight" in weights
     if has_norm and post_scale is None:
         raise ShapeError(
@@ -244,7 +277,7 @@ def require_post_scale(weights: xr.Dataset, post: str, post_scale: xr.DataArray 
 def _bias(
     embed: xr.DataArray, weights: xr.Dataset, name: str, post: str, post_scale: xr.DataArray | None
 ) -> xr.DataArray:
-    """Sum over layers of what biases added, [..., hidden], zeros where there are none."""
+    """Sum over layers of the bias contributions, [..., hidden]; zeros without biases."""
     import xarray as xr
 
     total = xr.zeros_like(embed)
@@ -256,12 +289,13 @@ def _bias(
 
 
 def _flattened(results: xr.DataArray, unit: str, label: str) -> xr.DataArray:
-    """[layer, unit, ..., hidden] -> [component, ..., hidden], units of the first layer first."""
+    """Flatten [layer, unit, ..., hidden] to [component, ..., hidden], units of the first layer first."""
     results = results.transpose("layer", unit, ..., "hidden")
     numbers = results[unit].values if unit in results.coords else range(results.sizes[unit])
     labels = [label.format(layer, number) for layer in results["layer"].values for number in numbers]
     dropped = results.drop_vars([unit], errors="ignore")
     return (
+        # create_index=False: a MultiIndex of layers and units would take as much memory as small states.
         dropped.stack(component=("layer", unit), create_index=False)
         .drop_vars(["layer"], errors="ignore")
         .transpose("component", ..., "hidden")
@@ -270,20 +304,20 @@ def _flattened(results: xr.DataArray, unit: str, label: str) -> xr.DataArray:
 
 
 def _with_remainder(stacked: xr.DataArray, whole: xr.DataArray) -> xr.DataArray:
-    rest = whole.drop_vars("layer", errors="ignore") - stacked.sum("component")
-    return _concatenated([stacked, _stack([("remainder", rest)])])
+    remainder = whole.drop_vars("layer", errors="ignore") - stacked.sum("component")
+    return _concatenated([stacked, _stack([("remainder", remainder)])])
 
 
 def _layers(states: xr.DataArray, stop: int | None) -> list[int]:
-    """Layers of an array, 0 to `stop` without gaps."""
-    found: list[int] = states["layer"].values.tolist()
-    wanted = list(range(len(found) if stop is None else stop))
-    if found[: len(wanted)] != wanted:
+    """Layer numbers 0 to `stop` of an array; ShapeError if one is missing."""
+    layers: list[int] = states["layer"].values.tolist()
+    expected = list(range(len(layers) if stop is None else stop))
+    if layers[: len(expected)] != expected:
         raise ShapeError(
-            f"expected layers {wanted} of {states.name}, found {found}; capture all layers up to the one in "
-            "question"
+            f"expected layers {expected} of {states.name}, found {layers}; capture all layers up to the one "
+            "in question"
         )
-    return wanted
+    return expected
 
 
 def _at(states: xr.DataArray, layer: int) -> xr.DataArray:
@@ -291,7 +325,7 @@ def _at(states: xr.DataArray, layer: int) -> xr.DataArray:
 
 
 def _stack(parts: Iterable[tuple[str, xr.DataArray]]) -> xr.DataArray:
-    """Parts [..., hidden] along a new axis of their names."""
+    """Stack named parts [..., hidden] along a new axis `component`."""
     labels, arrays = zip(*parts, strict=True)
     plain = [array.drop_vars("layer", errors="ignore").expand_dims("component") for array in arrays]
     return _concatenated(plain).assign_coords(component=list(labels))
@@ -300,5 +334,5 @@ def _stack(parts: Iterable[tuple[str, xr.DataArray]]) -> xr.DataArray:
 def _concatenated(parts: Sequence[xr.DataArray]) -> xr.DataArray:
     import xarray as xr
 
-    found = xr.concat(parts, dim="component", coords="minimal", compat="override")
-    return found.rename(None).assign_attrs(units="1").transpose("component", ..., "hidden")
+    stacked = xr.concat(parts, dim="component", coords="minimal", compat="override")
+    return stacked.rename(None).assign_attrs(units="1").transpose("component", ..., "hidden")

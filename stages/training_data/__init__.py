@@ -1,15 +1,14 @@
-"""Training data out of the store: rows of activations, shuffled, in an order that can be taken up anywhere.
+"""Training data from the store: shuffled rows of activations in a reproducible, resumable order.
 
-stored         rows of one stored run: which prompts, which tokens of them
-several        runs end to end, and runs of several models side by side
-order          which rows in which order: two-level shuffle, a function of (seed, epoch) alone
-batches        batches in that order, read a window at a time, shared out over workers
+stored         rows of one stored run: which prompts and tokens
+several        runs concatenated, and runs of several models side by side
+order          two-level shuffle, a function of (seed, epoch) alone
+batches        batches in that order, read a window at a time, distributed over workers
 conversion     stored numbers as float32
-normalisation  statistics of states as a cached stage, and what is done to rows by them
+normalisation  statistics of states as a cached stage, and scaling of rows by them
 loader         `ActivationLoader`: batches as arrays; torch_dataset: the same for a DataLoader
 
-Border: reads stored activations; what is learnt from them is stages/features/training's. Importing this
-package imports no torch. Why it is built so: DESIGN.md.
+What is trained on them: stages/features/training. Importing this package imports no torch. Design: DESIGN.md.
 
 Axes: token (packed, as stored; several runs end to end), row (a token that is read), width.
 """

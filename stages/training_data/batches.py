@@ -1,13 +1,10 @@
 """Batches of stored activations in the order of order.py, read a window at a time.
 
-Border: rows and their order; what the rows mean is the trainer's.
+One thread reads the next window while the current one is used, so two windows are in memory. Rows are written
+where they will be used, so a batch is a slice of a window. Batches cross the borders of windows and epochs.
 
-One thread reads the next window while this one is used; two windows are all that is in memory. Rows are
-written where they will be used, so that a batch is a range of a window. Batches run across the borders of
-windows and epochs.
-
-Batches are numbered through all epochs, and number b is the same whoever makes it: worker i of n makes those
-with b % n == i, counted from where they start, and reads the rows of these only.
+Batches are numbered over all epochs, and batch b has the same rows whoever makes it: worker i of n makes
+those with b % n == i, counted from the start, and reads only their rows.
 """
 
 from __future__ import annotations
@@ -41,35 +38,41 @@ CellT = TypeVar("CellT", bound="Cell")
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """number: through all epochs. tokens: of its rows, on the axis of the source. rows: cell -> [row, width]
-    in the stored dtype, aligned; not to be changed or kept, as they may be a part of a window.
-    """
+    """One batch."""
 
     number: int
+    """Number over all epochs."""
     tokens: Indices
+    """Token of each row, on the token axis of the source."""
     rows: dict[Cell, Array]
+    """Cell -> [row, width] in the stored dtype. Do not modify or keep: it may be a view of a window."""
 
     def tensors(self) -> dict[Cell, Tensor]:
-        """The rows of each cell, float32."""
+        """Rows of each cell as float32 tensors."""
         return {cell: as_tensor(rows) for cell, rows in self.rows.items()}
 
 
 @dataclass(frozen=True, eq=False)
 class Batches:
-    """Batches of the rows of a source, for `epochs`, or without end.
+    """Batches of the rows of a source.
 
-    window: rows shuffled together, of blocks of `block` neighbouring tokens. drop_last: leave out a last
-    batch that is shorter. Raises ConfigError when an epoch does not fill a batch.
+    Raises:
+        ConfigError: An epoch has fewer rows than a batch.
     """
 
     source: TokenRows
     cells: tuple[Cell, ...]
     batch: int
+    """Rows per batch."""
     window: int
+    """Rows that are shuffled together."""
     block: int
+    """Neighbouring tokens that enter a window together."""
     seed: int
     epochs: int | None = None
+    """None for an endless sequence."""
     drop_last: bool = False
+    """Whether to leave out a shorter last batch."""
 
     def __post_init__(self) -> None:
         if (count := self.order.rows) < self.batch:
@@ -80,7 +83,7 @@ class Batches:
 
     @cached_property
     def order(self) -> Order:
-        """Of the rows of all blocks."""
+        """Shuffled order of the rows of all blocks."""
         counts = self.source.counts(*self._blocks)
         return Order(counts, max(1, self.window // self.block), self.seed)
 
@@ -90,23 +93,28 @@ class Batches:
 
     @property
     def total(self) -> int | None:
-        """Batches of all epochs; None where there is no end."""
+        """Number of batches in all epochs; None for an endless sequence."""
         if self.epochs is None:
             return None
         rows = self.epochs * self.order.rows
         return rows // self.batch if self.drop_last else -(-rows // self.batch)
 
     def since(self, start: int, worker: tuple[int, int] = (0, 1)) -> Generator[Batch, None, None]:
-        """Batch number `start` and those behind it; worker: (which, of how many), for its share of them."""
-        number, parts, wanted = start + worker[0], list[_Read](), 0
+        """Batches from number `start` on.
+
+        Arguments:
+            start: Number of the first batch.
+            worker: (number, number of workers); only the batches of this worker are made.
+        """
+        number, parts, missing_rows = start + worker[0], list[_Read](), 0
         for read in self._windows(start, worker):
-            at = 0
-            while at < len(read.tokens):
-                wanted = wanted or self._size(number)
-                taken = read.cut(at, at + wanted)
-                wanted, at = wanted - len(taken.tokens), at + len(taken.tokens)
-                if wanted:
-                    parts.append(taken.copied())  # so that a window goes when it is used up
+            offset = 0
+            while offset < len(read.tokens):
+                missing_rows = missing_rows or self._size(number)
+                taken = read.cut(offset, offset + missing_rows)
+                missing_rows, offset = missing_rows - len(taken.tokens), offset + len(taken.tokens)
+                if missing_rows:
+                    parts.append(taken.copied())  # a copy, so that the memory of the window can be reused
                 else:
                     yield _joined(number, [*parts, taken])
                     number, parts = number + worker[1], []
@@ -114,93 +122,98 @@ class Batches:
             del read
 
     def _size(self, number: int) -> int:
-        """Rows of a batch, by its number: all have `batch`, the last may have fewer."""
+        """Rows of a batch: `batch`, or fewer for the last one."""
         if self.epochs is None:
             return self.batch
         return min(self.batch, self.epochs * self.order.rows - number * self.batch)
 
     def _windows(self, start: int, worker: tuple[int, int]) -> Iterator[_Read]:
-        """What is read of each window, the next one meanwhile."""
+        """Read window after window, one ahead of its use."""
         memory = _Memory()
         end = None
         if self.epochs is not None and self.total is not None:
             end = min(self.total * self.batch, self.epochs * self.order.rows)
         pieces: Iterator[RowStretch | None] = chain(self.order.pieces(start * self.batch, end), [None])
+        # One reader: two windows at most are in memory, the one in use and the next.
         with ThreadPoolExecutor(1, thread_name_prefix="window") as reader:
             ahead: Future[_Read] | None = None
             try:
                 for piece in pieces:
-                    found = None if ahead is None else ahead.result()
+                    window_rows = None if ahead is None else ahead.result()
                     ahead = None if piece is None else reader.submit(self._read, piece, start, worker, memory)
-                    if found is not None:
-                        yield found
-                    del found
+                    if window_rows is not None:
+                        yield window_rows
+                    del window_rows
             finally:
                 reader.shutdown(wait=True, cancel_futures=True)
 
     def _read(self, piece: RowStretch, start: int, worker: tuple[int, int], memory: _Memory) -> _Read:
-        """The rows of a piece that are in batches of a worker, in their order."""
+        """Read the rows of a stretch that are in batches of a worker, in order."""
         blocks = self.order.blocks(piece.epoch, piece.window)
         tokens = [self.source.tokens(int(self._blocks[0][n]), int(self._blocks[1][n])) for n in blocks]
-        held = np.concatenate(tokens)
-        chosen = self.order.permutation(piece.epoch, piece.window, len(held))[piece.start : piece.stop]
-        which, workers = worker
+        window_tokens = np.concatenate(tokens)
+        selected = self.order.permutation(piece.epoch, piece.window, len(window_tokens))[
+            piece.start : piece.stop
+        ]
+        worker_number, workers = worker
+        # Every worker computes the whole order, which is cheap, but reads only its own rows.
         if workers > 1:
-            numbers = (piece.first + np.arange(len(chosen))) // self.batch
-            chosen = chosen[(numbers - start) % workers == which]
-        places = np.full(len(held), -1, np.int64)
-        places[chosen] = np.arange(len(chosen))
+            numbers = (piece.first + np.arange(len(selected))) // self.batch
+            selected = selected[(numbers - start) % workers == worker_number]
+        places = np.full(len(window_tokens), -1, np.int64)
+        places[selected] = np.arange(len(selected))
         rows = {
-            cell: memory.rows(len(chosen), self.source.width(cell), self.source.dtype(cell))
+            cell: memory.rows(len(selected), self.source.width(cell), self.source.dtype(cell))
             for cell in self.cells
         }
-        at = 0
-        for some in tokens:
-            to = places[at : at + len(some)]
-            at += len(some)
-            mine = to >= 0
-            if mine.any():
+        offset = 0
+        for block_tokens in tokens:
+            # -1 marks rows of the window that no batch of this worker needs.
+            targets = places[offset : offset + len(block_tokens)]
+            offset += len(block_tokens)
+            is_selected = targets >= 0
+            if is_selected.any():
                 for cell, out in rows.items():
-                    self.source.scatter(cell, some[mine], out, to[mine])
-        return _Read(held[chosen], rows)
+                    self.source.scatter(cell, block_tokens[is_selected], out, targets[is_selected])
+        return _Read(window_tokens[selected], rows)
 
 
 class _Memory:
-    """Memory of windows that nobody holds a part of any more, for those that are read next.
+    """Pool of window buffers. A buffer is reused once no batch references it.
 
-    Fresh memory costs a fault a page: a scatter into it takes 1.3 times as long, measured.
+    Fresh memory costs a page fault per page: a scatter into it takes 1.3 times as long (measured).
     """
 
     def __init__(self) -> None:
         self._held: list[Array] = []
 
     def rows(self, rows: int, width: int, dtype: npt.DTypeLike) -> Array:
-        """Uninitialised [row, width]."""
-        found = None
+        """An uninitialised array [row, width]."""
+        buffer = None
         for n in range(len(self._held)):
-            # A part of an array, and a tensor over it, holds it: where the list and this call alone do,
-            # nobody sees what is written over it.
+            # A view of an array or a tensor over it holds a reference. If only this list and this call hold
+            # one, nobody can see the array being overwritten.
             if sys.getrefcount(self._held[n]) == _NOBODY_ELSE and self._fits(n, rows, width, dtype):
-                found = self._held.pop(n)
+                buffer = self._held.pop(n)
                 break
-        if found is None:
-            found = np.empty((rows, width), dtype)
-        self._held = [*self._held, found][-_MOST:]
-        return found[:rows]
+        if buffer is None:
+            buffer = np.empty((rows, width), dtype)
+        self._held = [*self._held, buffer][-_MOST:]
+        return buffer[:rows]
 
     def _fits(self, n: int, rows: int, width: int, dtype: npt.DTypeLike) -> bool:
-        held = self._held[n]
-        return len(held) >= rows and held.shape[1] == width and held.dtype == dtype
+        buffer = self._held[n]
+        return len(buffer) >= rows and buffer.shape[1] == width and buffer.dtype == dtype
 
 
 _NOBODY_ELSE = 2
 _MOST = 16
-"""Windows remembered: two for each of a few cells."""
+"""Maximum buffers in the pool: two per cell, for several cells."""
 
 
 @dataclass(frozen=True, eq=False)
 class _Read:
-    """Rows that follow each other in the order, with their tokens."""
+    """Consecutive rows in the order of reading, with their tokens."""
 
     tokens: Indices
     rows: dict[Cell, Array]
@@ -222,16 +235,20 @@ def _joined(number: int, parts: Sequence[_Read]) -> Batch:
 def every(
     source: TokenRows, cells: Iterable[CellT], *, block: int, apart: int = 1
 ) -> Iterator[dict[CellT, Tensor]]:
-    """Rows of a source, block by block in the order of the store: cell -> float32 [row, width].
+    """Iterate over all rows of a source, block by block in stored order: cell -> float32 tensor [row, width].
 
-    apart: every how manieth block; 1 for all rows.
+    Arguments:
+        source: The rows.
+        cells: Cells to read.
+        block: Tokens per block.
+        apart: Use every `apart`-th block only; 1 for all rows.
     """
-    asked = tuple(cells)
+    requested = tuple(cells)
     for start, stop in zip(*(ends[::apart].tolist() for ends in source.blocks(block)), strict=True):
         tokens = source.tokens(start, stop)
         if not len(tokens):
             continue
-        rows = {cell: np.empty((len(tokens), source.width(cell)), source.dtype(cell)) for cell in asked}
+        rows = {cell: np.empty((len(tokens), source.width(cell)), source.dtype(cell)) for cell in requested}
         for cell, out in rows.items():
             source.scatter(cell, tokens, out, np.arange(len(tokens)))
-        yield {cell: as_tensor(held) for cell, held in rows.items()}
+        yield {cell: as_tensor(values) for cell, values in rows.items()}

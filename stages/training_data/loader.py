@@ -1,13 +1,12 @@
-"""`ActivationLoader`: shuffled batches of stored activations, as arrays.
+"""`ActivationLoader`: shuffled batches of stored activations, as numpy arrays.
 
     states = mizarr.capture(model, prompts, "blocks.*.hook_resid_post", store=store)
     loader = mizarr.ActivationLoader(states, layers=[3, 4], batch=4096, epochs=2, skip_positions=1)
     for batch in loader:
         batch["resid_post"]                          # float32 [row, layer, hidden]
-    loader.state_dict()                              # one number and what it is a place in
+    loader.state_dict()                              # position, and digest of rows and order
 
-Border: labelled datasets in, arrays out; order and reading are order.py's and batches.py's. Never imports
-torch; `to_torch` does.
+Order and reading: order.py and batches.py. Needs no torch, except `to_torch`.
 """
 
 from __future__ import annotations
@@ -42,10 +41,10 @@ Arrays = dict[str, npt.NDArray[Any]]
 
 @dataclass(frozen=True)
 class LoaderOptions:
-    """How rows are shuffled, cut into batches and converted.
+    """Options for shuffling, batching and conversion of rows.
 
     Raises:
-        ConfigError: for settings that do not fit each other.
+        ConfigError: Options contradict each other.
     """
 
     batch: int = option(4096, "Rows per batch.", kind="count")
@@ -94,24 +93,24 @@ class LoaderOptions:
 
 
 class ActivationLoader:
-    """Shuffled batches of the rows of one stored run, or of several of one model.
+    """Shuffled batches of the rows of one stored run, or of several runs of one model.
 
-    A batch is a dict: variable -> [row, layer, width], heads laid side by side; it is the caller's to change,
-    and may be a part of the buffer, to be copied where it is kept. Each iteration continues at `position`,
-    the number of the next batch; every row comes once an epoch.
+    A batch is a dict: variable -> [row, layer, width], heads concatenated. The caller may modify it, but must
+    copy what it keeps, as a batch may be a view of the buffer. Each iteration continues at `position`, the
+    number of the next batch; every row occurs once per epoch.
 
-    Args:
-        states: a dataset as `capture` or `store.entry(…).open()` returns it, also with some prompts or layers
-            selected; or several.
-        variables: names of the variables; default all.
-        layers: layers; default all. A single number leaves out the layer axis.
-        options: see below.
+    Arguments:
+        states: A dataset from `capture` or `store.entry(…).open()`, possibly with selected prompts or layers;
+            or several.
+        variables: Names of the variables; None for all.
+        layers: Layers; None for all. A single number removes the layer axis.
+        options: See below.
 
     Raises:
-        ConfigError: for settings that do not fit.
-        EntryNotFound, ShapeError: for variables without a row per token.
-        ShapeError: when a batch is read whose numbers are not finite.
-        CorruptEntry: when a batch is read from a damaged file.
+        ConfigError: Options are invalid.
+        EntryNotFound: A variable is not stored.
+        ShapeError: A variable has no row per token; when a batch is read, also if a number is not finite.
+        CorruptEntry: A batch is read from a damaged file.
     """
 
     @takes_options(LoaderOptions)
@@ -122,46 +121,47 @@ class ActivationLoader:
         layers: Sequence[int] | int | None = None,
         **options: Any,
     ) -> None:
-        (chosen,) = split_options("ActivationLoader", options, LoaderOptions)
-        given = LoaderOptions(**chosen)
+        (loader_options,) = split_options("ActivationLoader", options, LoaderOptions)
+        settings = LoaderOptions(**loader_options)
         source = _source(states)
         if variables is not None:
+            # A text is iterable, too: a single name is handled in _cells.
             require_kind(variables, Iterable, "variables as names", "write ['resid_post']")
-        wanted = None if layers is None else as_indices(layers, "layers")
+        layer_numbers = None if layers is None else as_indices(layers, "layers")
         self._is_single = layers is not None and not is_several(layers)
-        self.cells = _cells(states, source, variables, wanted)
+        self.cells = _cells(states, source, variables, layer_numbers)
         source.require(cell for cells in self.cells.values() for cell in cells)
-        self.dtype, self.labels = given.dtype, given.labels
-        self._scaled = _normalisations(self.cells, given.normalise, given.statistics)
+        self.dtype, self.labels = settings.dtype, settings.labels
+        self._scaled = _normalisations(self.cells, settings.normalise, settings.statistics)
         self.position = 0
         self._batches = Batches(
             Joined(
-                source.leaving_out(positions=given.skip_positions, tokens=tuple(given.without)),
+                source.leaving_out(positions=settings.skip_positions, tokens=tuple(settings.without)),
                 {(variable, None): cells for variable, cells in self.cells.items()},
             ),
             tuple((variable, None) for variable in self.cells),
-            batch=given.batch,
-            window=given.buffer_tokens,
-            block=given.block_tokens,
-            seed=given.seed,
-            epochs=given.epochs,
-            drop_last=given.drop_last,
+            batch=settings.batch,
+            window=settings.buffer_tokens,
+            block=settings.block_tokens,
+            seed=settings.seed,
+            epochs=settings.epochs,
+            drop_last=settings.drop_last,
         )
 
     @property
     def rows(self) -> int:
-        """Rows of one epoch: tokens that nothing leaves out."""
+        """Number of rows per epoch, without excluded tokens."""
         return self._batches.order.rows
 
     def __len__(self) -> int:
-        """Batches that are left; TypeError where there is no end."""
+        """Number of remaining batches; TypeError for an endless loader."""
         total = self._batches.total
         if total is None:
             raise TypeError("a loader without epochs= has no length")
         return total - self.position
 
     def __iter__(self) -> Iterator[Arrays]:
-        """The batches from `position` on. Raises ConfigError when none is left."""
+        """Batches from `position` on. ConfigError if none is left."""
         if self._batches.epochs is not None and not len(self):
             raise ConfigError(
                 f"all {self.position} batches of {self._batches.epochs} epochs were taken; ask for more "
@@ -172,9 +172,14 @@ class ActivationLoader:
             yield self._made(batch)
 
     def shared(self, worker: int, workers: int, *, taken: int = 0) -> Iterator[Arrays]:
-        """Those of the batches from `position` on that are a worker's: number `worker`, and every
-        `workers`-th one behind it. Of all workers in turn they are the batches in order. taken: the first of
-        them that are left out.
+        """Batches of one worker, from `position` on: number `worker`, and every `workers`-th after it.
+
+        Taken from all workers in turn, the batches are in order.
+
+        Arguments:
+            worker: Number of the worker.
+            workers: Number of workers.
+            taken: Batches of this worker to skip.
         """
         if not 0 <= worker < workers:
             raise ConfigError(f"expected a worker below workers={workers}, found {worker}")
@@ -182,28 +187,27 @@ class ActivationLoader:
             yield self._made(batch)
 
     def to_torch(self) -> ActivationDataset:
-        """The same as a torch `IterableDataset`: `DataLoader(loader.to_torch(), batch_size=None,
-        num_workers=2)`.
-        """
+        """The loader as a torch `IterableDataset`, for `DataLoader(loader.to_torch(), batch_size=None,
+        num_workers=2)`."""
         from .torch_dataset import ActivationDataset
 
         return ActivationDataset(self)
 
-    # -- where it stands
+    # -- resuming
 
     @property
     def identity(self) -> str:
-        """Digest of the rows and of their order."""
-        it = self._batches
-        settings = [it.batch, it.window, it.block, it.seed, *self._left_out()]
-        return digest("activation loader", it.source.identity(it.cells), settings)
+        """Digest of the rows and their order."""
+        batches = self._batches
+        settings = [batches.batch, batches.window, batches.block, batches.seed, *self._left_out()]
+        return digest("activation loader", batches.source.identity(batches.cells), settings)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where it stands, as JSON values."""
+        """Position and identity, as JSON values."""
         return {"position": self.position, "identity": self.identity}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> Self:
-        """Go on where another one stood. Raises ConfigError for one of other rows or another order."""
+        """Restore a saved position. ConfigError if rows or order differ."""
         if state["identity"] != self.identity:
             raise ConfigError(
                 "expected a place in these rows in this order, found one in others; load the same runs with "
@@ -214,23 +218,23 @@ class ActivationLoader:
 
     def _left_out(self) -> list[Any]:
         source: Any = self._batches.source
-        first = source.source.runs[0] if isinstance(source.source, EndToEnd) else source.source
-        return [first.skip_positions, list(first.without)]
+        first_run = source.source.runs[0] if isinstance(source.source, EndToEnd) else source.source
+        return [first_run.skip_positions, list(first_run.without)]
 
     # -- batches
 
     def _made(self, batch: Batch) -> Arrays:
-        made: Arrays = {}
+        arrays: Arrays = {}
         for variable, cells in self.cells.items():
             stored = batch.rows[variable, None]
             rows = as_float32(stored) if self.dtype == "float32" else stored
             layers = rows.reshape(len(rows), len(cells), -1)
-            for place, cell in enumerate(cells):
+            for index, cell in enumerate(cells):
                 if cell in self._scaled:
-                    self._scaled[cell](layers[:, place])
+                    self._scaled[cell](layers[:, index])
             has_axis = cells[0][1] is not None and not self._is_single
-            made[variable] = layers if has_axis else rows
-        return made | (self._batches.source.labels(batch.tokens) if self.labels else {})
+            arrays[variable] = layers if has_axis else rows
+        return arrays | (self._batches.source.labels(batch.tokens) if self.labels else {})
 
 
 def _check(**numbers: int | None) -> None:
@@ -245,7 +249,7 @@ def _source(states: Any) -> StoredActivations | EndToEnd:
     if isinstance(states, Sequence) and not isinstance(states, str | bytes):
         if not states:
             raise ConfigError("expected one stored run or more, found none")
-        runs = [_source(each) for each in states]
+        runs = [_source(state) for state in states]
         return EndToEnd(tuple(run for run in runs if isinstance(run, StoredActivations)))
     import xarray as xr
 
@@ -264,29 +268,33 @@ def _cells(
     variables: Sequence[str] | str | None,
     layers: Sequence[int] | None,
 ) -> dict[str, list[Cell]]:
-    """Variable -> its cells: those asked for, by default those that the (first) dataset shows."""
+    """Cells of each variable: the requested ones, by default those in the (first) dataset."""
     from ...store.reading.selection import as_layer
 
-    first = states[0] if isinstance(states, Sequence) else states
+    first_states = states[0] if isinstance(states, Sequence) else states
     run = source.runs[0] if isinstance(source, EndToEnd) else source
-    shown: dict[str, list[int | None]] = {}
-    if isinstance(first, StoredActivations | EndToEnd):
+    available: dict[str, list[int | None]] = {}
+    if isinstance(first_states, StoredActivations | EndToEnd):
         for name, layer in run.entry.published():
-            shown.setdefault(name, []).append(layer)
+            available.setdefault(name, []).append(layer)
     else:
-        for name, array in first.data_vars.items():
-            found = as_layer(array)
-            has = "layer" in found.coords
-            shown[str(name)] = np.atleast_1d(found["layer"].values).tolist() if has else [None]
-    packed = [name for name in shown if run.entry.spec(name).packed == "token"]
-    asked = [variables] if isinstance(variables, str) else packed if variables is None else list(variables)
-    if not asked:
+        for name, array in first_states.data_vars.items():
+            array_of_layer = as_layer(array)
+            has_layer = "layer" in array_of_layer.coords
+            available[str(name)] = (
+                np.atleast_1d(array_of_layer["layer"].values).tolist() if has_layer else [None]
+            )
+    packed = [name for name in available if run.entry.spec(name).packed == "token"]
+    requested = (
+        [variables] if isinstance(variables, str) else packed if variables is None else list(variables)
+    )
+    if not requested:
         raise ConfigError("expected variables with a row per token, found none; capture some")
     cells: dict[str, list[Cell]] = {}
-    for name in asked:
+    for name in requested:
         has_layers = run.entry.spec(name).layers is not None
-        held = shown.get(name, []) if layers is None or not has_layers else layers
-        cells[name] = [(name, layer) for layer in held]
+        layer_numbers = available.get(name, []) if layers is None or not has_layers else layers
+        cells[name] = [(name, layer) for layer in layer_numbers]
     return cells
 
 
@@ -312,5 +320,7 @@ def _normalisations(
             f"expected statistics of {absent[0]}, found those of {', '.join(map(str, by_name))}"
         )
     return {
-        cell: Normalisation.of(by_name[name], cell[1], how) for name, held in cells.items() for cell in held
+        cell: Normalisation.of(by_name[name], cell[1], how)
+        for name, variable_cells in cells.items()
+        for cell in variable_cells
     }

@@ -1,12 +1,9 @@
-"""Statistics of stored states as a cached stage, and rows scaled by them.
+"""Statistics of stored states as a cached stage, and normalisation of rows by them.
 
-Border: numpy on labelled states; knows no model and never imports torch.
+The summary of a segment is the mean and the mean squared deviation of each dimension; segments are merged
+(Chan, Golub and LeVeque 1983) in float64, because residual streams have large values with small variance.
 
-A segment's summary is a mean and the mean squared deviation from it, of each dimension, which are joined
-segment by segment (Chan, Golub and LeVeque 1983) in float64: states of a residual stream are large where
-their variance is small.
-
-Axes: layer, token, hidden.
+Axes: layer, token, hidden. Needs no model and no torch.
 """
 
 from __future__ import annotations
@@ -37,37 +34,39 @@ Summary = dict[str, npt.NDArray[Any]]
 
 
 def _summary(rows: npt.NDArray[np.float32]) -> Summary:
-    """Of rows [token, hidden], at least one."""
+    """Summary of at least one row [token, hidden]."""
     wide = rows.astype(np.float64)
     mean, lengths = wide.mean(axis=0), np.sqrt(np.einsum("th,th->t", wide, wide))
+    # Two passes in float64: E[x^2] - E[x]^2 would cancel for large means.
     wide -= mean
     variance = np.einsum("th,th->h", wide, wide) / len(wide)
-    found = {"n": len(wide), "mean": mean, "variance": variance}
-    found |= {"norm": lengths.mean(), "largest_norm": lengths.max()}
-    return {name: np.asarray(value) for name, value in found.items()}
+    summary = {"n": len(wide), "mean": mean, "variance": variance}
+    summary |= {"norm": lengths.mean(), "largest_norm": lengths.max()}
+    return {name: np.asarray(value) for name, value in summary.items()}
 
 
-def _joined(one: Summary, other: Summary) -> Summary:
-    """Of the rows of both."""
-    count = one["n"] + other["n"]
-    share = other["n"] / np.maximum(count, 1)
+def _joined(first_summary: Summary, second_summary: Summary) -> Summary:
+    """Merge the summaries of two sets of rows."""
+    count = first_summary["n"] + second_summary["n"]
+    # Empty ranges have n = 0, and merge without a division by zero.
+    share = second_summary["n"] / np.maximum(count, 1)
     wide = share[..., None]
-    spread = (1 - wide) * one["variance"] + wide * other["variance"]
-    apart = other["mean"] - one["mean"]
+    spread = (1 - wide) * first_summary["variance"] + wide * second_summary["variance"]
+    apart = second_summary["mean"] - first_summary["mean"]
     return {
         "n": count,
-        "mean": one["mean"] + wide * apart,
+        "mean": first_summary["mean"] + wide * apart,
         "variance": spread + wide * (1 - wide) * apart**2,
-        "norm": (1 - share) * one["norm"] + share * other["norm"],
-        "largest_norm": np.maximum(one["largest_norm"], other["largest_norm"]),
+        "norm": (1 - share) * first_summary["norm"] + share * second_summary["norm"],
+        "largest_norm": np.maximum(first_summary["largest_norm"], second_summary["largest_norm"]),
     }
 
 
 def _together(parts: list[xr.Dataset]) -> xr.Dataset:
-    """Statistics of all tokens from those of ranges of them."""
-    found = reduce(_joined, ({name: part[name].values for name in DIMS} for part in parts))
-    first = parts[0]
-    return first.assign({name: first[name].copy(data=values) for name, values in found.items()})
+    """Merge the statistics of consecutive token ranges."""
+    merged = reduce(_joined, ({name: part[name].values for name in DIMS} for part in parts))
+    first_part = parts[0]
+    return first_part.assign({name: first_part[name].copy(data=values) for name, values in merged.items()})
 
 
 @stage(
@@ -85,37 +84,41 @@ def _together(parts: list[xr.Dataset]) -> xr.Dataset:
     memory=1.0,
 )
 def state_statistics(states: xr.DataArray, *, skip_positions: int = 0) -> xr.Dataset:
-    """Mean and variance of every dimension, and lengths of states: what normalising training data takes.
+    """Mean and variance of every dimension, and lengths of states, as needed to normalise training data.
 
-    states: [layer, token, hidden], any float dtype, lazy or not.  skip_positions: first positions of each
-    prompt that count nowhere (their states are often ten times as long as others).
-    Returns n int64; mean, variance (no n - 1) float64 [layer, hidden]; norm, largest_norm float64 [layer]. A
-    range in which nothing is left has n = 0 and zeros.
+    Arguments:
+        states: [layer, token, hidden], any float dtype, lazy or not.
+        skip_positions: Leading positions of each prompt to exclude (their states are often ten times as long
+            as others).
+
+    Returns:
+        n int64; mean, variance (without n - 1) float64 [layer, hidden]; norm, largest_norm float64 [layer]. A
+        range without any state left has n = 0 and zeros.
     """
     import xarray as xr
 
     states = as_layers(states)
-    kept, width = _behind(states, skip_positions), states.sizes["hidden"]
+    is_kept, width = _behind(states, skip_positions), states.sizes["hidden"]
     nothing: Summary = {name: np.zeros(width if "hidden" in dims else ()) for name, dims in DIMS.items()}
     nothing["n"] = np.zeros((), np.int64)
     layers = []
     for layer in range(states.sizes["layer"]):
-        parts = (rows[kept[here]] for here, rows in state_rows(states.isel(layer=layer)))
+        parts = (rows[is_kept[token_range]] for token_range, rows in state_rows(states.isel(layer=layer)))
         layers.append(reduce(_joined, (_summary(rows) for rows in parts if len(rows)), nothing))
     data = {name: (dims, np.stack([layer[name] for layer in layers])) for name, dims in DIMS.items()}
     return xr.Dataset(data, coords={"layer": states["layer"]}, attrs={"skip_positions": skip_positions})
 
 
 def _behind(states: xr.DataArray, skip_positions: int) -> npt.NDArray[np.bool_]:
-    """Which tokens count, bool [token]."""
+    """Mask of the tokens that count, bool [token]."""
     if not skip_positions:
         return np.ones(states.sizes["token"], bool)
     if "position" not in states.coords:
         raise ShapeError(
             "expected a coordinate 'position' beside the states, found none; or leave skip_positions at 0"
         )
-    found: npt.NDArray[np.bool_] = states["position"].values >= skip_positions
-    return found
+    is_kept: npt.NDArray[np.bool_] = states["position"].values >= skip_positions
+    return is_kept
 
 
 @dataclass(frozen=True, eq=False)
@@ -127,12 +130,20 @@ class Normalisation:
 
     @classmethod
     def of(cls, statistics: xr.Dataset, layer: int | None, how: str) -> Normalisation:
-        """What `how` makes of the rows of a layer (None: of the only one).
+        """Normalisation of the rows of a layer.
 
-        expected_average_only_in: lengths are sqrt(hidden) on average, as SAELens names it; nothing is
-        centred. centred: mean 0 and mean squared entry 1, one factor for all dimensions. standard: mean 0 and
-        variance 1 of every dimension; one that never changes is left at 0.
-        Raises ConfigError for an unknown name or states that are all 0, EntryNotFound for another layer.
+        Methods: "expected_average_only_in" scales to an average length of sqrt(hidden) without centring (the
+        name is SAELens's). "centred": mean 0 and mean squared entry 1, with one factor for all dimensions.
+        "standard": mean 0 and variance 1 in every dimension; constant dimensions become 0.
+
+        Arguments:
+            statistics: Result of `state_statistics`.
+            layer: Layer number; None for the only layer.
+            how: The method.
+
+        Raises:
+            ConfigError: Unknown method, or all states are 0.
+            EntryNotFound: The statistics lack the layer.
         """
         if how not in NORMALISATIONS:
             near = nearest(how, NORMALISATIONS)
@@ -140,34 +151,37 @@ class Normalisation:
                 f"expected a normalisation among {', '.join(NORMALISATIONS)}, found {how!r}"
                 + (f"; nearest is {near!r}" if near else "")
             )
-        held = np.atleast_1d(statistics["layer"].values).tolist()
-        if layer is not None and layer not in held:
-            raise EntryNotFound(f"expected statistics of layer {layer}, found those of {held}; compute them")
-        at = (
+        layers = np.atleast_1d(statistics["layer"].values).tolist()
+        if layer is not None and layer not in layers:
+            raise EntryNotFound(
+                f"expected statistics of layer {layer}, found those of {layers}; compute them"
+            )
+        layer_statistics = (
             statistics
             if "layer" not in statistics.dims
-            else statistics.isel(layer=held.index(held[0] if layer is None else layer))
+            else statistics.isel(layer=layers.index(layers[0] if layer is None else layer))
         )
-        mean, variance = at["mean"].values, at["variance"].values
+        mean, variance = layer_statistics["mean"].values, layer_statistics["variance"].values
         if how == "expected_average_only_in":
-            return cls(np.zeros((), np.float32), _over(np.sqrt(len(mean)), float(at["norm"])))
+            return cls(np.zeros((), np.float32), _over(np.sqrt(len(mean)), float(layer_statistics["norm"])))
         if how == "centred":
             return cls(mean.astype(np.float32), _over(1.0, np.sqrt(variance.mean())))
         spread = np.sqrt(variance)
+        # A constant dimension would be scaled to infinity.
         scale = np.divide(1.0, spread, out=np.zeros_like(spread), where=spread > 0)
         return cls(mean.astype(np.float32), scale.astype(np.float32))
 
     def __call__(self, rows: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-        """These rows, changed in place."""
+        """Normalise rows in place and return them."""
         rows -= self.mean
         rows *= self.scale
         return rows
 
 
-def _over(wanted: float, found: float) -> npt.NDArray[np.float32]:
-    if not found > 0:
+def _over(target: float, actual: float) -> npt.NDArray[np.float32]:
+    if not actual > 0:
         raise ConfigError(
             "expected states that differ from each other and from 0, found none to scale by; "
             "are they captured?"
         )
-    return np.array(wanted / found, np.float32)
+    return np.array(target / actual, np.float32)

@@ -1,16 +1,14 @@
-"""Which rows in which order: a shuffle of two levels, a function of (seed, epoch); a place in it is a number.
+"""Two-level shuffle of rows, as a function of (seed, epoch); a position in it is one number.
 
-Border: counts and numbers; what the rows hold is not known here.
+Shuffling activations on disk would cost more than training on them. The store keeps the order of prompts, and
+rows are shuffled on reading: an epoch is a permutation of blocks of neighbouring tokens; consecutive blocks
+of it form a window, which is held in memory; within a window, rows are permuted. Epochs follow each other
+without a gap, so row r of all epochs is in epoch r // rows, and the state of a training run is the number of
+batches it has taken.
 
-Idea: shuffling activations on disk costs more than training on them. The store keeps the order of the
-prompts, and order is made at reading, on two levels. An epoch is a permutation of blocks of neighbouring
-tokens; some blocks in a row are a window, held in memory; a window is permuted row by row. Epochs follow
-each other without a gap, so that row r of the whole is in epoch r // rows, and where a training stands is the
-number of batches it took.
-
-How well it mixes: a window holds `window / block` blocks drawn from everywhere. Tokens of one block are
-always in one window, a third of its rows apart on average, and a batch of B rows has about B block / window
-of each block. Tokens of one document in different blocks are as far apart as any others.
+Quality of mixing: a window has `window / block` blocks drawn from the whole data. Tokens of one block are
+always in one window, on average a third of its rows apart, and a batch of B rows has about B block / window
+rows of each block. Tokens of one document in different blocks are as far apart as any others.
 """
 
 from __future__ import annotations
@@ -24,64 +22,70 @@ import numpy.typing as npt
 __all__ = ["Order", "RowStretch"]
 
 Indices = npt.NDArray[np.int64]
-_BLOCKS, _ROWS = 1, 2  # tags that keep the two kinds of permutation apart
+_BLOCKS, _ROWS = 1, 2  # part of the random seed, so that the two kinds of permutation are independent
 
 
 @dataclass(frozen=True)
 class RowStretch:
-    """Rows of one window that follow each other in the order. first: the number of the first of them in all
-    epochs. window: which, and of which epoch. start, stop: of the permuted window.
-    """
+    """Consecutive rows, in the order of reading, that lie in one window."""
 
     epoch: int
     window: int
+    """Number of the window within the epoch."""
     first: int
+    """Number of the first row, counted over all epochs."""
     start: int
+    """First row within the permuted window."""
     stop: int
+    """End of the rows within the permuted window."""
 
 
 @dataclass(frozen=True, eq=False)
 class Order:
-    """counts: rows of each block. per_window: blocks of a window."""
+    """Order of the rows of all epochs."""
 
     counts: Indices
+    """Rows per block."""
     per_window: int
+    """Blocks per window."""
     seed: int
 
     @property
     def rows(self) -> int:
-        """Rows of one epoch."""
+        """Number of rows per epoch."""
         return int(self.counts.sum())
 
     @property
     def windows(self) -> int:
-        """Windows of one epoch; the last may have fewer blocks than the others."""
+        """Number of windows per epoch; the last may have fewer blocks."""
         return -(-len(self.counts) // self.per_window)
 
     def blocks(self, epoch: int, window: int) -> Indices:
-        """Which blocks are in a window, in the order they are read."""
+        """Blocks of a window, in the order of reading."""
         return self._blocks(epoch)[window * self.per_window : (window + 1) * self.per_window]
 
     def permutation(self, epoch: int, window: int, rows: int) -> Indices:
-        """The order of the rows of a window that has so many."""
+        """Permutation of the `rows` rows of a window."""
+        # Seeded by its position, so that any window can be computed without those before it.
         return np.random.default_rng([self.seed, _ROWS, epoch, window]).permutation(rows)
 
     def pieces(self, first: int, stop: int | None) -> Iterator[RowStretch]:
-        """Rows `first` to `stop` of all epochs, without end where that is None, window by window."""
-        epoch, done = divmod(first, self.rows)
+        """Rows `first` to `stop` of all epochs, window by window; endless if `stop` is None."""
+        epoch, rows_before = divmod(first, self.rows)
         while stop is None or epoch * self.rows < stop:
+            # Rows per window of this epoch: windows have equally many blocks, but blocks differ in rows.
             sizes = np.add.reduceat(
                 self.counts[self._blocks(epoch)], np.arange(0, len(self.counts), self.per_window)
             )
-            ends = np.cumsum(sizes)  # of each window, in rows of the epoch
-            for window in range(int(np.searchsorted(ends, done, side="right")), self.windows):
-                here = epoch * self.rows + int(ends[window] - sizes[window])
-                begin, end = max(0, first - here), int(sizes[window])
+            ends = np.cumsum(sizes)  # end of each window, in rows of the epoch
+            for window in range(int(np.searchsorted(ends, rows_before, side="right")), self.windows):
+                window_start = epoch * self.rows + int(ends[window] - sizes[window])
+                begin, end = max(0, first - window_start), int(sizes[window])
                 if stop is not None:
-                    end = min(end, stop - here)
+                    end = min(end, stop - window_start)
                 if begin < end:
-                    yield RowStretch(epoch, window, here + begin, begin, end)
-            epoch, done = epoch + 1, 0
+                    yield RowStretch(epoch, window, window_start + begin, begin, end)
+            epoch, rows_before = epoch + 1, 0
 
     def _blocks(self, epoch: int) -> Indices:
         return np.random.default_rng([self.seed, _BLOCKS, epoch]).permutation(len(self.counts))

@@ -1,10 +1,8 @@
-"""Several runs read as one: end to end, side by side, and hook points joined to one wide row.
+"""Several runs as one source of rows: concatenated, side by side, and hook points joined to one wide row.
 
-    EndToEnd      more tokens of one model: the token axes of the runs follow each other
-    SideBySide    the same tokens of several models: a cell has the number of its run besides
-    Joined        some cells in a row: what a crosscoder reads and writes
-
-Border: rows of runs; which of them a training wants is its own business.
+EndToEnd      more tokens of one model: the token axes are concatenated
+SideBySide    the same tokens of several models: a cell also has the number of its run
+Joined        concatenated cells: input and output of a crosscoder
 """
 
 from __future__ import annotations
@@ -30,9 +28,10 @@ __all__ = ["EndToEnd", "Joined", "SideBySide"]
 
 @dataclass(frozen=True, eq=False)
 class EndToEnd:
-    """Runs of one model, their tokens one after the other.
+    """Runs of one model, with concatenated token axes.
 
-    Raises ConfigError for runs of different models or interventions.
+    Raises:
+        ConfigError: The runs have different models or interventions.
     """
 
     runs: tuple[StoredActivations, ...]
@@ -51,107 +50,116 @@ class EndToEnd:
         return np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
 
     def leaving_out(self, *, positions: int = 0, tokens: Iterable[int] = ()) -> EndToEnd:
-        """Without the first positions of each prompt, and without these token ids."""
-        some = tuple(tokens)
-        return EndToEnd(tuple(run.leaving_out(positions=positions, tokens=some) for run in self.runs))
+        """Exclude the first positions of each prompt, and token ids."""
+        excluded_ids = tuple(tokens)
+        return EndToEnd(tuple(run.leaving_out(positions=positions, tokens=excluded_ids) for run in self.runs))
 
     def split(self, share: float, seed: int) -> tuple[EndToEnd, EndToEnd]:
-        """(most of the prompts, about `share` of them) of every run."""
-        parts = [run.split(share, seed) for run in self.runs]
-        kept, held = zip(*parts, strict=True)
-        return EndToEnd(kept), EndToEnd(held)
+        """Split prompts of every run at random into training and held-out sets."""
+        splits = [run.split(share, seed) for run in self.runs]
+        most_prompts, held_out = zip(*splits, strict=True)
+        return EndToEnd(most_prompts), EndToEnd(held_out)
 
     def layers(self, kind: str) -> tuple[int, ...]:
-        """Layers of which every run has a kind of hook point."""
+        """Layer numbers stored for a hook kind in every run."""
         return _common(run.layers(kind) for run in self.runs)
 
     def ids(self, most: int | None = None) -> list[list[int]]:
-        """Token ids of the chosen prompts, run by run, until they are `most` tokens or more."""
-        found: list[list[int]] = []
+        """Token ids per selected prompt, run by run; stops after `most` tokens."""
+        ids_by_prompt: list[list[int]] = []
         for run in self.runs:
-            left = None if most is None else most - sum(map(len, found))
-            found += run.ids(left)
-        return found
+            remaining = None if most is None else most - sum(map(len, ids_by_prompt))
+            ids_by_prompt += run.ids(remaining)
+        return ids_by_prompt
 
     def blocks(self, size: int) -> tuple[Indices, Indices]:
-        """(starts, stops) of all runs; none lies in two."""
-        found = [run.blocks(size) for run in self.runs]
+        """(starts, stops) of the blocks of all runs; no block crosses runs."""
+        blocks_by_run = [run.blocks(size) for run in self.runs]
         starts, stops = (
-            np.concatenate([part[end] + first for part, first in zip(found, self._starts, strict=False)])
+            np.concatenate(
+                [
+                    bounds[end] + run_start
+                    for bounds, run_start in zip(blocks_by_run, self._starts, strict=False)
+                ]
+            )
             for end in (0, 1)
         )
         return starts, stops
 
     def counts(self, starts: Indices, stops: Indices) -> Indices:
-        """See `TokenRows`."""
-        which = self._run_of(starts)
-        found = np.zeros(len(starts), np.int64)
+        """Number of selected tokens in each block, int64 [block]."""
+        run_numbers = self._run_of(starts)
+        n_tokens = np.zeros(len(starts), np.int64)
         for number, run in enumerate(self.runs):
-            here = which == number
-            found[here] = run.counts(starts[here] - self._starts[number], stops[here] - self._starts[number])
-        return found
+            is_in_run = run_numbers == number
+            n_tokens[is_in_run] = run.counts(
+                starts[is_in_run] - self._starts[number], stops[is_in_run] - self._starts[number]
+            )
+        return n_tokens
 
     def tokens(self, start: int, stop: int) -> Indices:
-        """The tokens of a block that are read, ascending."""
+        """Selected tokens of a block, ascending."""
         number = int(self._run_of(np.array([start]))[0])
-        first = int(self._starts[number])
-        return self.runs[number].tokens(start - first, stop - first) + first
+        run_start = int(self._starts[number])
+        return self.runs[number].tokens(start - run_start, stop - run_start) + run_start
 
     def count(self) -> int:
-        """See `TokenRows`."""
+        """Number of selected tokens."""
         return sum(run.count() for run in self.runs)
 
     def width(self, cell: Cell) -> int:
-        """Numbers of a row; ShapeError where runs differ."""
-        found = {run.width(cell) for run in self.runs}
-        if len(found) != 1:
-            raise ShapeError(f"expected rows of {cell[0]} of one width, found {sorted(found)}")
-        return found.pop()
+        """Length of a row; ShapeError if runs differ."""
+        widths = {run.width(cell) for run in self.runs}
+        if len(widths) != 1:
+            raise ShapeError(f"expected rows of {cell[0]} of one width, found {sorted(widths)}")
+        return widths.pop()
 
     def dtype(self, cell: Cell) -> np.dtype[Any]:
-        """As which they are stored; float32 where runs differ."""
-        found = {run.dtype(cell) for run in self.runs}
-        return found.pop() if len(found) == 1 else np.dtype(np.float32)
+        """Common dtype of the rows; float32 if runs differ."""
+        dtypes = {run.dtype(cell) for run in self.runs}
+        return dtypes.pop() if len(dtypes) == 1 else np.dtype(np.float32)
 
     def require(self, cells: Iterable[Cell]) -> None:
-        """Raise unless every run has these whole, with one row per token."""
-        asked = tuple(cells)
+        """Check that every run has these cells complete, with one row per token."""
+        requested = tuple(cells)
         for run in self.runs:
-            run.require(asked)
+            run.require(requested)
 
     def identity(self, cells: Iterable[Cell]) -> str:
-        """Digest of what these cells hold and of which prompts are read."""
-        asked = tuple(cells)
-        return digest("training data end to end", [run.identity(asked) for run in self.runs])
+        """Digest of the content of these cells and of the selected prompts."""
+        requested = tuple(cells)
+        return digest("training data end to end", [run.identity(requested) for run in self.runs])
 
     def scatter(self, cell: Cell, tokens: Indices, out: Array, places: Indices) -> None:
-        """Write the row of each of some ascending tokens of a block to its place in `out`."""
+        """Copy rows of one block (ascending tokens) into `out`."""
         number = int(self._run_of(tokens[:1])[0])
         self.runs[number].scatter(cell, tokens - self._starts[number], out, places)
 
     def labels(self, tokens: Indices) -> dict[str, npt.NDArray[Any]]:
-        """run, prompt, position and token_id of tokens."""
-        which = self._run_of(tokens)
-        found = {name: np.zeros(len(tokens), np.int64) for name in ("run", "prompt", "position", "token_id")}
-        found["run"] = which
+        """run, prompt, position and token_id per token, int64."""
+        run_numbers = self._run_of(tokens)
+        labels = {name: np.zeros(len(tokens), np.int64) for name in ("run", "prompt", "position", "token_id")}
+        labels["run"] = run_numbers
         for number, run in enumerate(self.runs):
-            here = which == number
-            for name, values in run.labels(tokens[here] - self._starts[number]).items():
+            is_in_run = run_numbers == number
+            for name, values in run.labels(tokens[is_in_run] - self._starts[number]).items():
                 if name != "run":
-                    found[name][here] = values
-        return found
+                    labels[name][is_in_run] = values
+        return labels
 
     def _run_of(self, tokens: Indices) -> Indices:
-        found: Indices = np.searchsorted(self._starts, tokens, side="right") - 1
-        return found
+        run_numbers: Indices = np.searchsorted(self._starts, tokens, side="right") - 1
+        return run_numbers
 
 
 @dataclass(frozen=True, eq=False)
 class SideBySide:
-    """The same prompts in runs of several models; cells are (hook kind, layer, number of the run).
+    """The same prompts in runs of several models; a cell is (hook kind, layer, number of the run).
 
-    Which tokens are read, and in which order, is the first run's to say. Raises PromptError for a prompt of
-    the first run that another one has not.
+    The first run decides which tokens are read, and in which order.
+
+    Raises:
+        PromptError: Another run lacks a prompt of the first.
     """
 
     runs: tuple[StoredActivations, ...]
@@ -161,56 +169,57 @@ class SideBySide:
 
     @cached_property
     def _moved(self) -> list[Indices | None]:
-        """For each run, by how much tokens of each prompt of the first are moved in it; None: not at all."""
+        """Per run, the offset of each of the first run's prompts on its token axis, [prompt]; None for no
+        offset."""
         return [_moves(self.runs[0], run, number) for number, run in enumerate(self.runs)]
 
     def leaving_out(self, *, positions: int = 0, tokens: Iterable[int] = ()) -> SideBySide:
-        """Without the first positions of each prompt, and without these token ids."""
+        """Exclude the first positions of each prompt, and token ids."""
         return self._of(self.runs[0].leaving_out(positions=positions, tokens=tokens))
 
     def split(self, share: float, seed: int) -> tuple[SideBySide, SideBySide]:
-        """(most of the prompts, about `share` of them), the same in all runs."""
-        kept, held = self.runs[0].split(share, seed)
-        return self._of(kept), self._of(held)
+        """Split prompts at random into training and held-out sets, equal in all runs."""
+        most_prompts, held_out = self.runs[0].split(share, seed)
+        return self._of(most_prompts), self._of(held_out)
 
-    def _of(self, first: StoredActivations) -> SideBySide:
-        return replace(self, runs=(first, *self.runs[1:]))
+    def _of(self, first_run: StoredActivations) -> SideBySide:
+        return replace(self, runs=(first_run, *self.runs[1:]))
 
     def layers(self, kind: str) -> tuple[int, ...]:
-        """Layers of which every run has a kind of hook point."""
+        """Layer numbers stored for a hook kind in every run."""
         return _common(run.layers(kind) for run in self.runs)
 
     def blocks(self, size: int) -> tuple[Indices, Indices]:
-        """(starts, stops) in the first run."""
+        """(starts, stops) of blocks of the first run."""
         return self.runs[0].blocks(size)
 
     def counts(self, starts: Indices, stops: Indices) -> Indices:
-        """See `TokenRows`; as the first run says."""
+        """Number of selected tokens in each block of the first run, int64 [block]."""
         return self.runs[0].counts(starts, stops)
 
     def tokens(self, start: int, stop: int) -> Indices:
-        """The tokens of a block that are read, ascending, as the first run has them."""
+        """Selected tokens of a block of the first run, ascending."""
         return self.runs[0].tokens(start, stop)
 
     def count(self) -> int:
-        """See `TokenRows`; as the first run says."""
+        """Number of selected tokens of the first run."""
         return self.runs[0].count()
 
     def width(self, cell: Cell) -> int:
-        """See `TokenRows`."""
+        """Length of a row of the cell."""
         return self._run(cell).width(cell)
 
     def dtype(self, cell: Cell) -> np.dtype[Any]:
-        """As which they are stored."""
+        """Dtype in which rows are returned."""
         return self._run(cell).dtype(cell)
 
     def require(self, cells: Iterable[Cell]) -> None:
-        """Raise unless these are stored whole, with one row per token."""
+        """Check that these cells are complete, with one row per token."""
         for cell in cells:
             self._run(cell).require([cell])
 
     def identity(self, cells: Iterable[Cell]) -> str:
-        """Digest of what these cells hold and of which prompts are read."""
+        """Digest of the content of these cells and of the selected prompts."""
         by_run: dict[int, list[Cell]] = {number: [] for number in range(len(self.runs))}
         for cell in cells:
             by_run[_number(cell)].append(cell)
@@ -218,21 +227,22 @@ class SideBySide:
         return digest("training data side by side", contents)
 
     def scatter(self, cell: Cell, tokens: Indices, out: Array, places: Indices) -> None:
-        """Write the row of each of some ascending tokens of a block to its place in `out`."""
-        moved = self._moved[_number(cell)]
-        if moved is not None:
+        """Copy rows of one block (ascending tokens) into `out`."""
+        offsets = self._moved[_number(cell)]
+        if offsets is not None:
             starts = self.runs[0].entry.tokens.row_start
-            tokens = tokens + moved[np.searchsorted(starts, tokens, side="right") - 1]
+            tokens = tokens + offsets[np.searchsorted(starts, tokens, side="right") - 1]
+            # scatter expects ascending tokens, but prompts may be in another order in this run.
             order = np.argsort(tokens)
             tokens, places = tokens[order], places[order]
         self._run(cell).scatter(cell, tokens, out, places)
 
     def labels(self, tokens: Indices) -> dict[str, npt.NDArray[Any]]:
-        """run, prompt, position and token_id of tokens, as the first run has them."""
+        """run, prompt, position and token_id per token of the first run, int64."""
         return self.runs[0].labels(tokens)
 
     def ids(self, most: int | None = None) -> list[list[int]]:
-        """Token ids of the chosen prompts in order, until they are `most` tokens or more."""
+        """Token ids per selected prompt, in order; stops after `most` tokens."""
         return self.runs[0].ids(most)
 
     def _run(self, cell: Cell) -> StoredActivations:
@@ -241,54 +251,54 @@ class SideBySide:
 
 @dataclass(frozen=True, eq=False)
 class Joined:
-    """A source with one more name: a cell whose rows are those of some cells in a row."""
+    """Rows of a source with further cells, each a concatenation of cells of the source."""
 
     source: TokenRows
     cells: Mapping[Cell, Sequence[Cell]]
 
     def blocks(self, size: int) -> tuple[Indices, Indices]:
-        """(starts, stops) of the token axis."""
+        """(starts, stops) of blocks on the token axis."""
         return self.source.blocks(size)
 
     def counts(self, starts: Indices, stops: Indices) -> Indices:
-        """See `TokenRows`."""
+        """Number of selected tokens in each block, int64 [block]."""
         return self.source.counts(starts, stops)
 
     def tokens(self, start: int, stop: int) -> Indices:
-        """The tokens of a block that are read, ascending."""
+        """Selected tokens of a block, ascending."""
         return self.source.tokens(start, stop)
 
     def count(self) -> int:
-        """See `TokenRows`."""
+        """Number of selected tokens."""
         return self.source.count()
 
     def width(self, cell: Cell) -> int:
-        """Numbers of a row, of all parts together."""
+        """Row length: sum over the concatenated cells."""
         return sum(map(self.source.width, self.cells[cell]))
 
     def dtype(self, cell: Cell) -> np.dtype[Any]:
-        """As which they are stored; float32 where parts differ."""
-        found = {self.source.dtype(part) for part in self.cells[cell]}
-        return found.pop() if len(found) == 1 else np.dtype(np.float32)
+        """Common dtype of the parts; float32 if they differ."""
+        dtypes = {self.source.dtype(part) for part in self.cells[cell]}
+        return dtypes.pop() if len(dtypes) == 1 else np.dtype(np.float32)
 
     def require(self, cells: Iterable[Cell]) -> None:
-        """Raise unless all parts are stored whole, with one row per token."""
+        """Check that all parts are complete, with one row per token."""
         self.source.require(part for cell in cells for part in self.cells[cell])
 
     def identity(self, cells: Iterable[Cell]) -> str:
-        """Digest of what these cells hold and of which prompts are read."""
+        """Digest of the content of these cells and of the selected prompts."""
         return self.source.identity([part for cell in cells for part in self.cells[cell]])
 
     def scatter(self, cell: Cell, tokens: Indices, out: Array, places: Indices) -> None:
-        """Write the row of each of some ascending tokens of a block to its place in `out`."""
-        at = 0
+        """Copy rows of one block (ascending tokens) into `out`."""
+        column = 0
         for part in self.cells[cell]:
             width = self.source.width(part)
-            self.source.scatter(part, tokens, out[:, at : at + width], places)
-            at += width
+            self.source.scatter(part, tokens, out[:, column : column + width], places)
+            column += width
 
     def labels(self, tokens: Indices) -> dict[str, npt.NDArray[Any]]:
-        """run, prompt, position and token_id of tokens."""
+        """run, prompt, position and token_id per token, int64."""
         return self.source.labels(tokens)
 
 
@@ -297,27 +307,29 @@ def _common(layers: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
 
 
 def _number(cell: Cell) -> int:
-    """Of the run that a cell is of."""
+    """Number of the run that a cell belongs to."""
     return cell[2] if len(cell) == 3 else 0
 
 
-def _moves(first: StoredActivations, other: StoredActivations, number: int) -> Indices | None:
-    """By how much tokens of each prompt of one run are moved in another; None where all lie alike."""
-    ours, theirs = first.entry.tokens, other.entry.tokens
-    if ours.digest == theirs.digest:
+def _moves(reference: StoredActivations, other: StoredActivations, number: int) -> Indices | None:
+    """Offset of each prompt of `reference` on the token axis of `other`, [prompt]; None if all tokens are
+    equal."""
+    reference_tokens, other_tokens = reference.entry.tokens, other.entry.tokens
+    if reference_tokens.digest == other_tokens.digest:
         return None
-    places = {_ids(theirs, row): row for row in np.flatnonzero(other.chosen).tolist()[::-1]}
-    found = np.zeros(ours.n_prompts, np.int64)
-    for row in np.flatnonzero(first.chosen).tolist():
-        there = places.get(_ids(ours, row))
-        if there is None:
+    # Reversed, so that of equal prompts the first one is found.
+    row_by_ids = {_ids(other_tokens, row): row for row in np.flatnonzero(other.chosen).tolist()[::-1]}
+    offsets = np.zeros(reference_tokens.n_prompts, np.int64)
+    for row in np.flatnonzero(reference.chosen).tolist():
+        other_row = row_by_ids.get(_ids(reference_tokens, row))
+        if other_row is None:
             raise PromptError(
-                f"expected prompt {row} of run {first.entry.digest[:12]} in run {number} as well "
+                f"expected prompt {row} of run {reference.entry.digest[:12]} in run {number} as well "
                 f"({other.entry.digest[:12]}), found none with its token ids; capture the same "
                 "prompts of both models, which must share a tokenizer"
             )
-        found[row] = theirs.row_start[there] - ours.row_start[row]
-    return found
+        offsets[row] = other_tokens.row_start[other_row] - reference_tokens.row_start[row]
+    return offsets
 
 
 def _ids(tokens: PackedTokens, row: int) -> bytes:

@@ -30,32 +30,33 @@ __all__ = ["ActivationDataset", "SharedBatches"]
 
 
 class SharedBatches(Protocol):
-    """Batches that can be shared out over workers: an `ActivationLoader`."""
+    """Protocol of batch sources for DataLoader workers, such as `ActivationLoader`."""
 
     def __len__(self) -> int:
-        """Batches that are left."""
+        """Number of remaining batches."""
         ...
 
     def shared(
         self, worker: int, workers: int, *, taken: int = 0
     ) -> Iterator[dict[str, npt.NDArray[np.generic]]]:
-        """Those of a worker, without the first `taken`."""
+        """Batches of one worker, skipping its first `taken` batches."""
         ...
 
     def state_dict(self) -> dict[str, Any]:
-        """Where they begin, as `load_state_dict` takes it."""
+        """State for `load_state_dict`."""
         ...
 
     def load_state_dict(self, state: Mapping[str, Any]) -> Any:
-        """Go on from where a `state_dict` was taken."""
+        """Continue at the position in a `state_dict`."""
         ...
 
 
 class ActivationDataset(IterableDataset[dict[str, Tensor]]):
-    """Batches of a loader as tensors, from its position on in each iteration; its share inside a worker.
+    """Batches of a loader as tensors, from its position on; within a DataLoader worker only that worker's
+    share.
 
-    `state_dict` and `load_state_dict` are what torchdata's StatefulDataLoader asks of a worker: the batches
-    that it handed out.
+    `state_dict` and `load_state_dict` follow the protocol of torchdata's StatefulDataLoader: they count the
+    batches that this worker has returned.
     """
 
     def __init__(self, loader: SharedBatches) -> None:
@@ -65,23 +66,24 @@ class ActivationDataset(IterableDataset[dict[str, Tensor]]):
         self._taken = 0
 
     def __len__(self) -> int:
-        """Batches that are left, of all workers together."""
+        """Number of remaining batches, over all workers."""
         return len(self.loader)
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
-        """The batches of this worker, or all of them outside of any."""
+        """Batches of this worker; all batches in the main process."""
         info = get_worker_info()
         worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
+        # A restored position applies to the next iteration only.
         self._taken, self._begun = self._begun, 0
         for batch in self.loader.shared(worker, workers, taken=self._taken):
             self._taken += 1
             yield {name: as_tensor(values, widen=False) for name, values in batch.items()}
 
     def state_dict(self) -> dict[str, Any]:
-        """How many batches this worker handed out, and of what."""
+        """Number of batches this worker has returned, and the state of the loader."""
         return {"taken": self._taken, "loader": self.loader.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Begin the next iteration behind as many. Raises ConfigError for a loader of other rows."""
+        """Skip as many batches in the next iteration. ConfigError for a loader of other rows."""
         self.loader.load_state_dict(state["loader"])
         self._begun = int(state["taken"])

@@ -3,8 +3,7 @@
     datasets   a row per prompt, of its own length: `input_ids`, `text` if stored, and a column per hook point
                [position, width]
     saelens    what `CacheActivationsRunner` of SAELens writes, for its `cached_activations_path`: a row per
-    context
-               of equal length, a column per hook point [position, width], and `token_ids`
+               context of equal length, a column per hook point [position, width], and `token_ids`
     sparsify   a row per context with `input_ids` only, as sparsify runs the model itself
 
 Contexts are cut from the start of each prompt and do not overlap; the incomplete context at its end is left

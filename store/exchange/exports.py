@@ -309,7 +309,7 @@ def _atomically(path: Path, write: Callable[[Path], None]) -> Path:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise
         raise StoreFull(
-            f"no space left at {path.parent} while writing {path.name}, of which nothing is kept; free some "
+            f"no space left at {path.parent} while writing {path.name}, which was removed; free some "
             "space, export fewer layers or variables, or name another disk"
         ) from error
     finally:

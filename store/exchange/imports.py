@@ -134,7 +134,7 @@ class Imported:
         if content_digest(_bytes(rows)) != digest:
             raise SourceChanged(
                 f"expected {self.name!r} as it was when its file was digested, found other numbers: the file "
-                "was written over meanwhile; import it again"
+                "was overwritten meanwhile; import it again"
             )
         return rows
 

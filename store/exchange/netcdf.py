@@ -63,7 +63,7 @@ def write_netcdf(dataset: xr.Dataset, path: Path, note: Mapping[str, str]) -> No
         elif variable.dtype == np.float16:
             changed[name] = (variable.dims, variable.astype(np.float32).data, variable.attrs)
         elif variable.dtype.kind == "c":
-            raise ShapeError(f"{name!r} is complex, which NetCDF has not; export to zarr or npz")
+            raise ShapeError(f"{name!r} is complex, which NetCDF does not support; export to zarr or npz")
     labels = {name: value for name, value in changed.items() if name in ready.coords}
     ready = ready.assign_coords(labels).assign({n: v for n, v in changed.items() if n not in labels})
     ready.attrs = {**_attributes(ready.attrs), **note}

@@ -244,7 +244,7 @@ def bounded_depth(value: Any, most: int) -> Any:
         ]
         count += len(level)
         if count > most:
-            raise ValueError("values that refer to each other more often than the file is long")
+            raise ValueError("more references between values than the file has characters")
         if not level:
             return value
     raise ValueError(f"values nested deeper than {MOST_DEPTH} levels")
@@ -277,7 +277,7 @@ def _is_same(left_value: Any, right_value: Any) -> bool:
 def _constant(text: str) -> float:
     # parse_constant also receives Infinity and -Infinity, which are allowed.
     if text == "NaN":
-        raise ValueError("NaN, which is no number")
+        raise ValueError("NaN, which is not a number")
     return float(text)
 
 

@@ -4,8 +4,7 @@ A dataset with a token axis (a run, or a result per token) has one row per token
 (`prompt`) and text of the prompt, and labels of the whole dataset are columns. Layouts:
 
     long  a row per (layer, token): column `layer`, and a column per variable with the vector of that token at
-    that
-          layer (fixed-size list, flattened in C order), null if the variable lacks the layer
+          that layer (fixed-size list, flattened in C order), null if the variable lacks the layer
     wide  a row per token: a column per variable and layer, named "resid_post.5"
 
 Other results have a row per number, with a column per axis (long only).

@@ -4,8 +4,7 @@ The libraries of both formats need whole files in memory, which is too much for 
 numpy reader of safetensors has no bfloat16.
 
 safetensors: 8 bytes of header length, a JSON header, the data. npz: a zip archive of npy files; numpy has no
-    bfloat16,
-so 2-byte values in npz are read as bfloat16 only on request.
+bfloat16, so 2-byte values in npz are read as bfloat16 only on request.
 """
 
 from __future__ import annotations

@@ -118,7 +118,7 @@ def _connected(address: str) -> ObjectStore:
         # Quoted parts are cut: a user may have put a key where the path of a key file belongs.
         reason = re.sub(r"""(["'`]).*?\1|(?<=file from ).*(?=: )""", "…", _first_line(error))[:300]
         raise StoreUnreachable(
-            f"{address}: expected settings in the environment that lead to the store, found some that do not "
+            f"{address}: expected environment variables that configure the store, found invalid ones "
             f"({reason}); set {CREDENTIALS[scheme]}"
         ) from None
 

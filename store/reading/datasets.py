@@ -7,16 +7,15 @@ layer of one segment, which is the unit in which it was written.
 Axes:
 
 - layer: layer numbers; layers that were not captured are absent, never filled with NaN. If variables hold
-different
-  layers, the largest set is `layer` and each other variable has its own dimension `layer_<variable>`.
+  different layers, the largest set is `layer` and each other variable has its own dimension
+  `layer_<variable>`.
 - token: all prompts end to end. Variables of a selection are on `token` if no variable with all tokens and no
-larger
-  selection is opened with them, otherwise on `token_<selection>` with labels `token_id_<selection>` and so
-  on.
+  larger selection is opened with them, otherwise on `token_<selection>` with labels `token_id_<selection>`
+  and so on.
 - pair: lower triangle of each prompt's attention pattern, row by row; square: the whole matrix.
 - prompt_id: prompts. Also hidden, head, d_head, mlp.
 - rank (0 is the largest logit) or `rank_<k>` if several k are opened; feature or `feature_<dictionary>`
-likewise.
+  likewise.
 
 Reductions over a whole run have no token axis.
 """

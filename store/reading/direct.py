@@ -22,7 +22,7 @@ def entry_of(dataset: xr.Dataset) -> Entry:
     source = dataset.encoding.get(SOURCE)
     if source is None:
         raise EntryNotFound(
-            "this dataset does not say which stored run it is; open it with store.entry(digest).open()"
+            "this dataset has no record of a stored run; open it with store.entry(digest).open()"
         )
     return entry_at(str(source))
 

@@ -80,7 +80,7 @@ def labelled_rows(dataset: xr.Dataset, labels: Mapping[str, Any]) -> npt.NDArray
         if name not in stored:
             choices = ", ".join([*stored, "prompt", "token", "chars", "position", "layer"])
             raise PromptError(
-                f"expected something to select by among {choices}, found {name!r}; labels of prompts are "
+                f"expected a selector among {choices}, found {name!r}; labels of prompts are "
                 "kept by mizarr capture --label, and by capture of a Corpus with labels="
             )
         requested = as_list(values)
@@ -176,7 +176,7 @@ def characters_to_positions(dataset: xr.Dataset, row: int, tokens: slice, chars:
         )
     positions = spans.char_range_to_tokens(start, end)
     if not positions:
-        raise PromptError(f"no token of prompt {number} stands for characters {start}..{end}; select others")
+        raise PromptError(f"no token of prompt {number} covers characters {start}..{end}; select others")
     return positions
 
 

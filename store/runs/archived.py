@@ -158,11 +158,11 @@ def _index_of(data: Any, size: int, layout: ShardLayout, label: str) -> npt.NDAr
     if layout.n_chunks * layout.chunk_bytes > MOST_BYTES:
         raise CorruptEntry(f"{label}: expected at most {MOST_BYTES} bytes of rows, found more; {REPAIR}")
     if not index_is_sound(data, end, layout):
-        raise CorruptEntry(f"{label}: its shard index is not what its crc32c says; {REPAIR}")
+        raise CorruptEntry(f"{label}: the shard index does not match its crc32c; {REPAIR}")
     index = np.frombuffer(data, "<u8", 2 * layout.n_chunks, end).reshape(-1, 2)
     stored = index[(index != ABSENT).any(axis=1)]
     if (stored > end).any() or (stored.sum(axis=1) > end).any():
-        raise CorruptEntry(f"{label}: its shard index does not describe what lies before it; {REPAIR}")
+        raise CorruptEntry(f"{label}: the shard index points outside of the chunks; {REPAIR}")
     return index
 
 

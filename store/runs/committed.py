@@ -142,5 +142,5 @@ class _SegmentRecord:
             )
         except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
             raise CorruptEntry(
-                f"{name}: expected a segment record, found one that is none ({error}); {REPAIR}"
+                f"{name}: expected a segment record, found an invalid one ({error}); {REPAIR}"
             ) from error

@@ -373,8 +373,8 @@ def _read_integers(
     layout = ShardLayout.from_metadata(metadata)
     if layout is None:
         raise CorruptEntry(
-            f"{folder.where(path)}/{name}: expected numbers as they were captured, found them stored again "
-            f"in another form; {REPAIR}"
+            f"{folder.where(path)}/{name}: expected numbers as they were captured, found them rewritten "
+            f"in another format; {REPAIR}"
         )
     rows, shard = int(metadata["shape"][0]), f"{path}/{layout.path(name, None, 0)}"
     try:

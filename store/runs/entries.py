@@ -3,10 +3,10 @@
 The tokens of all prompts lie end to end on one axis, cut into segments of equal length. A segment is the unit
 of work, commit, resume, claim and Dask task. The commit protocol:
 
-1. The shards of a segment are written under their final names, never renamed and never changed. 2. A small
-segment record then lists them with their checksums. 3. When no segment of a cell (variable, layer) is
-missing, its manifest is written, then its key. Only the key makes
-   data visible to readers.
+1. The shards of a segment are written under their final names, never renamed and never changed.
+2. A small segment record then lists them with their checksums.
+3. When no segment of a cell (variable, layer) is missing, its manifest is written, then its key. Only the key
+   makes data visible to readers.
 
 Every step is "create if absent": a kill at any moment loses at most the segment under way, and any number of
 writers converge on the same files.
@@ -80,7 +80,7 @@ class ArraySpec:
     - "token": a row per token;
     - "pair": attention patterns; the token at position t owns t + 1 rows, its part of the lower triangle;
     - "square": attention matrices that are not zero above the diagonal; a token owns a row per token of its
-    prompt;
+      prompt;
     - "prompt_id": states after a prompt; owned by the prompt's last token;
     - "segment": reductions over the run, a row per segment;
     - the axis of a selection.
@@ -166,7 +166,7 @@ def with_scales(arrays: Sequence[ArraySpec]) -> list[ArraySpec]:
             continue
         if not spec.tail:
             raise ShapeError(
-                f"expected several numbers to a row to store as int8, found {spec.variable!r}, which has "
+                f"expected several numbers per row to store as int8, found {spec.variable!r}, which has "
                 "one; store it in another storage dtype"
             )
         dims, sizes = scale_sizes(spec.dims, dict(spec.sizes))
@@ -558,7 +558,7 @@ class Entry:
         record = self.record(variable, layer)
         if record is None:
             raise EntryNotFound(
-                f"run {self.digest[:12]} has not all of {cell_name((variable, layer))}; capture it first"
+                f"run {self.digest[:12]} lacks segments of {cell_name((variable, layer))}; capture it first"
             )
         return record.content
 

@@ -311,7 +311,7 @@ def _sliced(start: int | None, stop: int | None, step: int | None) -> Selection:
     # Equal selections get one canonical form, however they are written, so that they share one array.
     start, step = start or None, None if step == 1 else step
     if (start, stop, step) == (None, None, None):
-        raise PromptError("expected positions that leave some out, found all of them; leave positions away")
+        raise PromptError("expected positions that leave some out, found all of them; leave positions out")
     return Listed((-1,)) if (start, stop, step) == (-1, None, None) else Sliced(start, stop, step)
 
 

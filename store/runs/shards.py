@@ -524,7 +524,7 @@ def read_shard(mapped: Mapped, layout: ShardLayout, rows: int, label: str = "") 
     if not mapped.is_whole and not index_is_sound(data, end, layout):
         mapped.fetch([(end, size)])
     if not index_is_sound(data, end, layout):
-        raise CorruptEntry(f"{label}: its shard index is not what its crc32c says; {REPAIR}")
+        raise CorruptEntry(f"{label}: the shard index does not match its crc32c; {REPAIR}")
     index = np.frombuffer(data, "<u8", 2 * layout.n_chunks, end).reshape(-1, 2)
     # Other writers may order, omit or append chunks; only mizarr's own order allows one strided view over the
     # file.
@@ -582,7 +582,7 @@ def _in_order(
     # Before np.full allocates what a manipulated zarr.json claims.
     if layout.n_chunks * layout.chunk_bytes > MOST_BYTES:
         raise CorruptEntry(
-            f"{label}: expected at most {MOST_BYTES} bytes of rows, found a layout that promises "
+            f"{label}: expected at most {MOST_BYTES} bytes of rows, found a layout of "
             f"{layout.n_chunks * layout.chunk_bytes}; {REPAIR}"
         )
     chunks = np.full((layout.n_chunks, layout.chunk_rows, *layout.tail), layout.fill, layout.native)
@@ -590,7 +590,7 @@ def _in_order(
         if offset == length == ABSENT:
             continue
         if length != layout.stored_bytes or offset + length > end:
-            raise CorruptEntry(f"{label}: its shard index does not describe what lies before it; {REPAIR}")
+            raise CorruptEntry(f"{label}: the shard index points outside of the chunks; {REPAIR}")
         chunk = _chunks_at(mapped, layout, 1, offset)
         chunks[n] = ShardRows(chunk, layout.chunk_rows, label, checks=_checks_at(mapped, layout, 1, offset))[
             :

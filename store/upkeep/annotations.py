@@ -54,7 +54,7 @@ def annotate(files: Folder, subject: str, texts: Mapping[str, str], author: str)
     if not re.fullmatch(r"[0-9a-f]{64}", subject):
         raise ShapeError(f"expected a digest of 64 hex digits to annotate, found {subject!r:.80}")
     if not texts:
-        raise ShapeError("expected at least one text, found none; say what of what")
+        raise ShapeError("expected at least one text, found none; give texts by item")
     for text in (author, *texts, *texts.values()):
         # Shown in terminals and pages later, so control characters and line breaks are refused at the source.
         if not isinstance(text, str) or not text.isprintable() or len(text) > LONGEST:

@@ -196,7 +196,7 @@ def _of_lease(name: str, text: bytes) -> str:
         return str(read_json(text)["data"])
     except (ValueError, LookupError, TypeError) as error:
         raise CorruptEntry(
-            f"{name}: expected a lease, found {error}; what it keeps cannot be told: remove it"
+            f"{name}: expected a lease, found {error}; the folder it protects is unknown: remove it"
         ) from error
 
 

@@ -91,8 +91,8 @@ class Recoding:
         # Padding rows of another writer may differ from zeros, and would be lost.
         if self._plain(new_content, where) != plain:
             raise StoreFormatError(
-                f"{where}: expected a shard as mizarr lays it out, found one of another program, which "
-                "cannot be stored otherwise to the bit; copy it without a codec"
+                f"{where}: expected a shard in the layout of mizarr, found one of another program, which "
+                "cannot be recoded bit by bit; copy it without a codec"
             )
         if target.files.put_new(name, new_content):
             return (len(new_content), content_digest(new_content)), len(new_content)

@@ -181,7 +181,7 @@ ds.mi.sel(position=1.5) -> positions: expected whole numbers, found 1.5; write i
 ds.mi.sel(token="nope") -> expected a token of the vocabulary, found 'nope'; did you mean 'no'?; strings are
 ds.mi.sel(token=99999) -> expected at least one token with token=99999, found none in 2 prompts; say less, or
 ds.mi.sel(token=1.5) -> tokens: expected whole numbers, found 1.5; write ints, or a list of them
-ds.mi.sel(nope=1) -> expected something to select by among prompt, token, chars, position, layer, found
+ds.mi.sel(nope=1) -> expected a selector among prompt, token, chars, position, layer, found
 store[None] -> expected a key, or the start of one as a text, found None; `mizarr ls` lists them
 store[5] -> expected a key, or the start of one as a text, found 5; `mizarr ls` lists them
 store[b"ab"] -> expected a key, or the start of one as a text, found b'ab'; `mizarr ls` lists them
@@ -270,7 +270,7 @@ Corpus("prompts.txt",column=5) -> expected the name of a column, found 5; leave 
 Corpus("prompts.txt",labels=5) -> expected labels as names of columns, found 5; write ['label']
 ActivationLoader(None) -> expected states as a dataset that mizarr.capture gave, or several, found None; open
 ActivationLoader([]) -> expected one stored run or more, found none
-ActivationLoader(xr.Dataset()) -> this dataset does not say which stored run it is; open it with
+ActivationLoader(xr.Dataset()) -> this dataset has no record of a stored run; open it with
 ActivationLoader(ds,5) -> expected variables as names, found 5; write ['resid_post']
 ActivationLoader(ds,[]) -> expected variables with a row per token, found none; capture some
 ActivationLoader(ds,layers=1.5) -> layers: expected whole numbers, found 1.5; write ints, or a list of them

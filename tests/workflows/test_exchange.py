@@ -567,7 +567,7 @@ def test_a_file_that_is_written_over_meanwhile_is_not_stored(
         return real(*given, **named)
 
     monkeypatch.setattr(place, name, written_over)
-    with pytest.raises(SourceChanged, match="written over meanwhile"):
+    with pytest.raises(SourceChanged, match="overwritten meanwhile"):
         mizarr.import_activations(path, model="gpt2", store=store)
     assert not [*store.records()]
     monkeypatch.undo()

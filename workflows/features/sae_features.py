@@ -53,7 +53,10 @@ class SaeFeatures(ModelWorkflow):
     """One prompt through a dictionary."""
 
     name = "sae_features"
-    question = "Which features of a sparse autoencoder are active in a prompt, and how much variance do they explain?"
+    question = (
+        "Which features of a sparse autoencoder are active in a prompt, and how much variance do they "
+        "explain?"
+    )
     descriptive = "Features of a sparse autoencoder active in a prompt, and how well they reconstruct it."
     settings_type = SaeFeaturesSettings
     settings: SaeFeaturesSettings

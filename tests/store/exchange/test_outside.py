@@ -75,7 +75,7 @@ def test_values_that_refer_to_each_other_are_counted():
     value: list[object] = []
     for _ in range(60):
         value = [value, value]
-    with pytest.raises(ValueError, match="refer to each other"):
+    with pytest.raises(ValueError, match="references between values"):
         bounded_depth(value, 1000)
 
 
