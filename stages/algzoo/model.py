@@ -196,8 +196,8 @@ def load_model(
     zoo_task = _task_of(text, task or metadata.task)
     if metadata.hidden is not None and metadata.hidden != shape.hidden:
         raise WeightsError(
-            f"{text}: expected {metadata.hidden} wide, as the name says, found tensors {shape.hidden} wide; "
-            "is it the right file?"
+            f"{text}: expected tensors of width {metadata.hidden}, as in the file name, found width "
+            f"{shape.hidden}; is it the right file?"
         )
     length = _sequence_of(text, zoo_task, shape, sequence, metadata.sequence)
     return AlgZooModel(text, zoo_task, length, tensors, shape, metadata, files)
@@ -220,7 +220,7 @@ def _path_of(name: str) -> Path:
 def _task_of(where: str, name: str | None) -> Task:
     if name is None:
         raise ConfigError(
-            f"{where}: expected the task in the name of the file, found none there; say it: task=2nd_argmax"
+            f"{where}: expected the task in the file name, found none; name it, such as task=2nd_argmax"
         )
     return task_named(name)
 
@@ -245,8 +245,7 @@ def _sequence_of(where: str, task: Task, shape: Shape, requested: int | None, in
         length = shape.sequence
     if length is None:
         raise ConfigError(
-            f"{where}: expected how long sequences are in the name of the file, found nothing; say it: "
-            "sequence=3"
+            f"{where}: expected the sequence length in the file name, found none; name it, such as sequence=3"
         )
     if length < task.min_sequence or shape.outputs != task.outputs(length):
         raise ConfigError(

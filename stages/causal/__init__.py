@@ -1,1 +1,3 @@
-"""What changes when something inside is changed: patching, ablation, knockout, steering, tracing."""
+"""Causal experiments: patching, ablation, knockout, steering, tracing and attribution, with their
+controls.
+"""

@@ -106,8 +106,8 @@ class Continuation(Experiment):
         for ids in self.prompts:
             if not 0 < len(ids) < config.context_length:
                 raise PromptError(
-                    f"expected prompts of 1 to {config.context_length - 1} tokens, found {len(ids)}; the "
-                    "context must hold what is generated as well"
+                    f"expected prompts of 1 to {config.context_length - 1} tokens, found {len(ids)}; shorten "
+                    "the prompt, as generated tokens need room in the context"
                 )
         return [{"prompt": list(ids)} for ids in self.prompts]
 

@@ -358,12 +358,12 @@ class Circuit:
             raise ConfigError(
                 f"expected circuits of one graph, found {self.layout.num_layers} layers of "
                 f"{self.layout.num_heads} heads and {other.layout.num_layers} of {other.layout.num_heads}, "
-                "or layers that are parallel in one of them alone"
+                "or layers with parallel attention and MLP in one of them only"
             )
         if other.positions != self.positions:
             raise ConfigError(
-                f"expected circuits of as many positions, found {self.positions or 'all together'} and "
-                f"{other.positions or 'all together'}; at(…) says one of all together at each"
+                f"expected circuits of equally many positions, found {self.positions or 'none'} and "
+                f"{other.positions or 'none'}; at(…) repeats the edges of a circuit at each position"
             )
         return other.chosen
 
@@ -409,7 +409,7 @@ def _from_the_logits(layout: Layout, magnitude: Floats, size: int) -> Ints:
     queue: list[tuple[float, int]] = []
 
     def enter(position: int, node: int) -> None:
-        """Queue the edges into a node, the largest first and of equal ones the first by source."""
+        """Queue the edges into a node by descending magnitude; ties by position and source."""
         into = (layout.owner == node) & (by_position > -np.inf) & ~is_queued
         # A node at a position reads queries and MLP inputs there, keys and values there and before.
         into[position + 1 :] = False

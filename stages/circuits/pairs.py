@@ -96,8 +96,9 @@ def checked_layout(pairs: Sequence[Pair], alternative: str, config: Architecture
     single_pairs = [numbers for numbers in by_length(pairs) if len(numbers) < 2]
     if alternative in ("mean", "resampled") and single_pairs:
         raise StageError(
-            f"alternative {alternative}: expected at least two pairs of each length, as others stand "
-            f"for one, found one pair of {len(pairs[single_pairs[0][0]].clean)} tokens"
+            f"alternative {alternative}: expected at least two pairs of each length, as other pairs replace "
+            f"a pair's sources, found one pair of {len(pairs[single_pairs[0][0]].clean)} tokens; add more "
+            "pairs, or choose alternative corrupted or zero"
         )
     return layout
 

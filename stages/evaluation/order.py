@@ -94,13 +94,13 @@ class LayerOrders(ChangedModelExperiment):
         # Some architectures compute in layer 0 what all later layers read.
         if any(order[0] for order in self.orders) and config.stream_start.kind != "embed":
             raise ConfigError(
-                f"expected layer 0 first of {config.model_type}, as later layers read what it hands on, "
-                "found it elsewhere; give swaps(…, first=1)"
+                f"expected layer 0 first in {config.model_type}, as later layers read what it computes, "
+                "found another first layer; use swaps(…, first=1)"
             )
         if not config.shares_prefixes:
             raise ConfigError(
-                "expected a model whose layers can be gone through in another order, found "
-                f"{config.model_type}, which transformers computes"
+                "expected a model whose layers can be reordered, found "
+                f"{config.model_type}, which runs in transformers; choose a family that runs natively"
             )
         listed = [list(order) for order in self.orders]
         return [{"orders": listed[start : start + TOGETHER]} for start in range(0, len(listed), TOGETHER)]

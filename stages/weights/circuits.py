@@ -61,8 +61,8 @@ def key_queries(
     heads = heads_in(weights.config, layer)
     if operation := _between(heads):
         raise ConfigError(
-            f"expected queries and keys that meet as they are made, found them {operation} in layer {layer} "
-            f"of {weights.config.model_type}; no QK circuit follows such heads, OV circuits do"
+            f"expected scores that are products of queries and keys, found them {operation} in layer {layer} "
+            f"of {weights.config.model_type}; such heads have no QK circuit, use OV circuits"
         )
     query, key = (weights.projection(part, layer, head).matrix for part in ("q", "k"))
     return turned_queries(heads, query, offset, length), key

@@ -165,8 +165,8 @@ class FoldedMatrices:
             return affine
         if self.config.layers[layer].norms == "of stream":
             raise ConfigError(
-                f"expected norms that stand beside the stream, found them on it in layer {layer} of "
-                f"{self.config.model_type}; read its plain matrices"
+                f"expected norms before or after a part, found norms of the stream itself in layer {layer} "
+                f"of {self.config.model_type}, which cannot be folded; use plain matrices"
             )
         return _through(self.plain.norm(norm, layer), affine)
 

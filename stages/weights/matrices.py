@@ -306,7 +306,7 @@ def _require_linear(config: Architecture, layer: int, heads: Heads) -> None:
     if heads.clip is not None:
         raise ConfigError(
             f"expected queries, keys and values that are linear in the stream, found them held within "
-            f"{heads.clip:g} in layer {layer} of {config.model_type}; no circuit follows such heads"
+            f"{heads.clip:g} in layer {layer} of {config.model_type}; clipped heads have no circuits"
         )
 
 
@@ -314,8 +314,8 @@ def _require_ungated(config: Architecture, layer: int, heads: Heads) -> None:
     if heads.is_gated or heads.are_normed_together:
         found = "multiplied by gates" if heads.is_gated else "normed together"
         raise ConfigError(
-            f"expected heads that write what they read, found them {found} in layer {layer} of "
-            f"{config.model_type}; no OV circuit follows such heads"
+            f"expected heads whose output is linear in their values, found them {found} in layer {layer} of "
+            f"{config.model_type}; such heads have no OV circuit"
         )
 
 

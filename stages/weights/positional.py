@@ -91,9 +91,8 @@ def _require_sum(config: Architecture) -> None:
     for layer, spec in enumerate(config.layers):
         if spec.norms == "of stream":
             raise ConfigError(
-                f"expected norms that stand beside the stream, found them on it in layer {layer} of "
-                f"{config.model_type}; choose a model with norms before its layers, as the stream is then a "
-                "sum with positions as one term"
+                f"expected norms before or after a part, found norms of the stream itself in layer {layer} "
+                f"of {config.model_type}; choose a model whose stream is a sum with positions as one term"
             )
 
 

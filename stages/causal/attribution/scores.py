@@ -138,8 +138,8 @@ def _require_alike(name: str, array: xr.DataArray, gradient: xr.DataArray) -> No
         has_label = label in array.coords and label in gradient.coords
         if has_label and not np.array_equal(array[label].values, gradient[label].values):
             raise ShapeError(
-                f"expected {name} and gradient at the same {label}s, found others; their prompts, one after "
-                "the other, must have as many tokens each"
+                f"expected {name} and gradient at the same {label}s, found different ones; capture both of "
+                "prompts with equal token counts, in the same order"
             )
 
 

@@ -366,12 +366,12 @@ def damaged(tmp_path: Path, name: str, data: bytes) -> Path:
         (
             lambda p: write_tensors(p / "network.pth", random_rnn(0, 3, 3)),
             ConfigError,
-            "expected the task in the name",
+            "expected the task in the file name",
         ),
         (
             lambda p: write_tensors(p / "argmax_h4_n3.pth", random_rnn(0, 3, 3)),
             WeightsError,
-            "expected 4 wide",
+            "expected tensors of width 4",
         ),
         (
             lambda p: write_tensors(p / "argmax_h3_n4.pth", random_rnn(0, 3, 3)),
@@ -386,7 +386,7 @@ def damaged(tmp_path: Path, name: str, data: bytes) -> Path:
         (
             lambda p: write_tensors(p / "median.pth", random_rnn(0, 3, 1)),
             ConfigError,
-            "how long sequences are",
+            "expected the sequence length in the file name",
         ),
         (lambda p: write_tensors(p / "argmax.pth", random_rnn(0, 3, 1)), ConfigError, "expected"),
         (

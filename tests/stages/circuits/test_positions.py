@@ -210,7 +210,7 @@ def test_what_is_written_down_is_read_back():
     ]:
         with pytest.raises(ConfigError, match=said):
             Circuit.from_json(told | change)
-    with pytest.raises(ConfigError, match="circuits of as many positions, found 4 and all together"):
+    with pytest.raises(ConfigError, match="circuits of equally many positions, found 4 and none"):
         circuit | circuit.anywhere
     with pytest.raises(ShapeError, match="or of each position"):
         Circuit(LAYOUT, np.zeros((1, 1, 2, 3)))

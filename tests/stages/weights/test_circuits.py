@@ -245,7 +245,7 @@ def test_positions_alone_are_what_the_pass_attends_to_when_all_tokens_are_the_me
 def test_norms_on_the_stream_leave_no_positions_to_ask_about(family, tmp_path):
     save = save_random_encoder if family in ENCODERS else save_random_hybrid
     save(tmp_path, family, 0, tokenizer=False)
-    with pytest.raises(ConfigError, match=f"found them on it in layer 0 of {family}; choose a model"):
+    with pytest.raises(ConfigError, match=f"of the stream itself in layer 0 of {family}; choose a model"):
         position_scores(weights=matrices(tmp_path))
 
 
