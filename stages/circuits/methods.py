@@ -29,7 +29,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..forward.edges.cotangents import Held, cotangents
+from ..forward.edges.cotangents import ConstantPart, cotangents
 from ..forward.edges.layout import Layout
 from ..forward.edges.parts import SplitNetwork
 from ..forward.edges.prompts import Streams, constants, streams_of
@@ -51,7 +51,7 @@ class _At:
     streams: Streams
     weight: float
     of_nodes: float
-    held: tuple[Held, ...] = ()
+    held: tuple[ConstantPart, ...] = ()
     lost: bool = False
 
 

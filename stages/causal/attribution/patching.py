@@ -28,7 +28,7 @@ import numpy as np
 from ....store.arrays import Floats
 from ....store.errors import StageError
 from ...forward.architectures.points import HookPoint
-from ...forward.hooks.objective import columns, objective_of
+from ...forward.hooks.objective import objective_of, token_columns
 from ...forward.hooks.spec import Capture, HookSpec
 from ...forward.runs.experiment import CellLabels
 from ...forward.runs.run import Run
@@ -201,7 +201,7 @@ def cotangent_of_pair(metric: Metric, want: Logits) -> Cotangent:
     def cotangent(logits: Tensor) -> Tensor:
         clean, corrupted = (as_vector(logits[row : row + 1]) for row in (CLEAN, CORRUPTED))
         found = np.zeros(tuple(logits.shape))
-        held = columns(plain(metric).tokens, want.tokens)
+        held = token_columns(plain(metric).tokens, want.tokens)
         np.add.at(found[CORRUPTED, 0], held, plain(metric).gradient(corrupted[held], clean[held]))
         return logits.new_tensor(found)
 
