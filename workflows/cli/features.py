@@ -60,8 +60,10 @@ def fetch(reference: str, as_json: bool, quiet: bool) -> None:
 @click.argument("reference")
 @read_option
 @write_option
-@click.option("--model", help="Check that layers and widths are those of this model.")
-@click.option("--values", is_flag=True, help="Read all weights: norms, and whether every number is finite.")
+@click.option("--model", help="Model that the dictionary must fit: layers and hidden size are compared.")
+@click.option(
+    "--values", is_flag=True, help="Read all weights: show norms, and whether every value is finite."
+)
 @json_option
 @quiet_option
 def inspect(
@@ -104,16 +106,19 @@ def inspect(
 )
 @click.argument("reference")
 @click.argument("folder", type=click.Path(path_type=Path))
-@click.option("--format", "name", required=True, help="saelens, sparsify or circuit_tracer.")
-@click.option("--dtype", help="Of the files: float32, float16 or bfloat16; default, as they are.")
+@click.option("--format", "name", required=True, help="Format to write: saelens, sparsify or circuit_tracer.")
+@click.option(
+    "--dtype",
+    help="Dtype of the written files: float32, float16 or bfloat16; default that of the dictionary.",
+)
 @read_option
 @write_option
 def export(
     reference: str, folder: Path, name: str, dtype: str | None, read: str | None, write: str | None
 ) -> None:
-    """Write REFERENCE into a new FOLDER as another program reads it; print the folder.
+    """Write REFERENCE into a new FOLDER in the format of another program; print the folder.
 
-    The folder appears when it is complete. What the format cannot say is refused.
+    The folder appears when it is complete. A dictionary that the format cannot express is refused.
     """
     from ...stages.features.dictionary import Dictionary
     from ...stages.features.export import export
@@ -128,17 +133,17 @@ def export(
 @click.argument("reference")
 @click.argument("feature")
 @click.argument("text")
-@click.option("--author", default="", help="Who says so; shown beside it.")
+@click.option("--author", default="", help="Name shown beside the label.")
 @read_option
 @write_option
 @store_option
 def label(
     reference: str, feature: str, text: str, author: str, read: str | None, write: str | None, store_path: str
 ) -> None:
-    """Say what FEATURE of REFERENCE is called; an empty TEXT takes it back.
+    """Label FEATURE of REFERENCE with TEXT; an empty TEXT removes the label.
 
-    FEATURE is layer:index, such as L3:204. Labels are kept in the store, by the content of the dictionary,
-    and are part of no key: nothing is computed again. They are shown wherever the feature is.
+    FEATURE is layer:index, such as L3:204. Labels lie in the store under the content of the dictionary and
+    are part of no key, so that nothing is computed again. Tables and pages show them with the feature.
     """
     from ...stages.features.dictionary import Dictionary
     from ...stages.features.labels import set_labels
@@ -152,7 +157,9 @@ def label(
 
 @features.command(epilog="Example: mizarr features labels specimen/sae --json")
 @click.argument("reference")
-@click.option("--history", is_flag=True, help="Everything ever said, oldest first, also what was taken back.")
+@click.option(
+    "--history", is_flag=True, help="List all labels ever given, oldest first, removed ones included."
+)
 @read_option
 @write_option
 @store_option
@@ -160,7 +167,7 @@ def label(
 def labels(
     reference: str, history: bool, read: str | None, write: str | None, store_path: str, as_json: bool
 ) -> None:
-    """List what features of REFERENCE are called."""
+    """List the labels of REFERENCE's features."""
     from ...stages.features.dictionary import Dictionary
     from ...stages.features.labels import labels_of
     from ...store import open_store

@@ -44,12 +44,17 @@ def gradient_options(command: Callable[..., int | None]) -> Callable[..., int | 
     return with_options(
         command,
         click.option(
-            "--metric", metavar="NAME=TOKENS", help=f"What grad: hook points are gradients of: {names}."
+            "--metric", metavar="NAME=TOKENS", help=f"Metric whose gradient grad: hook points store: {names}."
         ),
         click.option(
-            "--at", type=int, metavar="POSITION", help="Whose next token it reads; default the last."
+            "--at",
+            type=int,
+            metavar="POSITION",
+            help="Position whose next-token logits the metric reads; default the last.",
         ),
-        click.option("--baseline", metavar="PROMPT", help="What kl compares with: text, or [ids]."),
+        click.option(
+            "--baseline", metavar="PROMPT", help="Prompt whose prediction kl compares with: a text, or [ids]."
+        ),
     )
 
 

@@ -35,7 +35,7 @@ CANNOT_RUN = 1
 
 @click.group(cls=SuggestingGroup)
 def models() -> None:
-    """Fetch checkpoints, and look into them."""
+    """Fetch, list and inspect checkpoints."""
 
 
 @models.command(epilog="Example: mizarr models fetch HuggingFaceTB/SmolLM2-135M", cls=DeclaredCommand)
@@ -58,7 +58,7 @@ def fetch(repo: str, revision: str | None, as_json: bool, quiet: bool) -> None:
 @models.command(name="ls", epilog="Example: mizarr models ls")
 @json_option
 def list_models(as_json: bool) -> None:
-    """List the models that are here: shipped ones and the hub's cache.
+    """List the models on this machine: built-in ones and those in the hub's cache.
 
     Of each: family, layers, width, bytes of its weights, and what stands in the way of running it.
     """
@@ -113,8 +113,10 @@ def families(as_json: bool) -> None:
 @models.command(epilog="Example: mizarr models inspect specimen", cls=DeclaredCommand)
 @click.argument("model")
 @declares(LOADING.only("revision", "backend", "adapter"))
-@click.option("--shapes-only", is_flag=True, help="Read headers, not values: no norms, but at once.")
-@click.option("--time", "is_timed", is_flag=True, help="Load it, too, and time a pass; tells its memory.")
+@click.option("--shapes-only", is_flag=True, help="Read the headers only, which is fast; shows no norms.")
+@click.option(
+    "--time", "is_timed", is_flag=True, help="Also load the model, time a forward pass, and show its memory."
+)
 @json_option
 @quiet_option
 def inspect(

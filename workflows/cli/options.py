@@ -41,7 +41,7 @@ store_option = click.option(
     help="Directory of the store, or its URL: s3://, gs:// or az:// and BUCKET/PREFIX.",
 )
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of text.")
-quiet_option = click.option("--quiet", "-q", is_flag=True, help="No progress bars.")
+quiet_option = click.option("--quiet", "-q", is_flag=True, help="Show no progress bars.")
 
 
 @dataclass(frozen=True)

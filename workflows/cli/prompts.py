@@ -126,16 +126,26 @@ def prompt_options(command: Callable[..., int | None]) -> Callable[..., None]:
     return with_options(
         gathered,
         click.argument("prompts", nargs=-1, required=True),
-        click.option("--text", is_flag=True, help="PROMPTS are the prompts themselves, not files."),
-        click.option("--context", type=click.IntRange(min=1), help="Cut documents into so many tokens."),
-        click.option("--pack", is_flag=True, help="Fill each prompt from as many documents as it takes."),
-        click.option("--column", metavar="NAME", help="Of texts or token ids; default text, else ids."),
+        click.option("--text", is_flag=True, help="PROMPTS are texts, not files."),
         click.option(
-            "--label", "labels", multiple=True, metavar="NAME", help="A column to keep; repeatable."
+            "--context", type=click.IntRange(min=1), help="Tokens per prompt: longer documents are cut."
         ),
-        click.option("--whole-files", is_flag=True, help="A text file is one document, and not one a line."),
-        click.option("--share", type=share, help="Of the documents that are read, drawn at random."),
-        click.option("--seed", type=int, help="Of that draw; default 0."),
+        click.option("--pack", is_flag=True, help="Fill each prompt with as many documents as fit."),
+        click.option(
+            "--column", metavar="NAME", help="Column of texts or token ids; default text, else ids."
+        ),
+        click.option(
+            "--label",
+            "labels",
+            multiple=True,
+            metavar="NAME",
+            help="Column to store as a label of each prompt; repeatable.",
+        ),
+        click.option(
+            "--whole-files", is_flag=True, help="Read a text file as one document instead of one per line."
+        ),
+        click.option("--share", type=share, help="Share of the documents to read, drawn at random."),
+        click.option("--seed", type=int, help="Seed of the draw by --share; default 0."),
     )
 
 

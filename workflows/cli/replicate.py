@@ -20,15 +20,15 @@ DIFFERS = 1
 
 @command(epilog="Example: mizarr replicate logit-lens")
 @click.argument("name", required=False)
-@click.option("--model", help="One of the models it was published on; default the first.")
-@click.option("--fetch", is_flag=True, help="Download what is not here; HF_TOKEN opens gated models.")
+@click.option("--model", help="Which of the published models to use; default the first.")
+@click.option("--fetch", is_flag=True, help="Download missing models; HF_TOKEN gives access to gated ones.")
 @store_option
 @json_option
 @run_options
 def replicate(
     name: str | None, model: str | None, fetch: bool, store_path: str, as_json: bool, **how: Any
 ) -> int:
-    """Ask for a published result again; without NAME, list them.
+    """Repeat a published result; without NAME, list them.
 
     On the published model where it is here, or with --fetch; printed numbers stand beside what was found, and
     the exit code is 1 if any differs by more than it may. Else what would be fetched is told, and the same

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     The page holds tables, heatmaps and curves to look into, figures, and how each result was made. It opens
     in any browser, offline. A page of the same results is left as it is. Its path is printed.
 
-    mizarr workflows lists the workflows.
+    `mizarr workflows` lists the workflows.
     """,
     epilog="Example: mizarr report logit_lens --output lens.html",
 )

@@ -75,7 +75,8 @@ def on_workflow(command: Callable[..., int | None]) -> Callable[..., None]:
         planned,
         click.argument("workflow", shell_complete=workflow_names),
         click.option(
-            "--model", help='Hub id, directory, a shipped one such as "specimen"; short for --set model=….'
+            "--model",
+            help='Hub id, directory, GGUF file, or built-in model such as "specimen"; as --set model=….',
         ),
         declares(NAMED),
         click.option(
@@ -85,7 +86,7 @@ def on_workflow(command: Callable[..., int | None]) -> Callable[..., None]:
             callback=settings,
             shell_complete=setting_names,
             metavar="NAME=VALUE",
-            help="A setting; repeat for more. Values are JSON where they are JSON, else text.",
+            help="Value of a setting, read as JSON if it is JSON, else as text; repeatable.",
         ),
         store_option,
         json_option,
@@ -98,10 +99,10 @@ def run_options(command: Callable[..., int | None]) -> Callable[..., int | None]
         command,
         declares(PLACE),
         click.option(
-            "--threads", type=click.IntRange(min=1), help="Threads of this process; default one per core."
+            "--threads", type=click.IntRange(min=1), help="Number of threads; default one per core."
         ),
         click.option(
-            "--memory", callback=size, metavar="SIZE", help="Refuse what would need more than this."
+            "--memory", callback=size, metavar="SIZE", help="Refuse a plan whose peak memory is larger."
         ),
         quiet_option,
     )
@@ -120,10 +121,10 @@ def run_options(command: Callable[..., int | None]) -> Callable[..., int | None]
 @json_option
 @quiet_option
 def demo(output: Path, as_json: bool, **chosen: Any) -> None:
-    """Run the main job on the model shipped with mizarr, offline.
+    """Run two workflows on the built-in model, offline.
 
-    Captures activations, looks at them through the logit lens, finds the helix that counts characters. Tables
-    are printed, figures go into the folder. The second time everything is cached.
+    Captures activations, reads them with the logit lens, and finds the curve that counts characters in a
+    line. Prints tables and writes figures into the folder. The second time everything is cached.
     """
     from ...store import open_store
     from ...store.display.console import EscapingConsole
@@ -143,19 +144,25 @@ def demo(output: Path, as_json: bool, **chosen: Any) -> None:
 @command(epilog=f"Example: mizarr capture specimen 'It was the best of times' --text {HOOKS_EXAMPLE}")
 @click.argument("model")
 @prompt_options
-@click.option("--hooks", multiple=True, required=True, metavar="GLOB", help="Hook points; repeat for more.")
+@click.option(
+    "--hooks",
+    multiple=True,
+    required=True,
+    metavar="GLOB",
+    help="Hook points to store, as a name or a glob; repeatable.",
+)
 @click.option(
     "--positions",
     callback=positions,
     metavar="WHICH",
-    help="Tokens to keep: last, a slice such as ::16, numbers such as 0,5,-1, or a mask in a .npy file.",
+    help="Positions to store: last, a slice such as ::16, numbers such as 0,5,-1, or a mask in a .npy file.",
 )
 @click.option(
     "--reduce",
     metavar="HOW",
-    help="Keep in place of the numbers: norm, of each row; mean, over the tokens of each prompt; run_mean, "
-    "over all tokens; features:NAME, counts and sums of a dictionary's features; of hook_logits topk:10, the "
-    "largest with their token ids, or logsumexp.",
+    help="Store a reduction instead of the activations: norm (of each row), mean (over the tokens of each "
+    "prompt), run_mean (over all tokens), features:NAME (counts and sums of a dictionary's features); for "
+    "hook_logits topk:10 (the largest with their token ids) or logsumexp.",
 )
 @store_option
 @declares(LOADING, STORING, RUNNING)
@@ -164,12 +171,14 @@ def demo(output: Path, as_json: bool, **chosen: Any) -> None:
     type=click.Choice(["disk", "process"]),
     default="disk",
     show_default=True,
-    help="Survive a power cut, or a killed process only (faster).",
+    help="What committed data survives: a power cut (disk), or only a killed process (process, faster).",
 )
 @gradient_options
-@click.option("--dry-run", is_flag=True, help="Say what is cached and what the rest would take; do nothing.")
 @click.option(
-    "--exact", is_flag=True, help="Count all prompts in a dry run; default a sample of large files."
+    "--dry-run", is_flag=True, help="Show what is cached and the estimated cost of the rest; compute nothing."
+)
+@click.option(
+    "--exact", is_flag=True, help="In a dry run count all prompts; by default large files are sampled."
 )
 @json_option
 @quiet_option
@@ -183,16 +192,19 @@ def capture(
 ) -> None:
     """Run MODEL over PROMPTS and store activations.
 
-    MODEL is a hub id, a directory, or "specimen", "specimen-guided", "specimen-rwkv" or "specimen-experts",
-    shipped with mizarr.
-    PROMPTS are text files with one per line, JSONL files with a string, {"text": …} or {"ids": […]} per line,
-    or {"source": …, "target": …} for an encoder with a decoder, each side a string or […]; Parquet files with
-    a column text or ids, or - for stdin. Folders, globs, tar archives (WebDataset), Arrow files and gzipped
-    ones are a corpus, and so is everything where --context and its like are given: documents are streamed,
-    cut into contexts or packed into them. What the store already holds is not computed again.
+    MODEL is a hub id, a directory, a GGUF file, or a built-in model: "specimen", "specimen-guided",
+    "specimen-rwkv" or "specimen-experts". What the store already holds is not computed again.
 
-    grad: before a hook point stores the gradient of a metric there: --hooks 'grad:blocks.*.hook_resid_post'
-    --metric 'logit_difference=["yes", "no"]', words of the model or token ids.
+    PROMPTS are files, or - for stdin. A text file holds one prompt per line. A JSONL file holds a string,
+    {"text": …} or {"ids": […]} per line, or {"source": …, "target": …} for an encoder-decoder. A Parquet
+    file has a column text or ids.
+
+    Folders, globs, WebDataset archives, Arrow and gzipped files are read as a corpus, and so is every file
+    if --context or another option on documents is given: documents are streamed, and cut or packed into
+    contexts.
+
+    A hook point that begins with grad: stores the gradient of a metric: --hooks
+    'grad:blocks.*.hook_resid_post' --metric 'logit_difference=["yes", "no"]' (tokens as words or ids).
     """
     from ...pipeline import Context, plan, run
     from ...stages.forward.capture.capture import CaptureNode
@@ -321,15 +333,21 @@ def _print_plan(steps: Plan, as_json: bool) -> None:
 
 
 @command(
-    help="""Compute a workflow as far as it is not cached; print the answer.
+    help="""Compute a workflow and print its answer; what is cached is not computed again.
 
-    mizarr workflows lists the questions, and mizarr workflows WORKFLOW the settings of one.
+    `mizarr workflows` lists the workflows, and `mizarr workflows WORKFLOW` the settings of one.
     """,
     epilog="Example: mizarr compute logit_lens --set 'prompts=[\"Once upon a time\"]' --figures figures",
 )
 @on_workflow
-@click.option("--figures", type=click.Path(file_okay=False, path_type=Path), help="Draw into this folder.")
-@click.option("--every-model", is_flag=True, help="Ask each model that `mizarr models ls` lists in turn.")
+@click.option(
+    "--figures", type=click.Path(file_okay=False, path_type=Path), help="Folder for the figures, as PNG."
+)
+@click.option(
+    "--every-model",
+    is_flag=True,
+    help="Compute for every model that `mizarr models ls` lists, one after another.",
+)
 @run_options
 def compute(
     workflow: Workflow, store_path: str, as_json: bool, figures: Path | None, every_model: bool, **how: Any
@@ -413,7 +431,7 @@ def _askable_models() -> Iterator[tuple[str, str | None]]:
     And what it would read, write and take in memory, and about how long it would take, as far as something
     like it was computed before. Nothing is computed or written; no model is loaded.
 
-    mizarr workflows lists the workflows.
+    `mizarr workflows` lists the workflows.
     """,
     epilog="Example: mizarr explain logit_lens --model specimen",
 )

@@ -63,18 +63,18 @@ def _list_settings(context: click.Context, _: click.Parameter, wanted: bool) -> 
 @click.option(
     "--against",
     metavar="MODEL",
-    help="Of --set kind=crosscoder: a second model, with the same tokenizer, to find what differs.",
+    help="Second model for --set kind=crosscoder; it must have the same tokenizer.",
 )
 @click.option(
     "--out",
     type=click.Path(file_okay=False, path_type=Path),
     required=True,
-    help="Folder for checkpoint, log and dictionary.",
+    help="Folder for the checkpoint, the log and the dictionary.",
 )
 @click.option(
     "--config",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="TOML file of settings; --set goes before it.",
+    help="TOML file of settings; --set overrides it.",
 )
 @click.option(
     "--set",
@@ -82,7 +82,7 @@ def _list_settings(context: click.Context, _: click.Parameter, wanted: bool) -> 
     multiple=True,
     callback=settings,
     metavar="NAME=VALUE",
-    help="A setting; repeat for more. --settings lists them.",
+    help="Value of a setting; repeatable. --settings lists all settings.",
 )
 @click.option(
     "--settings",
@@ -90,7 +90,7 @@ def _list_settings(context: click.Context, _: click.Parameter, wanted: bool) -> 
     is_eager=True,
     expose_value=False,
     callback=_list_settings,
-    help="List settings and exit.",
+    help="List all settings and exit.",
 )
 @store_option
 @click.option(
@@ -98,11 +98,19 @@ def _list_settings(context: click.Context, _: click.Parameter, wanted: bool) -> 
     type=click.Choice([*DTYPES.choices, "int8"]),
     default="float16",
     show_default=True,
-    help="Of the stored activations.",
+    help="Dtype of the stored activations.",
 )
-@click.option("--dtype", type=DTYPES, default="float32", show_default=True, help="Of the dictionary's files.")
-@click.option("--memory", callback=size, metavar="SIZE", help="What buffers of the capture may take.")
-@click.option("--save-every", type=click.IntRange(min=1), default=500, show_default=True, help="In steps.")
+@click.option(
+    "--dtype", type=DTYPES, default="float32", show_default=True, help="Dtype of the dictionary's files."
+)
+@click.option("--memory", callback=size, metavar="SIZE", help="Memory for the buffers of the capture.")
+@click.option(
+    "--save-every",
+    type=click.IntRange(min=1),
+    default=500,
+    show_default=True,
+    help="Steps between two checkpoints.",
+)
 @json_option
 @quiet_option
 def train(
@@ -117,13 +125,13 @@ def train(
 ) -> None:
     """Train a dictionary on MODEL's activations on PROMPTS.
 
-    An autoencoder, transcoders or a crosscoder. Captures what the store does not hold, trains, exports
-    (SAELens for autoencoders, circuit-tracer's files for transcoders, dictionary_learning's tensors for
-    crosscoders) and measures on prompts held out. Ctrl-C, or a kill, leaves a checkpoint in --out; the same
-    command goes on there, with the same result.
+    The dictionary is a sparse autoencoder, a set of transcoders or a crosscoder (--set kind=…). The command
+    captures the activations that the store does not hold, trains, exports (in the format of SAELens for
+    autoencoders, circuit-tracer for transcoders, dictionary_learning for crosscoders) and scores the
+    dictionary on held-out prompts. After Ctrl-C or a kill the same command continues from the checkpoint in
+    --out, with the same result.
 
-    PROMPTS are given as to mizarr capture, but for pairs: files of prompts, or folders, globs, archives and
-    files with --context and its like as a corpus of documents, which are cut into contexts.
+    PROMPTS are read as by `mizarr capture`; pairs of source and target are refused.
     """
     from ...stages.forward.models.reference import ModelRef
     from ...stages.training_data.several import SideBySide

@@ -18,20 +18,40 @@ __all__ = ["train_zoo"]
     "train-zoo", epilog="Example: mizarr train-zoo 2nd_argmax --hidden 4 --sequence 3 --seed 0 --out zoo"
 )
 @click.argument("task")
-@click.option("--hidden", type=int, required=True, help="Width.")
-@click.option("--sequence", type=int, required=True, help="How many numbers it reads.")
-@click.option("--seed", "seeds", type=int, multiple=True, default=(0,), show_default=True, help="Repeatable.")
-@click.option("--sequences", type=int, default=2**22, show_default=True, help="Drawn in training.")
-@click.option("--batch", type=int, default=1024, show_default=True, help="Drawn in a step.")
-@click.option("--layers", type=int, default=2, show_default=True, help="Of a transformer.")
-@click.option("--heads", type=int, default=1, show_default=True, help="Of a transformer.")
+@click.option("--hidden", type=int, required=True, help="Hidden size of the network.")
+@click.option("--sequence", type=int, required=True, help="Length of the input sequence.")
 @click.option(
-    "--checkpoint", "checkpoints", type=int, multiple=True, help="Also keep it after so many; repeatable."
+    "--seed",
+    "seeds",
+    type=int,
+    multiple=True,
+    default=(0,),
+    show_default=True,
+    help="Seed of a network; repeatable.",
 )
-@click.option("--end-token", is_flag=True, help="Of integers: the last one ends the sequence.")
-@click.option("--pth", is_flag=True, help="Write a .pth as the zoo does, not a .safetensors.")
+@click.option("--sequences", type=int, default=2**22, show_default=True, help="Number of training sequences.")
+@click.option("--batch", type=int, default=1024, show_default=True, help="Sequences per training step.")
+@click.option("--layers", type=int, default=2, show_default=True, help="Layers, if TASK has a transformer.")
+@click.option("--heads", type=int, default=1, show_default=True, help="Heads, if TASK has a transformer.")
 @click.option(
-    "--out", type=click.Path(path_type=Path), default=Path("zoo"), show_default=True, help="Folder."
+    "--checkpoint",
+    "checkpoints",
+    type=int,
+    multiple=True,
+    help="Also write the network after this many sequences; repeatable.",
+)
+@click.option(
+    "--end-token",
+    is_flag=True,
+    help="For tasks on integers: the largest integer marks the end of the sequence.",
+)
+@click.option("--pth", is_flag=True, help="Write .pth files, as AlgZoo does, instead of .safetensors.")
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path),
+    default=Path("zoo"),
+    show_default=True,
+    help="Folder for the networks.",
 )
 @json_option
 @quiet_option
@@ -53,7 +73,7 @@ def train_zoo(
 ) -> None:
     """Train tiny networks of AlgZoo.
 
-    One of TASK per seed, from fresh samples in every step, into files named as the zoo names them.
+    Trains one network for TASK per seed, on new random sequences in every step. Files have AlgZoo's names.
     """
     from ...pipeline.progress import Progress
     from ...stages.algzoo.training import ZooTraining, file_name, save_trained, train

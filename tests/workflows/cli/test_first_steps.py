@@ -80,4 +80,4 @@ def test_the_list_of_workflows_loads_no_torch():
 @pytest.mark.parametrize("command", ["compute", "report", "explain"])
 def test_commands_on_workflows_say_where_these_are_listed(command, capsys):
     assert run([command, "--help"]) == 0
-    assert "mizarr workflows lists" in capsys.readouterr().out
+    assert "`mizarr workflows` lists the workflows" in capsys.readouterr().out

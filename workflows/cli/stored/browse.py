@@ -21,11 +21,11 @@ from ..options import json_option, print_json, quiet_option, store_option
     type=click.IntRange(0, 65535),
     default=0,
     metavar="N",
-    help="Where to listen; default any free one.",
+    help="Port to listen on; default any free port.",
 )
 @click.option("--no-open", is_flag=True, help="Only print the address; do not open a browser.")
 def browse(store_path: str, port: int, no_open: bool) -> None:
-    """Look at a store in a browser.
+    """Show a store in a browser.
 
     What it holds by model, prompts and hook points; a run's prompts and tokens, and of a token norms, most
     similar tokens, what a lens reads and which features are active; every result with its recipe and lineage;
@@ -77,7 +77,7 @@ def _ended_orderly() -> Iterator[None]:
     default=1000,
     show_default=True,
     metavar="N",
-    help="Pages in all, at most.",
+    help="Largest number of pages.",
 )
 @click.option(
     "--prompts",
@@ -85,7 +85,7 @@ def _ended_orderly() -> Iterator[None]:
     default=20,
     show_default=True,
     metavar="N",
-    help="Of each run, at most.",
+    help="Largest number of prompts per run.",
 )
 @click.option(
     "--tokens",
@@ -93,14 +93,14 @@ def _ended_orderly() -> Iterator[None]:
     default=32,
     show_default=True,
     metavar="N",
-    help="Of each page of a prompt, at most.",
+    help="Largest number of tokens per prompt.",
 )
 @json_option
 @quiet_option
 def site(
     folder: Path, store_path: str, pages: int, prompts: int, tokens: int, as_json: bool, quiet: bool
 ) -> None:
-    """Write the pages of `mizarr browse` into FOLDER, to be opened or put on a server.
+    """Write the pages of `mizarr browse` into FOLDER, to open them or to serve them.
 
     Links beyond the limits lead to a page that says what was left out. A site that is there is replaced when
     the new one is whole; a folder with other things in it is refused.

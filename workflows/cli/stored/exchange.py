@@ -25,16 +25,20 @@ from ..options import json_option, print_json, store_option
     help="netcdf, zarr, parquet, safetensors or npz, where the name does not say; or datasets, saelens, "
     "sparsify: folders that `datasets` opens.",
 )
-@click.option("--variables", metavar="NAMES", help="Only these, as resid_post,mlp_out.")
-@click.option("--layers", metavar="LAYERS", help="Only these layers of a run, as 0-5,11.")
+@click.option(
+    "--variables", metavar="NAMES", help="Variables to export, such as resid_post,mlp_out; default all."
+)
+@click.option("--layers", metavar="LAYERS", help="Layers of a run to export, such as 0-5,11; default all.")
 @click.option(
     "--layout",
     type=click.Choice(["long", "wide"]),
     default="long",
     show_default=True,
-    help="Of Parquet: a row per layer and token, or per token with a column per layer.",
+    help="Rows of a Parquet file: one per layer and token, or one per token with a column per layer.",
 )
-@click.option("--context", type=click.IntRange(min=1), help="Of saelens and sparsify: tokens of a row.")
+@click.option(
+    "--context", type=click.IntRange(min=1), help="Tokens per row for the formats saelens and sparsify."
+)
 @store_option
 @json_option
 def export(
@@ -48,7 +52,7 @@ def export(
     store_path: str,
     as_json: bool,
 ) -> None:
-    """Write one array, result or whole run to a file of another program.
+    """Write one array, result or run to a file for another program.
 
     KEY is any unique start of a key printed by `mizarr ls`, or of its DATA: then the whole run. Labels and
     provenance go along. Written in pieces, and under its name only when whole.
@@ -79,9 +83,9 @@ def export(
 )
 @click.argument("files", nargs=-1, required=True, metavar="FILE...")
 @click.option(
-    "--model", required=True, help="Model the numbers are of, as far as you know; kept as declared."
+    "--model", required=True, help="Name of the model that was harvested; stored as you declare it."
 )
-@click.option("--revision", help="Its revision, likewise.")
+@click.option("--revision", help="Revision of that model; stored as you declare it.")
 @click.option(
     "--map", "pairs", multiple=True, metavar="ARRAY=HOOK",
     help="Hook point of an array: 'layers.{layer}=blocks.{layer}.hook_resid_post'; * for an axis of layers.",
@@ -89,9 +93,11 @@ def export(
 @click.option(
     "--prompts", metavar="FILE", help="Prompts as `mizarr capture` reads them: token ids, or texts."
 )
-@click.option("--skip", multiple=True, metavar="ARRAY", help="Leave an array out; a glob for several.")
-@click.option("--dtype", help="bfloat16: read 2-byte values so.")
-@click.option("--n-layers", type=int, help="Layers of the model, if more than the files hold.")
+@click.option(
+    "--skip", multiple=True, metavar="ARRAY", help="Array to leave out, as a name or a glob; repeatable."
+)
+@click.option("--dtype", help="Read 2-byte values as this dtype (bfloat16).")
+@click.option("--n-layers", type=int, help="Number of layers of the model, if the files hold fewer.")
 @store_option
 @json_option
 def import_(
@@ -106,7 +112,7 @@ def import_(
     store_path: str,
     as_json: bool,
 ) -> None:
-    """Store activations harvested elsewhere as a run that opens like any other.
+    """Import activations that were harvested elsewhere as a run.
 
     FILE is .safetensors or .npz; its arrays are named after hook points (blocks.5.hook_resid_post), or mapped
     to them. The model is what you declare, and the run is never taken for one computed here.

@@ -21,8 +21,16 @@ if TYPE_CHECKING:
 @click.command(epilog="Example: mizarr copy activations s3://bucket/activations --runs 35be")
 @click.argument("source")
 @click.argument("target")
-@click.option("--runs", metavar="RUNS", help="Only these runs, as 35be,7a01: starts of RUN of `mizarr ls`.")
-@click.option("--results", metavar="KEYS", help="Only these results, as 3f9a,c0de: starts of their keys.")
+@click.option(
+    "--runs",
+    metavar="RUNS",
+    help="Runs to copy, such as 35be,7a01 (first characters of RUN in `mizarr ls`); default all.",
+)
+@click.option(
+    "--results",
+    metavar="KEYS",
+    help="Results to copy, such as 3f9a,c0de (first characters of their keys); default all.",
+)
 @click.option(
     "--codec",
     type=click.Choice(["zstd", "none"]),
@@ -40,7 +48,7 @@ def copy(
     as_json: bool,
     quiet: bool,
 ) -> None:
-    """Copy what SOURCE holds into TARGET, a store or a place for a new one.
+    """Copy SOURCE into TARGET, an existing or a new store.
 
     Both are folders or URLs such as s3://bucket/prefix. Every file is compared with its recorded digest. What
     TARGET has already stays; a copy that was cut off goes on where it was.
@@ -61,7 +69,7 @@ def copy(
 @json_option
 @quiet_option
 def merge(sources: Sequence[str], target: str, as_json: bool, quiet: bool) -> None:
-    """Bring what all SOURCES hold together in TARGET.
+    """Merge all SOURCES into TARGET.
 
     Where two hold the same key with other contents the first stays, TARGET's before all; those keys are told.
     """

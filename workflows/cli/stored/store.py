@@ -37,8 +37,10 @@ _IN_TABLE = 80
 
 @click.command(epilog="Example: mizarr ls --store activations")
 @store_option
-@click.option("--all", "has_pieces", is_flag=True, help="Every run and result, the pieces of others too.")
-@click.option("--keys", "by_key", is_flag=True, help="A line per key: of a run one for each layer.")
+@click.option(
+    "--all", "has_pieces", is_flag=True, help="List every run and result, also those that only serve others."
+)
+@click.option("--keys", "by_key", is_flag=True, help="List one line per key; a run has one key per layer.")
 @json_option
 def ls(store_path: str, has_pieces: bool, by_key: bool, as_json: bool) -> None:
     """List what was captured and computed in a store, the newest first.
@@ -229,12 +231,14 @@ def _short_repr() -> AbstractContextManager[None]:
 
 @click.command(epilog="Example: mizarr verify --quick --store activations")
 @store_option
-@click.option("--quick", is_flag=True, help="Compare existence and sizes only, not digests.")
-@click.option("--quarantine", is_flag=True, help="Move the damaged parts aside; the next run computes them.")
+@click.option("--quick", is_flag=True, help="Compare existence and sizes only, not checksums.")
+@click.option(
+    "--quarantine", is_flag=True, help="Move damaged files aside, so that the next run computes them again."
+)
 @json_option
 @quiet_option
 def verify(store_path: str, quick: bool, quarantine: bool, as_json: bool, quiet: bool) -> int:
-    """Compare the bytes of a store with their recorded digests.
+    """Compare the bytes of a store with their recorded checksums.
 
     Exit code 1 if anything is damaged.
     """
@@ -269,18 +273,18 @@ def verify(store_path: str, quick: bool, quarantine: bool, as_json: bool, quiet:
     metavar="TIME",
     default="24h",
     show_default=True,
-    help="Keep what is younger.",
+    help="Keep leftovers that are younger than this.",
 )
 @click.option(
     "--quota",
     callback=size,
     metavar="SIZE",
-    help="Remove least recently used, unpinned data down to this size.",
+    help="Remove the least recently used, unpinned data until the store is this small.",
 )
-@click.option("--dry-run", is_flag=True, help="Only say what would be removed.")
+@click.option("--dry-run", is_flag=True, help="Show what would be removed; remove nothing.")
 @json_option
 def gc(store_path: str, grace: float, quota: int | None, dry_run: bool, as_json: bool) -> None:
-    """Remove leftovers; with --quota, what was not used lately.
+    """Remove leftovers and, with --quota, the least recently used data.
 
     Pinned keys, and what they were computed from, always stay.
     """
@@ -303,10 +307,10 @@ def gc(store_path: str, grace: float, quota: int | None, dry_run: bool, as_json:
 @click.command(epilog="Example: mizarr pin figure-3 3f9a0c --store activations")
 @click.argument("name")
 @click.argument("key", required=False)
-@click.option("--remove", is_flag=True, help="Let go of the pin NAME; the data stays until gc.")
+@click.option("--remove", is_flag=True, help="Remove the pin NAME; the data stays until gc.")
 @store_option
 def pin(name: str, key: str | None, remove: bool, store_path: str) -> None:
-    """Keep KEY, and all it was computed from, from gc.
+    """Protect KEY, and everything it was computed from, from gc.
 
     NAME is yours to choose; KEY is any unique start of a key printed by `mizarr ls`.
     """
