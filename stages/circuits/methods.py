@@ -29,7 +29,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..forward.edges.cotangents import Held, cotangents
+from ..forward.edges.cotangents import ConstantPart, cotangents
 from ..forward.edges.layout import Layout
 from ..forward.edges.parts import SplitNetwork
 from ..forward.edges.prompts import Streams, constants, streams_of
@@ -54,7 +54,7 @@ class _GradientPoint:
     """Weight of its gradient in edge scores."""
     node_weight: float
     """Weight of its gradient in node scores."""
-    held: tuple[Held, ...] = ()
+    held: tuple[ConstantPart, ...] = ()
     """Parts with constant output in this run: gradients do not pass through them."""
     skips_first_heads: bool = False
     """Whether edges into the first layer's heads count 0 in this run."""

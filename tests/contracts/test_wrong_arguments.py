@@ -25,18 +25,18 @@ Model.from_pretrained("specimen", dtype="fp16") -> expected dtype to be one of f
 Model.from_pretrained("specimen", device="cuda") -> expected a device such as cpu, cuda or cuda:1 that this
 Model.from_pretrained("specimen", revision=5) -> expected no revision for the directory specimen, found 5;
 Model.from_pretrained("specimen", backend="jax") -> expected backend to be one of native, transformers, found
-Model.from_pretrained("specimen", adapter=5) -> expected an adapter in 5, found no adapter_config.json; give
+Model.from_pretrained("specimen", adapter=5) -> expected an adapter in 5, found no adapter_config.json; pass
 Model.from_pretrained("specimen", adapter="nowhere") -> expected an adapter in nowhere, found no
 Model("specimen") -> expected a network, found 'specimen'; load a model by name:
 m.tokenize(None) -> expected prompts as a text, several texts, token ids ([position] or [prompt, position]),
 m.tokenize({"text":"a"}) -> expected a text, several texts, token ids ([position] or [prompt, position]), or
-m.tokenize([]) -> expected at least one prompt, found none; give a text, several texts, token ids ([position]
+m.tokenize([]) -> expected at least one prompt, found none; pass a text, several texts, token ids ([position]
 m.tokenize([[]]) -> expected at least one token, found the prompt empty
 m.tokenize([None]) -> expected prompt 0 as a text or token ids, found None; leave missing values out
 m.tokenize([[1.5]]) -> expected token ids, whole numbers, in prompt 0, found 1.5 (float) at position 0;
 m.tokenize([[-1]]) -> expected token ids in 0..2047, found -1 in the prompt; was it encoded with another
 m.tokenize(["a",5]) -> expected prompt 1 as a text or token ids, found 5 (int)
-m.tokenize(["a",[1]]) -> expected prompts that are all texts or all token ids, found both; give them in two
+m.tokenize(["a",[1]]) -> expected prompts that are all texts or all token ids, found both; pass them in two
 fw("one", 5) -> expected hooks as a HookSpec, found 5; write
 fw("one", want="all") -> expected want as mizarr.logits(…), or None, found 'all'; write
 fw("one", want=logits(5)) -> logits: expected a position in -2..1, found 5
@@ -56,16 +56,16 @@ S.capture(P, positions=slice("a")) -> positions: expected whole numbers, found '
 S.intervene(P, None) -> expected an intervention such as mizarr.Zero(), found None
 S.intervene(None, Zero()) -> expected a hook point's name, found None; write one such as
 S.intervene("nope", Zero()).bind(m.hook_points) -> there is no hook point 'nope'; a model lists its own:
-S.gradient_of(None) -> gradients: expected a metric that says its gradient, found None; take LogitDifference,
+S.gradient_of(None) -> gradients: expected a metric with a gradient, found None; use LogitDifference,
 S.extend(None) -> expected other as a HookSpec, found None; write
 Zero(positions=(1.5,)) -> Zero: positions: expected whole numbers, found 1.5; write ints, or a list of them
 Zero(heads=(True,)) -> Zero: heads: expected whole numbers, found True; write the numbers that are meant, of
 Zero(positions=()) -> Zero: expected at least one of positions, found none; leave positions out to mean all
 iv(Zero(positions=(99,))) -> Zero at 'blocks.0.hook_resid_post': expected positions in 0..2 (or negative,
-iv(Zero(heads=(0,))) -> 'blocks.0.hook_resid_post' has axes ['batch', 'position', 'hidden']: it has no heads
+iv(Zero(heads=(0,))) -> expected a hook point with heads to select, found 'blocks.0.hook_resid_post' with
 iv(Zero(heads=(99,)),"blocks.0.attn.hook_z") -> Zero at 'blocks.0.attn.hook_z': expected heads in 0..5 (or
-iv(Zero(neurons=(99999,)),"blocks.0.mlp.hook_post") -> 'blocks.0.mlp.hook_post' has axes ['batch',
-iv(Zero(experts=(0,))) -> 'blocks.0.hook_resid_post' has axes ['batch', 'position', 'hidden']: it has no
+iv(Zero(neurons=(99999,)),"blocks.0.mlp.hook_post") -> expected a hook point with neurons to select, found
+iv(Zero(experts=(0,))) -> expected a hook point with experts to select, found 'blocks.0.hook_resid_post'
 Scale(nan) -> Scale: expected a finite number, found nan
 Scale("2") -> expected Scale to be a number, found '2'; write a float
 Add(None) -> Add: expected a floating-point tensor, found dtype object; convert it to float32
@@ -79,7 +79,7 @@ AddAtPositions([(1.5,v)]) -> AddAtPositions: positions: expected whole numbers, 
 AddAtPositions([(0,v)], scale=nan) -> AddAtPositions: expected a finite number, found nan
 AddAtPositions(v) -> AddAtPositions: expected (position, vector) pairs, found something else; write
 iv(AddAtPositions([(99,v)])) -> AddAtPositions at 'blocks.0.hook_resid_post': expected positions in 0..2 (or
-Knockout() -> Knockout takes either edges or a mask, found neither
+Knockout() -> Knockout: expected either edges or a mask, found neither
 Knockout([(1,)]) -> Knockout: expected (query, key) with at most one None, found (1,)
 Knockout([("a","b")]) -> Knockout: positions of edges: expected whole numbers, found 'a'; write a list such
 Knockout(5) -> Knockout: expected (query, key) edges, found 5; write [(-1, 0)]
@@ -110,7 +110,7 @@ run(m,[Run("one")],memory=0) -> a run of 2 tokens needs about 40,960 bytes, more
 run(m,[Run("one")],memory=-1) -> expected a size such as "2GiB" or "500MB", or a number of bytes, found -1
 run(m,[Run("one")],store=5) -> expected an open store, found 5; write
 gen(None) -> expected prompts as a text, several texts, token ids ([position] or [prompt, position]), or a
-gen([]) -> expected at least one prompt, found none; give a text, several texts, token ids ([position] or
+gen([]) -> expected at least one prompt, found none; pass a text, several texts, token ids ([position] or
 gen(max_tokens=0) -> expected max_tokens of at least 1, found 0
 gen(max_tokens=1.5) -> expected max_tokens to be a whole number, found 1.5; write max_tokens=1
 gen(temperature=-1) -> expected a temperature >= 0, found -1
@@ -123,9 +123,9 @@ gen(top_k=0) -> expected top_k of at least 1, found 0; leave it out for all toke
 gen(top_k=1.5) -> expected top_k to be a whole number, found 1.5; write top_k=1
 gen(temperature=1,top_p=0) -> expected top_p in (0, 1], found 0
 gen(temperature=1,top_p="x") -> expected top_p to be a number, found 'x'; write a float
-gen(stop=5.5) -> expected stop to hold texts and token ids, found 5.5; leave it out
-gen(stop=999999) -> expected stop ids in 0..2047, found 999999; leave it out
-gen(eos=-1) -> expected eos to hold token ids, found -1; eos=() ends at none
+gen(stop=5.5) -> expected stop to hold texts and token ids, found 5.5; remove it
+gen(stop=999999) -> expected stop ids in 0..2047, found 999999; remove it
+gen(eos=-1) -> expected eos to hold token ids, found -1; pass eos=() to end at none
 gen(cache="yes") -> expected cache as True or False, found 'yes'; leave it out
 gen(capture_positions="old") -> expected capture_positions='new' or 'every', found 'old'
 gen(on_token=5) -> expected on_token as a function of a token, found 5; leave it out
@@ -136,7 +136,7 @@ cap(h=[]) -> expected a HookSpec that captures something, found none; add .captu
 cap(h="") -> there is no hook point ''; a model lists its own: `model.hook_points`
 cap(h="nope") -> there is no hook point 'nope'; a model lists its own: `model.hook_points`
 cap(p=None) -> expected prompts as a text, several texts, token ids ([position] or [prompt, position]), or a
-cap(p=[]) -> expected at least one prompt, found none; give a text, several texts, token ids ([position] or
+cap(p=[]) -> expected at least one prompt, found none; pass a text, several texts, token ids ([position] or
 cap(p={"a":1}) -> expected a text, several texts, token ids ([position] or [prompt, position]), or a
 cap(p=[nan]) -> expected prompt 0 as a text or token ids, found nan (float); leave missing values out
 cap(p=[[1.5]]) -> expected token ids, whole numbers, in prompt 0, found 1.5 (float) at position 0; convert
@@ -300,7 +300,7 @@ m.embed(torch.tensor([[99999]])) -> expected token ids in 0..2047, found 99999 t
 m.project_to_vocab(None) -> expected states as a tensor [..., 192], found None; write the residual stream as
 m.project_to_vocab(torch.zeros(192),tokens=[99999]) -> logits: expected a token id in 0..2047, found 99999
 m.project_to_vocab(torch.zeros(192),tokens="x") -> logits: tokens: expected whole numbers, found 'x'; write a
-m.chat("x") -> specimen has no chat template; expected one in tokenizer_config.json or chat_template.jinja.
+m.chat("x") -> expected a chat template of specimen in tokenizer_config.json or chat_template.jinja, found
 m.pair("a","b") -> expected a model with an encoder and a decoder to read pairs, found specimen, which reads
 m.bind(5) -> expected hooks as a HookSpec, found 5; write
 """

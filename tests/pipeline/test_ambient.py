@@ -181,7 +181,7 @@ class Watching(Intervention):
 
     version = 1
 
-    def apply(self, x, point, allowed=None, held=None):
+    def apply(self, x, point, allowed=None, subset=None):
         SEEN.append((B.cuda.matmul.fp32_precision, B.cudnn.conv.fp32_precision, torch.get_default_dtype()))
         return x
 

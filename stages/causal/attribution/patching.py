@@ -29,7 +29,7 @@ import numpy as np
 from ....store.arrays import Floats
 from ....store.errors import StageError
 from ...forward.architectures.points import HookPoint
-from ...forward.hooks.objective import columns, objective_of
+from ...forward.hooks.objective import objective_of, token_columns
 from ...forward.hooks.spec import Capture, HookSpec
 from ...forward.runs.experiment import CellLabels
 from ...forward.runs.run import Run
@@ -230,7 +230,7 @@ def cotangent_of_pair(metric: Metric, want: Logits) -> Cotangent:
     def cotangent(logits: Tensor) -> Tensor:
         clean, corrupted = (as_vector(logits[row : row + 1]) for row in (CLEAN, CORRUPTED))
         gradient = np.zeros(tuple(logits.shape))
-        read_columns = columns(plain(metric).tokens, want.tokens)
+        read_columns = token_columns(plain(metric).tokens, want.tokens)
         # add.at, not +=: a metric may read one token twice, and += would keep the last gradient only.
         np.add.at(
             gradient[CORRUPTED, 0],

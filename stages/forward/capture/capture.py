@@ -209,7 +209,7 @@ class CaptureNode(Ports):
             if each.ranks > config.vocab_size:
                 raise ConfigError(
                     f"expected at most the {config.vocab_size} logits of {self.source.name}, found "
-                    f"{each.told!r}; ask for fewer"
+                    f"{each.request!r}; ask for fewer"
                 )
 
     def _require_dictionaries(self) -> None:

@@ -66,7 +66,7 @@ class OfRun:
         if reduction == RUN_MEAN:
             made = sums_in_parts(value[mask], f"segment {self._n} of {cell_name(kept.cell)}")
         else:
-            made = self._of_features(kept, value, mask)[reduction.figure]
+            made = self._of_features(kept, value, mask)[reduction.statistic]
         join = torch.maximum if reduction.combine == "max" else torch.add
         self._waiting.append((self._places[kept.cell], made, join))
 

@@ -16,7 +16,7 @@ from ....store.runs.packed import PackedTokens
 from ....store.runs.quantised import QUANTISED
 from ..architectures.architecture import Architecture
 from ..architectures.points import BY_NAME
-from ..hooks.spec import KeptCapture, named
+from ..hooks.spec import KeptCapture, capture_name
 from .batches import BUFFERS
 
 __all__ = ["ITEMSIZE", "Sizes", "array_spec"]
@@ -154,7 +154,7 @@ def array_spec(
     front = ("layer",) if kind.per_layer else ()
     return ArraySpec(
         kept.variable,
-        f"{named(kind.path, capture.is_gradient)}{kept.keep.suffix.replace('__', '@', 1)}",
+        f"{capture_name(kind.path, capture.is_gradient)}{kept.keep.suffix.replace('__', '@', 1)}",
         (*front, packed, *rest),
         {dim: sizes[dim] for dim in rest},
         own_dtype,

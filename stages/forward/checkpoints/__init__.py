@@ -1,1 +1,1 @@
-"""Checkpoints: tensors by name, however files hold them; as plain numbers, with an adapter merged in."""
+"""Checkpoints: tensors by name in any file format, dequantised and with an adapter merged in."""

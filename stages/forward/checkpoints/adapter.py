@@ -1,12 +1,12 @@
-"""LoRA adapters as PEFT saves them, merged into the tensors of a checkpoint when these are read.
+"""LoRA adapters in PEFT's format, merged into the tensors of a checkpoint when these are read.
 
 A weight W [out, in] with factors A [rank, in] and B [out, rank] becomes W + s B A, computed in float32, with
 s = alpha / rank, or alpha / sqrt(rank) for rank-stabilised adapters (Hu et al., LoRA, 2021, section 4.1;
-Kalajdzievski, A Rank Stabilization Scaling Factor for Fine-Tuning with LoRA, 2023). Modules that were
-trained whole (`modules_to_save`, biases) replace the checkpoint's. Everything else that PEFT can make is
-refused: what a merged weight cannot hold, or nobody here computes.
+Kalajdzievski, A Rank Stabilization Scaling Factor for Fine-Tuning with LoRA, 2023). Modules trained as a
+whole (`modules_to_save`, biases) replace those of the checkpoint. Anything else that PEFT can produce is
+refused, because a merged weight cannot represent it or nothing here computes it.
 
-Border: adapter_config.json and the names of tensors; never imports torch until a tensor is read.
+Works on adapter_config.json and tensor names; imports torch only when a tensor is read.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ __all__ = ["Adapted", "Adapter"]
 
 CONFIG, WEIGHTS = "adapter_config.json", ("adapter_model.safetensors", "adapter_model.bin")
 VERSION = 1
-"""Declared version of what merging computes; in the identity of every adapted model."""
+"""Version of the merged numbers, which enters the identity of every adapted model."""
 COUNTS = ("r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "fan_in_fan_out")
-"""What of an adapter's configuration decides a number; the tensors say the rest."""
+"""Keys of adapter_config.json that change merged weights; everything else is in the tensors."""
 PATTERNS = ("rank_pattern", "alpha_pattern")
-"""Those of COUNTS that map regular expressions to numbers, in the order in which they are tried."""
+"""Keys among COUNTS that map regular expressions to numbers; the first matching one counts."""
 SILENT = {
     *(
         "peft_type",
@@ -53,35 +53,36 @@ SILENT = {
     *("layers_pattern", "modules_to_save", "init_lora_weights", "loftq_config", "eva_config", "corda_config"),
     *("lora_ga_config", "runtime_config", "qalora_group_size", "megatron_core", "ensure_weight_tying"),
 }
-"""What says how an adapter was trained, or what its tensors say as well."""
+"""Keys that describe the training, or repeat what the tensors show; they change no merged weight."""
 STARTS = (None, True, False, "gaussian", "eva", "orthogonal")
-"""Initialisations that leave the base model as it was."""
+"""Values of init_lora_weights that leave the base weights unchanged."""
 _FACTOR = re.compile(r"(.*)\.lora_(?:(A|B)\.weight|embedding_(A|B))")
 
 
 @dataclass(frozen=True)
 class TensorChange:
-    """What an adapter does to one tensor of a checkpoint.
-
-    whole: the adapter's tensor that replaces it, else None. low: names of A and B, else None. scale: of their
-    product. is_transposed: whether the checkpoint holds [in, out].
-    """
+    """Change of one checkpoint tensor: a replacement, or a scaled low-rank product."""
 
     whole: str | None = None
+    """Name of the adapter's tensor that replaces it; None to keep the checkpoint's."""
     low: tuple[str, str] | None = None
+    """Names of the low-rank factors A and B; None without."""
     scale: float = 1.0
+    """Factor s of the product B A."""
     is_transposed: bool = False
+    """Whether the checkpoint stores the weight as [in, out]."""
 
 
 @dataclass(frozen=True)
 class Adapter:
-    """A folder with adapter_config.json and adapter_model.safetensors, or adapter_model.bin."""
+    """A folder with adapter_config.json and adapter_model.safetensors or adapter_model.bin."""
 
     directory: Path
+    """Folder in which PEFT saved the adapter."""
 
     @property
     def file(self) -> Path:
-        """Its weights. Raises WeightsError where they are missing."""
+        """Path of its weights. Raises WeightsError if there are none."""
         for name in WEIGHTS:
             if require_content(path := self.directory / name, WeightsError, "copy it again"):
                 return path
@@ -91,53 +92,65 @@ class Adapter:
 
     @cached_property
     def source(self) -> TensorSource:
-        """Its tensors by their own names."""
+        """Its tensors under their stored names."""
         return stored_in((self.file,))
 
     @cached_property
     def config(self) -> dict[str, Any]:
-        """adapter_config.json. Raises ModelNotFound without one, ConfigError for anything but plain LoRA."""
+        """Content of adapter_config.json.
+
+        Raises:
+            ModelNotFound: if there is no such file.
+            ConfigError: for anything but plain LoRA.
+        """
         path = self.directory / CONFIG
         if not require_content(path, ConfigError, "copy it again"):
             raise ModelNotFound(
-                f"expected an adapter in {self.directory}, found no {CONFIG}; give the folder PEFT "
-                "saved it to"
+                f"expected an adapter in {self.directory}, found no {CONFIG}; pass the folder in which PEFT "
+                "saved it"
             )
-        found = json_object(path, ConfigError, "copy it again")
-        _require_plain_lora(found, path)
-        return found
+        config = json_object(path, ConfigError, "copy it again")
+        _require_plain_lora(config, path)
+        return config
 
     def digest(self, weights: str) -> str:
-        """`sha256:…` of the adapter. weights: digest of its weight file."""
+        """`sha256:…` of the adapter; `weights` is the digest of its weight file."""
         counted = {key: self.config.get(key) for key in COUNTS if key not in PATTERNS}
-        # Pairs in their order: of two patterns that fit a module the first one counts.
+        # Patterns are a list in file order: of two that match a module, the first one counts.
         counted |= {key: [list(pair) for pair in (self.config.get(key) or {}).items()] for key in PATTERNS}
         return f"sha256:{digest('adapter', VERSION, weights, counted)}"
 
     def changes(self, names: Collection[str]) -> dict[str, TensorChange]:
-        """What is done to which tensors. names: those of the checkpoint.
+        """Name of each tensor that the adapter changes -> the change.
 
-        Raises WeightsError for a tensor of the adapter that belongs to none of them, or to no pair.
+        Arguments:
+            names: tensors of the checkpoint.
+
+        Raises:
+            WeightsError: for an adapter tensor that matches none of them, or a factor without its partner.
         """
         whole: dict[str, str] = {}
         low: dict[str, dict[str, str]] = {}
         for name in self.source.entries:
-            inside = name.removeprefix("base_model.model.")
-            if match := _FACTOR.fullmatch(inside):
+            path = name.removeprefix("base_model.model.")
+            if match := _FACTOR.fullmatch(path):
                 low.setdefault(match[1], {})[match[2] or match[3]] = name
-            elif "lora_" in inside:
+            elif "lora_" in path:
                 raise WeightsError(
                     f"expected factors lora_A and lora_B in {self.file}, found {name!r}; merge the adapter "
                     "into its base model with PEFT, and save that"
                 )
             else:
-                whole[re.sub(r"\.(base_layer|modules_to_save(\.default)?)\.", ".", inside)] = name
-        found = {self._placed(name, names): TensorChange(whole=stored) for name, stored in whole.items()}
+                whole[re.sub(r"\.(base_layer|modules_to_save(\.default)?)\.", ".", path)] = name
+        changes = {
+            self._name_in_checkpoint(name, names): TensorChange(whole=stored)
+            for name, stored in whole.items()
+        }
         for module, factors in low.items():
-            place = self._placed(f"{module}.weight", names)
-            before = found.get(place, TensorChange()).whole
-            found[place] = self._product(module, factors, before)
-        return found
+            target = self._name_in_checkpoint(f"{module}.weight", names)
+            replacement = changes.get(target, TensorChange()).whole
+            changes[target] = self._product(module, factors, replacement)
+        return changes
 
     def _product(self, module: str, factors: Mapping[str, str], whole: str | None) -> TensorChange:
         if set(factors) != {"A", "B"}:
@@ -147,70 +160,74 @@ class Adapter:
             )
         rank = _by_pattern(self.config.get("rank_pattern"), module, self.config.get("r", 8))
         alpha = _by_pattern(self.config.get("alpha_pattern"), module, self.config.get("lora_alpha", 8))
-        shape, other = (self.source.entries[factors[side]].shape for side in "AB")
-        if len(shape) != 2 or len(other) != 2 or {shape[0], other[1]} != {rank}:
+        shape, shape_b = (self.source.entries[factors[side]].shape for side in "AB")
+        if len(shape) != 2 or len(shape_b) != 2 or {shape[0], shape_b[1]} != {rank}:
             raise WeightsError(
                 f"expected factors of rank {rank} of {module!r} as {CONFIG} says, found A {list(shape)} and "
-                f"B {list(other)}; is {CONFIG} of another adapter?"
+                f"B {list(shape_b)}; is {CONFIG} of another adapter?"
             )
         scale = alpha / math.sqrt(rank) if self.config.get("use_rslora") else alpha / rank
+        # An embedding is stored as [vocab, hidden], so the product of its factors must be transposed.
         is_embedding = "lora_embedding" in factors["A"]
-        turned = is_embedding or bool(self.config.get("fan_in_fan_out"))
-        return TensorChange(whole, (factors["A"], factors["B"]), scale, turned)
+        is_transposed = is_embedding or bool(self.config.get("fan_in_fan_out"))
+        return TensorChange(whole, (factors["A"], factors["B"]), scale, is_transposed)
 
-    def _placed(self, name: str, names: Collection[str]) -> str:
-        """What the checkpoint calls a tensor; a prefix may be the base model's or the whole model's."""
+    def _name_in_checkpoint(self, name: str, names: Collection[str]) -> str:
+        """The checkpoint's name of a tensor, which may have the prefix of the base or of the whole model."""
         if name in names:
             return name
-        near = [other for other in names if other.endswith(f".{name}") or name.endswith(f".{other}")]
-        if len(near) != 1:
+        matches = [other for other in names if other.endswith(f".{name}") or name.endswith(f".{other}")]
+        # Two matches would mean that the suffix does not identify a tensor.
+        if len(matches) != 1:
             raise WeightsError(
                 f"expected the adapter in {self.directory} to change tensors of the checkpoint, found "
-                f"{name!r}, which it does not hold; is it an adapter of another model?"
+                f"{name!r}, which is not in it; is it an adapter of another model?"
             )
-        return near[0]
+        return matches[0]
 
 
 @dataclass(frozen=True)
 class Adapted:
-    """A source with an adapter merged into its tensors, which are float32 where they change."""
+    """A source with an adapter merged into its tensors; changed ones are float32."""
 
     base: TensorSource
+    """Tensors of the base model."""
     adapter: Adapter
+    """Adapter to merge."""
 
     @cached_property
     def changes(self) -> dict[str, TensorChange]:
-        """What is done to which tensors."""
+        """Name of each changed tensor -> the change."""
         return self.adapter.changes(self.base.entries)
 
     @property
     def entries(self) -> dict[str, TensorEntry]:
-        """Those of the base. Raises WeightsError for a change of another shape."""
-        found = dict(self.base.entries)
+        """Entries of the base. Raises WeightsError for a change of another shape."""
+        entries = dict(self.base.entries)
         for name, change in self.changes.items():
             shape = self._shape(change)
-            if shape != found[name].shape:
+            if shape != entries[name].shape:
                 raise WeightsError(
-                    f"expected a change of {name!r}, {list(found[name].shape)}, found one of {list(shape)} "
+                    f"expected a change of {name!r}, {list(entries[name].shape)}, found one of {list(shape)} "
                     f"in {self.adapter.directory}; is it an adapter of another model?"
                 )
-            found[name] = TensorEntry(shape, "F32")
-        return found
+            entries[name] = TensorEntry(shape, "F32")
+        return entries
 
     def mapped(self, name: str) -> Array | None:
-        """As `TensorSource.mapped`."""
+        """See `TensorSource.mapped`."""
         return None if name in self.changes else self.base.mapped(name)
 
     def _shape(self, change: TensorChange) -> tuple[int, ...]:
         entries = self.adapter.source.entries
         if change.low is None:
             return entries[change.whole or ""].shape
-        into, out = entries[change.low[0]].shape[1], entries[change.low[1]].shape[0]
-        return (into, out) if change.is_transposed else (out, into)
+        n_in, n_out = entries[change.low[0]].shape[1], entries[change.low[1]].shape[0]
+        return (n_in, n_out) if change.is_transposed else (n_out, n_in)
 
     @contextmanager
     def opened(self) -> Iterator[Take]:
-        """As `TensorSource.opened`."""
+        """See `TensorSource.opened`."""
         with self.base.opened() as take, self.adapter.source.opened() as adapted:
 
             def merged(name: str) -> Tensor:
@@ -220,16 +237,18 @@ class Adapted:
                 weight = (take(name) if change.whole is None else adapted(change.whole)).float()
                 if change.low is None:
                     return weight
-                into, out = (adapted(factor).float() for factor in change.low)
-                product = (out @ into) * change.scale
+                a, b = (adapted(factor).float() for factor in change.low)
+                product = (b @ a) * change.scale
                 return weight + (product.T if change.is_transposed else product)
 
             yield merged
 
 
 def _by_pattern(patterns: Any, module: str, default: Any) -> Any:
-    """What the first pattern that fits the end of a module's name gives, as PEFT looks it up
-    (peft.utils.other.get_pattern_key)."""
+    """Value of the first pattern that matches the end of a module's name.
+
+    The same rule as peft.utils.other.get_pattern_key.
+    """
     for pattern, value in (patterns or {}).items():
         if re.match(rf"(.*\.)?({pattern})$", module):
             return value
@@ -237,17 +256,18 @@ def _by_pattern(patterns: Any, module: str, default: Any) -> Any:
 
 
 def _require_plain_lora(config: Mapping[str, Any], path: Path) -> None:
-    """Raise ConfigError for what is no LoRA, or one that a merged weight does not hold."""
+    """Raise ConfigError for anything but LoRA whose merged weights represent it completely."""
     advice = "merge the adapter into its base model with PEFT, and save that"
     if config.get("peft_type") != "LORA":
         raise ConfigError(
             f"{path}: expected peft_type 'LORA', found {config.get('peft_type')!r:.80}, which is not merged "
             f"here; {advice}"
         )
-    strange = [key for key, value in config.items() if value and key not in SILENT and key not in COUNTS]
-    if strange:
+    # New kinds of adapters come as new keys: an unknown key that is set may change numbers.
+    unknown = [key for key, value in config.items() if value and key not in SILENT and key not in COUNTS]
+    if unknown:
         raise ConfigError(
-            f"{path}: expected {strange[0]} to be absent, null or false, found {config[strange[0]]!r:.80}, "
+            f"{path}: expected {unknown[0]} to be absent, null or false, found {config[unknown[0]]!r:.80}, "
             f"which is not merged here; {advice}"
         )
     start = config.get("init_lora_weights")

@@ -1,8 +1,7 @@
-"""A checkpoint: the tensors of some files by name, as plain numbers.
+"""Checkpoint: the tensors of a model's files by name, as plain numbers.
 
-Border: the one value that readers of weights are given. What lies between the bytes of a file and a weight
-(that it is quantised, an adapter that is merged in) is settled here, so that networks, readouts and component
-weights cannot disagree.
+The one value that every reader of weights gets. Dequantising and merging an adapter happen here, so that
+networks, readouts and analyses of weights cannot disagree about a weight.
 """
 
 from __future__ import annotations
@@ -31,16 +30,16 @@ __all__ = ["Checkpoint", "Files", "checkpoint_of"]
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Files and what is done to their tensors before anybody uses them.
-
-    quantisation: how weights are packed, which are made plain in float32. adapter: merged into the tensors
-    it changes, in float32. stand_ins: see `Renamed`.
-    """
+    """Files of a model, and the processing of their tensors before use."""
 
     files: tuple[Path, ...]
+    """Weight files of one format."""
     quantisation: Scheme | None = None
+    """How weights are packed; they are dequantised to float32. None for plain weights."""
     adapter: Adapter | None = None
+    """Adapter merged into the tensors that it changes, in float32."""
     stand_ins: tuple[tuple[str, str], ...] = ()
+    """(name under which a tensor is read, name under which it is stored) pairs; see `Renamed`."""
 
     @cached_property
     def _plain(self) -> TensorSource:
@@ -58,30 +57,34 @@ class Checkpoint:
 
     @property
     def entries(self) -> dict[str, TensorEntry]:
-        """Every tensor before it is read, by name. Raises WeightsError for damaged files."""
+        """Shape and dtype of every tensor, by name. Raises WeightsError for damaged files."""
         return dict(self._source.entries)
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of every tensor, by name."""
+        """Shape of every tensor, by name."""
         return {name: entry.shape for name, entry in self.entries.items()}
 
     def standing_in(self, config: Architecture) -> Checkpoint:
-        """The same with shared tensors under the names by which an architecture reads them."""
+        """The checkpoint with shared tensors renamed to the names that an architecture reads."""
         missing = config.tensors.stand_ins(self.entries)
         return replace(self, stand_ins=tuple(missing.items())) if missing else self
 
     def check(self, config: Architecture) -> None:
-        """Raise WeightsError for an adapter that changes what the model does not read, or one of two weights
-        that are one tensor: PEFT then parts them, and a merged checkpoint cannot."""
+        """Check that the adapter changes only tensors that a model reads.
+
+        Raises:
+            WeightsError: for an adapter of other tensors, or of an embedding that is also the LM head.
+        """
         if self._adapted is None:
             return
         embed, head = config.tensors.outside["embed"].name, config.tensors.outside["head"].name
+        # PEFT separates a tied embedding from the head when it trains one of them; one merged tensor cannot.
         for name in self._adapted.changes:
             if name not in config.tensors.shapes:
                 raise WeightsError(
-                    f"expected an adapter of tensors the model reads, found that it changes {name!r}; merge "
-                    "it into its base model with PEFT, and save that"
+                    f"expected an adapter of tensors that the model reads, found that it changes {name!r}; "
+                    "merge it into its base model with PEFT, and save that"
                 )
             if embed == head == name:
                 raise WeightsError(
@@ -91,23 +94,27 @@ class Checkpoint:
 
     @property
     def nbytes(self) -> int:
-        """Of the files, as they are stored."""
+        """Size of the files in bytes, as stored."""
         return sum(path.stat().st_size for path in self.files)
 
     @contextmanager
     def opened(self) -> Iterator[Take]:
-        """Reads tensors, for as long as it is open."""
+        """Open the files for reading tensors."""
         with self._source.opened() as take:
             yield take
 
     def mapped(self, name: str) -> Array | None:
-        """As `TensorSource.mapped`."""
+        """See `TensorSource.mapped`."""
         return self._source.mapped(name)
 
     def array(self, name: str) -> Array:
-        """One tensor for numpy, bfloat16 as ml_dtypes.bfloat16: mapped, and torch not imported, where the
-        file holds it as it is. Raises WeightsError for a name there is not and for numbers that are not
-        plain."""
+        """One floating-point tensor as a numpy array; bfloat16 as ml_dtypes.bfloat16.
+
+        Memory-mapped, and without importing torch, where a file stores it in its final form.
+
+        Raises:
+            WeightsError: for an unknown name, or a tensor that is not floating point.
+        """
         entries = self.entries
         if name not in entries:
             raise WeightsError(
@@ -122,7 +129,8 @@ class Checkpoint:
         return self.numbers(name)
 
     def numbers(self, name: str) -> Array:
-        """As `array`, of a tensor that is there, whatever its numbers are."""
+        """One tensor as a numpy array, whatever its dtype; its name must exist."""
+        # Mapping reads only the pages that are used and needs no torch.
         if (mapped := self.mapped(name)) is not None:
             return mapped
         with self.opened() as take:
@@ -130,11 +138,11 @@ class Checkpoint:
 
 
 Files = Checkpoint | Sequence[Path]
-"""A checkpoint, or safetensors files that are one as they are."""
+"""A checkpoint, or the paths of unquantised safetensors files."""
 
 
 def checkpoint_of(files: Files) -> Checkpoint:
-    """Safetensors files as a checkpoint; a checkpoint as it is."""
+    """A Checkpoint of the files; a Checkpoint is returned unchanged."""
     return files if isinstance(files, Checkpoint) else Checkpoint(tuple(files))
 
 
@@ -142,8 +150,9 @@ def _as_array(tensor: Tensor) -> Array:
     import ml_dtypes
     import torch
 
+    # numpy has no bfloat16: the bits pass through int16 to ml_dtypes' type.
     if tensor.dtype == torch.bfloat16:
         raw: Array = tensor.view(torch.int16).numpy()
         return raw.view(ml_dtypes.bfloat16)
-    found: Array = tensor.numpy()
-    return found
+    array: Array = tensor.numpy()
+    return array

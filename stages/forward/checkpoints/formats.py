@@ -1,7 +1,4 @@
-"""Which format files are of, by their names.
-
-Border: the one place that lists the formats of whole checkpoints.
-"""
+"""Checkpoint file formats: safetensors, torch pickles (.bin) and GGUF, chosen by file suffix."""
 
 from __future__ import annotations
 
@@ -19,9 +16,9 @@ _FORMATS: dict[str, type[SafetensorsFiles] | type[PickledFiles] | type[GgufFiles
     ".bin": PickledFiles,
     SUFFIX: GgufFiles,
 }
-"""Ending -> format; safetensors for every other."""
+"""Ending of a file -> its format; any other ending is read as safetensors."""
 
 
 def stored_in(files: tuple[Path, ...]) -> TensorSource:
-    """The tensors of files of one format."""
+    """The tensors of files that share one format."""
     return _FORMATS.get(files[0].suffix if files else "", SafetensorsFiles)(files)

@@ -1,6 +1,6 @@
-"""Files that torch.save wrote (pytorch_model.bin) as a source of tensors.
+"""Files written by torch.save (pytorch_model.bin) as a source of tensors.
 
-What there is can only be told by torch; how the files are read is torch_files.py.
+Even listing the tensors needs torch; `torch_files.py` reads them without running pickled code.
 """
 
 from __future__ import annotations
@@ -24,50 +24,53 @@ __all__ = ["PickledFiles"]
 
 @dataclass(frozen=True)
 class PickledFiles:
-    """Tensors of files that torch.save wrote; of several, each holds tensors of its own."""
+    """Tensors of one or several files (shards) written by torch.save."""
 
     files: tuple[Path, ...]
 
     @cached_property
     def entries(self) -> dict[str, TensorEntry]:
-        """As `TensorSource.entries`; imports torch. Raises WeightsError for a file that holds more than
-        tensors by name, and for a tensor that two files hold."""
+        """See `TensorSource.entries`; imports torch.
+
+        Raises:
+            WeightsError: for a file with anything but named tensors, or a tensor that is in two files.
+        """
         entries: dict[str, TensorEntry] = {}
         for path in self.files:
             for name, tensor in _tensors(path).items():
                 if name in entries:
                     raise WeightsError(
                         f"expected {name!r} in one file, found it in {path.name} and another; remove the one "
-                        "that is not of this checkpoint"
+                        "that does not belong to this checkpoint"
                     )
                 entries[name] = TensorEntry(tuple(tensor.shape), _code(name, tensor))
         return entries
 
     def mapped(self, name: str) -> None:
-        """As `TensorSource.mapped`: never."""
+        """See `TensorSource.mapped`: None, as the format is read through torch."""
 
     @contextmanager
     def opened(self) -> Iterator[Take]:
-        """As `TensorSource.opened`."""
+        """See `TensorSource.opened`."""
         tensors: dict[str, Tensor] = {}
         for path in self.files:
             tensors |= _tensors(path)
-        # A copy: the tensors are a mapping of a file, and may be written by whoever saves there again.
+        # A copy: the loaded tensors map the file, which another process may overwrite.
         yield lambda name: tensors[name].clone()
 
 
 def _tensors(path: Path) -> dict[str, Tensor]:
-    """Tensors by name."""
+    """Named tensors of one file."""
     loaded = load_pickled(path, WeightsError)
-    strange = _strange(loaded)
-    if strange:
-        raise WeightsError(f"expected tensors by name in {path}, found {strange}; {ADVICE}")
+    unexpected = _unexpected(loaded)
+    if unexpected:
+        raise WeightsError(f"expected tensors by name in {path}, found {unexpected}; {ADVICE}")
     tensors: dict[str, Tensor] = dict(loaded)
     return tensors
 
 
-def _strange(loaded: Any) -> str:
-    """What is no tensor by a name; empty where there is nothing of the kind."""
+def _unexpected(loaded: Any) -> str:
+    """Description of the first entry that is no strided tensor; empty string if all are."""
     import torch
 
     if not isinstance(loaded, dict):
@@ -84,7 +87,7 @@ def _strange(loaded: Any) -> str:
 
 
 def _code(name: str, tensor: Tensor) -> str:
-    """The dtype by its code in safetensors; any other by its own name, which nobody takes for a float."""
+    """Safetensors code of a float dtype; torch's own name for any other, which readers refuse as a weight."""
     codes = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"}
     dtype = str(tensor.dtype).removeprefix("torch.")
     return codes.get(dtype, dtype)

@@ -1,7 +1,7 @@
 """Safetensors files as a source of tensors.
 
-Tensors are read into memory of their own, one by one. They are not mapped: a training loop that saves into
-the same folder writes into the same file, and a mapping would become the new weights under the old identity.
+Tensors are read into newly allocated memory, one by one, and not mapped: a training loop that saves into the
+same folder overwrites the file, and a mapping would show its new weights under the old identity.
 """
 
 from __future__ import annotations
@@ -28,44 +28,50 @@ __all__ = ["SafetensorsFiles"]
 
 @dataclass(frozen=True)
 class SafetensorsFiles:
-    """Tensors of safetensors files; of several, each holds tensors of its own."""
+    """Tensors of one or several safetensors files (shards)."""
 
     files: tuple[Path, ...]
 
     @cached_property
-    def held(self) -> dict[str, tuple[Path, Mapping[str, Any], int]]:
-        """Name -> (file, its entry, where the file's data begin). Raises WeightsError for a file that is not
-        whole, and for a tensor that two files hold."""
-        held: dict[str, tuple[Path, Mapping[str, Any], int]] = {}
+    def locations(self) -> dict[str, tuple[Path, Mapping[str, Any], int]]:
+        """Name -> (file, header entry, offset of the file's data section).
+
+        Raises:
+            WeightsError: for a truncated file, or a tensor that is in two files.
+        """
+        locations: dict[str, tuple[Path, Mapping[str, Any], int]] = {}
         for path in self.files:
             header, start = read_header(path)
             for name, entry in header.items():
-                if name in held:
+                if name in locations:
                     raise WeightsError(
-                        f"expected {name!r} in one file, found it in {held[name][0]} and {path.name}; remove "
-                        "the one that is not of this checkpoint"
+                        f"expected {name!r} in one file, found it in {locations[name][0]} and {path.name}; "
+                        "remove the one that does not belong to this checkpoint"
                     )
-                held[name] = path, entry, start
-        return held
+                locations[name] = path, entry, start
+        return locations
 
     @property
     def entries(self) -> dict[str, TensorEntry]:
-        """From the headers alone; never imports torch."""
-        return {name: TensorEntry(tuple(it["shape"]), it["dtype"]) for name, (_, it, _) in self.held.items()}
+        """Shape and dtype of every tensor, from the headers; never imports torch."""
+        return {
+            name: TensorEntry(tuple(entry["shape"]), entry["dtype"])
+            for name, (_, entry, _) in self.locations.items()
+        }
 
     def mapped(self, name: str) -> Array:
-        """As `TensorSource.mapped`: files of this format hold every tensor as it is."""
-        path, entry, start = self.held[name]
+        """See `TensorSource.mapped`: this format stores every tensor in its final form."""
+        path, entry, start = self.locations[name]
         return mapped_tensor(path, entry, start, name)
 
     @contextmanager
     def opened(self) -> Iterator[Take]:
-        """As `TensorSource.opened`. Raises WeightsError for a file that is cut short meanwhile."""
+        """See `TensorSource.opened`. Raises WeightsError for a file that is truncated meanwhile."""
         with ExitStack() as stack:
             files = {path: stack.enter_context(FileIO(path)) for path in self.files}
 
             def take(name: str) -> Tensor:
-                path, entry, start = self.held[name]
+                path, entry, start = self.locations[name]
                 return _read(files[path], entry, start, name)
 
             yield take
@@ -95,11 +101,13 @@ def _read(file: FileIO, entry: Mapping[str, Any], start: int, name: str) -> Tens
         )
     tensor = torch.empty(entry["shape"], dtype=dtypes[entry["dtype"]])
     first, end = entry["data_offsets"]
+    # Checked before reading: a wrong range would read bytes of another tensor.
     if end - first != tensor.nbytes:
         raise WeightsError(
             f"expected {tensor.nbytes} bytes of {name!r} in {file.name} as its shape says, found "
             f"{end - first}; fetch it again"
         )
+    # Another process may truncate the file after its header was checked.
     if fill(tensor, file, start + first) < tensor.nbytes:
         raise WeightsError(f"{file.name} was cut short while {name!r} was read; fetch it again")
     return tensor

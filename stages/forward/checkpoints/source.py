@@ -1,7 +1,7 @@
-"""What gives tensors by name: files of one format, or something that makes them of what another source gives.
+"""TensorSource: tensors by name, from files of one format or computed from the tensors of another source.
 
-Border: names, shapes, dtypes; which tensors a model needs is not known here. Entries are told without torch
-wherever the format allows.
+Knows names, shapes and dtypes; which tensors a model needs is not decided here. Entries are listed without
+torch wherever the format allows it.
 """
 
 from __future__ import annotations
@@ -19,49 +19,52 @@ if TYPE_CHECKING:
 __all__ = ["Renamed", "Take", "TensorEntry", "TensorSource"]
 
 Take = Callable[[str], "Tensor"]
-"""Gives a tensor by its name, in memory of its own."""
+"""Reads a tensor by name into newly allocated memory."""
 
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """One tensor before it is read. dtype: by its code in safetensors ("BF16")."""
+    """Shape and dtype of one tensor, known before it is read."""
 
     shape: tuple[int, ...]
+    """Lengths of its axes."""
     dtype: str
+    """Code of its dtype in the safetensors format, e.g. "BF16"."""
 
 
 class TensorSource(Protocol):
-    """Tensors by name, of files or made of those of another source."""
+    """Tensors by name."""
 
     @property
     def entries(self) -> Mapping[str, TensorEntry]:
-        """All there are. Raises WeightsError for files that are damaged."""
+        """Every tensor of the source. Raises WeightsError for damaged files."""
         ...
 
     def mapped(self, name: str) -> Array | None:
-        """A tensor for numpy, nothing read yet; None for one that no file holds as it is."""
+        """A memory-mapped array; None for a tensor that no file stores in its final form."""
         ...
 
     @contextmanager
     def opened(self) -> Iterator[Take]:
-        """Reads tensors for as long as it is open; KeyError for a name that is no entry."""
+        """Open the source for reading; the reader raises KeyError for a name without entry."""
         ...
 
 
 @dataclass(frozen=True)
 class Renamed:
-    """A source of which some tensors have another name than the one they are read by."""
+    """A tensor source with aliases: some tensors are read under a name that differs from the stored name."""
 
     base: TensorSource
-    """The tensors under their own names."""
+    """The tensors under their stored names."""
     stand_ins: Mapping[str, str]
-    """Name by which a tensor is read -> its own name."""
+    """Name under which a tensor is read -> its stored name."""
 
     @property
     def entries(self) -> Mapping[str, TensorEntry]:
         """See `TensorSource`."""
-        found = dict(self.base.entries)
-        return {**found, **{name: found.pop(own) for name, own in self.stand_ins.items()}}
+        entries = dict(self.base.entries)
+        renamed = {name: entries.pop(stored) for name, stored in self.stand_ins.items()}
+        return {**entries, **renamed}
 
     def mapped(self, name: str) -> Array | None:
         """See `TensorSource`."""

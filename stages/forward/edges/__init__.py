@@ -1,2 +1,1 @@
-"""Layers taken apart by who reads whom: what each node of a model adds to the stream, and what each reads of
-it."""
+"""Edges of the residual-stream graph, from outputs of heads and MLPs to inputs of later parts."""

@@ -1,13 +1,10 @@
-"""Passes in which some edges carry what their source adds, and the others what stands for it.
+"""Passes of circuits: chosen edges carry what their source adds in this pass, all others an alternative.
 
-Every destination reads a stream of its own: the constants, what stands for each source, and of the edges that
-are chosen the difference between what the source adds in this pass and that. So a source answers to what the
-edges into it carry, and its own edges carry the answer (Hanna et al., 2024, section 2.2; Conmy et al.,
-Towards Automated Circuit Discovery, 2023).
-
-Where only edges into one layer and those above are left out, everything below is the clean pass: `first`.
-
-Border: tensors and masks; which edges belong to a circuit, others decide.
+Every destination reads a stream of its own: constants, the alternative of each source, and for each chosen
+edge the difference between what its source adds in this pass and the alternative. So a source responds to
+what the edges into it carry, and its chosen edges carry the response (Hanna et al., 2024, section 2.2; Conmy
+et al., Towards Automated Circuit Discovery, 2023). If only edges into later layers are left out, the layers
+below are the clean pass (`first`).
 
 Axes: B prompts, C circuits, S positions, D hidden, source, destination; row = a circuit on a prompt.
 """
@@ -31,29 +28,28 @@ __all__ = ["Alternatives", "circuit_logits"]
 
 @dataclass(frozen=True)
 class Alternatives:
-    """The clean pass of some prompts, and what stands for each source where an edge is left out.
-
-    clean: of B prompts. other: [B, source, S, D]. constant: what no source adds [S, D], as the heads of each
-    layer read it, and behind all of them.
-    """
+    """Clean runs of some prompts, and the alternatives that edges outside a circuit carry."""
 
     clean: EdgeSources
+    """Clean runs of B prompts."""
     other: Tensor
+    """Alternative of each source, [B, source, S, D]."""
     constant: Sequence[Tensor]
+    """Stream without any source, [S, D], as the heads of each layer read it, and after all layers."""
 
     @classmethod
     def of(
         cls, network: SplitNetwork, layout: Layout, ids: Tensor, clean: EdgeSources, other: Tensor
     ) -> Alternatives:
-        """ids: of the prompts, [B, S]."""
+        """Alternatives `other` of prompts with token ids [B, S]."""
         return cls(clean, other, constants(network, layout, ids[:1], clean.z[0][:1]))
 
 
 def circuit_logits(
     network: SplitNetwork,
     layout: Layout,
-    given: Alternatives,
-    chosen: Tensor,
+    alternatives: Alternatives,
+    circuits: Tensor,
     want: Logits,
     *,
     memory: int,
@@ -61,68 +57,85 @@ def circuit_logits(
 ) -> Tensor:
     """Logits at the last position, [C, B, token].
 
-    chosen: bool [C, source, destination], or [C, S, source, destination] by position. first: the first layer
-    into which edges are left out. memory: bytes that may be taken beside what is given.
+    Arguments:
+        network: the network.
+        layout: sources and destinations of the model.
+        alternatives: clean runs, and what other edges carry.
+        circuits: edges of each circuit, bool [C, source, destination], or [C, S, source, destination].
+        want: tokens whose logits are computed.
+        memory: bytes that may be allocated beside the arguments.
+        first: first layer into which any circuit leaves out edges.
     """
-    prompts = len(given.other)
-    rows = torch.cartesian_prod(torch.arange(len(chosen)), torch.arange(prompts)).reshape(-1, 2)
+    prompts = len(alternatives.other)
+    rows = torch.cartesian_prod(torch.arange(len(circuits)), torch.arange(prompts)).reshape(-1, 2)
     parts = [
-        _logits(network, layout, given, chosen[part[:, 0]], part[:, 1], first, want)
-        for part in rows.split(_most_rows(layout, given.other, memory))
+        _logits(network, layout, alternatives, circuits[part[:, 0]], part[:, 1], first, want)
+        for part in rows.split(_most_rows(layout, alternatives.other, memory))
     ]
-    found: Tensor = torch.cat(parts).unflatten(0, (len(chosen), prompts))
-    return found
+    logits: Tensor = torch.cat(parts).unflatten(0, (len(circuits), prompts))
+    return logits
 
 
 def _logits(
     network: SplitNetwork,
     layout: Layout,
-    given: Alternatives,
-    chosen: Tensor,
+    alternatives: Alternatives,
+    circuits: Tensor,
     prompt: Tensor,
     first: int,
     want: Logits,
 ) -> Tensor:
-    """Of rows: the edges chosen [row, source, destination], or by position, on a prompt each, int [row]."""
-    other, weights = given.other[prompt], chosen.to(given.other)
+    """Logits of rows: edges [row, source, destination], or by position, each on a prompt, int [row]."""
+    other, weights = alternatives.other[prompt], circuits.to(alternatives.other)
+    # Sources below the first changed layer are those of the clean run.
     differing = torch.zeros_like(other)
-    known = layout.read_by_heads(first)
-    differing[:, :known] = given.clean.added[prompt, :known] - other[:, :known]
+    n_known = layout.read_by_heads(first)
+    differing[:, :n_known] = alternatives.clean.added[prompt, :n_known] - other[:, :n_known]
     history = WholePrompts(other.shape[2], NO_TAPS, other.device)
-    summed = other[:, :known].sum(1)
+    summed = other[:, :n_known].sum(1)
     for layer in range(first, layout.num_layers):
-        base = given.constant[layer] + summed
+        base = alternatives.constant[layer] + summed
         read = _read(base, weights, differing, layout.inputs(layer), layout.read_by_heads(layer))
+        # Destinations of a layer are ordered q, k, v, so three equal chunks separate them.
         inputs = {f"{kind}_input": x for kind, x in zip(KINDS, read.chunk(3, dim=1), strict=True)}
         z = attended(network, layer, inputs, base, history)
         heads, mlp = layout.heads(layer), layout.mlp(layer)
         differing[:, heads] = written_by_heads(network, layer, z) - other[:, heads]
-        behind = summed + other[:, heads].sum(1)
+        after = summed + other[:, heads].sum(1)
         column = layout.mlp_input(layer)
+        # In a parallel layer the MLP reads the same stream as the heads.
         if not layout.parallel[layer]:
-            base = given.constant[layer + 1] + behind
+            base = alternatives.constant[layer + 1] + after
         read = _read(base, weights, differing, slice(column, column + 1), layout.read_by_mlp(layer))
         differing[:, mlp] = network.fed(layer, read[:, 0], NO_TAPS) - other[:, mlp]
-        summed = behind + other[:, mlp]
-    base, last = given.constant[-1] + summed, slice(len(layout.destinations) - 1, None)
+        summed = after + other[:, mlp]
+    base, last = alternatives.constant[-1] + summed, slice(len(layout.destinations) - 1, None)
+    # Logits are read at the last position only, so edges into them exist there only.
     at_last = weights if weights.ndim == 3 else weights[:, -1:]
     read = _read(base[:, -1:], at_last, differing[:, :, -1:], last, len(layout.sources))
     return network.unembed(network.final_norm(read[:, 0, -1]), want)
 
 
 def _read(base: Tensor, weights: Tensor, differing: Tensor, columns: slice, count: int) -> Tensor:
-    """What destinations read [row, column, S, D]: the base [row, S, D], and of the first `count` sources the
-    difference, where the edge is chosen: weights [row, source, column], or [row, S, source, column]."""
-    held = weights[..., :count, columns].transpose(-1, -2)
-    if held.ndim == 3:
-        added = torch.bmm(held, differing[:, :count].flatten(2)).unflatten(2, base.shape[1:])
+    """Streams that destinations read, [row, column, S, D].
+
+    Arguments:
+        base: constants and alternatives, [row, S, D].
+        weights: 1 where an edge is chosen, [row, source, destination] or [row, S, source, destination].
+        differing: output of sources in this pass minus their alternative, [row, source, S, D].
+        columns: the destinations.
+        count: number of sources that are computed before them.
+    """
+    edges = weights[..., :count, columns].transpose(-1, -2)
+    if edges.ndim == 3:
+        added = torch.bmm(edges, differing[:, :count].flatten(2)).unflatten(2, base.shape[1:])
     else:
-        added = torch.matmul(held, differing[:, :count].transpose(1, 2)).transpose(1, 2)
-    found: Tensor = base.unsqueeze(1) + added
-    return found
+        added = torch.matmul(edges, differing[:, :count].transpose(1, 2)).transpose(1, 2)
+    stream: Tensor = base.unsqueeze(1) + added
+    return stream
 
 
 def _most_rows(layout: Layout, other: Tensor, memory: int) -> int:
-    """Rows at once: of each the sources twice, what heads read and what is made of it, six times over."""
-    of_a_row = other[0, 0].nbytes * (3 * len(layout.sources) + 6 * 3 * layout.num_heads)
-    return max(1, memory // of_a_row)
+    """Rows per block: memory for the sources twice, and six times for the inputs of heads."""
+    row_bytes = other[0, 0].nbytes * (3 * len(layout.sources) + 6 * 3 * layout.num_heads)
+    return max(1, memory // row_bytes)

@@ -1,20 +1,18 @@
-"""Layout: the nodes of a model that write to its stream, those that read it, and the edges between them.
+"""Layout: the sources and destinations of a model, and the edges between them.
 
-A model whose parts only ever add to one stream is a graph: what a part reads is a constant and the sum of
-what all parts before it have added, so that each addend is an edge that can be changed by itself (Elhage et
-al., A Mathematical Framework for Transformer Circuits, 2021; Goldowsky-Dill et al., Localizing Model Behavior
-with Path Patching, 2023). Sources are the embedding of the token, each head, each MLP; destinations the
-queries, keys and values of each head, each MLP, and the logits. Heads that share keys and values read them
-for themselves here: they are destinations of their own.
+A model whose parts only add to one stream is a graph: what a part reads is a constant plus the sum of what
+all earlier parts have added, so each addend is an edge that can be changed by itself (Elhage et al., A
+Mathematical Framework for Transformer Circuits, 2021; Goldowsky-Dill et al., Localizing Model Behavior with
+Path Patching, 2023). Sources are the token embedding, each head and each MLP; destinations are queries, keys
+and values of each head, each MLP, and the logits. Heads that share keys and values are still separate
+destinations.
 
 Names and order are those of EAP-IG (Hanna et al., Have Faith in Faithfulness, 2024):
 
     sources        input, then in each layer a0.h0 a0.h1 … m0
     destinations   in each layer a0.h0<q> … a0.h0<k> … a0.h0<v> … m0, then logits
 
-Border: an architecture, names and numbers; no tensors. Never imports torch.
-
-Axes: source, destination.
+Works on an architecture, names and numbers. Never imports torch. Axes: source, destination.
 """
 
 from __future__ import annotations
@@ -34,165 +32,172 @@ __all__ = ["INPUT", "KINDS", "LOGITS", "Bools", "Layout"]
 Bools = npt.NDArray[np.bool_]
 INPUT, LOGITS = "input", "logits"
 KINDS = ("q", "k", "v")
-"""What a head reads the stream for, in the order of destinations."""
+"""Inputs of a head, in the order of destinations."""
 _NEEDED = ("resid_pre", "q", "k", "v", "z", "attn_out", "mlp_out")
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Sizes of a model's graph. parallel: of each layer, whether its MLP reads what its heads read, so that
-    no edge goes from the one to the other."""
+    """Sizes of a model's graph."""
 
     num_heads: int
+    """Query heads per layer."""
     parallel: tuple[bool, ...]
+    """By layer, whether MLP and heads read the same stream, so that no edge goes from heads to the MLP."""
 
     @classmethod
     def of(cls, config: Architecture) -> Layout:
-        """The graph of a model. Raises ConfigError, in one line, where parts do more than add to a stream or
-        where heads cannot be shown streams of their own."""
+        """The layout of a model.
+
+        Raises:
+            ConfigError: where parts do more than add to one stream, or cannot read separate streams.
+        """
         for layer in range(config.num_layers):
-            if (found := _hindrance(config, layer)) is not None:
+            if (reason := _obstacle(config, layer)) is not None:
                 raise ConfigError(
                     "expected layers whose heads and MLP add to one stream that each reads through a "
-                    f"norm of its own, found {found} in layer {layer} of {config.model_type}; edges are "
-                    "no parts of such a model: patch whole activations instead (activation_patching)"
+                    f"norm of its own, found {reason} in layer {layer} of {config.model_type}; its parts are "
+                    "not connected by edges: patch whole activations instead (activation_patching)"
                 )
         outside = config.tensors.outside
+        # Inside a norm, positions and token embedding do not add up: neither is a separate source.
         if "embed_norm" in outside and "positions" in outside:
             raise ConfigError(
                 f"expected positions that are added to the stream, found them inside the norm of the "
-                f"embedding of {config.model_type}; edges are no parts of such a model"
+                f"embedding of {config.model_type}; patch whole activations instead (activation_patching)"
             )
         return cls(config.axis_sizes["head"], tuple(layer.is_parallel for layer in config.layers))
 
     @property
     def num_layers(self) -> int:
-        """How many layers the model has."""
+        """Number of layers."""
         return len(self.parallel)
 
     @cached_property
     def sources(self) -> tuple[str, ...]:
-        """Names of what adds to the stream, in the order in which it is computed."""
+        """Names of all sources, in the order of computation."""
         layers = range(self.num_layers)
-        each = ([*(f"a{layer}.h{head}" for head in range(self.num_heads)), f"m{layer}"] for layer in layers)
-        return (INPUT, *(name for names in each for name in names))
+        by_layer = (
+            [*(f"a{layer}.h{head}" for head in range(self.num_heads)), f"m{layer}"] for layer in layers
+        )
+        return (INPUT, *(name for names in by_layer for name in names))
 
     @cached_property
     def destinations(self) -> tuple[str, ...]:
-        """Names of what reads it."""
-        found = []
+        """Names of all destinations, in the order of computation."""
+        names = []
         for layer in range(self.num_layers):
-            found += [f"a{layer}.h{head}<{kind}>" for kind in KINDS for head in range(self.num_heads)]
-            found.append(f"m{layer}")
-        return (*found, LOGITS)
+            names += [f"a{layer}.h{head}<{kind}>" for kind in KINDS for head in range(self.num_heads)]
+            names.append(f"m{layer}")
+        return (*names, LOGITS)
 
     def heads(self, layer: int) -> slice:
-        """The sources that are a layer's heads."""
+        """Sources of a layer's heads."""
         start = 1 + layer * (self.num_heads + 1)
         return slice(start, start + self.num_heads)
 
     def mlp(self, layer: int) -> int:
-        """The source that is its MLP."""
+        """Source of a layer's MLP."""
         return int(self.heads(layer).stop)
 
     def inputs(self, layer: int, kind: str | None = None) -> slice:
-        """The destinations that are what a layer's heads read, for one of `KINDS` or for all of them."""
+        """Slice of a layer's head destinations: queries, keys or values, or all three for None."""
         start = layer * (3 * self.num_heads + 1)
         if kind is None:
             return slice(start, start + 3 * self.num_heads)
-        own = start + KINDS.index(kind) * self.num_heads
-        return slice(own, own + self.num_heads)
+        first = start + KINDS.index(kind) * self.num_heads
+        return slice(first, first + self.num_heads)
 
     def mlp_input(self, layer: int) -> int:
-        """The destination that is what its MLP reads."""
+        """Destination of a layer's MLP."""
         return int(self.inputs(layer).stop)
 
     def read_by_heads(self, layer: int) -> int:
-        """How many sources the heads of a layer read: the first ones."""
+        """Number of sources that the heads of a layer read: the first ones."""
         return int(self.heads(layer).start)
 
     def read_by_mlp(self, layer: int) -> int:
-        """How many its MLP reads."""
+        """Number of sources that the MLP of a layer reads: the first ones."""
         heads = self.heads(layer)
         return int(heads.start if self.parallel[layer] else heads.stop)
 
     @cached_property
     def read(self) -> npt.NDArray[np.int64]:
-        """How many sources each destination reads, int [destination]: the first ones, as all that is computed
-        before it has written to the stream."""
-        found = np.empty(len(self.destinations), np.int64)
+        """Number of sources that each destination reads, int [destination]: those computed before it."""
+        counts = np.empty(len(self.destinations), np.int64)
         for layer in range(self.num_layers):
-            found[self.inputs(layer)] = self.read_by_heads(layer)
-            found[self.mlp_input(layer)] = self.read_by_mlp(layer)
-        found[-1] = len(self.sources)
-        return found
+            counts[self.inputs(layer)] = self.read_by_heads(layer)
+            counts[self.mlp_input(layer)] = self.read_by_mlp(layer)
+        counts[-1] = len(self.sources)
+        return counts
 
     @cached_property
     def edges(self) -> Bools:
-        """Which edges there are, bool [source, destination]."""
+        """Whether an edge exists, bool [source, destination]."""
         return np.arange(len(self.sources))[:, None] < self.read
 
     @cached_property
     def owner(self) -> npt.NDArray[np.int64]:
-        """The node a destination belongs to as a source, int [destination]; -1 of the logits."""
-        place = {name: number for number, name in enumerate(self.sources)}
-        return np.array([place.get(name.partition("<")[0], -1) for name in self.destinations], np.int64)
+        """Source with the same node as a destination, int [destination]; -1 for the logits."""
+        index = {name: number for number, name in enumerate(self.sources)}
+        return np.array([index.get(name.partition("<")[0], -1) for name in self.destinations], np.int64)
 
     @cached_property
     def is_seen_later(self) -> Bools:
-        """Which destinations later positions see, bool [destination]: keys and values."""
+        """Whether later positions attend to a destination, bool [destination]: True for keys and values."""
         return np.array([name.endswith(("<k>", "<v>")) for name in self.destinations], np.bool_)
 
     def edges_at(self, positions: int) -> Bools:
-        """Which edges there are at each of some positions, bool [position, source, destination]; into the
-        logits at the last alone, as no others are read."""
-        found: Bools = np.repeat(self.edges[None], positions, axis=0)
-        found[:-1, :, -1] = False
-        return found
+        """Edges by position, bool [position, source, destination]; into the logits at the last one only."""
+        edges: Bools = np.repeat(self.edges[None], positions, axis=0)
+        edges[:-1, :, -1] = False
+        return edges
 
     def name(self, source: int, destination: int) -> str:
-        """Of an edge: "m1->a2.h3<v>"."""
+        """Name of an edge, e.g. "m1->a2.h3<v>"."""
         return f"{self.sources[source]}->{self.destinations[destination]}"
 
     def layer_of(self, destination: int) -> int:
-        """The layer a destination is in; the number of layers for the logits."""
+        """Layer of a destination; the number of layers for the logits."""
         return min(destination // (3 * self.num_heads + 1), self.num_layers)
 
-    def names(self, chosen: Bools) -> list[str]:
-        """Of the edges chosen, bool [source, destination], destination by destination."""
-        return [self.name(int(s), int(d)) for d, s in zip(*np.nonzero(chosen.T), strict=True)]
+    def names(self, edges: Bools) -> list[str]:
+        """Names of edges from bool [source, destination], ordered by destination."""
+        return [self.name(int(s), int(d)) for d, s in zip(*np.nonzero(edges.T), strict=True)]
 
     def chosen(self, names: Sequence[str]) -> Bools:
-        """Edges by their names, bool [source, destination]. Raises ConfigError for one that is not there."""
+        """Edges by their names, bool [source, destination]. Raises ConfigError for an unknown name."""
         rows = {name: number for number, name in enumerate(self.sources)}
         columns = {name: number for number, name in enumerate(self.destinations)}
-        found = np.zeros_like(self.edges)
+        edges = np.zeros_like(self.edges)
         for name in names:
             source, _, destination = name.partition("->")
-            place = rows.get(source), columns.get(destination)
-            if None in place or not self.edges[place]:
+            edge = rows.get(source), columns.get(destination)
+            if None in edge or not self.edges[edge]:
                 raise ConfigError(
                     f"expected an edge of a model of {self.num_layers} layers of {self.num_heads} heads, "
-                    f"such as {self.name(0, 0)!r}, found {name!r}"
+                    f"such as {self.name(0, 0)!r}, found {name!r}; layout.names(layout.edges) lists all"
                 )
-            found[place] = True
-        return found
+            edges[edge] = True
+        return edges
 
 
-def _hindrance(config: Architecture, layer: int) -> str | None:
-    """Why a layer is no sum of parts, in words; None where it is one."""
-    fact, held = config.layers[layer], {point.kind for point in config.known_points if point.layer == layer}
-    if fact.mixer.kind != "attention":
-        return f"a mixer of kind {fact.mixer.kind!r}"
-    if fact.channel_mixer is None:
+def _obstacle(config: Architecture, layer: int) -> str | None:
+    """Why the edges of a layer cannot be separated, as a noun phrase; None where they can."""
+    spec = config.layers[layer]
+    kinds = {point.kind for point in config.known_points if point.layer == layer}
+    if spec.mixer.kind != "attention":
+        return f"a mixer of kind {spec.mixer.kind!r}"
+    if spec.channel_mixer is None:
         return "no MLP"
-    if fact.norms != "before":
-        return f"norms {fact.norms!r} what is added" if fact.norms != "of stream" else "norms on the stream"
-    if "attn_gate" in held:
+    if spec.norms != "before":
+        return f"norms {spec.norms!r} what is added" if spec.norms != "of stream" else "norms on the stream"
+    if "attn_gate" in kinds:
         return "gates of heads, a fourth thing that is read"
-    missing = [kind for kind in _NEEDED if kind not in held]
+    missing = [kind for kind in _NEEDED if kind not in kinds]
     if missing or not config.predicts_next:
         return f"no hook point {missing[0]!r}" if missing else "positions that see later ones"
+    # Normalising all heads together makes each head's queries depend on the streams of the others.
     norm = config.tensors.layers[layer].get("q_norm")
     if norm is not None and norm.shape[0] != config.axis_sizes["d_head"]:
         return "a norm over the queries of all heads together"

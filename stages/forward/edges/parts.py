@@ -1,11 +1,9 @@
-"""Parts: one layer's attention or MLP by itself, over streams that are given to it.
+"""One layer's attention or MLP by itself, applied to streams that the caller passes.
 
-The layer is the model's own (`Network.layer`); taps put in what a part is to read, take out what it gives,
-and end the layer there. So whatever a family does with norms, rope, biases or windows is done here as well.
+The layer is the model's own (`Network.layer`): taps insert what a part reads, record what it computes, and
+end the layer there. So norms, rope, biases and windows of every family are the same here as in a pass.
 
-Border: tensors and taps; which streams are given, others decide.
-
-Axes: [row, position, hidden]; a row is a prompt in one of the states compared. Heads: [row, head, position,
+Axes: [row, position, hidden]; a row is a prompt in one of the compared states. Heads: [row, head, position,
 …].
 """
 
@@ -17,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ..hooks.taps import EverythingHeld, Place, StateTaps, Taps
+from ..hooks.taps import EarlyStop, Place, StateTaps, Taps
 from ..networks.history import STREAM, History
 from ..networks.loop import Network
 
@@ -33,62 +31,66 @@ __all__ = [
 
 
 class SplitNetwork(Network, Protocol):
-    """A network whose layers are an attention and an MLP that add to one stream (`Layout.of` says which)."""
+    """A network whose layers are attention and an MLP that add to one stream (see `Layout.of`)."""
 
     def fed(self, layer: int, x: Tensor, taps: Taps) -> Tensor:
-        """What the MLP of a layer adds [row, position, hidden], of the stream that it reads."""
+        """Output of a layer's MLP, [row, position, hidden], for the stream that it reads."""
         ...
 
 
 class PartTaps:
-    """Taps that put tensors in at some places and take them out at others (`PassTaps`).
-
-    ends: raise EverythingHeld once all that is wanted was met.
-    """
+    """Taps that insert tensors at some hook points and record tensors at others (`PassTaps`)."""
 
     def __init__(
         self,
-        given: Mapping[Place, Tensor] | None = None,
+        inserted: Mapping[Place, Tensor] | None = None,
         wanted: Collection[Place] = (),
         *,
         ends: bool = False,
     ) -> None:
-        self._given, self._wanted, self._ends = given or {}, frozenset(wanted), ends
-        self.found: dict[Place, Tensor] = {}
-        """What stood at the places wanted, behind what was put in."""
+        """Prepare a pass.
+
+        Arguments:
+            inserted: (kind, layer) -> value to continue with there.
+            wanted: hook points to record.
+            ends: whether to raise EarlyStop once all of them are recorded.
+        """
+        self._inserted, self._wanted, self._ends = inserted or {}, frozenset(wanted), ends
+        self.recorded: dict[Place, Tensor] = {}
+        """Values at the wanted hook points, with insertions."""
 
     def __call__(self, kind: str, layer: int | None, x: Tensor, allowed: Tensor | None = None) -> Tensor:
         """See `Taps`."""
         place = (kind, layer)
-        x = self._given.get(place, x)
+        x = self._inserted.get(place, x)
         if place in self._wanted:
-            self.found[place] = x
-            if self._ends and len(self.found) == len(self._wanted):
-                raise EverythingHeld
+            self.recorded[place] = x
+            if self._ends and len(self.recorded) == len(self._wanted):
+                raise EarlyStop
         return x
 
     def captures(self, layer: int | None, *kinds: str) -> bool:
-        """See `Taps`: nothing that is worked out for who asks."""
+        """See `Taps`: False, as derived values are never recorded."""
         return False
 
     def changes(self, layer: int | None, *kinds: str) -> bool:
         """See `Taps`."""
-        return any((kind, layer) in self._given for kind in kinds)
+        return any((kind, layer) in self._inserted for kind in kinds)
 
     def touches(self, layer: int | None, *kinds: str) -> bool:
         """See `Taps`."""
         return self.changes(layer, *kinds)
 
     def changes_attention(self, layer: int) -> bool:
-        """See `AttentionTaps`: never."""
+        """See `AttentionTaps`: False."""
         return False
 
     def cut(self, layer: int, heads: int, queries: int, keys: int, device: Any) -> Tensor | None:
-        """See `AttentionTaps`: no edge between positions is."""
+        """See `AttentionTaps`: None, as no attention edge is cut."""
         return None
 
     def of_states(self, layer: int, kind: str, length: int) -> StateTaps | None:
-        """See `PassTaps`: there are no states."""
+        """See `PassTaps`: None, as these layers have no recurrent states."""
         return None
 
 
@@ -98,55 +100,68 @@ NO_TAPS = PartTaps()
 def projected(
     network: SplitNetwork, layer: int, stream: Tensor, history: History
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """q [row, head, position, d_head], k and v [row, kv_head, position, d_head] that a layer makes of a
-    stream, before rope."""
-    q, k, v = _met(network, layer, stream, history, {}, ("q", "k", "v"))
+    """Queries, keys and values of a stream, before rope.
+
+    Returns:
+        q [row, head, position, d_head]; k and v [row, kv_head, position, d_head].
+    """
+    q, k, v = _record(network, layer, stream, history, {}, ("q", "k", "v"))
     return q, k, v
 
 
 def attended(
-    network: SplitNetwork, layer: int, given: Mapping[str, Tensor], stream: Tensor, history: History
+    network: SplitNetwork, layer: int, inserted: Mapping[str, Tensor], stream: Tensor, history: History
 ) -> Tensor:
-    """z [row, head, position, d_head], of what is put in: "q", "k", "v" as `projected` gives them (keys and
-    values also of each head its own), or "q_input", "k_input", "v_input", the stream that each head reads for
-    them [row, head, position, hidden].
+    """Output z [row, head, position, d_head] of attention on inserted inputs.
 
-    stream: any, of as many rows: nothing of it is left where all three are put in.
+    Arguments:
+        network: the network.
+        layer: layer index.
+        inserted: "q", "k", "v" as `projected` returns them (keys and values may also have a row per query
+            head); or "q_input", "k_input", "v_input", the stream that each head reads for them [row, head,
+            position, hidden].
+        stream: any stream with as many rows; irrelevant where all three are inserted.
+        history: positions of the rows.
     """
-    (z,) = _met(network, layer, stream, history, given, ("z",))
+    (z,) = _record(network, layer, stream, history, inserted, ("z",))
     return z
 
 
 def output_by_head(network: SplitNetwork, layer: int, heads: int) -> Tensor:
-    """What a head's z is multiplied by where it is added to the stream, [head, d_head, hidden]."""
+    """Output matrix of each head, which multiplies its z, [head, d_head, hidden]."""
     by_head: Tensor = network.output_matrix(layer).unflatten(1, (heads, -1))
     return by_head.permute(1, 2, 0)
 
 
 def output_constant(network: SplitNetwork, layer: int, z: Tensor, history: History) -> Tensor:
-    """What attention adds to the stream whatever its heads read, [hidden]: the bias of its output, or zeros.
+    """Output of attention with z = 0, [hidden]: the bias of the output projection, or zeros.
 
-    z: of any one row.
+    Arguments:
+        network: the network.
+        layer: layer index.
+        z: any z of this layer, for its shape.
+        history: positions of a row.
     """
     stream = z.new_zeros(1, z.shape[2], network.config.hidden_size)
-    (made,) = _met(network, layer, stream, history, {"z": torch.zeros_like(z[:1])}, ("attn_out",))
-    return made[0, 0]
+    # With z = 0 only the bias is left, whatever the family does after the output projection.
+    (output,) = _record(network, layer, stream, history, {"z": torch.zeros_like(z[:1])}, ("attn_out",))
+    return output[0, 0]
 
 
-def _met(
+def _record(
     network: SplitNetwork,
     layer: int,
     stream: Tensor,
     history: History,
-    given: Mapping[str, Tensor],
+    inserted: Mapping[str, Tensor],
     wanted: Collection[str],
 ) -> list[Tensor]:
-    """What stands at some hook points of a layer, with others put in."""
+    """Values at hook points of a layer, with others inserted."""
     taps = PartTaps(
-        {(kind, layer): x for kind, x in given.items()}, [(kind, layer) for kind in wanted], ends=True
+        {(kind, layer): x for kind, x in inserted.items()}, [(kind, layer) for kind in wanted], ends=True
     )
     try:
         network.layer(layer, {STREAM: stream}, history, taps)
-    except EverythingHeld:
-        return [taps.found[kind, layer] for kind in wanted]
-    raise AssertionError(f"layer {layer} met none of {', '.join(wanted)}")
+    except EarlyStop:
+        return [taps.recorded[kind, layer] for kind in wanted]
+    raise AssertionError(f"expected layer {layer} to reach {', '.join(wanted)}, found that it ended before")

@@ -1,24 +1,22 @@
-"""Paths: what some sources say to some destinations, and to nobody else (path patching).
+"""Path patching: the effect of some sources on some destinations, along no other paths.
 
 Three passes over a prompt (Wang et al., Interpretability in the Wild, 2023, section 3.1 and appendix B;
 Goldowsky-Dill et al., Localizing Model Behavior with Path Patching, 2023):
 
-1. the other run, and the clean one: what every source adds in both;
-2. the clean run, senders put to what they add in the other one, every other head held at what it adds in the
-   clean one, MLPs and norms computed anew - or MLPs held too: what the receivers make of that is kept;
-3. the clean run, in which receivers are what was kept, and all else behind them is computed anew.
+1. the corrupted and the clean run: what every source adds to the stream in both;
+2. the clean run with senders set to what they add in the corrupted one, every other head frozen at its clean
+   output, and MLPs and norms recomputed (or MLPs frozen as well): the inputs that receivers get are recorded;
+3. the clean run with receivers set to the recorded inputs, and everything after them recomputed.
 
-So a change goes from senders to receivers through the stream and, unless they are held, MLPs, never through
-another head. A receiver is the queries, keys or values of one head, an MLP, or the logits; these end the
-path, and are read off pass 2. With MLPs held, one sender and one receiver this is the edge between them by
-itself (effects.py).
+So a change travels from senders to receivers through the stream and, unless they are frozen, MLPs, but never
+through another head. A receiver is the queries, keys or values of one head, an MLP, or the logits; the logits
+end the path and are read off pass 2. With frozen MLPs, one sender and one receiver, this is the effect of the
+single edge between them (effects.py).
 
-The change that a sender makes is the other run's (`Senders`), or any that is given (`Changes`): random ones
-as long, for a null.
+A sender changes to its output in the corrupted run (`Senders`), or to any given output (`Changes`), such as
+random ones of the same length for a null distribution. Works on one prompt.
 
-Border: one prompt; what stands for a source is given.
-
-Axes: S positions, D hidden, source, destination; row = senders and what they say.
+Axes: S positions, D hidden, source, destination; row = a set of senders and their changes.
 """
 
 from __future__ import annotations
@@ -44,39 +42,38 @@ __all__ = ["Changes", "Senders", "Sent", "patched_paths"]
 
 
 class Sent(Protocol):
-    """What rows of senders say beyond what they say in the clean run."""
+    """Changes of senders, by row, relative to the clean run."""
 
     @property
     def first(self) -> int:
-        """The first source that any row changes."""
+        """First source that any row changes."""
         ...
 
     def of(self, sources: slice) -> Tensor:
-        """Summed over some sources, [row, S, D]."""
+        """Change of the stream by a range of sources, summed, [row, S, D]."""
         ...
 
     def is_sender(self, source: int) -> Tensor:
-        """In which rows a source is changed, bool [row]."""
+        """Rows in which a source is changed, bool [row]."""
         ...
 
     def split(self, most: int) -> Iterator[Self]:
-        """The same in blocks of at most so many rows, in their order."""
+        """Split rows into blocks of at most `most` rows, in order."""
         ...
 
     def last(self) -> Self:
-        """The same of the last position alone."""
+        """Changes restricted to the last position, [row, 1, D]."""
         ...
 
 
 @dataclass(frozen=True)
 class Senders:
-    """Sets of senders, each put to what it adds in the other run.
-
-    change: what each source adds there, less what it adds here, [source, S, D]. chosen: bool [row, source].
-    """
+    """Sets of senders, each sender changed to its output in the corrupted run."""
 
     change: Tensor
+    """Output of each source in the corrupted run minus the clean run, [source, S, D]."""
     chosen: Tensor
+    """Whether a source is a sender of a row, bool [row, source]."""
 
     @property
     def first(self) -> int:
@@ -86,8 +83,8 @@ class Senders:
     def of(self, sources: slice) -> Tensor:
         """See `Sent`."""
         weights = self.chosen[:, sources].to(self.change)
-        found: Tensor = torch.tensordot(weights, self.change[sources], dims=1)
-        return found
+        change: Tensor = torch.tensordot(weights, self.change[sources], dims=1)
+        return change
 
     def is_sender(self, source: int) -> Tensor:
         """See `Sent`."""
@@ -104,10 +101,12 @@ class Senders:
 
 @dataclass(frozen=True)
 class Changes:
-    """One sender, put to several changes of what it adds in the clean run, [row, S, D]."""
+    """One sender with several changes of its output."""
 
     source: int
+    """The sender."""
     change: Tensor
+    """Difference to its output in the clean run, [row, S, D]."""
 
     @property
     def first(self) -> int:
@@ -142,25 +141,43 @@ def patched_paths(
     mlps_held: bool = False,
     memory: int,
 ) -> Tensor:
-    """Logits at the last position of a prompt, [row, token], of paths from each row of senders.
+    """Logits at the last position with paths from each row of senders to receivers patched.
 
-    clean: of one prompt (B = 1). receivers: destinations; the logits by themselves, or any of the others.
-    memory: bytes that may be taken beside what is given.
+    Arguments:
+        network: the network.
+        layout: sources and destinations of the model.
+        clean: clean run of one prompt (B = 1).
+        sent: changes of the senders.
+        receivers: destinations; either the logits alone, or any others.
+        want: tokens whose logits are computed.
+        mlps_held: whether MLPs are frozen at their clean output in pass 2.
+        memory: bytes that may be allocated beside the arguments.
+
+    Returns:
+        Logits [row, token].
     """
     most = most_rows(network, clean.added.shape[2], want, memory)
-    passes = (_Second(network, layout, clean, rows, mlps_held) for rows in sent.split(most))
+    passes = (_SenderPass(network, layout, clean, rows, mlps_held) for rows in sent.split(most))
     if receivers[0] == len(layout.destinations) - 1:
-        return torch.cat([network.unembed(network.final_norm(each.final()), want) for each in passes])
+        return torch.cat(
+            [network.unembed(network.final_norm(sender_pass.final()), want) for sender_pass in passes]
+        )
+    # Below the first receiver, pass 3 equals the clean run.
     first = min(map(layout.layer_of, receivers))
-    return torch.cat([_third(network, layout, clean, each.kept(receivers), first, want) for each in passes])
+    return torch.cat(
+        [
+            _receiver_pass(network, layout, clean, sender_pass.receiver_inputs(receivers), first, want)
+            for sender_pass in passes
+        ]
+    )
 
 
-Kept = dict[Place, tuple[list[int], Tensor]]
-"""Of a place, which heads (none of an MLP) have been kept, and what they are [row, head, S, d_head]."""
+ReceiverInputs = dict[Place, tuple[list[int], Tensor]]
+"""(kind, layer) -> (receiving heads, empty for an MLP; inputs [row, head, S, d_head], or [row, S, D])."""
 
 
-class _Second:
-    """The pass in which senders are changed and other heads held, as what the stream differs by."""
+class _SenderPass:
+    """Pass 2, computed as the difference of the stream to the clean run."""
 
     def __init__(
         self, network: SplitNetwork, layout: Layout, clean: EdgeSources, sent: Sent, mlps_held: bool
@@ -169,67 +186,74 @@ class _Second:
         self._sent = sent
 
     def final(self) -> Tensor:
-        """What the final norm reads at the last position, [row, D]. Nothing but heads sees other positions,
-        and all of them are held: the last one goes by itself."""
+        """Input of the final norm at the last position, [row, D]."""
+        # Only heads mix positions and all of them are frozen, so the last position can be computed alone.
         self._sent = self._sent.last()
-        moved = self._sent.of(slice(0, 1))
+        change = self._sent.of(slice(0, 1))
         for layer in range(self._layout.num_layers):
-            moved = self._behind(layer, moved)
-        return self._clean.streams.logits[:, -1] + moved[:, -1]
+            change = self._after_layer(layer, change)
+        return self._clean.streams.logits[:, -1] + change[:, -1]
 
-    def kept(self, receivers: Sequence[int]) -> Kept:
-        """What receivers make of the stream they read in this pass."""
-        layout, moved, found = self._layout, self._sent.of(slice(0, 1)), Kept()
-        history = WholePrompts(moved.shape[1], NO_TAPS, moved.device)
+    def receiver_inputs(self, receivers: Sequence[int]) -> ReceiverInputs:
+        """Queries, keys, values and MLP outputs of the receivers in this pass."""
+        layout, change, recorded = self._layout, self._sent.of(slice(0, 1)), ReceiverInputs()
+        history = WholePrompts(change.shape[1], NO_TAPS, change.device)
         for layer in range(max(map(layout.layer_of, receivers)) + 1):
             inputs = {kind: layout.inputs(layer, kind) for kind in KINDS}
             heads = {
-                kind: [each - place.start for each in receivers if place.start <= each < place.stop]
-                for kind, place in inputs.items()
+                kind: [
+                    receiver - destinations.start
+                    for receiver in receivers
+                    if destinations.start <= receiver < destinations.stop
+                ]
+                for kind, destinations in inputs.items()
             }
             if any(heads.values()):
-                stream = self._clean.streams.heads[layer] + moved
-                made = projected(self._network, layer, stream, history)
-                for kind, x in zip(KINDS, made, strict=True):
+                stream = self._clean.streams.heads[layer] + change
+                projections = projected(self._network, layer, stream, history)
+                for kind, x in zip(KINDS, projections, strict=True):
                     if heads[kind]:
-                        found[kind, layer] = heads[kind], _for_each_head(x, layout)[:, heads[kind]]
+                        recorded[kind, layer] = heads[kind], _repeat_for_heads(x, layout)[:, heads[kind]]
             if layout.mlp_input(layer) in receivers:
-                found["mlp_out", layer] = [], self._fed(layer, moved)
-            moved = self._behind(layer, moved)
-        return found
+                recorded["mlp_out", layer] = [], self._mlp_output(layer, change)
+            change = self._after_layer(layer, change)
+        return recorded
 
-    def _behind(self, layer: int, moved: Tensor) -> Tensor:
-        """What the stream differs by behind a layer, of what it differs by before it, [row, S, D]."""
+    def _after_layer(self, layer: int, change: Tensor) -> Tensor:
+        """Difference of the stream after a layer, from that before it, [row, S, D]."""
         mlp = self._layout.mlp(layer)
+        # Saves the MLP of every layer below the first sender.
         if mlp < self._sent.first:
-            return moved  # nobody has said anything yet
-        behind = moved + self._sent.of(self._layout.heads(layer)) + self._sent.of(slice(mlp, mlp + 1))
+            return change  # no sender has written yet
+        after = change + self._sent.of(self._layout.heads(layer)) + self._sent.of(slice(mlp, mlp + 1))
         if self._mlps_held:
-            return behind
-        answer = self._fed(layer, moved) - self._clean.added[:, mlp, -moved.shape[1] :]
-        return behind + answer.masked_fill(self._sent.is_sender(mlp)[:, None, None], 0.0)
+            return after
+        response = self._mlp_output(layer, change) - self._clean.added[:, mlp, -change.shape[1] :]
+        # A sending MLP adds its given change and does not respond as well.
+        return after + response.masked_fill(self._sent.is_sender(mlp)[:, None, None], 0.0)
 
-    def _fed(self, layer: int, moved: Tensor) -> Tensor:
-        """What an MLP adds [row, S, D]. moved: by what the stream before its layer differs."""
+    def _mlp_output(self, layer: int, change: Tensor) -> Tensor:
+        """Output of an MLP, [row, S, D]; `change` is the difference of the stream before its layer."""
         if not self._layout.parallel[layer]:
-            moved = moved + self._sent.of(self._layout.heads(layer))
-        stream = self._clean.streams.mlps[layer][:, -moved.shape[1] :]
-        return self._network.fed(layer, stream + moved, NO_TAPS)
+            change = change + self._sent.of(self._layout.heads(layer))
+        stream = self._clean.streams.mlps[layer][:, -change.shape[1] :]
+        return self._network.fed(layer, stream + change, NO_TAPS)
 
 
 class _ReceiverTaps(PartTaps):
-    """Puts in what receivers have kept, and leaves other heads what they are in this pass."""
+    """Pass 3: inserts the recorded inputs of receivers, and leaves other heads as this pass computes them."""
 
-    def __init__(self, layout: Layout, kept: Kept) -> None:
-        super().__init__({place: x for place, (heads, x) in kept.items() if not heads})
+    def __init__(self, layout: Layout, inputs: ReceiverInputs) -> None:
+        super().__init__({place: x for place, (heads, x) in inputs.items() if not heads})
         self._layout = layout
-        self._heads = {place: kept[place] for place in kept if kept[place][0]}
-        self._apart = {layer for _, layer in self._heads}
+        self._heads = {place: inputs[place] for place in inputs if inputs[place][0]}
+        self._per_head_layers = {layer for _, layer in self._heads}
 
     def __call__(self, kind: str, layer: int | None, x: Tensor, allowed: Tensor | None = None) -> Tensor:
-        """See `Taps`. Where one head of several that share keys or values receives, each gets its own."""
-        if kind in KINDS and layer in self._apart:
-            x = _for_each_head(x, self._layout)
+        """See `Taps`."""
+        # Heads of a group share keys and values: where one of them receives, each needs its own.
+        if kind in KINDS and layer in self._per_head_layers:
+            x = _repeat_for_heads(x, self._layout)
             if (kind, layer) in self._heads:
                 heads, values = self._heads[kind, layer]
                 x = x.clone()
@@ -241,12 +265,17 @@ class _ReceiverTaps(PartTaps):
         return any((kind, layer) in self._heads for kind in kinds) or super().changes(layer, *kinds)
 
 
-def _third(
-    network: SplitNetwork, layout: Layout, clean: EdgeSources, kept: Kept, first: int, want: Logits
+def _receiver_pass(
+    network: SplitNetwork,
+    layout: Layout,
+    clean: EdgeSources,
+    inputs: ReceiverInputs,
+    first: int,
+    want: Logits,
 ) -> Tensor:
-    """Logits [row, token] where receivers are what was kept; first: the first layer of one."""
-    rows = len(next(iter(kept.values()))[1])
-    taps = _ReceiverTaps(layout, kept)
+    """Logits [row, token] of pass 3; `first` is the first layer with a receiver."""
+    rows = len(next(iter(inputs.values()))[1])
+    taps = _ReceiverTaps(layout, inputs)
     stream = clean.streams.heads[first].expand(rows, -1, -1)
     history = WholePrompts(stream.shape[1], taps, stream.device)
     layers = range(first, layout.num_layers)
@@ -254,6 +283,6 @@ def _third(
     return network.unembed(network.final_norm(final[:, -1]), want)
 
 
-def _for_each_head(x: Tensor, layout: Layout) -> Tensor:
-    """Keys or values [row, kv_head, S, d_head] for each head that reads them, [row, head, S, d_head]."""
+def _repeat_for_heads(x: Tensor, layout: Layout) -> Tensor:
+    """Keys or values [row, kv_head, S, d_head], repeated for each query head, [row, head, S, d_head]."""
     return x.repeat_interleave(layout.num_heads // x.shape[1], dim=1)

@@ -1,4 +1,4 @@
-"""Prompts of one length through a model, with what each node adds to the stream and what each reads of it.
+"""Runs of prompts of one length, recording source outputs and the streams that heads and MLPs read.
 
 Axes: B prompts, S positions, D hidden; source and destination as in layout.py.
 """
@@ -20,7 +20,7 @@ from .layout import Layout
 from .parts import NO_TAPS, PartTaps, SplitNetwork, output_by_head, output_constant
 
 __all__ = [
-    "KeptPrompts",
+    "PromptsWithKeys",
     "EdgeSources",
     "Streams",
     "constants",
@@ -32,31 +32,32 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Streams:
-    """What is read along a pass, each [B, S, D].
-
-    heads, mlps: by layer, what heads and the MLP read, before the norm. logits: what the final norm reads.
-    """
+    """Streams along a run, each [B, S, D]."""
 
     heads: Sequence[Tensor]
+    """By layer, the stream that heads read, before the norm."""
     mlps: Sequence[Tensor]
+    """By layer, the stream that the MLP reads, before the norm."""
     logits: Tensor
+    """The stream that the final norm reads."""
 
 
 @dataclass(frozen=True)
 class EdgeSources:
-    """A pass with what each source added to the stream, [B, source, S, D], and what heads had read.
-
-    keys: by layer, rotated keys and values as attention took them.
-    """
+    """A run with what each source adds to the stream."""
 
     streams: Streams
+    """What each part reads."""
     added: Tensor
+    """What each source adds, [B, source, S, D]."""
     z: Sequence[Tensor]
+    """By layer, z of all heads, [B, head, S, d_head]."""
     keys: Mapping[int, tuple[Tensor, Tensor]]
+    """By layer, keys after rope, and values."""
 
 
-class KeptPrompts(WholePrompts):
-    """Whole prompts whose keys and values are kept, by layer."""
+class PromptsWithKeys(WholePrompts):
+    """Whole prompts that record keys and values of each layer."""
 
     def __init__(self, length: int, taps: PassTaps, device: torch.device) -> None:
         super().__init__(length, taps, device)
@@ -69,61 +70,76 @@ class KeptPrompts(WholePrompts):
 
 
 def streams_of(
-    network: SplitNetwork, layout: Layout, ids: Tensor, given: Mapping[Place, Tensor] | None = None
+    network: SplitNetwork, layout: Layout, ids: Tensor, inserted: Mapping[Place, Tensor] | None = None
 ) -> Streams:
-    """What is read along a pass over token ids [B, S]. given: what is put in at hook points, such as
-    ("mlp_out", 3)."""
-    taps = PartTaps(given, _read(layout))
+    """Run token ids [B, S] and record the streams.
+
+    Arguments:
+        network: the network.
+        layout: sources and destinations of the model.
+        ids: token ids, [B, S].
+        inserted: values to continue with at hook points such as ("mlp_out", 3).
+    """
+    taps = PartTaps(inserted, _read_points(layout))
     final = through_layers(network, ids, WholePrompts(ids.shape[1], taps, ids.device), taps)
     return _streams(layout, taps, final)
 
 
 def sources_of(network: SplitNetwork, layout: Layout, ids: Tensor) -> EdgeSources:
-    """The pass over token ids [B, S], with what each source adds."""
+    """Run token ids [B, S] and record streams, z, keys and values, and what each source adds."""
     layers = range(layout.num_layers)
-    wanted = [*_read(layout), *((kind, layer) for kind in ("z", "mlp_out") for layer in layers)]
+    wanted = [*_read_points(layout), *((kind, layer) for kind in ("z", "mlp_out") for layer in layers)]
     taps = PartTaps(None, wanted)
-    history = KeptPrompts(ids.shape[1], taps, ids.device)
+    history = PromptsWithKeys(ids.shape[1], taps, ids.device)
     final = through_layers(network, ids, history, taps)
     added = final.new_empty(len(ids), len(layout.sources), *final.shape[1:])
+    # Without positions: learned positions are a constant of the stream, not a source.
     added[:, 0] = network.embed(ids, None)[STREAM]
     for layer in layers:
-        added[:, layout.heads(layer)] = written_by_heads(network, layer, taps.found["z", layer])
-        added[:, layout.mlp(layer)] = taps.found["mlp_out", layer]
+        added[:, layout.heads(layer)] = written_by_heads(network, layer, taps.recorded["z", layer])
+        added[:, layout.mlp(layer)] = taps.recorded["mlp_out", layer]
     return EdgeSources(
-        _streams(layout, taps, final), added, [taps.found["z", layer] for layer in layers], history.keys
+        _streams(layout, taps, final), added, [taps.recorded["z", layer] for layer in layers], history.keys
     )
 
 
 def written_by_heads(network: SplitNetwork, layer: int, z: Tensor) -> Tensor:
-    """z [..., head, S, d_head] -> what each head adds to the stream, [..., head, S, D]."""
+    """What each head adds to the stream, [..., head, S, D], from z [..., head, S, d_head]."""
     return torch.matmul(z, output_by_head(network, layer, z.shape[-3]))
 
 
 def constants(network: SplitNetwork, layout: Layout, ids: Tensor, z: Tensor) -> list[Tensor]:
-    """What the stream holds that no source adds, [S, D], as the heads of each layer read it and, last, behind
-    all of them: learned positions, and biases of attention's output.
+    """Part of the stream that no source adds: learned positions and biases of attention's output.
 
-    ids: of one prompt, [1, S]. z: of any one row [1, head, S, d_head]. Summed up by themselves, so that
-    nothing is left of a stream from which every source is taken.
+    Summed separately, so that a stream without any source is exactly this.
+
+    Arguments:
+        network: the network.
+        layout: sources and destinations of the model.
+        ids: token ids of one prompt, [1, S].
+        z: any z of one row, [1, head, S, d_head].
+
+    Returns:
+        [S, D] for the heads of each layer, and last after all layers.
     """
     history = WholePrompts(ids.shape[1], NO_TAPS, ids.device)
-    found = [network.embed(ids, history.positions)[STREAM][0] - network.embed(ids, None)[STREAM][0]]
+    totals = [network.embed(ids, history.positions)[STREAM][0] - network.embed(ids, None)[STREAM][0]]
     for layer in range(layout.num_layers):
-        found.append(found[-1] + output_constant(network, layer, z, history))
-    return found
+        # The bias of attention's output belongs to no head.
+        totals.append(totals[-1] + output_constant(network, layer, z, history))
+    return totals
 
 
-def _read(layout: Layout) -> list[Place]:
+def _read_points(layout: Layout) -> list[Place]:
     layers = range(layout.num_layers)
     between = [("resid_mid", layer) for layer in layers if not layout.parallel[layer]]
     return [*(("resid_pre", layer) for layer in layers), *between]
 
 
 def _streams(layout: Layout, taps: PartTaps, final: Tensor) -> Streams:
-    heads = [taps.found["resid_pre", layer] for layer in range(layout.num_layers)]
+    heads = [taps.recorded["resid_pre", layer] for layer in range(layout.num_layers)]
     mlps = [
-        heads[layer] if is_parallel else taps.found["resid_mid", layer]
+        heads[layer] if is_parallel else taps.recorded["resid_mid", layer]
         for layer, is_parallel in enumerate(layout.parallel)
     ]
     return Streams(heads, mlps, final)

@@ -1,1 +1,1 @@
-"""Text that a model goes on with, token by token."""
+"""Generation: texts continued token by token, under interventions."""

@@ -1,10 +1,8 @@
-"""What a generation is asked for, and what it gave: tokens, texts, probabilities, and activations by step.
-
-Border: settings and results; how one comes of the other is generate.py's business. Never imports torch.
+"""GenerationSettings and Generation: options of a generation, and its tokens, texts and activations by step.
 
 Axes: prompt step layer head position …. Step s read position prompt_tokens - 1 + s and gave the s-th new
-token. What a shorter prompt or an earlier step does not have is NaN (activations, log-probabilities) or -1
-(token ids).
+token. For shorter prompts and earlier steps, missing entries are NaN (activations, log-probabilities) or -1
+(token ids). Never imports torch.
 """
 
 from __future__ import annotations
@@ -35,7 +33,7 @@ Kept = Literal["new", "every"]
 
 @dataclass(frozen=True)
 class GenerationSettings:
-    """How tokens are chosen, and when to stop.
+    """Sampling, stopping, caching and capture options of `generate`.
 
     Raises:
         ConfigError: for a value that is out of range, and for settings that contradict each other.
@@ -91,7 +89,7 @@ class GenerationSettings:
         if self.temperature == 0 and (self.top_k is not None or self.top_p is not None):
             raise ConfigError(
                 "top_k and top_p choose among draws, but temperature 0 always takes the most likely token; "
-                "give a temperature > 0"
+                "set a temperature > 0"
             )
         if self.temperature > 0 and self.seed is None:
             raise ConfigError(
@@ -103,12 +101,12 @@ class GenerationSettings:
             )
         if self.cache and self.capture_positions == "every":
             raise ConfigError(
-                "with cache=True a step computes the newest position only; capture it alone "
-                "(capture_positions='new'), or read every position anew (cache=False)"
+                "with cache=True a step computes the newest position only; capture only that "
+                "(capture_positions='new'), or compute every position anew (cache=False)"
             )
 
     def seeds(self, prompts: int) -> list[int | None]:
-        """One per prompt: each its own, or the same for all. PromptError for another number of them."""
+        """One seed per prompt, or None for each without a seed. PromptError for another number of seeds."""
         if self.seed is None:
             return [None] * prompts
         seeds = as_indices(self.seed, "seed")
@@ -121,19 +119,20 @@ class GenerationSettings:
 
 @dataclass(frozen=True)
 class GenerationResult:
-    """One prompt continued.
-
-    prompt, generated_text: without special tokens; None where the model has no tokenizer. generated_ids: with
-    the one that ended it. logprobs: of each of them, nats. finish_reason: "eos", "stop" (an id or a string
-    asked for), "max_tokens", "context" (it is full); None if it was not carried to its end.
-    """
+    """One prompt with its continuation."""
 
     prompt: str | None
+    """Text of the prompt without special tokens; None where the model has no tokenizer."""
     generated_text: str | None
+    """Text of the continuation, likewise."""
     prompt_ids: tuple[int, ...]
+    """Token ids of the prompt."""
     generated_ids: tuple[int, ...]
+    """Token ids of the continuation, including the one that ended it."""
     logprobs: tuple[float, ...]
+    """Log-probability of each generated token, in nats."""
     finish_reason: Reason | None
+    """Why it ended: "eos", "stop" (an id or a string), "max_tokens", "context" (full); None if unfinished."""
 
     @property
     def full_text(self) -> str | None:
@@ -142,43 +141,43 @@ class GenerationResult:
 
     @property
     def token_ids(self) -> tuple[int, ...]:
-        """Ids of prompt and continuation."""
+        """Token ids of prompt and continuation."""
         return self.prompt_ids + self.generated_ids
 
     @property
     def probabilities(self) -> tuple[float, ...]:
-        """Of each generated token, given all before it."""
+        """Probability of each generated token, given all tokens before it."""
         return tuple(exp(logprob) for logprob in self.logprobs)
 
     @property
     def prompt_tokens(self) -> int:
-        """How many the prompt has."""
+        """Number of tokens of the prompt."""
         return len(self.prompt_ids)
 
     @property
     def generated_tokens(self) -> int:
-        """How many were generated, the one that ended it among them."""
+        """Number of generated tokens, including the one that ended it."""
         return len(self.generated_ids)
 
     @property
     def total_tokens(self) -> int:
-        """How many prompt and continuation have together."""
+        """Number of tokens of prompt and continuation."""
         return self.prompt_tokens + self.generated_tokens
 
 
 LINES = 8
-"""Prompts that the representation of a generation lists."""
+"""Prompts listed by the representation of a generation."""
 
 
 def _shown(text: str | None, ids: Sequence[int]) -> str:
-    """A text, else its token ids; the end of a long one."""
+    """Text, or token ids without a tokenizer; long values are cut to their end."""
     if text is not None:
         return repr(text if len(text) <= 120 else f"…{text[-119:]}")
     return str(list(ids)) if len(ids) <= 24 else f"[…, {', '.join(map(str, ids[-24:]))}]"
 
 
 class Generation(Sequence[GenerationResult]):
-    """What a call of `generate` gave, one result per prompt, and the activations it captured."""
+    """Results of a call of `generate`, one per prompt, and the captured activations."""
 
     def __init__(
         self,
@@ -193,15 +192,15 @@ class Generation(Sequence[GenerationResult]):
         self._captures = tuple(captures)
         self._captured = captured
         self.newest_only = newest_only
-        """Whether a step kept its newest position alone; activations then have no position axis."""
+        """Whether steps captured only their newest position; activations then have no position axis."""
         self.reading = reading
-        """How the steps read: "keys and values kept", or "every position anew", and why."""
+        """"keys and values kept", or "every position anew" and the reason."""
 
     def __len__(self) -> int:
         return len(self._results)
 
     def __repr__(self) -> str:
-        """A line for each of the first prompts: the prompt, what was generated, and why it ended."""
+        """A line for each of the first prompts: prompt, generated text, and why it ended."""
         lines = [
             f"  {_shown(result.prompt, result.prompt_ids)} -> "
             f"{_shown(result.generated_text, result.generated_ids)} ({result.finish_reason})"
@@ -221,39 +220,49 @@ class Generation(Sequence[GenerationResult]):
 
     @property
     def texts(self) -> list[str | None]:
-        """What was generated, per prompt."""
+        """Generated text of each prompt."""
         return [result.generated_text for result in self._results]
 
     @property
     def ids(self) -> list[list[int]]:
-        """Generated token ids, per prompt."""
+        """Generated token ids of each prompt."""
         return [list(result.generated_ids) for result in self._results]
 
     def activations(self, point: HookPoint | str, prompt: int = 0, *, when: When | None = None) -> Tensor:
-        """What the steps of a prompt gave at a point, [step, …]: its axes without the batch, and without the
-        position (of patterns: the query) where only the newest was kept; NaN where a step has no such
-        position or key yet. when: as for `HookCache.get`.
+        """Captured activations of one prompt, [step, …].
 
-        Raises HookPointNotFound for a point that was not captured.
+        The axes are those of the hook point without the batch, and without the position (of patterns: the
+        query) where only the newest was captured. Positions and keys that a step does not have yet are NaN.
+
+        Arguments:
+            point: HookPoint or its string form.
+            prompt: index of the prompt.
+            when: as for `HookCache.get`.
+
+        Raises:
+            HookPointNotFound: for a point that was not captured.
         """
         capture = self._find(as_point(point), when)
         steps = self._captured[prompt][capture]
         shape = tuple(max(sizes) for sizes in zip(*(step.shape for step in steps), strict=True))
+        # Keys grow with every step, so earlier steps have fewer; the rest stays NaN.
         full = steps[0].new_full((len(steps), *shape), float("nan"))
         for number, step in enumerate(steps):
-            place: tuple[Any, ...] = (number, *(slice(size) for size in step.shape))
-            full[place] = step
+            filled: tuple[Any, ...] = (number, *(slice(size) for size in step.shape))
+            full[filled] = step
         return full
 
     def dims_of(self, point: HookPoint) -> tuple[str, ...]:
-        """Axes of `activations`, the step first."""
+        """Axes of `activations`, "step" first."""
         newest = ("position", "query_position") if self.newest_only else ()
         return ("step", *(axis for axis in point.dims[1:] if axis not in newest))
 
     def to_xarray(self) -> xarray.Dataset:
-        """Tokens, log-probabilities and captured activations, labelled: a variable per kind of hook point,
-        [prompt, step, layer, …], bfloat16 as float32. Layers a kind was not captured at are NaN where another
-        kind has them."""
+        """Tokens, log-probabilities and captured activations as a labelled dataset.
+
+        One variable per hook point kind, [prompt, step, layer, …], bfloat16 as float32. Layers at which a
+        kind was not captured are NaN where another kind has them.
+        """
         import xarray as xr
 
         steps = max(result.generated_tokens for result in self._results)
@@ -280,42 +289,42 @@ class Generation(Sequence[GenerationResult]):
     def _labelled(self, variable: str, steps: int) -> xarray.DataArray:
         import xarray as xr
 
-        chosen = [capture for capture in self._captures if capture.variable == variable]
-        layers = sorted({capture.point.layer for capture in chosen if capture.point.layer is not None})
-        held = {
+        captures = [capture for capture in self._captures if capture.variable == variable]
+        layers = sorted({capture.point.layer for capture in captures if capture.point.layer is not None})
+        parts = {
             (row, capture.point.layer): self.activations(capture.point, row, when=capture.when)
             .float()
             .cpu()
             .numpy()
             for row in range(len(self))
-            for capture in chosen
+            for capture in captures
         }
-        shape = tuple(max(sizes) for sizes in zip(*(part.shape[1:] for part in held.values()), strict=True))
+        shape = tuple(max(sizes) for sizes in zip(*(part.shape[1:] for part in parts.values()), strict=True))
         full = np.full((len(self), steps, len(layers) or 1, *shape), np.nan, np.float32)
-        for (row, layer), part in held.items():
+        for (row, layer), part in parts.items():
             row_of_layer = 0 if layer is None else layers.index(layer)
-            place: tuple[Any, ...] = (
+            filled: tuple[Any, ...] = (
                 row,
                 slice(len(part)),
                 row_of_layer,
                 *(slice(size) for size in part.shape[1:]),
             )
-            full[place] = part
-        step, *rest = self.dims_of(chosen[0].point)
+            full[filled] = part
+        step, *rest = self.dims_of(captures[0].point)
         if not layers:
             return xr.DataArray(full[:, :, 0], dims=("prompt", step, *rest), name=variable)
         dims = ("prompt", step, "layer", *rest)
         return xr.DataArray(full, dims=dims, coords={"layer": layers}, name=variable)
 
     def _find(self, point: HookPoint, when: When | None) -> Capture:
-        asked: list[When] = ["after", "before"] if when is None else [when]
-        for choice in asked:
-            if Capture(point, choice) in self._captures:
-                return Capture(point, choice)
-        held = sorted({str(capture.point) for capture in self._captures})
-        near = nearest(str(point), held)
+        candidates: list[When] = ["after", "before"] if when is None else [when]
+        for candidate in candidates:
+            if Capture(point, candidate) in self._captures:
+                return Capture(point, candidate)
+        names = sorted({str(capture.point) for capture in self._captures})
+        near = nearest(str(point), names)
         hint = f", nearest is {near!r}" if near else ""
         raise HookPointNotFound(
-            f"{str(point)!r} was not captured{hint}; this generation holds {len(held)} hook points. Add it "
+            f"{str(point)!r} was not captured{hint}; this generation holds {len(names)} hook points. Add it "
             f"to the HookSpec: .capture({str(point)!r})"
         )

@@ -1,15 +1,13 @@
-"""Interventions on a sequence that grows: what a spec means while positions it names are still to come.
+"""Interventions on a growing sequence, whose later positions do not exist yet.
 
-Border: bound specs and lengths; knows no model and no tokens.
+Positions and edges are those of the grown sequence. A position counted from the start is changed from the
+step on at which it exists; one counted from the end (-1) is counted from the current end at each step. A
+payload or mask with a row per position needs a row for every position the sequence can reach; while it grows,
+the first rows are used.
 
-Positions and edges are those of the grown sequence. A position counted from the start is that position from
-the step on at which it exists, and nothing before; one counted from the end (-1) is counted from what the end
-is at each step. A payload, or a mask, with a row for every position needs one for every position the sequence
-can reach; the first rows of it are used while it grows.
-
-Keys and values of a position can be kept if nothing that is done to it, or to positions it sees, depends on
-how many follow. That is so for positions and edges counted from the start, or all of them, wherever no weight
-is given to later positions (`why_read_anew`).
+Keys and values of a position can be cached if nothing done to it, or to positions it sees, depends on how
+many positions follow. That holds for positions and edges counted from the start, and for all positions, as
+long as no weight is given to later ones (`why_uncached`). Works on bound specs and lengths.
 """
 
 from __future__ import annotations
@@ -25,97 +23,110 @@ from ..hooks.edge_interventions import Edge, Knockout, SetValue, Steer, may_look
 from ..hooks.interventions import Add, AddAtPositions, Intervention, Replace, Scale, Zero
 from ..hooks.spec import BoundSpec
 
-GONE_THROUGH_AGAIN = "layers are gone through again, and one would need keys and values of each time"
+REPEATED_LAYERS = "layers are repeated, and each repetition would need keys and values of its own"
 _POSITION_AXES = ("position", "query_position", "key_position")
 
 
 def spec_so_far(spec: BoundSpec, length: int) -> BoundSpec:
     """The spec as it applies to the first `length` positions of a sequence."""
     changes = [(point, so_far(point, change, length)) for point, change in spec.interventions]
-    kept = tuple((point, change) for point, change in changes if change is not None)
-    return replace(spec, interventions=kept)
+    existing = tuple((point, change) for point, change in changes if change is not None)
+    return replace(spec, interventions=existing)
 
 
-def why_read_anew(spec: BoundSpec) -> str | None:
-    """Why keys and values that are kept would not be those of the longer sequence: the first intervention
-    that is in the way, in words. None where nothing is."""
+def why_uncached(spec: BoundSpec) -> str | None:
+    """Why cached keys and values would differ from those of the longer sequence.
+
+    Arguments:
+        spec: bound spec of the generation.
+
+    Returns:
+        A clause that names the first intervention that prevents caching; None if nothing does.
+    """
     if spec.order is not None:
-        return GONE_THROUGH_AGAIN
+        return REPEATED_LAYERS
     for point, change in spec.interventions:
-        why = _in_the_way(point, change)
-        if why is not None:
-            return f"{type(change).__name__} at '{point}' {why}"
+        reason = _reason(point, change)
+        if reason is not None:
+            return f"{type(change).__name__} at '{point}' {reason}"
     return None
 
 
-def _in_the_way(point: HookPoint, change: Any) -> str | None:
+def _reason(point: HookPoint, change: Any) -> str | None:
     if change.needs_all_positions:
         return "looks at all positions"
     if isinstance(change, AddAtPositions):
-        chosen = [position for position, _ in change.pairs]
+        positions = [position for position, _ in change.pairs]
     elif isinstance(change, Knockout | Steer | SetValue):
-        chosen = [place for edge in change.edges for place in edge if place is not None]
+        positions = [position for edge in change.edges for position in edge if position is not None]
     elif isinstance(change, Replace | Add | Scale | Zero):
-        chosen = list(change.positions or ())
+        positions = list(change.positions or ())
         if may_look_ahead(point, change):
             return "may give weight to later positions"
     else:
         return "is of a kind that is not known here"
-    return "counts positions from the end" if any(place < 0 for place in chosen) else None
+    return "counts positions from the end" if any(position < 0 for position in positions) else None
 
 
 def so_far(point: HookPoint, change: Intervention, length: int) -> Intervention | None:
-    """An intervention as it applies to the first `length` positions; None if there is nothing for it yet."""
+    """Restrict an intervention to the first `length` positions; None if no position is left."""
     if isinstance(change, AddAtPositions):
         pairs = tuple(pair for pair in change.pairs if pair[0] < length)
-        return _changed(change, len(pairs) < len(change.pairs), bool(pairs), vectors=pairs)
+        return _shortened(change, len(pairs) < len(change.pairs), bool(pairs), vectors=pairs)
     if isinstance(change, Knockout) and change.edge_mask is not None:
+        # A mask covers the longest sequence; its upper left corner is that of the shorter one.
         mask = change.edge_mask[..., :length, :length]
-        return _changed(change, mask.shape != change.edge_mask.shape, True, mask=mask)
+        return _shortened(change, mask.shape != change.edge_mask.shape, True, mask=mask)
     if isinstance(change, Knockout | Steer | SetValue):
         edges = tuple(edge for edge in change.edges if _exists(edge, length))
-        return _changed(change, len(edges) < len(change.edges), bool(edges), edges=edges)
+        return _shortened(change, len(edges) < len(change.edges), bool(edges), edges=edges)
     return _selected(point, change, length) if isinstance(change, Replace | Add | Scale | Zero) else change
 
 
 def _selected(point: HookPoint, change: Any, length: int) -> Intervention | None:
-    """Of an intervention on chosen positions: those there are, and their rows of its payload."""
+    """A selective intervention on the positions that exist, with their rows of its payload."""
     positions: tuple[int, ...] | None = change.positions
-    kept = None if positions is None else [i for i, position in enumerate(positions) if position < length]
-    if kept == []:
+    existing = None if positions is None else [i for i, position in enumerate(positions) if position < length]
+    if existing == []:
         return None
     fields: dict[str, Any] = {}
-    if kept is not None and positions is not None and len(kept) < len(positions):
-        fields["positions"] = tuple(positions[i] for i in kept)
+    if existing is not None and positions is not None and len(existing) < len(positions):
+        fields["positions"] = tuple(positions[i] for i in existing)
     value = getattr(change, "payload", None)
     if value is not None:
-        cut = _rows(value, point, kept, length)
+        cut = _rows(value, point, existing, length)
         if tuple(cut.shape) != tuple(value.shape):
             fields["value"] = cut
-    return _changed(change, bool(fields), True, **fields)
+    return _shortened(change, bool(fields), True, **fields)
 
 
-def _rows(value: Any, point: HookPoint, kept: Sequence[int] | None, length: int) -> Any:
-    """The rows of a payload on every position axis it has; axes are counted from the end, as it broadcasts.
+def _rows(value: Any, point: HookPoint, entries: Sequence[int] | None, length: int) -> Any:
+    """Cut a payload's position axes to existing positions.
 
-    kept: entries of the axis on which positions are chosen; None where none are.
+    Arguments:
+        value: payload; its axes count from the end, as in broadcasting.
+        point: hook point of the intervention.
+        entries: rows of existing positions where positions are selected; None where they are not.
+        length: positions of the sequence.
     """
-    chosen = kept
+    selected = entries
     for axis in (name for name in point.dims if name in _POSITION_AXES):
+        # Counted from the end, because a payload may lack leading axes, as in broadcasting.
         back = len(point.dims) - point.dims.index(axis)
         if value.ndim >= back and value.shape[-back] > 1:
-            rows = np.arange(min(length, value.shape[-back])) if chosen is None else np.asarray(chosen)
+            rows = np.arange(min(length, value.shape[-back])) if selected is None else np.asarray(selected)
             value = value[(..., rows, *[slice(None)] * (back - 1))]
-        chosen = None  # positions are chosen among queries, never among keys
+        selected = None  # positions select queries, never keys
     return value
 
 
 def _exists(edge: Edge, length: int) -> bool:
-    return all(place is None or place < length for place in edge)
+    return all(position is None or position < length for position in edge)
 
 
-def _changed(change: Any, is_cut: bool, is_left: bool, **fields: Any) -> Intervention | None:
+def _shortened(change: Any, is_cut: bool, is_left: bool, **fields: Any) -> Intervention | None:
+    """Replace cut fields of an intervention; None if no position or edge is left."""
     if not is_left:
         return None
-    found: Intervention = replace(change, **fields) if is_cut else change
-    return found
+    shortened: Intervention = replace(change, **fields) if is_cut else change
+    return shortened

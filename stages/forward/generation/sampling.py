@@ -1,6 +1,6 @@
-"""Choosing the next token from logits: greedy, or sampled from a seeded generator.
+"""Choice of the next token from logits: greedy, or drawn with a seeded generator.
 
-Knows one row of logits; knows no model. The same seed and logits give the same token on every machine.
+Works on one row of logits. The same seed and logits give the same token on every machine.
 """
 
 from __future__ import annotations
@@ -18,10 +18,14 @@ def sample_token(
 ) -> int:
     """A token id from logits [vocab].
 
-    temperature: 0 takes the most likely token, the smallest id on a tie; above, draws from softmax(logits /
-    temperature). generator: where randomness comes from; required for a draw, so that no result depends on
-    a global seed. Raises PromptError for empty or NaN logits, a negative temperature, or a draw without a
-    generator.
+    Arguments:
+        logits: [vocab], of one prompt and position.
+        temperature: 0 takes the most likely token, the smallest id on a tie; above 0, a draw from
+            softmax(logits / temperature).
+        generator: source of randomness; required for a draw, so that no result depends on a global seed.
+
+    Raises:
+        PromptError: for empty or NaN logits, a negative temperature, or a draw without a generator.
     """
     if logits.ndim != 1 or not len(logits):
         raise PromptError(
@@ -29,19 +33,21 @@ def sample_token(
         )
     if not math.isfinite(temperature) or temperature < 0:
         raise PromptError(f"expected a temperature >= 0, found {temperature}")
-    wide = logits.detach().double().cpu()
-    if bool(wide.isnan().any()):
+    logits64 = logits.detach().double().cpu()
+    if bool(logits64.isnan().any()):
         raise PromptError(
             "expected logits, found NaN; is this the position of a shorter prompt of the batch?"
         )
     if temperature == 0:
-        return int((wide == wide.max()).nonzero()[0])
+        return int((logits64 == logits64.max()).nonzero()[0])
     if generator is None:
         raise PromptError("expected generator=torch.Generator().manual_seed(…) to draw a token, found none")
-    # Inverse of the cumulative distribution: one uniform number per token, whatever the vocabulary.
-    cumulative = torch.softmax(wide / temperature, dim=-1).cumsum(0)
-    point = torch.rand((), generator=generator, dtype=torch.float64) * cumulative[-1]
-    return min(int(torch.searchsorted(cumulative, point, right=True)), len(wide) - 1)
+    # Inverse transform sampling: one uniform number per token, whatever the vocabulary size.
+    # `torch.multinomial` draws other tokens on other devices.
+    cumulative = torch.softmax(logits64 / temperature, dim=-1).cumsum(0)
+    threshold = torch.rand((), generator=generator, dtype=torch.float64) * cumulative[-1]
+    # Rounding may leave the threshold at the very end of the cumulative sum.
+    return min(int(torch.searchsorted(cumulative, threshold, right=True)), len(logits64) - 1)
 
 
 def token_probability(logits: Tensor, token: int) -> float:

@@ -1,10 +1,8 @@
-"""When a generation ends, and the text it has given by then.
-
-Border: token ids, texts and a tokenizer; knows no model and never imports torch.
+"""End of a generation, and its text so far. Knows token ids and a tokenizer; never imports torch.
 
 A generation ends at an end-of-sequence id, at a stop id, at a stop string in its text, after a number of
-tokens, or when the context is full. Ids that end it are kept among the tokens and left out of the text; a
-stop string is cut off, together with what its last token holds beyond it.
+tokens, or when the context is full. Ids that end it stay among the tokens but not in the text. A stop string
+is cut off, together with what its last token holds after it.
 """
 
 from __future__ import annotations
@@ -24,71 +22,94 @@ if TYPE_CHECKING:
     from ..text.tokens import Tokenizer
 
 Reason = Literal["eos", "stop", "max_tokens", "context"]
+"""Why a generation ended."""
 _UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 _ANCHOR = 16
-"""Tokens of the prompt decoded along with what follows it: decoders treat the first of a text apart."""
+"""Prompt tokens decoded together with the generated ones, because decoders treat the first token of a text
+differently (SentencePiece drops its leading space)."""
 
 
 @dataclass(frozen=True)
 class Stop:
-    """What ends a generation beside its length: ids of the model, ids and strings of the user's choice."""
+    """Ids and strings that end a generation."""
 
     eos: frozenset[int] = frozenset()
+    """End-of-sequence ids of the model."""
     ids: frozenset[int] = frozenset()
+    """Stop ids of the user."""
     strings: tuple[str, ...] = ()
+    """Stop strings of the user."""
 
     @classmethod
     def of(cls, stop: str | int | Sequence[str | int], eos: int | Iterable[int]) -> Stop:
-        """From strings and ids in any order. Raises ConfigError for an empty string, and for ids that are no
-        whole numbers of at least 0."""
+        """A Stop from mixed strings and ids.
+
+        Arguments:
+            stop: stop strings and stop ids, in any order.
+            eos: end-of-sequence ids.
+
+        Raises:
+            ConfigError: for an empty string, or ids that are no integers of at least 0.
+        """
         ends = as_list(eos)
         for token in ends:
             if isinstance(token, bool) or not isinstance(token, int | np.integer) or token < 0:
-                raise ConfigError(f"expected eos to hold token ids, found {token!r}; eos=() ends at none")
+                raise ConfigError(
+                    f"expected eos to hold token ids, found {token!r}; pass eos=() to end at none"
+                )
         stops = as_list(stop)
         for item in stops:
             if isinstance(item, bool) or not isinstance(item, str | int) or item == "":
-                raise ConfigError(f"expected stop to hold texts and token ids, found {item!r}; leave it out")
+                raise ConfigError(f"expected stop to hold texts and token ids, found {item!r}; remove it")
             if isinstance(item, int) and item < 0:
-                raise ConfigError(f"expected stop ids counted from 0, found {item}")
+                raise ConfigError(f"expected stop ids counted from 0, found {item}; remove it")
         strings = tuple(dict.fromkeys(item for item in stops if isinstance(item, str)))
         return cls(frozenset(map(int, ends)), frozenset(i for i in stops if isinstance(i, int)), strings)
 
     def reason(self, token: int) -> Reason | None:
-        """Why this token ends a generation; None if it does not."""
+        """Finish reason of a token: "eos" or "stop"; None if generation continues."""
         if token in self.eos:
             return "eos"
         return "stop" if token in self.ids else None
 
 
 class GeneratedText:
-    """The text of generated tokens, as it grows.
+    """The growing text of generated tokens.
 
-    A character may be spread over tokens, and so may a stop string: what could still become either is held
-    back, so that nothing is shown that is not in the text at the end.
+    A character, or a stop string, may be spread over several tokens. Text that may still become part of
+    either is held back, so that nothing is shown that the final text does not contain.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], stops: Sequence[str] = ()) -> None:
+        """Start after a prompt.
+
+        Arguments:
+            tokenizer: tokenizer of the model.
+            prompt: token ids of the prompt.
+            stops: strings that end the text.
+        """
         self._tokenizer, self._stops = tokenizer, stops
+        # Special tokens have no text and would only confuse the decoder.
         self._ids = [token for token in prompt[-_ANCHOR:] if self._has_text(token)]
         self._anchor, self._settled = 0, len(self._ids)
         self._shown = 0
         self.text = ""
-        """All of it that is settled, without special tokens, up to a stop string."""
+        """Settled text without special tokens, up to a stop string."""
         self.is_stopped = False
 
     def push(self, token: int) -> str:
-        """The text that can be shown now that this token has come."""
+        """Add a token and return the text that can be shown now."""
         if self._has_text(token):
             self._ids.append(token)
         whole = self._decoded(None)
+        # A trailing replacement character may become a real one with the next token.
         if not whole.endswith(_UNFINISHED):
             self._settle(whole)
         self._cut()
         return self._show(len(self.text) - self._held_back())
 
     def finish(self) -> str:
-        """The rest of the text, unfinished characters included."""
+        """The rest of the text, including an unfinished character."""
         if not self.is_stopped:
             self._settle(self._decoded(None))
         return self._show(len(self.text))
@@ -101,19 +122,20 @@ class GeneratedText:
 
     def _settle(self, whole: str) -> None:
         before = self._decoded(self._settled)
-        if not whole.startswith(before):  # a prompt that ended in the middle of a character
+        # A prompt may end inside a character: its replacement character then turns into a real one.
+        if not whole.startswith(before):
             before = before.rstrip(_UNFINISHED)
         self.text += whole[len(before) :]
         self._anchor, self._settled = self._settled, len(self._ids)
 
     def _cut(self) -> None:
-        # What is shown already begins no stop string, or it would have been held back.
-        found = [at for at in (self.text.find(stop, self._shown) for stop in self._stops) if at >= 0]
-        if found:
-            self.text, self.is_stopped = self.text[: min(found)], True
+        # Text already shown contains no start of a stop string, as that would have been held back.
+        starts = [at for at in (self.text.find(stop, self._shown) for stop in self._stops) if at >= 0]
+        if starts:
+            self.text, self.is_stopped = self.text[: min(starts)], True
 
     def _held_back(self) -> int:
-        """Characters at the end that may turn out to begin a stop string."""
+        """Number of characters at the end that may be the start of a stop string."""
         if self.is_stopped:
             return 0
         sizes = (k for stop in self._stops for k in range(1, len(stop)) if self.text.endswith(stop[:k]))
@@ -125,17 +147,17 @@ class GeneratedText:
 
 
 def end_ids(files: ModelFiles, tokenizer: Tokenizer | None) -> tuple[int, ...]:
-    """Ids that end a sequence, as a model's config.json, generation_config.json and tokenizer name them."""
-    found = _ids(files.config)
+    """Ids that end a sequence, from config.json, generation_config.json and the tokenizer of a model."""
+    ids = _ids(files.config)
     path = files.directory / "generation_config.json"
     if require_content(path, ConfigError):
-        found |= _ids(json_object(path, ConfigError))
+        ids |= _ids(json_object(path, ConfigError))
     if tokenizer is not None and tokenizer.eos_id is not None:
-        found.add(tokenizer.eos_id)
-    return tuple(sorted(found))
+        ids.add(tokenizer.eos_id)
+    return tuple(sorted(ids))
 
 
 def _ids(config: Any) -> set[int]:
-    named = config.get("eos_token_id") if isinstance(config, dict) else None
-    listed = named if isinstance(named, list) else [named]
-    return {token for token in listed if isinstance(token, int)}
+    value = config.get("eos_token_id") if isinstance(config, dict) else None
+    values = value if isinstance(value, list) else [value]
+    return {token for token in values if isinstance(token, int)}

@@ -1,7 +1,7 @@
-"""HookCache: what a forward pass gave, by hook point, in memory.
+"""HookCache: captured activations and logits of a forward pass, in memory.
 
-Prompts of different length never share a batch with padding; their results are stacked afterwards,
-positions past the end of a prompt holding NaN, so that a padded place can never be mistaken for a value.
+Prompts of different length never share a padded batch. Their results are stacked afterwards; positions past
+the end of a prompt hold NaN, so that a padded position can never be mistaken for a value.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ....store.display import html
 from ....store.errors import HookPointNotFound, nearest
 from ..architectures.points import BY_NAME, HookPoint, as_point
-from .spec import Capture, When, named, split_gradient
+from .spec import Capture, When, capture_name, split_gradient
 
 if TYPE_CHECKING:
     import xarray
@@ -25,8 +25,8 @@ _NAN = float("nan")
 class HookCache(Mapping[HookPoint | str, "Tensor"]):
     """Captured activations and logits of one call of `Model.forward`.
 
-    ``cache["blocks.5.hook_resid_post"]`` and ``cache[HookPoint.resid_post(5)]`` are the same tensor, its axes
-    those of the hook point's kind, e.g. [batch, position, hidden]; ``cache["grad:…"]`` is the gradient there.
+    ``cache["blocks.5.hook_resid_post"]`` and ``cache[HookPoint.resid_post(5)]`` are the same tensor, with the
+    axes of the hook point's kind, e.g. [batch, position, hidden]. ``cache["grad:…"]`` is the gradient there.
     Where a point was captured before and after its interventions, indexing gives the value after them; `get`
     takes ``when``.
     """
@@ -37,14 +37,15 @@ class HookCache(Mapping[HookPoint | str, "Tensor"]):
         self.tokens: list[list[int]] = [list(row) for row in tokens]
         """Token ids of each prompt."""
         self._logits = logits
-        self._captured = _apart(captured)
+        self._captured = _without_shared_memory(captured)
 
     @property
     def logits(self) -> Tensor:
-        """[batch, position, vocab], or the positions and vocabulary rows asked for."""
+        """Logits [batch, position, vocab], or the selected positions and tokens; raises HookPointNotFound."""
         if self._logits is None:
             raise HookPointNotFound(
-                "this pass computed no logits (want=None); call forward(..., want=mizarr.logits())"
+                "expected logits, found a pass that computed none (want=None); call forward(..., "
+                "want=mizarr.logits())"
             )
         return self._logits
 
@@ -55,37 +56,46 @@ class HookCache(Mapping[HookPoint | str, "Tensor"]):
 
     @property
     def lengths(self) -> list[int]:
-        """Positions of each prompt; later ones are NaN in every array."""
+        """Tokens of each prompt; later positions are NaN in every array."""
         return [len(row) for row in self.tokens]
 
     @property
     def num_captures(self) -> int:
-        """Captured activations; the logits are not one of them."""
+        """Number of captured activations and gradients, without the logits."""
         return len(self._captured)
 
     def get(self, point: HookPoint | str, default: Any = None, *, when: When | None = None) -> Any:
-        """The activation at a point, or `default`. when: "after" or "before" its interventions; None
-        prefers "after"."""
-        asked: list[When] = ["after", "before"] if when is None else [when]
-        place, is_gradient = split_gradient(point)
-        for choice in asked:
-            found = self._captured.get(Capture(as_point(place), choice, is_gradient))
-            if found is not None:
-                return found
+        """The captured value at a hook point, or `default`.
+
+        Arguments:
+            point: HookPoint or its string form, with ``grad:`` for a gradient.
+            default: returned where nothing was captured.
+            when: "after" or "before" its interventions; None prefers "after".
+        """
+        candidates: list[When] = ["after", "before"] if when is None else [when]
+        name, is_gradient = split_gradient(point)
+        for candidate in candidates:
+            value = self._captured.get(Capture(as_point(name), candidate, is_gradient))
+            if value is not None:
+                return value
         return default
 
     def require(self, point: HookPoint | str, *, when: When | None = None) -> Tensor:
-        """The activation at a point; HookPointNotFound names the nearest captured one otherwise."""
-        found: Tensor | None = self.get(point, when=when)
-        if found is None:
-            held = sorted({capture.name for capture in self._captured})
-            near = nearest(str(point), held)
+        """The captured value at a hook point; see `get`.
+
+        Raises:
+            HookPointNotFound: where it was not captured; names the nearest captured point.
+        """
+        value: Tensor | None = self.get(point, when=when)
+        if value is None:
+            names = sorted({capture.name for capture in self._captured})
+            near = nearest(str(point), names)
             hint = f", nearest is {near!r}" if near else ""
             raise HookPointNotFound(
-                f"{str(point)!r} was not captured{hint}; this pass holds {len(held)} hook points. Add it to "
+                f"{str(point)!r} was not captured{hint}; this pass holds {len(names)} hook points. Add it to "
                 f"the HookSpec: .capture({str(point)!r})"
             )
-        return found
+        return value
 
     def __getitem__(self, point: HookPoint | str) -> Tensor:
         return self.require(point)
@@ -94,6 +104,7 @@ class HookCache(Mapping[HookPoint | str, "Tensor"]):
         return isinstance(point, HookPoint | str) and self.get(point) is not None
 
     def __iter__(self) -> Iterator[Any]:
+        # Values come before gradients, each in execution order.
         ordered = sorted(self._captured, key=lambda capture: (capture.is_gradient, capture.point.order))
         return iter(dict.fromkeys(c.name if c.is_gradient else c.point for c in ordered))
 
@@ -105,7 +116,7 @@ class HookCache(Mapping[HookPoint | str, "Tensor"]):
         return f"HookCache({len(self.tokens)} prompts, {self.num_captures} captures: {kinds or 'none'})"
 
     def _repr_html_(self) -> str:
-        """For a notebook: prompts, and what is held of each hook point."""
+        """HTML table for a notebook: prompts, and a row per captured variable."""
         layers: dict[str, list[int]] = {}
         for capture in self._captured:
             layers.setdefault(capture.variable, [])
@@ -114,26 +125,26 @@ class HookCache(Mapping[HookPoint | str, "Tensor"]):
         first = {capture.variable: capture for capture in reversed(self._captured)}
         rows: list[tuple[str, ...]] = [
             (
-                named(BY_NAME[first[name].point.kind].path.format("*"), first[name].is_gradient),
+                capture_name(BY_NAME[first[name].point.kind].path.format("*"), first[name].is_gradient),
                 first[name].when,
-                ", ".join(map(str, sorted(held))),
+                ", ".join(map(str, sorted(indices))),
                 ", ".join(first[name].point.dims),
                 *_shape(self._captured[first[name]]),
             )
-            for name, held in layers.items()
+            for name, indices in layers.items()
         ]
         if self._logits is not None:
             rows.append(("logits", "", "", "batch, position, vocab", *_shape(self._logits)))
         lengths = ", ".join(map(str, sorted(set(self.lengths))))
         columns = ["hook point", "interventions", "layers", "dims", "shape", "dtype"]
-        told = f"{len(self.tokens)} prompts of {lengths} tokens"
-        return html.shown("HookCache", html.table(columns, rows), told)
+        caption = f"{len(self.tokens)} prompts of {lengths} tokens"
+        return html.shown("HookCache", html.table(columns, rows), caption)
 
     def to_xarray(self) -> xarray.Dataset:
-        """Captures as one labelled dataset: a variable per kind, layers stacked on a ``layer`` axis (time
-        steps on a ``time`` axis), half precision as float32.
+        """Captures as one labelled dataset: a variable per hook point kind, half precision as float32.
 
-        Layers a kind was not captured at are NaN where another kind has them.
+        Layers are stacked on a ``layer`` axis (time steps on a ``time`` axis). Layers at which a kind was not
+        captured are NaN where another kind has them.
         """
         import xarray as xr
 
@@ -144,16 +155,16 @@ class HookCache(Mapping[HookPoint | str, "Tensor"]):
         return xr.Dataset(arrays)
 
 
-def _apart(captured: Mapping[Capture, Tensor]) -> dict[Capture, Tensor]:
-    """Captures that share no memory, so that whoever writes to one writes to no other: the stream that leaves
-    a layer and enters the next is one tensor."""
+def _without_shared_memory(captured: Mapping[Capture, Tensor]) -> dict[Capture, Tensor]:
+    """The captures, cloned where two share memory, so that writing to one changes no other."""
+    # `resid_post` of a layer and `resid_pre` of the next are one tensor; so are views of one projection.
     storages: set[int] = set()
-    apart = {}
+    separate = {}
     for capture, value in captured.items():
         storage = value.untyped_storage().data_ptr()
-        apart[capture] = value.clone() if storage in storages else value
+        separate[capture] = value.clone() if storage in storages else value
         storages.add(storage)
-    return apart
+    return separate
 
 
 def _shape(value: Tensor) -> tuple[str, str]:
@@ -167,31 +178,41 @@ def _labelled(variable: str, layers: Mapping[int | None, Tensor]) -> xarray.Data
     kind = variable.partition("__")[0]
     if None in layers:
         return xr.DataArray(_numbers(layers[None]), dims=HookPoint(kind).dims, name=variable)
-    chosen = sorted(layer for layer in layers if layer is not None)
-    stacked = np.stack([_numbers(layers[layer]) for layer in chosen])
+    indices = sorted(layer for layer in layers if layer is not None)
+    stacked = np.stack([_numbers(layers[layer]) for layer in indices])
     counted = BY_NAME[kind].counted
     return xr.DataArray(
-        stacked, dims=(counted, *HookPoint(kind, 0).dims), coords={counted: chosen}, name=variable
+        stacked, dims=(counted, *HookPoint(kind, 0).dims), coords={counted: indices}, name=variable
     )
 
 
 def _numbers(value: Tensor) -> Any:
+    # numpy has no bfloat16 and few routines for float16, so both become float32.
     return (value if value.dtype.itemsize == 8 else value.float()).cpu().numpy()
 
 
 def stack_ragged(
     parts: Sequence[tuple[Sequence[int], Tensor]], dims: Sequence[str], rows: int, length: int
 ) -> Tensor:
-    """One tensor of all prompts from groups of equal length.
+    """One tensor of all prompts, from groups of prompts of equal length.
 
-    parts: (which prompts, their tensor) pairs; dims: the axes of each tensor, "batch" first. Position axes
-    grow to `length`; what no prompt reaches is NaN.
+    Arguments:
+        parts: (indices of the prompts, their stacked tensor) pairs.
+        dims: axes of each tensor, "batch" first.
+        rows: number of prompts.
+        length: length of position axes in the result.
+
+    Returns:
+        A tensor whose positions past the end of a prompt are NaN.
     """
-    first = parts[0][1]
-    shape = [length if axis in POSITION_AXES else size for axis, size in zip(dims, first.shape, strict=True)]
-    full = first.new_full((rows, *shape[1:]), _NAN)
-    for chosen, part in parts:
-        held: tuple[Any, ...] = tuple(slice(0, size) for size in part.shape[1:])
-        for row, value in zip(chosen, part, strict=True):
-            full[(row, *held)] = value
+    example = parts[0][1]
+    shape = [
+        length if axis in POSITION_AXES else size for axis, size in zip(dims, example.shape, strict=True)
+    ]
+    # NaN instead of 0: a padded position that enters a mean is then noticed.
+    full = example.new_full((rows, *shape[1:]), _NAN)
+    for prompts, part in parts:
+        filled: tuple[Any, ...] = tuple(slice(0, size) for size in part.shape[1:])
+        for prompt, value in zip(prompts, part, strict=True):
+            full[(prompt, *filled)] = value
     return full

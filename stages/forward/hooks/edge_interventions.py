@@ -1,10 +1,8 @@
-"""Interventions on attention edges: cut them, or change the weight that goes through them.
+"""Interventions on attention edges: Knockout cuts them, Steer and SetValue change their attention weight.
 
-An edge is a (query, key) pair, the query attending to the key; None on one side means every position. Cutting
-is done on scores, together with the causal mask and after any soft cap; weights are changed on patterns,
-whose touched rows sum to 1 again afterwards. Nothing here leaks to the future.
-
-Border: as interventions.py.
+An edge is a (query, key) pair: the query attends to the key. None on one side means every position. Edges are
+cut in the scores, together with the causal mask and after any soft cap. Weights are changed in the pattern,
+whose changed rows are renormalised to sum to 1. None of them lets a query see a key that the mask hides.
 """
 
 from __future__ import annotations
@@ -18,8 +16,8 @@ import numpy as np
 from ....store.arrays import as_index, as_indices, shown
 from ....store.errors import InterventionError
 from ..architectures.points import HookPoint
-from .interventions import Held, Intervention, Scale, Zero, check_indices
-from .payloads import Owned, Payload, finite, own_array, owned
+from .interventions import Intervention, PositionSubset, Scale, Zero, check_indices
+from .payloads import Payload, PayloadField, finite, private_payload, readonly_copy
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,16 +30,19 @@ _SCORES = ("scores", "attn_scores")
 class Knockout(Intervention):
     """Cut attention edges: their scores become -inf together with the causal mask, after any soft cap.
 
-    edges: (query, key) pairs, None on one side for every position. Or mask: [query, key] or [head, query,
-    key], True (or -inf) where cut. heads: default all. A row left with nothing to attend to raises
-    InterventionError instead of giving NaN.
+    A row left without any key raises InterventionError instead of giving NaN.
+
+    Attributes:
+        edges: (query, key) pairs; None on one side for every position. Either edges or a mask.
+        mask: [query, key] or [head, query, key], True (or -inf) where cut.
+        heads: query heads; None for all.
     """
 
     kinds: ClassVar[tuple[str, ...]] = _SCORES
     cuts_edges: ClassVar[bool] = True
     is_positionwise: ClassVar[bool] = True
     edges: Sequence[Edge] = ()
-    mask: Payload | None = Owned(None)
+    mask: Payload | None = PayloadField(None)
     heads: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
@@ -49,15 +50,15 @@ class Knockout(Intervention):
         object.__setattr__(self, "heads", _heads("Knockout", self.heads))
         if bool(self.edges) == (self.edge_mask is not None):
             raise InterventionError(
-                "Knockout takes either edges or a mask, found " + ("both" if self.edges else "neither")
+                "Knockout: expected either edges or a mask, found " + ("both" if self.edges else "neither")
             )
         if self.edge_mask is not None:
             object.__setattr__(self, "mask", _cut_mask(self.edge_mask))
 
     @property
     def edge_mask(self) -> Payload | None:
-        """The mask itself, for passes; `mask` is a copy."""
-        return owned(self, "mask")
+        """The mask without a copy, for passes; `mask` is a copy."""
+        return private_payload(self, "mask")
 
     def check(self, point: HookPoint, sizes: Mapping[str, int]) -> None:
         """Raise InterventionError unless it can be applied at `point`, whose axes have these sizes."""
@@ -68,7 +69,7 @@ class Knockout(Intervention):
             if tuple(self.edge_mask.shape) not in (full, full[1:], (1, *full), (1, 1, *full[1:])):
                 raise InterventionError(
                     f"Knockout at '{point}': expected a mask of shape {list(full[1:])} or {list(full)}, "
-                    f"found {list(self.edge_mask.shape)}"
+                    f"found {list(self.edge_mask.shape)}; make it for the length of the prompt"
                 )
 
     def require_causal(self, point: HookPoint, length: int) -> None:
@@ -76,7 +77,7 @@ class Knockout(Intervention):
         _require_causal("Knockout", point, self.edges, length)
 
     def touched(self, length: int, *, ahead: bool = False) -> tuple[int, ...] | None:
-        """Queries with a cut edge."""
+        """Queries with a cut edge, counted from 0."""
         if self.edge_mask is None:
             return _queries(self.edges, length, ahead)
         cut = np.asarray(self.edge_mask).reshape(-1, length, length).any(axis=(0, 2))
@@ -99,10 +100,15 @@ class Knockout(Intervention):
 
 @dataclass(frozen=True, eq=False)
 class Steer(Intervention):
-    """Multiply the attention weight of edges by `factor`, then renormalise the touched rows.
+    """Multiply the attention weight of edges by `factor`, then renormalise the changed rows.
 
-    For one edge of weight a: a' = factor * a / (1 + (factor - 1) * a). An edge named twice counts once.
-    What a query does not see stays unseen.
+    For one edge of weight a: a' = factor * a / (1 + (factor - 1) * a). A repeated edge counts once. Keys that
+    the mask hides keep weight 0.
+
+    Attributes:
+        edges: (query, key) pairs; None on one side for every position.
+        factor: factor >= 0.
+        heads: query heads; None for all.
     """
 
     kinds: ClassVar[tuple[str, ...]] = ("pattern",)
@@ -127,29 +133,32 @@ class Steer(Intervention):
         _require_causal("Steer", point, self.edges, length)
 
     def touched(self, length: int, *, ahead: bool = False) -> tuple[int, ...] | None:
-        """Queries with a steered edge."""
+        """Queries with a steered edge, counted from 0."""
         return _queries(self.edges, length, ahead)
 
     def apply(
-        self, x: Tensor, point: HookPoint, allowed: Tensor | None = None, held: Held | None = None
+        self, x: Tensor, point: HookPoint, allowed: Tensor | None = None, subset: PositionSubset | None = None
     ) -> Tensor:
-        """The changed activation, a new tensor."""
+        """The changed pattern, as a new tensor."""
         import torch
 
         def scaled(weights: Tensor, targets: Tensor) -> Tensor:
             return torch.where(targets, weights * self.factor, weights)
 
-        return _steered(x, self.edges, self.heads, allowed, held, scaled)
+        return _steered(x, self.edges, self.heads, allowed, subset, scaled)
 
 
 @dataclass(frozen=True, eq=False)
 class SetValue(Intervention):
-    """Set the attention weight of each edge to `value`; the rest of the row shares what is left, in
-    proportion.
+    """Set the attention weight of each edge to `value`; other keys of the row share the rest in proportion.
 
-    Only keys the query may see take part, so that nothing leaks to the future. A row whose visible keys are
-    all targets is renormalised. Raises InterventionError when value * targets exceeds 1 in a row that has
-    other keys to give weight to.
+    Only keys that the mask shows take part. A row whose visible keys are all targets is renormalised. Raises
+    InterventionError where value * targets exceeds 1 in a row with other keys.
+
+    Attributes:
+        edges: (query, key) pairs; None on one side for every position.
+        value: attention weight in [0, 1].
+        heads: query heads; None for all.
     """
 
     kinds: ClassVar[tuple[str, ...]] = ("pattern",)
@@ -174,38 +183,42 @@ class SetValue(Intervention):
         _require_causal("SetValue", point, self.edges, length)
 
     def touched(self, length: int, *, ahead: bool = False) -> tuple[int, ...] | None:
-        """Queries with a changed edge."""
+        """Queries with a changed edge, counted from 0."""
         return _queries(self.edges, length, ahead)
 
     def apply(
-        self, x: Tensor, point: HookPoint, allowed: Tensor | None = None, held: Held | None = None
+        self, x: Tensor, point: HookPoint, allowed: Tensor | None = None, subset: PositionSubset | None = None
     ) -> Tensor:
-        """The changed activation, a new tensor."""
+        """The changed pattern, as a new tensor."""
         import torch
 
         def with_value(weights: Tensor, targets: Tensor) -> Tensor:
             visible = torch.ones_like(targets) if allowed is None else allowed
             others = visible & ~targets
-            asked = self.value * targets.sum(-1, keepdim=True)
-            if bool(((asked > 1 + 1e-6) & others.any(-1, keepdim=True)).any()):
+            assigned = self.value * targets.sum(-1, keepdim=True)
+            if bool(((assigned > 1 + 1e-6) & others.any(-1, keepdim=True)).any()):
                 raise InterventionError(
-                    f"SetValue at '{point}': {self.value} on {int(targets.sum(-1).max())} targets of one "
-                    "row exceeds a total weight of 1; lower the value"
+                    f"SetValue at '{point}': expected weights that sum to at most 1, found {self.value} on "
+                    f"{int(targets.sum(-1).max())} keys of one row; lower the value"
                 )
             rest = weights.masked_fill(~others, 0)
             total = rest.sum(-1, keepdim=True)
-            # A row that gave nothing to its other keys shares the remainder equally among them.
+            # A row that gave no weight to its other keys shares the remainder equally among them. The clamp
+            # only avoids 0 / 0, whose gradient would be NaN even in the branch that `where` drops.
             share = torch.where(
                 total > 0, rest / total.clamp_min(1e-30), others / others.sum(-1, keepdim=True).clamp_min(1)
             )
-            return torch.where(targets, weights.new_full((), self.value), share * (1 - asked))
+            return torch.where(targets, weights.new_full((), self.value), share * (1 - assigned))
 
-        return _steered(x, self.edges, self.heads, allowed, held, with_value)
+        return _steered(x, self.edges, self.heads, allowed, subset, with_value)
 
 
 def may_look_ahead(point: HookPoint, change: Intervention) -> bool:
-    """Whether an intervention may give weight to keys that the causal mask hides: masked scores are no longer
-    -inf, or masked weights no longer zero."""
+    """Whether an intervention may give weight to keys that the causal mask hides.
+
+    That happens where masked scores are no longer -inf, or masked weights no longer zero. Generation with a
+    cache refuses such an intervention, and stores keep whole patterns instead of their lower triangle.
+    """
     if point.kind not in ("attn_scores", "pattern"):
         return False
     if change.needs_all_positions:
@@ -222,36 +235,37 @@ def _steered(
     edges: Sequence[Edge],
     heads: tuple[int, ...] | None,
     allowed: Tensor | None,
-    held: Held | None,
+    subset: PositionSubset | None,
     change: Any,
 ) -> Tensor:
-    """A pattern [batch, head, query, key] with the touched rows changed in float32 and renormalised to 1."""
+    """A pattern [batch, head, query, key] with changed rows, computed in float32 and renormalised to 1."""
     import torch
 
     keys = x.shape[-1]
     targets = _edge_mask(edges, keys, keys, x.device)
-    if held is not None:
-        targets = targets[torch.as_tensor(held.positions, device=x.device)]
+    if subset is not None:
+        targets = targets[torch.as_tensor(subset.positions, device=x.device)]
     if allowed is not None:
         targets = targets & allowed
-    touched = targets.any(-1, keepdim=True)
+    is_changed = targets.any(-1, keepdim=True)
     if heads is not None:
-        chosen = torch.zeros(x.shape[1], 1, 1, dtype=torch.bool, device=x.device)
-        chosen[list(heads)] = True
-        touched = touched & chosen
+        is_selected = torch.zeros(x.shape[1], 1, 1, dtype=torch.bool, device=x.device)
+        is_selected[list(heads)] = True
+        is_changed = is_changed & is_selected
+    # float32: renormalising in bfloat16 would move all weights of the row by up to 0.4 %.
     weights = change(x.float(), targets)
     total = weights.sum(-1, keepdim=True)
-    return torch.where(touched & (total > 1e-10), weights / total.clamp_min(1e-10), x.float()).to(x.dtype)
+    return torch.where(is_changed & (total > 1e-10), weights / total.clamp_min(1e-10), x.float()).to(x.dtype)
 
 
 def _queries(edges: Sequence[Edge], length: int, ahead: bool) -> tuple[int, ...]:
-    """Queries that own one of the edges; an edge from all of them starts at its key, unless those before it
-    look ahead."""
-    found: set[int] = set()
+    """Query positions of the edges, ascending."""
+    queries: set[int] = set()
     for query, key in edges:
+        # In a causal model, an edge from every query starts at its key: earlier queries do not see it.
         first = 0 if key is None or ahead else key % length
-        found.update(range(first, length) if query is None else [query % length])
-    return tuple(sorted(found))
+        queries.update(range(first, length) if query is None else [query % length])
+    return tuple(sorted(queries))
 
 
 def _edge_mask(edges: Sequence[Edge], queries: int, keys: int, device: Any) -> Tensor:
@@ -272,18 +286,20 @@ def _prepare_steering(intervention: Steer | SetValue) -> None:
 
 
 def _edges(name: str, edges: Sequence[Edge]) -> tuple[Edge, ...]:
-    kept = []
     if not isinstance(edges, Iterable):
         raise InterventionError(f"{name}: expected (query, key) edges, found {shown(edges)}; write [(-1, 0)]")
+    checked = []
     for edge in edges:
         if not isinstance(edge, Sequence) or len(edge) != 2 or (edge[0] is None and edge[1] is None):
-            raise InterventionError(f"{name}: expected (query, key) with at most one None, found {edge!r}")
+            raise InterventionError(
+                f"{name}: expected (query, key) with at most one None, found {edge!r}; write (-1, 0)"
+            )
         query, key = (
-            None if place is None else as_index(place, f"{name}: positions of edges", InterventionError)
-            for place in edge
+            None if end is None else as_index(end, f"{name}: positions of edges", InterventionError)
+            for end in edge
         )
-        kept.append((query, key))
-    return tuple(kept)
+        checked.append((query, key))
+    return tuple(checked)
 
 
 def _heads(name: str, heads: Sequence[int] | int | None) -> tuple[int, ...] | None:
@@ -315,14 +331,16 @@ def _require_causal(name: str, point: HookPoint, edges: Sequence[Edge], length: 
 
 
 def _cut_mask(mask: Payload) -> Payload:
-    """A bool array from True/False or 0/-inf."""
+    """A read-only bool array, True where cut, from True/False or 0/-inf."""
+    # float32, because numpy cannot hold bfloat16 masks.
     array = np.asarray(mask.detach().cpu().float() if hasattr(mask, "detach") else mask)
     if array.dtype == bool:
-        return own_array(array)
+        return readonly_copy(array)
     if not np.isin(array, (0.0, -np.inf)).all() and not (
         hasattr(mask, "detach") and str(mask.dtype) == "torch.bool"
     ):
         raise InterventionError(
-            "Knockout: expected a mask of True/False or of 0 and -inf, found other values"
+            "Knockout: expected a mask of True/False or of 0 and -inf, found other values; pass mask == "
+            "-inf, or use Add at attn_scores for a bias"
         )
-    return own_array((array == -np.inf) if np.isneginf(array).any() else array.astype(bool))
+    return readonly_copy((array == -np.inf) if np.isneginf(array).any() else array.astype(bool))

@@ -1,14 +1,12 @@
-"""Attention edges chosen by layers, heads and positions, and what is done to them: cut, scaled or set.
+"""KnockoutSpec and SteeringSpec: attention edges to cut, scale or set, by layers, heads and positions.
 
-A `KnockoutSpec` or `SteeringSpec` is an immutable value, built by chaining; `hooks(config, length)` turns it
-into the interventions of a forward pass. An edge goes from a query (the row, the position that reads) to a
-key (the column, the position that is read); None stands for every position, on one side at most.
+Both are immutable values built by chaining; `hooks(config, length)` turns one into the interventions of a
+forward pass. An edge goes from a query (row of the pattern: the position that attends) to a key (column: the
+position attended to); None stands for every position, on one side at most.
 
-Border: names and numbers; knows a model by its sizes only, and never imports torch.
-
-Nothing is dropped in silence: what a model does not have, an edge into the future and a row left with nothing
-to read are refused before a pass starts. (Geva et al. 2023, "Dissecting Recall of Factual Associations in
-Auto-Regressive Language Models", section 5, on attention knockout.)
+Edges that the model or prompt does not have, edges to a later key and rows without any key left are refused
+before a pass starts. Attention knockout: Geva et al. 2023, "Dissecting Recall of Factual Associations in
+Auto-Regressive Language Models", section 5. Knows a model by its sizes only and never imports torch.
 """
 
 from __future__ import annotations
@@ -34,20 +32,30 @@ SteeringKind = Literal["knockout", "scale", "set_value"]
 
 @dataclass(frozen=True)
 class _EdgeSpec(PlacedSpec):
-    """Which edges: layers, heads (None for all of them) and (query, key) pairs.
+    """Attention edges of selected layers and heads.
 
-    Each method gives a changed copy. Choosing layers or heads again replaces the choice, edges add up; an
-    edge named twice is one edge.
+    Each method returns a changed copy. Selecting layers or heads again replaces the earlier selection; edges
+    add up, and a repeated edge counts once.
     """
 
     edges: tuple[Edge, ...] = ()
+    """(query, key) pairs; None on one side for every position."""
     keeps_self: bool = False
-    """Whether "every position" leaves out the edge from a position to itself."""
+    """Whether None leaves out the edge from a position to itself."""
 
-    _called: ClassVar[str] = "edges"
+    _noun: ClassVar[str] = "edges"
+    """Name of the spec in error messages."""
 
     def edge(self, query: int | None, key: int | None) -> Self:
-        """Also the edge from a query to a key; negative positions count from the end, None is every one."""
+        """Add the edge from a query to a key.
+
+        Arguments:
+            query: attending position; negative from the end, None for every position.
+            key: position attended to; likewise.
+
+        Raises:
+            InterventionError: for None on both sides.
+        """
         if query is None and key is None:
             raise InterventionError(
                 "expected an edge with a query or a key, found every position on both sides; name one of them"
@@ -57,98 +65,120 @@ class _EdgeSpec(PlacedSpec):
         return replace(self, edges=tuple(dict.fromkeys([*self.edges, (ends[0], ends[1])])))
 
     def from_position(self, query: int) -> Self:
-        """Also every edge from a query: all it reads."""
+        """Add every edge from a query: all keys it attends to."""
         return self.edge(query, None)
 
     def to_position(self, key: int) -> Self:
-        """Also every edge to a key: all that read it, itself included unless `keep_self`."""
+        """Add every edge to a key position, from all queries that attend to it (see also `keep_self`)."""
         return self.edge(None, key)
 
     def from_to_positions(self, query: int, keys: Iterable[int]) -> Self:
-        """Also the edges from a query to each of these keys."""
+        """Add the edges from one query position to several key positions."""
         spec = self
         for key in as_indices(keys, f"{type(self).__name__}: keys", InterventionError):
             spec = spec.edge(query, key)
         return spec
 
     def keep_self(self) -> Self:
-        """Leave out of "every position" the edge from a position to itself. The first position of a prompt
-        reads nothing else, so that `to_position(0)` cannot be cut without this."""
+        """Exclude self-attention edges (query == key) wherever None stands for every position.
+
+        The first position of a causal prompt attends to itself only, so `to_position(0)` needs this.
+        """
         return replace(self, keeps_self=True)
 
     def is_prompt_only(self, prompt_length: int) -> bool:
-        """Whether every edge is read by a fixed position of the prompt, so that tokens generated after it
-        are left alone. A query that counts from the end moves along with them."""
+        """Whether every edge has a fixed query inside the prompt, so that generated tokens are unaffected.
+
+        A query that counts from the end moves along with the generated text.
+        """
         return all(query is not None and 0 <= query < prompt_length for query, _ in self.edges)
 
     @property
     def max_query(self) -> int | None:
-        """The largest query named; None when none is."""
+        """The largest query among the edges; None if no edge names one."""
         return max((query for query, _ in self.edges if query is not None), default=None)
 
     @property
     def max_key(self) -> int | None:
-        """The largest key named; None when none is."""
+        """The largest key among the edges; None if no edge names one."""
         return max((key for _, key in self.edges if key is not None), default=None)
 
     def resolved(self, length: int, *, ahead: bool = False) -> tuple[tuple[int, int], ...]:
-        """Every (query, key) pair meant, for a prompt of this length, in order and each once. ahead: of a
-        model that looks ahead (`Architecture.looks_ahead`).
+        """Every (query, key) pair for a prompt of this length, sorted and without duplicates.
 
-        Raises InterventionError for a position out of range, an edge into the future of a model that looks
-        back, and no edge at all.
+        Arguments:
+            length: tokens of the prompt.
+            ahead: whether queries see later keys (`Architecture.looks_ahead`).
+
+        Raises:
+            InterventionError: for a position out of range, a later key in a causal model, or no edge.
         """
         if not self.edges:
             raise InterventionError(
-                f"expected {self._called} with at least one edge, found none; add one with .edge(query, key)"
+                f"expected {self._noun} with at least one edge, found none; add one with .edge(query, key)"
             )
-        found: set[tuple[int, int]] = set()
+        pairs: set[tuple[int, int]] = set()
         for edge in self.edges:
-            query, key = (None if place is None else _position(place, length, edge) for place in edge)
+            query, key = (None if end is None else _position(end, length, edge) for end in edge)
             if query is not None and key is not None and key > query and not ahead:
                 raise InterventionError(
                     f"expected a query at or after its key, found edge {edge} in a prompt of {length} "
                     "tokens; a causal model has no weight there"
                 )
+            # In a causal model only queries from the key on attend to it.
             queries = range(0 if ahead else key or 0, length) if query is None else [query]
             for row in queries:
                 keys = range(length if ahead else row + 1) if key is None else [key]
-                named = query is not None and key is not None
-                found |= {(row, column) for column in keys if named or not self.keeps_self or column != row}
-        if not found:
+                is_named = query is not None and key is not None
+                pairs |= {
+                    (row, column) for column in keys if is_named or not self.keeps_self or column != row
+                }
+        if not pairs:
             raise InterventionError(
-                f"expected {self._called} that touch something, found only edges from a position to itself, "
-                "which .keep_self() leaves out"
+                f"expected {self._noun} with an edge between two positions, found only edges from a position "
+                "to itself, which .keep_self() leaves out"
             )
-        return tuple(sorted(found))
+        return tuple(sorted(pairs))
 
     def validate(self, n_layers: int, n_heads: int, length: int, *, ahead: bool = False) -> None:
-        """Raise InterventionError unless a model with these sizes has all that is chosen, for a prompt of
-        `length` tokens. ahead: see `resolved`."""
+        """Check the spec against a model and a prompt.
+
+        Arguments:
+            n_layers: layers of the model.
+            n_heads: query heads of the model.
+            length: tokens of the prompt.
+            ahead: whether queries see later keys (`Architecture.looks_ahead`).
+
+        Raises:
+            InterventionError: for layers, heads or positions out of range, and as `resolved`.
+        """
         self.require_places(n_layers, n_heads)
         self.resolved(length, ahead=ahead)
 
 
 @dataclass(frozen=True)
 class KnockoutSpec(_EdgeSpec):
-    """Attention edges to cut.
+    """Attention edges to cut: their scores become -inf before the softmax.
 
     >>> KnockoutSpec().layer(2).from_to_positions(-1, [0, 1]).resolved(length=5)
     ((4, 0), (4, 1))
     """
 
-    _called: ClassVar[str] = "a knockout"
+    _noun: ClassVar[str] = "a knockout"
 
     def validate(self, n_layers: int, n_heads: int, length: int, *, ahead: bool = False) -> None:
-        """Raise InterventionError unless a model with these sizes has all that is chosen, and every query
-        keeps something to read. (With a sliding window the pass itself finds what is left.)"""
+        """As for all edge specs; also refuses a query without any key left.
+
+        Windows are not considered here: the pass itself raises where a window leaves a row empty.
+        """
         super().validate(n_layers, n_heads, length, ahead=ahead)
-        _no_empty_row(self.resolved(length, ahead=ahead), length if ahead else None)
+        _require_keys(self.resolved(length, ahead=ahead), length if ahead else None)
 
     def hooks(self, config: Architecture, length: int) -> HookSpec:
-        """The interventions that cut these edges in a prompt of `length` tokens.
+        """Interventions that cut these edges in a prompt of `length` tokens.
 
-        Raises InterventionError if the model or the prompt does not have them.
+        Raises:
+            InterventionError: if the model or the prompt does not have the edges.
         """
         self.validate(config.num_layers, config.axis_sizes["head"], length, ahead=config.looks_ahead)
         change = Knockout(self.resolved(length, ahead=config.looks_ahead), heads=self.chosen_heads)
@@ -157,64 +187,65 @@ class KnockoutSpec(_EdgeSpec):
 
 @dataclass(frozen=True)
 class SteeringSpec(_EdgeSpec):
-    """Attention edges to scale, to set, or to cut; what a row has is shared out again so that it sums to 1.
+    """Attention edges to scale, set or cut; each changed row is renormalised to sum to 1.
 
-    Made by `scale`, `set_value`, `knockout` or `from_knockout`. Scaling all that a query reads by one factor
-    changes nothing, as the row is renormalised.
+    Made by `scale`, `set_value`, `knockout` or `from_knockout`. Scaling every edge of a query by one factor
+    changes nothing, because of the renormalisation.
     """
 
     kind: SteeringKind = "scale"
+    """"scale", "set_value" or "knockout"."""
     value: float = 1.0
-    """Factor or weight; of no meaning to a knockout."""
+    """Factor for "scale", attention weight for "set_value"; unused for "knockout"."""
 
-    _called: ClassVar[str] = "steering"
+    _noun: ClassVar[str] = "steering"
 
     def __post_init__(self) -> None:
-        low, high, what = (0.0, 1.0, "weight") if self.kind == "set_value" else (0.0, float("inf"), "factor")
-        if not low <= self.value <= high or self.value == float("inf"):
-            upper = "in [0, 1]" if self.kind == "set_value" else ">= 0"
-            raise InterventionError(f"expected a {what} {upper}, found {self.value}")
+        is_weight = self.kind == "set_value"
+        if not 0.0 <= self.value <= (1.0 if is_weight else float("inf")) or self.value == float("inf"):
+            expected = "a weight in [0, 1]" if is_weight else "a factor >= 0"
+            raise InterventionError(f"expected {expected}, found {self.value}")
 
     @classmethod
     def scale(cls, factor: float) -> SteeringSpec:
-        """Multiply weights by a factor >= 0."""
+        """A spec that multiplies attention weights by a finite factor >= 0."""
         return cls(kind="scale", value=float(factor))
 
     @classmethod
     def set_value(cls, weight: float) -> SteeringSpec:
-        """Set each weight to a value in [0, 1]."""
+        """A spec that sets each attention weight to a value in [0, 1]."""
         return cls(kind="set_value", value=float(weight))
 
     @classmethod
     def knockout(cls) -> SteeringSpec:
-        """A spec that cuts edges, none yet."""
+        """A spec that cuts edges; without edges at first."""
         return cls(kind="knockout", value=0.0)
 
     @classmethod
     def from_knockout(cls, spec: KnockoutSpec) -> SteeringSpec:
-        """The same cut, as a steering spec."""
-        chosen = (spec.chosen_layers, spec.chosen_heads, spec.edges, spec.keeps_self)
-        return cls(*chosen, kind="knockout", value=0.0)
+        """A knockout as a steering spec with the same layers, heads and edges."""
+        fields = (spec.chosen_layers, spec.chosen_heads, spec.edges, spec.keeps_self)
+        return cls(*fields, kind="knockout", value=0.0)
 
     @property
     def is_knockout(self) -> bool:
-        """Whether edges are cut, and neither scaled nor set."""
+        """Whether edges are cut."""
         return self.kind == "knockout"
 
     @property
     def is_steering(self) -> bool:
-        """Whether weights are scaled or set."""
+        """Whether attention weights are scaled or set."""
         return not self.is_knockout
 
     def validate(self, n_layers: int, n_heads: int, length: int, *, ahead: bool = False) -> None:
-        """Raise InterventionError unless a model with these sizes has all that is chosen, and the weights
-        asked for fit into a row."""
+        """As for all edge specs; also refuses rows that a knockout empties or set weights overfill."""
         super().validate(n_layers, n_heads, length, ahead=ahead)
         edges = self.resolved(length, ahead=ahead)
         if self.kind == "knockout":
-            _no_empty_row(edges, length if ahead else None)
+            _require_keys(edges, length if ahead else None)
         if self.kind == "set_value":
             query, targets = max(_by_query(edges).items(), key=lambda row: len(row[1]))
+            # Tolerance for weights such as 1/3 on three keys, whose sum may exceed 1 by rounding.
             if self.value * len(targets) > 1 + 1e-6:
                 raise InterventionError(
                     f"expected weights that sum to at most 1, found {self.value} on {len(targets)} keys of "
@@ -222,11 +253,13 @@ class SteeringSpec(_EdgeSpec):
                 )
 
     def hooks(self, config: Architecture, length: int) -> HookSpec:
-        """The interventions that steer these edges in a prompt of `length` tokens, inside the pass.
+        """Interventions that steer these edges in a prompt of `length` tokens.
 
-        Raises InterventionError if the model or the prompt does not have them.
+        Raises:
+            InterventionError: if the model or the prompt does not have the edges.
         """
         self.validate(config.num_layers, config.axis_sizes["head"], length, ahead=config.looks_ahead)
+        # Resolved to positions now: an edge from the end would otherwise move with generated tokens.
         edges, heads = self.resolved(length, ahead=config.looks_ahead), self.chosen_heads
         if self.kind == "knockout":
             return self.at_layers(config, "scores", Knockout(edges, heads=heads))
@@ -252,13 +285,12 @@ def _by_query(edges: Sequence[tuple[int, int]]) -> dict[int, list[int]]:
     return rows
 
 
-def _no_empty_row(edges: Sequence[tuple[int, int]], length: int | None) -> None:
-    """length: of the prompt, where every query reads all of it; None where it reads those up to itself."""
+def _require_keys(edges: Sequence[tuple[int, int]], length: int | None) -> None:
+    """Raise InterventionError for a query whose keys are all cut; length None: of a causal model."""
     for query, keys in _by_query(edges).items():
-        read = query + 1 if length is None else length
-        if len(keys) == read:
+        n_keys = query + 1 if length is None else length
+        if len(keys) == n_keys:
             raise InterventionError(
-                f"the knockout leaves query {query} no key to attend to: it reads positions 0..{read - 1}, "
-                "and all are cut; keep one edge of it, .keep_self(), or zero the head's output (hook_z) "
-                "instead"
+                f"the knockout leaves query {query} no key to attend to: positions 0..{n_keys - 1} are all "
+                "cut; keep one of these edges, use .keep_self(), or zero the head's output (hook_z) instead"
             )

@@ -1,13 +1,13 @@
 """Interventions: frozen values that say how an activation is changed at a hook point.
 
-Know tensors and the axes of the hook point they are applied at; know nothing of models or stores. An
-intervention is data, not a callback, so that it can be checked before a forward pass starts and digested
-into the key of what it produces. Importing this module does not import torch; payloads may be torch
-tensors, numpy arrays or lists of floats.
+They know tensors and the axes of a hook point, nothing of models or stores. An intervention is data, not a
+callback, so that it can be checked before a forward pass starts and digested into the key of its results.
+Importing this module does not import torch.
 
-Payloads must be real floating point and finite; they are cast to the dtype of the activation they meet.
-``positions``, ``heads`` and ``neurons`` narrow an intervention to part of the tensor; negative positions
-count from the end. Those on attention edges are in edge_interventions.py.
+Payloads are torch tensors, numpy arrays or lists of floats. They must be real, floating point and finite, and
+are cast to the dtype of the activation they change. ``positions``, ``heads`` and ``neurons`` restrict an
+intervention to a part of the tensor; negative positions count from the end. Interventions on attention edges
+are in edge_interventions.py.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from ....store.errors import InterventionError
 from ...declared import name_of
 from ..architectures.points import HookPoint
 from .payloads import (
-    Chosen,
-    Owned,
     Payload,
+    PayloadField,
+    PayloadPositions,
     as_tensor,
     checked_payload,
-    copied,
+    copy_payloads,
     finite,
-    owned,
     payload_record,
-    picked,
     plain_value,
+    private_payload,
+    select_positions,
 )
 
 if TYPE_CHECKING:
@@ -54,77 +54,87 @@ _EXPERT_AXES = ("expert",)
 
 
 @dataclass(frozen=True)
-class Held:
-    """Which positions of a prompt a tensor holds, where it does not hold them all.
-
-    positions: int [held], ascending. length: of the prompt, from whose end negative positions count.
-    """
+class PositionSubset:
+    """Prompt positions along a tensor's position axis, where a pass computes a subset of the prompt."""
 
     positions: npt.NDArray[np.int64]
+    """Ascending positions, one for each entry of the tensor's position axis."""
     length: int
+    """Tokens of the whole prompt; negative positions count from its end."""
 
-    def places(self, positions: Sequence[int]) -> tuple[list[int], list[int]]:
-        """(index in the tensor, index in `positions`) of those positions that are held."""
-        where = {int(position): i for i, position in enumerate(self.positions)}
+    def locate(self, positions: Sequence[int]) -> tuple[list[int], list[int]]:
+        """(indices in the tensor, indices in `positions`) of those positions that the tensor has."""
+        index_of = {int(position): i for i, position in enumerate(self.positions)}
         wanted = enumerate(position % self.length for position in positions)
-        found = [(where[position], i) for i, position in wanted if position in where]
-        return [place for place, _ in found], [i for _, i in found]
+        present = [(index_of[position], i) for i, position in wanted if position in index_of]
+        return [index for index, _ in present], [i for _, i in present]
 
 
 @dataclass(frozen=True, eq=False)
 class Intervention:
-    """Base of all interventions; two are equal when their canonical forms are."""
+    """Base class of all interventions; two are equal when their canonical forms are."""
 
     kinds: ClassVar[tuple[str, ...] | None] = None
-    """Hook point kinds this intervention makes sense at; None for all."""
+    """Supported hook point kinds, e.g. ("pattern",); None for all kinds."""
     version: ClassVar[int | str | None] = None
-    """Of an intervention written outside of mizarr: moves when what it does moves."""
+    """Version of a user-defined intervention, which enters its key; to be raised when its numbers change."""
     cuts_edges: ClassVar[bool] = False
-    """Whether it is a mask (`cut`), which attention applies with its own; others change what stands there."""
+    """Whether it is an attention mask (`cut`), applied together with the causal mask, instead of `apply`."""
     is_positionwise: ClassVar[bool] = False
-    """Whether the new value at a position (on attention: of a query) depends on the old one at that position
-    alone, wherever it is, so that a pass may hand over some positions only. Each class says so of itself: a
-    subclass that does not is taken to look at all of them."""
+    """Whether the new value at a position (for attention: of a query) depends only on the old value there, so
+    that a pass may compute and hand over some positions only. Never inherited: a subclass that does not set
+    it gets all positions."""
 
     @property
     def needs_all_positions(self) -> bool:
-        """Whether `apply` must see every position of a prompt."""
+        """Whether `apply` must get every position of a prompt."""
+        # Not inherited: a subclass may override `apply` and read other positions without knowing of the flag.
         return not vars(type(self)).get("is_positionwise", False)
 
-    def with_own_payloads(self) -> Self:
-        """This intervention where nobody else holds its tensors, else a copy with tensors of its own."""
+    def with_copied_payloads(self) -> Self:
+        """A copy with private tensors; the intervention itself where its fields already are private."""
         fields = {
-            name: copied(value)
+            name: copy_payloads(value)
             for name, value in vars(self).items()
-            if not isinstance(inspect.getattr_static(type(self), name, None), Owned)
+            if not isinstance(inspect.getattr_static(type(self), name, None), PayloadField)
         }
+        # Most interventions hold private payloads only; copying them again would double the memory.
         if all(value is vars(self)[name] for name, value in fields.items()):
             return self
-        same = copy.copy(self)
+        clone = copy.copy(self)
         for name, value in fields.items():
-            object.__setattr__(same, name, value)
-        return same
+            object.__setattr__(clone, name, value)
+        return clone
 
     def canonical(self) -> dict[str, Any]:
-        """Plain JSON values that identify the intervention; payloads enter by dtype, shape and sha256 of
-        their bytes. Fields of a class that a user wrote are recorded as stage parameters are, as that class
-        may tell a tuple from a list, or try a mapping in its order.
+        """Plain JSON values that identify the intervention; payloads by dtype, shape and sha256 of the bytes.
 
         Raises:
-            InterventionError: for a user's class that declares no version of itself, as its fields do not say
-                what it does, and for a field of it that has no record.
+            InterventionError: for a user-defined class without a `version`, as its fields do not show what
+                its code does, or with a field that cannot be recorded.
         """
         name = name_of(type(self), InterventionError)
         fields = {field: value for field, value in vars(self).items() if value is not None}
         if isinstance(name, str):
+            # Field names are part of the digest: renaming one changes every key.
             return {"intervention": name, **{field: plain_value(value) for field, value in fields.items()}}
+        # Fields of a user's class are recorded as stage parameters are: its code may tell a tuple from a
+        # list, or iterate over a mapping in order.
         try:
             return {"intervention": name, **parameter_records(fields, payload_record)}
         except (TypeError, ValueError) as error:
             raise InterventionError(f"{type(self).__name__}: its fields enter the key: {error}") from error
 
     def check(self, point: HookPoint, sizes: Mapping[str, int]) -> None:
-        """Raise InterventionError unless this can be applied at `point`, whose axes have these sizes."""
+        """Check that the intervention fits a hook point.
+
+        Arguments:
+            point: hook point at which it is to be applied.
+            sizes: axis name -> length, for the axes of that point.
+
+        Raises:
+            InterventionError: for a hook point of another kind, or indices and shapes that do not fit.
+        """
         if self.kinds is not None and point.kind not in self.kinds:
             places = " or ".join(f"'{HookPoint(kind, point.layer or 0)}'" for kind in self.kinds)
             raise InterventionError(
@@ -133,32 +143,49 @@ class Intervention:
             )
 
     def touched(self, length: int, *, ahead: bool = False) -> tuple[int, ...] | None:
-        """Positions (on attention: queries) of a prompt of `length` that may change; None for all of them.
-        ahead: whether queries see later keys."""
+        """Positions of a prompt (for attention: queries) that may change.
+
+        Arguments:
+            length: tokens of the prompt.
+            ahead: whether queries see later keys (no causal mask).
+
+        Returns:
+            Positions counted from 0; None for all of them.
+        """
         return None
 
     def require_causal(self, point: HookPoint, length: int) -> None:
-        """Raise InterventionError for an edge to a later key, which models that look back have not."""
+        """Raise InterventionError for an edge from a query to a later key, which a causal model masks."""
 
     def apply(
-        self, x: Tensor, point: HookPoint, allowed: Tensor | None = None, held: Held | None = None
+        self, x: Tensor, point: HookPoint, allowed: Tensor | None = None, subset: PositionSubset | None = None
     ) -> Tensor:
-        """The changed activation, a new tensor. allowed: bool [query, key], where attention may look
-        (patterns only). held: which positions x holds; None for all."""
+        """The changed activation, as a new tensor.
+
+        Arguments:
+            x: activation with the axes of the hook point.
+            point: hook point at which it is.
+            allowed: attention mask, bool [query, key], True where attention may look; for patterns only.
+            subset: positions that x has; None for all.
+        """
         raise NotImplementedError
 
     def applied(
-        self, x: Tensor, point: HookPoint, allowed: Tensor | None = None, held: Held | None = None
+        self, x: Tensor, point: HookPoint, allowed: Tensor | None = None, subset: PositionSubset | None = None
     ) -> Tensor:
-        """As `apply`, and what passes call. An intervention that looks at all positions gets a copy of them,
-        one prompt at a time, so that neither who shares a batch nor what it writes to its argument matters.
+        """`apply` as the passes call it.
 
-        Raises InterventionError where it gives another shape than it got.
+        An intervention that needs all positions gets them as a copy, one prompt at a time. So its result
+        depends neither on the other prompts of the batch nor on what it writes to its argument.
+
+        Raises:
+            InterventionError: where `apply` returns another shape than it got.
         """
         if not self.needs_all_positions:
-            return self.apply(x, point, allowed, held)
+            return self.apply(x, point, allowed, subset)
         import torch
 
+        # One prompt at a time: a mean over positions must not see the other prompts of the batch.
         rows = list(x.clone().split(1)) if point.dims[0] == "batch" else [x.clone()]
         masks = (
             [allowed] * len(rows)
@@ -169,13 +196,14 @@ class Intervention:
         for row in changed:
             if row.shape != rows[0].shape:
                 raise InterventionError(
-                    f"{type(self).__name__} at '{point}': expected apply() to give a tensor of shape "
-                    f"{list(rows[0].shape)}, as it got, found {list(row.shape)}; expand it to that shape"
+                    f"{type(self).__name__} at '{point}': expected apply() to return a tensor of shape "
+                    f"{list(rows[0].shape)}, like its argument, found {list(row.shape)}; expand it to that "
+                    "shape"
                 )
         return torch.cat(changed).to(x)
 
     def cut(self, heads: int, queries: int, keys: int, device: Any) -> Tensor:
-        """Bool [head, query, key], True where an edge is cut; of interventions that cut edges."""
+        """Bool [head, query, key], True where an edge is cut; only where `cuts_edges` is set."""
         raise NotImplementedError
 
     def __eq__(self, other: object) -> bool:
@@ -191,12 +219,12 @@ _CHOICES = {
     "neurons": _NEURON_AXES,
     "experts": _EXPERT_AXES,
 }
-"""What can be chosen of an activation, and the axes that have it."""
+"""Field of `_Selective` -> axes of a hook point on which its indices select."""
 
 
 @dataclass(frozen=True, eq=False)
 class _Selective(Intervention):
-    """An intervention on all of an activation, or on some positions, heads, neurons or experts of it."""
+    """An intervention on all of an activation, or on selected positions, heads, neurons or experts."""
 
     positions: tuple[int, ...] | None = field(default=None, kw_only=True)
     heads: tuple[int, ...] | None = field(default=None, kw_only=True)
@@ -205,138 +233,146 @@ class _Selective(Intervention):
 
     def __post_init__(self) -> None:
         for name in _CHOICES:
-            chosen = getattr(self, name)
-            if chosen is not None:
-                chosen = as_indices(chosen, f"{type(self).__name__}: {name}", InterventionError)
-                if not chosen:
+            indices = getattr(self, name)
+            if indices is not None:
+                indices = as_indices(indices, f"{type(self).__name__}: {name}", InterventionError)
+                if not indices:
                     raise InterventionError(
                         f"{type(self).__name__}: expected at least one of {name}, found none; leave {name} "
                         "out to mean all"
                     )
-                object.__setattr__(self, name, chosen)
+                object.__setattr__(self, name, indices)
 
     def check(self, point: HookPoint, sizes: Mapping[str, int]) -> None:
         """Raise InterventionError unless it can be applied at `point`, whose axes have these sizes."""
         super().check(point, sizes)
-        for axis, name, chosen in self._chosen(point, self.positions):
-            check_indices(f"{type(self).__name__} at '{point}'", name, chosen, sizes.get(axis))
+        for axis, name, indices in self._selected(point, self.positions):
+            check_indices(f"{type(self).__name__} at '{point}'", name, indices, sizes.get(axis))
 
     def region(self, point: HookPoint, sizes: Mapping[str, int]) -> tuple[int, ...]:
-        """Shape of the part of the activation that is touched."""
+        """Shape of the activation slice selected by positions, heads, neurons or experts."""
         shape = {axis: sizes[axis] for axis in point.dims}
-        shape |= {axis: len(chosen) for axis, _, chosen in self._chosen(point, self.positions)}
+        shape |= {axis: len(indices) for axis, _, indices in self._selected(point, self.positions)}
         return tuple(shape.values())
 
-    def _chosen(
+    def _selected(
         self, point: HookPoint, positions: tuple[int, ...] | None
     ) -> list[tuple[str, str, tuple[int, ...]]]:
-        """(axis of the point, what is chosen there, which) in the order of its axes."""
-        own = {name: getattr(self, name) for name in _CHOICES}
-        named = own | {"positions": positions}
-        found = [
-            (axis_of(point, _CHOICES[name], name), name, chosen)
-            for name, chosen in named.items()
-            if chosen is not None
+        """(axis of the hook point, field name, indices) of every selection, in the order of the axes."""
+        fields = {name: getattr(self, name) for name in _CHOICES} | {"positions": positions}
+        selections = [
+            (axis_of(point, _CHOICES[name], name), name, indices)
+            for name, indices in fields.items()
+            if indices is not None
         ]
-        return sorted(found, key=lambda each: point.dims.index(each[0]))
+        return sorted(selections, key=lambda selection: point.dims.index(selection[0]))
 
-    def _where(self, point: HookPoint, positions: tuple[int, ...] | None) -> tuple[Any, ...]:
-        """Index of the touched part: heads or experts, positions and neurons are neighbouring axes, so their
-        indices broadcast as an outer product."""
+    def _index(self, point: HookPoint, positions: tuple[int, ...] | None) -> tuple[Any, ...]:
+        """Tensor index of the selected part."""
         index: list[Any] = [slice(None)] * len(point.dims)
-        found = self._chosen(point, positions)
-        for (axis, *_), places in zip(found, np.ix_(*(chosen for *_, chosen in found)), strict=True):
-            index[point.dims.index(axis)] = places
+        selections = self._selected(point, positions)
+        # `np.ix_` makes index arrays broadcast as an outer product. Selected axes are neighbours in every
+        # hook point; with a slice between them, indexing would move their axes to the front.
+        outer = np.ix_(*(indices for *_, indices in selections))
+        for (axis, *_), indices in zip(selections, outer, strict=True):
+            index[point.dims.index(axis)] = indices
         return tuple(index)
 
     def touched(self, length: int, *, ahead: bool = False) -> tuple[int, ...] | None:
-        """See `Intervention`: the positions chosen, counted from the start."""
+        """Selected positions counted from 0; None for all."""
         return None if self.positions is None else tuple(position % length for position in self.positions)
 
     def apply(
-        self, x: Tensor, point: HookPoint, allowed: Tensor | None = None, held: Held | None = None
+        self, x: Tensor, point: HookPoint, allowed: Tensor | None = None, subset: PositionSubset | None = None
     ) -> Tensor:
-        """The changed activation, a new tensor."""
-        positions, chosen = self.positions, None
-        if held is not None:
+        """The changed activation, as a new tensor; x itself where x has none of the selected positions."""
+        positions, payload_positions = self.positions, None
+        if subset is not None:
             axis = len(point.dims) - point.dims.index(axis_of(point, _POSITION_AXES, "positions"))
             if self.positions is None:
-                chosen = (axis, held.positions.tolist())
+                payload_positions = (axis, subset.positions.tolist())
             else:
-                places, among = held.places(self.positions)
-                if not places:
+                indices, entries = subset.locate(self.positions)
+                if not indices:
                     return x
-                positions, chosen = tuple(places), (axis, among)
-        if not self._chosen(point, positions):
-            return self.change(x, chosen)
-        where = self._where(point, positions)
+                positions, payload_positions = tuple(indices), (axis, entries)
+        if not self._selected(point, positions):
+            return self.change(x, payload_positions)
+        where = self._index(point, positions)
+        # The caller's tensor may already be captured, so it is never written to.
         changed = x.clone()
-        changed[where] = self.change(x[where], chosen)
+        changed[where] = self.change(x[where], payload_positions)
         return changed
 
-    def change(self, part: Tensor, chosen: Chosen = None) -> Tensor:
-        """The new value of the touched part. chosen: which entries of a payload's position axis it is, where
-        it is not all of them."""
+    def change(self, part: Tensor, positions: PayloadPositions = None) -> Tensor:
+        """The new value of the selected part.
+
+        Arguments:
+            part: selected part of the activation.
+            positions: entries of the payload's position axis that belong to it; None for all.
+        """
         raise NotImplementedError
 
 
 @dataclass(frozen=True, eq=False)
 class _WithPayload(_Selective):
-    """A selective intervention that carries a tensor which broadcasts to the part it touches."""
+    """A selective intervention with a tensor that broadcasts to the selected part."""
 
-    value: Payload = Owned()
+    value: Payload = PayloadField()
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        object.__setattr__(self, "value", checked_payload(type(self).__name__, owned(self, "value")))
+        object.__setattr__(
+            self, "value", checked_payload(type(self).__name__, private_payload(self, "value"))
+        )
 
     @property
     def payload(self) -> Payload:
-        """The value itself, for passes; `value` is a copy."""
-        return owned(self, "value")
+        """The payload without a copy, for passes; `value` is a copy."""
+        return private_payload(self, "value")
 
     def check(self, point: HookPoint, sizes: Mapping[str, int]) -> None:
         """Raise InterventionError unless it can be applied at `point`, whose axes have these sizes."""
         super().check(point, sizes)
-        region, found = self.region(point, sizes), tuple(self.payload.shape)
+        region, shape = self.region(point, sizes), tuple(self.payload.shape)
         try:
-            fits = np.broadcast_shapes(found, region) == region
+            fits = np.broadcast_shapes(shape, region) == region
         except ValueError:
             fits = False
         if not fits:
-            named = ", ".join(f"{axis}={size}" for axis, size in zip(point.dims, region, strict=True))
+            axes = ", ".join(f"{axis}={size}" for axis, size in zip(point.dims, region, strict=True))
             raise InterventionError(
-                f"{type(self).__name__} at '{point}': expected a tensor that broadcasts to [{named}], found "
-                f"shape {list(found)}; reshape it, or choose positions/heads"
+                f"{type(self).__name__} at '{point}': expected a tensor that broadcasts to [{axes}], found "
+                f"shape {list(shape)}; reshape it, or choose positions/heads"
             )
 
 
 @dataclass(frozen=True, eq=False)
 class Replace(_WithPayload):
-    """The activation becomes `value` (Replace(captured) changes nothing)."""
+    """Replace the activation by `value`; replacing it by its captured value changes nothing."""
 
     is_positionwise: ClassVar[bool] = True
 
-    def change(self, part: Tensor, chosen: Chosen = None) -> Tensor:
-        """The new value of the touched part."""
-        # A copy: what follows may be captured, and whoever writes to that must not write to the payload.
-        return as_tensor(picked(self.payload, chosen), part).expand_as(part).clone()
+    def change(self, part: Tensor, positions: PayloadPositions = None) -> Tensor:
+        """The payload, broadcast to the selected part."""
+        # A copy: the result may be captured, and writing to a capture must not write to the payload.
+        return as_tensor(select_positions(self.payload, positions), part).expand_as(part).clone()
 
 
 @dataclass(frozen=True, eq=False)
 class Add(_WithPayload):
-    """x + value, broadcast: a [hidden] vector is added at every position (or at `positions`)."""
+    """Add `value`, broadcast: a [hidden] vector is added at every position, or at `positions`."""
 
     is_positionwise: ClassVar[bool] = True
 
-    def change(self, part: Tensor, chosen: Chosen = None) -> Tensor:
-        """The new value of the touched part."""
-        return part + as_tensor(picked(self.payload, chosen), part)
+    def change(self, part: Tensor, positions: PayloadPositions = None) -> Tensor:
+        """The selected part plus the payload."""
+        return part + as_tensor(select_positions(self.payload, positions), part)
 
 
 @dataclass(frozen=True, eq=False)
 class Scale(_Selective):
-    """x * factor, without renormalisation even on attention patterns (use Steer for that)."""
+    """Multiply by `factor`; attention patterns are not renormalised (use `Steer` for that)."""
 
     is_positionwise: ClassVar[bool] = True
     factor: float
@@ -345,61 +381,64 @@ class Scale(_Selective):
         super().__post_init__()
         object.__setattr__(self, "factor", finite("Scale", self.factor))
 
-    def change(self, part: Tensor, chosen: Chosen = None) -> Tensor:
-        """The new value of the touched part."""
+    def change(self, part: Tensor, positions: PayloadPositions = None) -> Tensor:
+        """The selected part times the factor."""
         return part * self.factor
 
 
 @dataclass(frozen=True, eq=False)
 class Zero(_Selective):
-    """The activation becomes zero."""
+    """Set the activation to zero."""
 
     is_positionwise: ClassVar[bool] = True
 
-    def change(self, part: Tensor, chosen: Chosen = None) -> Tensor:
-        """The new value of the touched part."""
+    def change(self, part: Tensor, positions: PayloadPositions = None) -> Tensor:
+        """A zero tensor with shape, dtype and device of the selected slice."""
         return part.new_zeros(part.shape)
 
 
 @dataclass(frozen=True, eq=False)
 class AddAtPositions(Intervention):
-    """x + scale * vector at each (position, vector); several vectors at one position add up.
+    """Add scale * vector at each (position, vector) pair; several vectors at one position are summed.
 
-    vectors: pairs (position, [hidden] vector). Accumulated in float32, cast once, added once.
+    Attributes:
+        vectors: (position, [hidden] vector) pairs, or a mapping of positions to vectors. They are summed in
+            float32 and cast to the dtype of the activation once, before the addition.
+        scale: factor of all vectors.
     """
 
     is_positionwise: ClassVar[bool] = True
-    vectors: Sequence[tuple[int, Payload]] = Owned()  # type: ignore[assignment]  # a descriptor
+    vectors: Sequence[tuple[int, Payload]] = PayloadField()  # type: ignore[assignment]  # a descriptor
     scale: float = 1.0
 
     def __post_init__(self) -> None:
-        vectors = owned(self, "vectors")
+        vectors = private_payload(self, "vectors")
         pairs = vectors.items() if isinstance(vectors, Mapping) else vectors
         try:
-            split = [(position, vector) for position, vector in pairs]
+            entries = [(position, vector) for position, vector in pairs]
         except (TypeError, ValueError) as error:
             raise InterventionError(
                 "AddAtPositions: expected (position, vector) pairs, found something else; write "
                 "AddAtPositions([(-1, vector)])"
             ) from error
-        kept = tuple(
+        checked = tuple(
             (
                 as_index(position, "AddAtPositions: positions", InterventionError),
                 checked_payload("AddAtPositions", vector),
             )
-            for position, vector in split
+            for position, vector in entries
         )
-        if not kept:
+        if not checked:
             raise InterventionError(
                 "AddAtPositions: expected at least one (position, vector) pair, found none"
             )
-        object.__setattr__(self, "vectors", kept)
+        object.__setattr__(self, "vectors", checked)
         object.__setattr__(self, "scale", finite("AddAtPositions", self.scale))
 
     @property
     def pairs(self) -> tuple[tuple[int, Payload], ...]:
-        """(position, vector) pairs with the vectors themselves, for passes; `vectors` are copies."""
-        pairs: tuple[tuple[int, Payload], ...] = owned(self, "vectors")
+        """(position, vector) pairs without copies, for passes; `vectors` are copies."""
+        pairs: tuple[tuple[int, Payload], ...] = private_payload(self, "vectors")
         return pairs
 
     def check(self, point: HookPoint, sizes: Mapping[str, int]) -> None:
@@ -420,39 +459,51 @@ class AddAtPositions(Intervention):
                 )
 
     def touched(self, length: int, *, ahead: bool = False) -> tuple[int, ...] | None:
-        """The positions that have a vector."""
+        """Positions that have a vector, counted from 0."""
         return tuple(position % length for position, _ in self.pairs)
 
     def apply(
-        self, x: Tensor, point: HookPoint, allowed: Tensor | None = None, held: Held | None = None
+        self, x: Tensor, point: HookPoint, allowed: Tensor | None = None, subset: PositionSubset | None = None
     ) -> Tensor:
-        """The changed activation, a new tensor."""
+        """The changed activation, as a new tensor."""
         import torch
 
-        places = [position for position, _ in self.pairs]
+        indices = [position for position, _ in self.pairs]
         vectors = [vector for _, vector in self.pairs]
-        if held is not None:
-            places, among = held.places(places)
-            vectors = [vectors[i] for i in among]
+        if subset is not None:
+            indices, entries = subset.locate(indices)
+            vectors = [vectors[i] for i in entries]
+        # Summed in float32, so that the order of several vectors at one position does not change the result
+        # much.
         delta = torch.zeros(x.shape[-2], x.shape[-1], dtype=torch.float32, device=x.device)
-        for place, vector in zip(places, vectors, strict=True):
-            delta[place] += self.scale * as_tensor(vector, delta)
+        for index, vector in zip(indices, vectors, strict=True):
+            delta[index] += self.scale * as_tensor(vector, delta)
         return x + delta.to(x.dtype)
 
 
 def payload_rows(point: HookPoint, change: Intervention) -> int:
-    """Rows of a payload along the batch axis of a point; 1 where it has no such axis, or no payload."""
+    """Length of a payload along the batch axis; 1 where payload or hook point has no such axis."""
     if not isinstance(change, _WithPayload) or point.dims[0] != "batch":
         return 1
     shape = tuple(change.payload.shape)
     return int(shape[0]) if len(shape) == len(point.dims) else 1
 
 
-def check_indices(where: str, name: str, chosen: Sequence[int], size: int | None) -> None:
-    """InterventionError for the first index outside an axis of this size; None checks nothing."""
+def check_indices(where: str, name: str, indices: Sequence[int], size: int | None) -> None:
+    """Check indices against the length of an axis.
+
+    Arguments:
+        where: intervention and hook point, for the message.
+        name: what is indexed, e.g. "positions".
+        indices: indices, negative from the end.
+        size: length of the axis; None checks nothing.
+
+    Raises:
+        InterventionError: for the first index out of range.
+    """
     if size is None:
         return
-    outside = [index for index in chosen if not -size <= index < size]
+    outside = [index for index in indices if not -size <= index < size]
     if outside:
         raise InterventionError(
             f"{where}: expected {name} in 0..{size - 1} (or negative, from the end), found {outside[0]}"
@@ -460,8 +511,11 @@ def check_indices(where: str, name: str, chosen: Sequence[int], size: int | None
 
 
 def axis_of(point: HookPoint, axes: tuple[str, ...], name: str) -> str:
-    """Which of these axes a point has; InterventionError, naming what was to be chosen, if it has none."""
+    """First axis of `axes` in the dims of a hook point; InterventionError names the selection if none is."""
     for axis in axes:
         if axis in point.dims:
             return axis
-    raise InterventionError(f"'{point}' has axes {list(point.dims)}: it has no {name} to choose")
+    raise InterventionError(
+        f"expected a hook point with {name} to select, found '{point}' with axes {list(point.dims)}; "
+        f"leave {name} out, or choose another point"
+    )

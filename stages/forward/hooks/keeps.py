@@ -1,8 +1,7 @@
-"""What of a captured activation is kept in a store: all of it, the tokens of a selection, or a reduction.
+"""Keep: what a store saves of a captured activation: every number, selected tokens, or a reduction.
 
-The pass computes and hands over the same; only what becomes of it differs. So a keep is part of what is
-stored, by name and key, and never of which run it is. Border: values; who cuts tensors by them is the harvest
-(`capture/`).
+The forward pass is the same in all three cases. So a `Keep` enters the name and key of the stored array,
+never the digest of the run. This module holds values only; `capture/` cuts and reduces the tensors.
 """
 
 from __future__ import annotations
@@ -18,41 +17,51 @@ from .reductions import Reduction
 
 @dataclass(frozen=True)
 class Keep:
-    """What is kept of an activation. selection: of which tokens; None for all. reduction: what is made of it;
-    None for the numbers themselves."""
+    """Token selection and reduction that a store applies to a captured activation."""
 
     selection: Selection | None = None
+    """Selected tokens; None stores every token."""
     reduction: Reduction | None = None
+    """Reduction stored instead of the activation, e.g. its L2 norm; None stores the activation."""
 
     @property
     def suffix(self) -> str:
-        """What the name of an array ends in."""
-        names = [each.name for each in (self.selection, self.reduction) if each is not None]
+        """Suffix of the stored array's name, e.g. "__norm"; empty where everything is kept."""
+        names = [part.name for part in (self.selection, self.reduction) if part is not None]
         return "".join(f"__{name}" for name in names)
 
     @property
     def arguments(self) -> str:
-        """As `HookSpec.capture` is told it, behind the points."""
-        positions = "" if self.selection is None else f", positions={_said(self.selection)}"
-        return positions if self.reduction is None else f"{positions}, reduce={self.reduction.told!r}"
+        """Arguments of `HookSpec.capture` as Python text that follows the points, e.g. ", reduce='norm'"."""
+        positions = "" if self.selection is None else f", positions={_selection_text(self.selection)}"
+        return positions if self.reduction is None else f"{positions}, reduce={self.reduction.request!r}"
 
     def canonical(self) -> list[Any]:
-        """Plain JSON values; nothing where all is kept."""
-        told = [] if self.selection is None else [self.selection.canonical()]
-        return told if self.reduction is None else [*told, self.reduction.canonical()]
+        """Plain JSON values of selection and reduction; an empty list where everything is kept."""
+        selection = [] if self.selection is None else [self.selection.canonical()]
+        return selection if self.reduction is None else [*selection, self.reduction.canonical()]
 
     @property
     def stored(self) -> tuple[Keep, ...]:
-        """What is stored for it, an array each."""
-        beside = () if self.reduction is None else self.reduction.beside
-        return (self, *(replace(self, reduction=each) for each in beside))
+        """One `Keep` per stored array: this one, and one per companion array of its reduction."""
+        companions = () if self.reduction is None else self.reduction.companions
+        return (self, *(replace(self, reduction=reduction) for reduction in companions))
 
     def require(self, point: HookPoint, name: str) -> None:
-        """Raise HookPointNotFound where an activation has no tokens to choose among, or nothing to reduce."""
+        """Validate selection and reduction against the axes of a hook point.
+
+        Arguments:
+            point: hook point of the activation.
+            name: the point as the user wrote it, for messages.
+
+        Raises:
+            HookPointNotFound: where the activation has no token axis to select from or to reduce.
+        """
         dims = BY_NAME[point.kind].dims
+        # Whole logits would be the largest array of a corpus: vocabulary times tokens.
         if point.kind == LOGITS and self.reduction is None:
             raise HookPointNotFound(
-                f"expected a reduction of {name!r}, which no store keeps whole, found none; add "
+                f"expected a reduction of {name!r}, which is too large to store whole, found none; add "
                 "reduce='topk:10' or reduce='logsumexp' (--reduce)"
             )
         if self.reduction is not None:
@@ -60,24 +69,24 @@ class Keep:
             self.reduction.require_read(point)
             if self.selection is not None and self.reduction.over == "position":
                 raise HookPointNotFound(
-                    f"expected a {self.reduction.told} over all tokens of a prompt, found it of "
-                    f"{self.selection}; leave positions away, or capture them whole"
+                    f"expected a {self.reduction.request} over all tokens of a prompt, found one over "
+                    f"{self.selection}; leave out positions, or capture the activation whole"
                 )
         if self.selection is not None and "position" not in dims:
-            what = "two tokens" if "query_position" in dims else "no token"
+            rows = "two tokens" if "query_position" in dims else "no token"
             raise HookPointNotFound(
                 f"expected a hook point with a row per token to keep {self.selection} of, found {name!r}, "
-                f"which has {what} to a row; capture it whole"
+                f"whose rows belong to {rows}; capture it whole"
             )
 
 
 WHOLE = Keep()
-"""All of it."""
+"""Keeps every number of an activation."""
 
 
-def _said(selection: Selection) -> str:
-    """A selection as it may be written; a mask only by what it is."""
-    (told,) = list(selection.canonical().values())[:1]
-    if isinstance(told, str):
+def _selection_text(selection: Selection) -> str:
+    (value,) = list(selection.canonical().values())[:1]
+    # The canonical form of a mask is its digest: no text that could be passed to `capture` again.
+    if isinstance(value, str):
         return f"<{selection}>"
     return str(selection).removeprefix("positions ")

@@ -1,11 +1,11 @@
-"""Objective: what gradients are of, one number of every prompt.
+"""Objective: the scalar of each prompt that gradients differentiate.
 
-A metric is a value that somebody else declares (stages/causal/grids/patching_metrics.py): it says which
-logits it needs, what it is, and its gradient with respect to these logits in closed form. An objective says
-of which position's logits, of which prompts, and with what they are compared. It is part of the key of what
-it gives; where metrics or baselines differ from prompt to prompt, so are the prompts.
+A metric is defined elsewhere (stages/causal/grids/patching_metrics.py). It says which logits it needs, its
+value, and its gradient with respect to these logits in closed form. An objective adds the position whose
+logits are read and the baseline runs that metrics compare with. It enters the key of the gradients; where
+metrics or baselines differ between prompts, so does the list of prompts.
 
-Border: numpy vectors of logits and token ids; knows no model. Never imports torch.
+Works on numpy vectors of logits and token ids. Never imports torch.
 """
 
 from __future__ import annotations
@@ -24,98 +24,110 @@ from .wants import Logits
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Differentiable", "Objective", "columns", "objective_of"]
+__all__ = ["Differentiable", "Objective", "objective_of", "token_columns"]
 
 
 class Differentiable(Protocol):
-    """A metric of next-token logits that says its own gradient."""
+    """A metric of next-token logits with a gradient in closed form."""
 
     @property
     def name(self) -> str:
-        """What errors call it."""
+        """Name in error messages."""
         ...
 
     @property
     def tokens(self) -> tuple[int, ...] | None:
-        """Vocabulary items whose logits are needed; None for all of them."""
+        """Token ids whose logits the metric reads; None for the whole vocabulary."""
         ...
 
     @property
     def named(self) -> tuple[int, ...]:
-        """Vocabulary items it asks about, which a model must have."""
+        """Token ids that its arguments name, which must be in the vocabulary of the model."""
         ...
 
     @property
     def has_gradient(self) -> bool:
-        """Whether it has one at all; a rank moves in steps."""
+        """Whether the metric is differentiable; a rank is not."""
         ...
 
     @property
     def needs_baseline(self) -> bool:
-        """Whether it compares with the logits of another run."""
+        """Whether the metric compares with the logits of another run."""
         ...
 
     def canonical(self) -> dict[str, Any]:
-        """Plain values that identify it."""
+        """Plain values for a digest."""
         ...
 
     def value(self, logits: Floats, clean: Floats) -> float:
-        """The number of one run, from float64 [vocab], or [tokens]."""
+        """Value of one run.
+
+        Arguments:
+            logits: float64 [vocab], or [tokens] in the order of `tokens`.
+            clean: the same logits of the baseline run; `logits` where there is none.
+        """
         ...
 
     def gradient(self, logits: Floats, clean: Floats) -> Floats:
-        """Its gradient with respect to these logits, float64, of their shape."""
+        """Gradient of the value with respect to `logits`, float64, in their shape."""
         ...
 
 
 @dataclass(frozen=True)
 class Objective:
-    """One number of every prompt.
-
-    metrics: one for all prompts, or one of each in their order. at: the position whose next-token logits are
-    read. baselines: prompts whose unchanged runs metrics compare with, one for all or one of each; none where
-    no metric does.
-    """
+    """Metric, position and baselines: one scalar per prompt."""
 
     metrics: tuple[Differentiable, ...]
+    """One metric for all prompts, or one per prompt in their order."""
     at: int = -1
+    """Position whose next-token logits are read; negative from the end."""
     baselines: tuple[tuple[int, ...], ...] = ()
+    """Token ids of the baseline prompt, one for all or one per prompt; empty where no metric compares."""
 
     @property
     def is_by_prompt(self) -> bool:
-        """Whether prompts have metrics or baselines of their own."""
+        """Whether prompts differ in metric or baseline."""
         return max(len(self.metrics), len(self.baselines)) > 1
 
     @property
     def arguments(self) -> str:
-        """What `HookSpec.gradient_of` was given, as it is written."""
-        told = [repr(self.metrics[0] if len(self.metrics) == 1 else list(self.metrics))]
-        told += [f"at={self.at}"] if self.at != -1 else []
-        told += [f"baseline={[list(row) for row in self.baselines]}"] if self.baselines else []
-        return ", ".join(told)
+        """Arguments of `HookSpec.gradient_of` as Python text."""
+        texts = [repr(self.metrics[0] if len(self.metrics) == 1 else list(self.metrics))]
+        texts += [f"at={self.at}"] if self.at != -1 else []
+        texts += [f"baseline={[list(row) for row in self.baselines]}"] if self.baselines else []
+        return ", ".join(texts)
 
     def canonical(self, prompts: str) -> dict[str, Any]:
-        """Plain values. prompts: the digest of the prompts, of which each has its own where this says so."""
-        told = {
+        """Plain values for a digest.
+
+        Arguments:
+            prompts: digest of the prompts; enters only where prompts differ in metric or baseline.
+        """
+        values = {
             "metrics": [metric.canonical() for metric in self.metrics],
             "at": self.at,
             "baselines": [list(row) for row in self.baselines],
         }
-        return {**told, "prompts": prompts} if self.is_by_prompt else told
+        return {**values, "prompts": prompts} if self.is_by_prompt else values
 
     def check(self, lengths: Sequence[int], vocab_size: int) -> None:
-        """Raise StageError or PromptError for metrics that do not go with prompts of these lengths."""
-        for what, given in (("metric", self.metrics), ("baseline", self.baselines)):
-            if len(given) > 1 and len(given) != len(lengths):
+        """Check metrics and baselines against prompts of these lengths.
+
+        Raises:
+            StageError: for another number of metrics or baselines than prompts, or a missing baseline.
+            PromptError: for a position or a token id out of range.
+        """
+        for noun, values in (("metric", self.metrics), ("baseline", self.baselines)):
+            if len(values) > 1 and len(values) != len(lengths):
                 raise StageError(
-                    f"gradients: expected one {what} for all prompts or one of each of {len(lengths)}, found "
-                    f"{len(given)}; give as many as prompts"
+                    f"gradients: expected one {noun} for all prompts or one of each of {len(lengths)}, found "
+                    f"{len(values)}; pass as many as prompts"
                 )
         for metric in self.metrics:
             if metric.needs_baseline and not self.baselines:
                 raise StageError(
                     f"gradients: expected a baseline for {metric.name!r}, which compares two runs, found "
-                    "none; name its prompt: gradient_of(metric, baseline=token_ids)"
+                    "none; pass its prompt: gradient_of(metric, baseline=token_ids)"
                 )
         for length in {*lengths, *map(len, self.baselines)}:
             if not -length <= self.at < length:
@@ -123,8 +135,8 @@ class Objective:
                     f"gradients: expected at in {-length}..{length - 1} for a prompt of {length} tokens, "
                     f"found {self.at}"
                 )
-        for named in (*(metric.named for metric in self.metrics), *self.baselines):
-            for token in named:
+        for ids in (*(metric.named for metric in self.metrics), *self.baselines):
+            for token in ids:
                 if not 0 <= token < vocab_size:
                     raise PromptError(f"gradients: expected a token id in 0..{vocab_size - 1}, found {token}")
 
@@ -133,33 +145,47 @@ class Objective:
         return self.metrics[prompt if len(self.metrics) > 1 else 0]
 
     def baseline_of(self, prompt: int) -> tuple[int, ...] | None:
-        """Token ids of what a prompt is compared with."""
+        """Token ids of a prompt's baseline; None where there is none."""
         return self.baselines[prompt if len(self.baselines) > 1 else 0] if self.baselines else None
 
     def want(self, prompts: Sequence[int]) -> Logits:
-        """The logits that the metrics of some prompts need together."""
-        found: set[int] = set()
+        """The logits that the metrics of a batch of prompts read together.
+
+        Arguments:
+            prompts: indices of the prompts.
+        """
+        ids: set[int] = set()
         for prompt in prompts:
             tokens = self.metric_of(prompt).tokens
             if tokens is None:
                 return Logits((self.at,))
-            found.update(tokens)
-        return Logits((self.at,), tuple(sorted(found)))
+            ids.update(tokens)
+        return Logits((self.at,), tuple(sorted(ids)))
 
     def cotangent(
         self, logits: Tensor, want: Logits, prompts: Sequence[int], clean: Sequence[Tensor | None]
     ) -> Tensor:
-        """The gradient of each prompt's metric with respect to logits [B, positions, tokens], in float64
-        until it is rounded to their dtype. want: what these are. clean: of each baseline [tokens], if any."""
-        found = np.zeros(tuple(logits.shape))
-        place = self.at if want.positions is None else want.positions.index(self.at)
+        """Gradient of each prompt's metric with respect to the logits of a batch.
+
+        Arguments:
+            logits: [batch, positions, tokens] as `want` selects them.
+            want: selection of the logits.
+            prompts: index of the prompt of each row.
+            clean: baseline logits [tokens] of each row; None without baseline.
+
+        Returns:
+            A tensor in shape and dtype of `logits`, computed in float64 and rounded once.
+        """
+        cotangent = np.zeros(tuple(logits.shape))
+        at = self.at if want.positions is None else want.positions.index(self.at)
         for row, prompt in enumerate(prompts):
-            metric, compared = self.metric_of(prompt), clean[row]
-            chosen = columns(metric.tokens, want.tokens)
-            own = _wide(logits[row, place])[chosen]
-            other = own if compared is None else _wide(compared)[chosen]
-            np.add.at(found[row, place], chosen, metric.gradient(own, other))
-        return logits.new_tensor(found)
+            metric, baseline = self.metric_of(prompt), clean[row]
+            columns = token_columns(metric.tokens, want.tokens)
+            run = _as_float64(logits[row, at])[columns]
+            other = run if baseline is None else _as_float64(baseline)[columns]
+            # `add.at`, as a metric may name one token twice: plain assignment would keep one of its terms.
+            np.add.at(cotangent[row, at], columns, metric.gradient(run, other))
+        return logits.new_tensor(cotangent)
 
 
 def objective_of(
@@ -167,34 +193,49 @@ def objective_of(
     at: int = -1,
     baseline: Sequence[int] | Sequence[Sequence[int]] = (),
 ) -> Objective:
-    """The objective of one metric or several, over one baseline, several, or none. Raises StageError for a
-    metric without a gradient, or for none."""
+    """An objective from the arguments of `HookSpec.gradient_of`.
+
+    Arguments:
+        metric: one metric, or one per prompt.
+        at: position whose next-token logits are read.
+        baseline: token ids of one prompt, of one per prompt, or empty.
+
+    Raises:
+        StageError: for a metric without a gradient, or for no metric.
+        PromptError: for a baseline given as text.
+    """
     metrics: tuple[Any, ...] = tuple(metric) if isinstance(metric, Sequence) else (metric,)
     rows = [] if is_nothing(baseline) else as_rows(baseline)
     ids = [tuple(row) for row in rows if not isinstance(row, str)]
+    # Texts would need a tokenizer, which a spec does not have.
     if len(ids) < len(rows):
         raise PromptError(
-            f"gradients: expected a baseline of token ids, found the text {rows[0]!r}; give "
+            f"gradients: expected a baseline of token ids, found the text {rows[0]!r}; pass "
             "model.tokenize(text)"
         )
-    for each in metrics:
-        if not callable(getattr(each, "gradient", None)) or not each.has_gradient:
+    for candidate in metrics:
+        if not callable(getattr(candidate, "gradient", None)) or not candidate.has_gradient:
             raise StageError(
-                f"gradients: expected a metric that says its gradient, found {each!r}; take LogitDifference, "
+                f"gradients: expected a metric with a gradient, found {candidate!r}; use LogitDifference, "
                 "LogProbability, Probability or KL"
             )
     if not metrics:
-        raise StageError("gradients: expected at least one metric, found none; give LogitDifference(…)")
+        raise StageError("gradients: expected at least one metric, found none; pass LogitDifference(…)")
     return Objective(metrics, as_index(at, "gradients: at", PromptError), tuple(ids))
 
 
-def columns(tokens: Sequence[int] | None, held: Sequence[int] | None) -> Any:
-    """Where a metric's tokens stand among those held, as an index; None for all of them."""
+def token_columns(tokens: Sequence[int] | None, computed: Sequence[int] | None) -> Any:
+    """Index of a metric's tokens among the computed logits.
+
+    Arguments:
+        tokens: token ids of the metric; None for the whole vocabulary.
+        computed: token ids of the logits' last axis; None for the whole vocabulary.
+    """
     if tokens is None:
         return slice(None)
-    return list(tokens) if held is None else [held.index(token) for token in tokens]
+    return list(tokens) if computed is None else [computed.index(token) for token in tokens]
 
 
-def _wide(logits: Tensor) -> Floats:
-    found: Floats = logits.detach().double().cpu().numpy()
-    return found
+def _as_float64(logits: Tensor) -> Floats:
+    array: Floats = logits.detach().double().cpu().numpy()
+    return array

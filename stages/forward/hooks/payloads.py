@@ -1,11 +1,11 @@
-"""Payloads: tensors that interventions carry, copied and checked when they are made, digested by content.
+"""Payloads: tensors carried by interventions; copied and checked when made, digested by content.
 
-A payload is what it was when it was given: whoever writes to the original later changes no run and no key.
-Nor does whoever writes to what an intervention shows of it: a torch tensor cannot be made read-only, so that
-the payload itself stays private (`Owned`), digest and passes read that one, and everybody else gets copies.
+A payload never changes after the intervention is made: writing to the original tensor later changes no run
+and no key. Nor does writing to the tensor that a field of an intervention returns. A torch tensor cannot be
+made read-only, so the payload itself stays private (`PayloadField`): digests and passes read it directly,
+everybody else gets copies.
 
-Border: numbers, as torch tensors, numpy arrays or nested lists; knows no hook points. Never imports torch
-unless a payload is one of its tensors.
+Payloads are torch tensors, numpy arrays or nested lists. torch is imported only where a payload is a tensor.
 """
 
 from __future__ import annotations
@@ -23,40 +23,50 @@ if TYPE_CHECKING:
 
 Payload = Any
 """A torch tensor, a numpy array, or nested sequences of floats."""
-Chosen = tuple[int, list[int]] | None
-"""Position axis of a payload, counted from the end, and entries of it; None for all."""
+PayloadPositions = tuple[int, list[int]] | None
+"""(position axis of a payload counted from its end, indices to select on it); None for all positions."""
 
 
 def checked_payload(name: str, value: Payload) -> Payload:
-    """A copy that nobody else holds: a torch tensor as a tensor, anything else as a numpy array that cannot
-    be written to; InterventionError unless floating point and finite."""
+    """A private copy of a payload: a tensor stays a tensor, anything else becomes a read-only numpy array.
+
+    Arguments:
+        name: intervention that carries it, for messages.
+        value: tensor, array or nested sequence of floats; float64 arrays become float32.
+
+    Raises:
+        InterventionError: unless it is floating point and finite.
+    """
     if hasattr(value, "detach"):
         value = value.detach().clone()
     else:
-        value = own_array(value)
+        value = readonly_copy(value)
         if value.dtype == np.float64:
-            value = own_array(value.astype(np.float32))
+            value = readonly_copy(value.astype(np.float32))
+    # numpy has no bfloat16: ml_dtypes registers it as kind "V" (void).
     floating = value.is_floating_point() if hasattr(value, "is_floating_point") else value.dtype.kind in "fV"
     if not floating:
         raise InterventionError(
             f"{name}: expected a floating-point tensor, found dtype "
             f"{str(value.dtype).removeprefix('torch.')}; convert it to float32"
         )
+    # Checked now, because NaN would surface as unexplained NaN logits much later.
     finite = (
         value.isfinite().all() if hasattr(value, "isfinite") else np.isfinite(value.astype(np.float32)).all()
     )
     if not bool(finite):
         raise InterventionError(
-            f"{name}: expected finite numbers, found NaN or infinity in a tensor of shape {list(value.shape)}"
+            f"{name}: expected finite numbers, found NaN or infinity in a tensor of shape "
+            f"{list(value.shape)}; replace them before making the intervention"
         )
     return value
 
 
-def own_array(value: Any) -> Any:
+def readonly_copy(value: Any) -> Any:
     """A copy as a numpy array that cannot be written to."""
-    found = np.array(value)
-    found.setflags(write=False)
-    return found
+    array = np.array(value)
+    array.setflags(write=False)
+    return array
 
 
 def is_payload(value: Any) -> bool:
@@ -64,31 +74,37 @@ def is_payload(value: Any) -> bool:
     return isinstance(value, np.ndarray) or (hasattr(value, "detach") and hasattr(value, "shape"))
 
 
-def copied(value: Any) -> Any:
-    """The same value with every tensor and array in it copied, through tuples, lists and dicts; values
-    without any are given back as they are."""
+def copy_payloads(value: Any) -> Any:
+    """The same value with every tensor and array in it copied, through tuples, lists and dicts.
+
+    A value that holds none is returned itself, so that `is` shows whether anything was copied.
+    """
     if isinstance(value, np.ndarray):
-        return own_array(value)
+        return readonly_copy(value)
     if is_payload(value):
         return value.detach().clone()
     if isinstance(value, dict):
-        items = {name: copied(item) for name, item in value.items()}
+        items = {name: copy_payloads(item) for name, item in value.items()}
         return items if any(items[name] is not value[name] for name in items) else value
     if isinstance(value, tuple | list):
-        parts = [copied(item) for item in value]
-        is_same = all(part is item for part, item in zip(parts, value, strict=True))
-        return value if is_same else tuple(parts) if isinstance(value, tuple) else parts
+        copies = [copy_payloads(item) for item in value]
+        is_same = all(item_copy is item for item_copy, item in zip(copies, value, strict=True))
+        return value if is_same else tuple(copies) if isinstance(value, tuple) else copies
     return value
 
 
-class Owned:
-    """Descriptor of a dataclass field that holds payloads: reading it gives a copy.
+class PayloadField:
+    """Descriptor of a dataclass field that holds payloads: reading the field returns a copy.
 
-    The payload itself lies in the instance's `vars` under the name of the field, where `owned` reads it.
+    The payload itself is in the instance's `vars` under the field's name; `private_payload` reads it.
     """
 
     def __init__(self, *default: Any) -> None:
-        """default: value of the field where none is given; a field without one must be given."""
+        """Make a field.
+
+        Arguments:
+            default: value of the field where the constructor gets none; without it the field is required.
+        """
         self._default = default
         self._name = ""
 
@@ -97,53 +113,59 @@ class Owned:
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         if instance is not None:
-            return copied(vars(instance)[self._name])
+            return copy_payloads(vars(instance)[self._name])
         if not self._default:
-            raise AttributeError(self._name)  # what tells `dataclass` that the field has no default
+            # `dataclass` reads the class attribute to find the default: AttributeError means there is none.
+            raise AttributeError(self._name)
         return self._default[0]
 
     def __set__(self, instance: Any, value: Any) -> None:
         vars(instance)[self._name] = value
 
 
-def owned(instance: Any, name: str) -> Any:
-    """The payload itself that an `Owned` field holds, to be read and never handed out."""
+def private_payload(instance: Any, name: str) -> Any:
+    """The payload of a `PayloadField` without a copy: to be read, never written to or returned to users."""
     return vars(instance)[name]
 
 
-def picked(value: Payload, chosen: Chosen) -> Payload:
-    """The entries of a payload that belong to some positions; the axis is counted from the end."""
-    if chosen is None or value.ndim < chosen[0] or value.shape[-chosen[0]] == 1:
+def select_positions(value: Payload, positions: PayloadPositions) -> Payload:
+    """The entries of a payload at some positions; a payload without a position axis is returned whole."""
+    # An axis of length 1 broadcasts over positions, so it has nothing to select from.
+    if positions is None or value.ndim < positions[0] or value.shape[-positions[0]] == 1:
         return value
-    return value[(..., chosen[1], *[slice(None)] * (chosen[0] - 1))]
+    return value[(..., positions[1], *[slice(None)] * (positions[0] - 1))]
 
 
 def as_tensor(value: Payload, like: Tensor) -> Tensor:
-    """A payload on the device and in the dtype of the activation it meets."""
+    """Convert a payload to a tensor on the device and in the dtype of the activation `like`."""
     import torch
 
     if isinstance(value, np.ndarray):
-        # A copy: torch has no tensors that cannot be written to, and warns of arrays that cannot.
+        # Copied, as torch warns about read-only arrays; numpy's bfloat16 (kind "V") must widen first.
         value = value.astype(np.float32) if value.dtype.kind == "V" else value.copy()
     return torch.as_tensor(value).detach().to(device=like.device, dtype=like.dtype)
 
 
 def finite(name: str, value: float) -> float:
-    """The number, if it is one."""
+    """The number as a float.
+
+    Raises:
+        InterventionError: for NaN, infinity, or a value that is no number.
+    """
     number = as_number(value, name, InterventionError)
     if not np.isfinite(number):
         raise InterventionError(f"{name}: expected a finite number, found {value}")
-    return number + 0.0  # 0.0 for -0.0: a key holds them for one number
+    return number + 0.0  # -0.0 becomes 0.0: the two act alike and must have one key
 
 
 def payload_record(value: Any) -> Any:
-    """The identity of a tensor or array among the fields of a user's intervention.
+    """Identity of a tensor or array in a field of a user-defined intervention.
 
-    Args:
-        value: a field that is no plain value.
+    Arguments:
+        value: value of a field that is not plain JSON data.
 
     Raises:
-        TypeError: for what is no array either.
+        TypeError: for a value that is no array either.
     """
     if not hasattr(value, "shape"):
         raise TypeError(
@@ -154,7 +176,7 @@ def payload_record(value: Any) -> Any:
 
 
 def plain_value(value: Any) -> Any:
-    """A field of an intervention as plain JSON values; payloads by their identity."""
+    """A field of an intervention as plain JSON values; payloads by dtype, shape and digest."""
     if hasattr(value, "shape"):
         return payload_identity(value)
     if isinstance(value, tuple | list):
@@ -163,12 +185,13 @@ def plain_value(value: Any) -> Any:
 
 
 def payload_identity(value: Payload) -> dict[str, Any]:
-    """dtype, shape and digest of a payload; a tensor and an array of equal content are the same payload."""
+    """dtype, shape and digest of a payload; a tensor and an array of equal content have one identity."""
     if hasattr(value, "detach"):
         import torch
 
         value = value.detach().cpu().contiguous()
         dtype = str(value.dtype).removeprefix("torch.")
+        # numpy cannot hold torch's bfloat16, so its bytes are read as int16.
         bits = value.view(torch.int16).numpy() if value.dtype == torch.bfloat16 else value.numpy()
     else:
         dtype = str(value.dtype)

@@ -1,6 +1,7 @@
-"""Which layers and heads something is done in: what specs of edges and of states choose alike.
+"""PlacedSpec: the layers and heads in which attention edges or state writes are changed.
 
-Border: numbers; knows a model by its sizes only, and never imports torch.
+Base of `KnockoutSpec`, `SteeringSpec` (edges.py) and of their counterparts for recurrent states (writes.py).
+Knows a model by its sizes only and never imports torch.
 """
 
 from __future__ import annotations
@@ -23,57 +24,71 @@ __all__ = ["PlacedSpec"]
 
 @dataclass(frozen=True)
 class PlacedSpec:
-    """Layers and heads, None for all of them.
+    """Layers and heads of an intervention.
 
-    Each method gives a changed copy; choosing again replaces the choice.
+    Each method returns a changed copy; selecting layers or heads again replaces the earlier selection.
     """
 
     chosen_layers: tuple[int, ...] | None = None
+    """Layers in ascending order; None for all."""
     chosen_heads: tuple[int, ...] | None = None
+    """Heads in ascending order; None for all."""
 
     def layer(self, layer: int) -> Self:
-        """In this layer alone, counted from 0."""
+        """Restrict to one layer, counted from 0."""
         return self.layers([layer])
 
     def layers(self, layers: Iterable[int]) -> Self:
-        """In these layers alone, whatever their order. Raises InterventionError for none, or one below 0."""
+        """Restrict to several layers, in any order.
+
+        Raises:
+            InterventionError: for no layer, or a negative one.
+        """
         return replace(self, chosen_layers=_sorted("layer", layers))
 
     def layer_range(self, first: int, last: int) -> Self:
-        """In layers first … last, both included."""
+        """Restrict to layers first … last, both included.
+
+        Raises:
+            InterventionError: for first > last.
+        """
         first, last = (as_index(layer, "layers", InterventionError) for layer in (first, last))
         if first > last:
             raise InterventionError(f"expected layers first <= last, found {first}..{last}; swap them")
         return self.layers(range(first, last + 1))
 
     def head(self, head: int) -> Self:
-        """In this head alone, counted from 0."""
+        """Restrict to one attention head, counted from 0."""
         return self.heads([head])
 
     def heads(self, heads: Iterable[int]) -> Self:
-        """In these heads alone, whatever their order. Raises InterventionError for none, or one below 0."""
+        """Restrict to several attention heads, in any order.
+
+        Raises:
+            InterventionError: for no head, or a negative one.
+        """
         return replace(self, chosen_heads=_sorted("head", heads))
 
     def applies_to_layer(self, layer: int) -> bool:
-        """Whether a layer is chosen."""
+        """Whether a layer is selected."""
         return self.chosen_layers is None or layer in self.chosen_layers
 
     def applies_to_head(self, head: int) -> bool:
-        """Whether a head is chosen."""
+        """Whether a head is selected."""
         return self.chosen_heads is None or head in self.chosen_heads
 
     def require_places(self, n_layers: int, n_heads: int) -> None:
-        """Raise InterventionError unless a model with these sizes has all that is chosen."""
-        for what, chosen, size in (
+        """Raise InterventionError unless a model with these sizes has all selected layers and heads."""
+        for axis, indices, size in (
             ("layers", self.chosen_layers, n_layers),
             ("heads", self.chosen_heads, n_heads),
         ):
-            outside = [index for index in chosen or () if index >= size]
+            outside = [index for index in indices or () if index >= size]
             if outside:
-                raise InterventionError(f"expected {what} in 0..{size - 1}, found {outside[0]}")
+                raise InterventionError(f"expected {axis} in 0..{size - 1}, found {outside[0]}")
 
     def at_layers(self, config: Architecture, kind: str, change: Intervention) -> HookSpec:
-        """An intervention at a point of every layer chosen."""
+        """A HookSpec with the intervention at hook points of this kind in every selected layer."""
         spec = HookSpec()
         layers = range(config.num_layers) if self.chosen_layers is None else self.chosen_layers
         for layer in layers:
@@ -81,10 +96,11 @@ class PlacedSpec:
         return spec
 
 
-def _sorted(what: str, chosen: Iterable[int]) -> tuple[int, ...]:
-    kept = tuple(sorted(set(as_indices(chosen, f"{what}s", InterventionError))))
-    if not kept:
-        raise InterventionError(f"expected at least one {what}, found none; leave it out to mean all")
-    if kept[0] < 0:
-        raise InterventionError(f"expected a {what} counted from 0, found {kept[0]}")
-    return kept
+def _sorted(axis: str, indices: Iterable[int]) -> tuple[int, ...]:
+    # Sorted and distinct: specs with the same layers in another order must have the same key.
+    distinct = tuple(sorted(set(as_indices(indices, f"{axis}s", InterventionError))))
+    if not distinct:
+        raise InterventionError(f"expected at least one {axis}, found none; leave it out to mean all")
+    if distinct[0] < 0:
+        raise InterventionError(f"expected a {axis} counted from 0, found {distinct[0]}")
+    return distinct

@@ -1,25 +1,24 @@
-"""RecurrentPass: a block of layers gone through several times in one pass, fed with directions or not.
+"""RecurrentPass: a block of layers executed several times in one pass, with or without fed-back directions.
 
     x = embed; x = layers[0 .. loop_start)
     x0 = x
     x = block(x)                                    pass 1
     depth - 1 times:
-        fed:      x = block(x0 + strength * vector at each position)
-        not fed:  x = block(x)
+        with feedback:     x = block(x0 + strength * vector at each position)
+        without feedback:  x = block(x)
     x = layers(loop_end .. L); final norm, LM head
 
-This is the recurrent feedback of candle-mi's "anacrousis". Two things follow from the loop and are what is
-computed here, rather than the loop:
+This is the recurrent feedback of candle-mi's "anacrousis". The loop itself is never run, because it reduces
+to two simpler computations:
 
-* Fed, every pass from the second on begins with the same state and so gives the same: what came before is
-  thrown away. A depth of 2 is a depth of any more, `loop_end` decides nothing, and all of it is one plain
-  pass with strength * vector added to `hook_resid_pre` of `loop_start`: interventions, which every driver
-  knows.
-* Not fed, it is the layers in another order, which the one loop over layers is given.
+* With feedback, every pass from the second on starts from the same x0 and gives the same result, so all
+passes
+  but the last are discarded. Any depth above 1 is one plain pass with strength * vector added to
+  `hook_resid_pre` of `loop_start`, whatever `loop_end` is: ordinary interventions, which every driver
+  supports.
+* Without feedback, it is another order of layers, which the loop over layers takes as an argument.
 
-A depth of 1 feeds nothing: it is a plain pass.
-
-Border: layers, positions and vectors; knows an architecture's sizes. Never imports torch before it is used.
+A depth of 1 is a plain pass. Knows an architecture by its sizes; imports torch only when used.
 """
 
 from __future__ import annotations
@@ -35,7 +34,15 @@ from ....store.digest import canonical_json
 from ....store.errors import ConfigError, InterventionError
 from ..architectures.points import HookPoint
 from .interventions import Add, Intervention, check_indices
-from .payloads import Owned, Payload, checked_payload, finite, own_array, owned, plain_value
+from .payloads import (
+    Payload,
+    PayloadField,
+    checked_payload,
+    finite,
+    plain_value,
+    private_payload,
+    readonly_copy,
+)
 from .spec import BoundSpec
 
 if TYPE_CHECKING:
@@ -44,27 +51,34 @@ if TYPE_CHECKING:
 __all__ = ["RecurrentPass"]
 
 Feedback = tuple[int, Payload, float]
+"""(position, vector [hidden], strength)."""
 
 
 @dataclass(frozen=True, eq=False)
 class RecurrentPass:
-    """Layers `loop_start` to `loop_end`, both included, gone through `depth` times.
+    """Layers `loop_start` to `loop_end`, both included, executed `depth` times.
 
-    feedback: (position, vector [hidden], strength) triples; before every pass but the first the state is set
-    back to what entered the block, with strength * vector added at each position, several at one adding up.
-    Positions are those of the prompt, negative ones counted from its end. Without any, a pass goes on from
-    what the one before gave. sustained: in generation, what is fed is fed at the newest position as well, at
-    every step; at the first step that is the last position of the prompt, which is then fed twice if it was
-    already. In a pass over a prompt alone nothing is newest, and it changes nothing.
+    Attributes:
+        loop_start: first layer of the block.
+        loop_end: last layer of the block.
+        depth: number of passes through the block, at least 1.
+        feedback: (position, vector [hidden], strength) triples; several at one position are summed. Before
+            every pass but the first, the stream is reset to what entered the block, plus strength * vector at
+            each position of the prompt (negative from its end). Empty: each pass continues from the one
+            before.
+        sustained: in generation, whether the vectors are also added at the newest position, at every step. At
+            the first step that is the last position of the prompt, which then gets a vector twice if it is in
+            `feedback`. Without generation it changes nothing.
 
-    Raises ConfigError for a depth below 1, layers in no order, or nothing to sustain; InterventionError for a
-    vector or strength that is no number.
+    Raises:
+        ConfigError: for a depth below 1, layers out of order, or `sustained` without feedback.
+        InterventionError: for a vector or strength that is not finite.
     """
 
     loop_start: int
     loop_end: int
     depth: int = 2
-    feedback: Sequence[Feedback] = Owned(())  # type: ignore[assignment]  # a descriptor
+    feedback: Sequence[Feedback] = PayloadField(())  # type: ignore[assignment]  # a descriptor
     sustained: bool = False
 
     def __post_init__(self) -> None:
@@ -77,23 +91,23 @@ class RecurrentPass:
                 "RecurrentPass: expected 0 <= loop_start <= loop_end, found layers "
                 f"{self.loop_start} to {self.loop_end}"
             )
-        fed = tuple(
+        feedback = tuple(
             (
-                as_index(place, f"{_NAME}: positions of feedback", InterventionError),
+                as_index(position, f"{_NAME}: positions of feedback", InterventionError),
                 _vector(vector),
                 finite(_NAME, s),
             )
-            for place, vector, s in owned(self, "feedback")
+            for position, vector, s in private_payload(self, "feedback")
         )
-        if self.sustained and not fed:
+        if self.sustained and not feedback:
             raise ConfigError(
-                "RecurrentPass: expected feedback to sustain, found none; give (position, vector, strength), "
+                "RecurrentPass: expected feedback to sustain, found none; pass (position, vector, strength), "
                 "or leave sustained out"
             )
-        object.__setattr__(self, "feedback", fed)
+        object.__setattr__(self, "feedback", feedback)
 
     def canonical(self) -> dict[str, Any]:
-        """Plain JSON values that identify it; vectors by dtype, shape and digest of their bytes."""
+        """Plain JSON values for a digest; vectors by dtype, shape and digest of their bytes."""
         return {name: plain_value(value) for name, value in vars(self).items()}
 
     def __eq__(self, other: object) -> bool:
@@ -104,13 +118,14 @@ class RecurrentPass:
 
     @property
     def is_fed(self) -> bool:
-        """Whether anything is added anywhere."""
-        return bool(owned(self, "feedback")) and self.depth > 1
+        """Whether vectors are added at any position."""
+        return bool(private_payload(self, "feedback")) and self.depth > 1
 
     def order(self, num_layers: int) -> tuple[int, ...] | None:
-        """Layers as they are gone through, where that is not each of them once; else None."""
-        if owned(self, "feedback") or self.depth == 1:
+        """Layers in execution order, where some are repeated; None for each layer once."""
+        if private_payload(self, "feedback") or self.depth == 1:
             return None
+        # A repeated layer computes its keys and values again each time, so no cache can hold them.
         block = range(self.loop_start, self.loop_end + 1)
         return (*range(self.loop_start), *self.depth * tuple(block), *range(self.loop_end + 1, num_layers))
 
@@ -122,10 +137,13 @@ class RecurrentPass:
                 f"{self.loop_start} to {self.loop_end}"
             )
         check_indices(
-            _NAME, "positions of feedback", [position for position, _, _ in owned(self, "feedback")], length
+            _NAME,
+            "positions of feedback",
+            [position for position, _, _ in private_payload(self, "feedback")],
+            length,
         )
         hidden = config.axis_sizes["hidden"]
-        for position, vector, _ in owned(self, "feedback"):
+        for position, vector, _ in private_payload(self, "feedback"):
             if tuple(vector.shape) != (hidden,):
                 raise InterventionError(
                     f"RecurrentPass: expected a vector of length {hidden} for position {position}, found "
@@ -135,46 +153,59 @@ class RecurrentPass:
     def applied(
         self, spec: BoundSpec, config: Architecture, length: int, *, grows: bool = False
     ) -> BoundSpec:
-        """A spec with the recurrence in it, for prompts of `length` tokens; what is fed comes before the
-        spec's own changes. grows: whether tokens are generated behind them. Raises as `check` does."""
-        self.check(config, length)
-        fed = tuple(self._fed(length, grows))
-        return replace(spec, interventions=(*fed, *spec.interventions), order=self.order(config.num_layers))
+        """A bound spec with this recurrence in it; feedback is added before the spec's own interventions.
 
-    def _fed(self, length: int, grows: bool) -> Iterator[tuple[HookPoint, Intervention]]:
-        """What is added at the block's first hook point."""
+        Arguments:
+            spec: bound spec of the run.
+            config: architecture of the model.
+            length: tokens of the prompt.
+            grows: whether tokens are generated after the prompt.
+
+        Raises:
+            ConfigError: for layers that the model does not have.
+            InterventionError: for positions or vectors that do not fit.
+        """
+        self.check(config, length)
+        feedback = tuple(self._additions(length, grows))
+        return replace(
+            spec, interventions=(*feedback, *spec.interventions), order=self.order(config.num_layers)
+        )
+
+    def _additions(self, length: int, grows: bool) -> Iterator[tuple[HookPoint, Intervention]]:
+        """Interventions that add the feedback to the stream that enters the block."""
         if not self.is_fed:
             return
         point = HookPoint.resid_pre(self.loop_start)
-        newest = [(-1, vector, strength) for _, vector, strength in owned(self, "feedback")]
-        own = [
-            (position % length, vector, strength) for position, vector, strength in owned(self, "feedback")
-        ]
-        for position, vector, strength in [*own, *(newest if self.sustained and grows else [])]:
-            yield point, Add(_scaled(vector, strength), positions=(position,))
+        feedback = private_payload(self, "feedback")
+        for position, vector, strength in feedback:
+            yield point, Add(_scaled(vector, strength), positions=(position % length,))
+        if self.sustained and grows:
+            for _, vector, strength in feedback:
+                yield point, Add(_scaled(vector, strength), positions=(-1,))
 
 
 _NAME = RecurrentPass.__name__
 
 
 def _vector(value: Any) -> Payload:
-    """A copy of a vector, as wide as it was given: unlike other payloads it may meet a float64 stream."""
+    """A private copy of a vector."""
     checked = checked_payload(_NAME, value)
     if hasattr(value, "detach"):
         return checked
-    given = np.asarray(value)
-    return own_array(given.astype(np.float32) if given.dtype.kind == "V" else given)
+    array = np.asarray(value)
+    # `checked_payload` narrows float64 to float32, but feedback may be added to a float64 stream.
+    return readonly_copy(array.astype(np.float32) if array.dtype.kind == "V" else array)
 
 
 def _scaled(vector: Payload, strength: float) -> Payload:
-    """strength * vector, as a tensor: as an array it would be narrowed to float32."""
+    """strength * vector, as a tensor: a numpy payload would be narrowed to float32."""
     import torch
 
     return strength * torch.as_tensor(vector.copy() if isinstance(vector, np.ndarray) else vector)
 
 
 def require_recurrent(value: Any) -> None:
-    """Raise ConfigError unless this is a `RecurrentPass`, or None."""
+    """Raise ConfigError unless an argument is a `RecurrentPass` or None."""
     require_kind(
         value, (RecurrentPass, type(None)), "recurrent as a mizarr.RecurrentPass", "leave it out for one pass"
     )

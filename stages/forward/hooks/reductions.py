@@ -1,8 +1,8 @@
-"""What may be kept of an activation in place of its numbers, made while the pass goes by.
+"""Reductions: what a store keeps of an activation instead of its numbers, computed during the pass.
 
-Border: names and what they do to axes; who computes them is the harvest (`capture/reduced.py`, for logits
-`capture/vocabulary.py`, for a run as a whole `capture/of_run.py`). Which reduction it is stands in the name
-of the stored array, and so in its key, never in the run's. A dictionary is what answers as `Features`.
+This module names reductions and says what they do to axes. `capture/` computes them: `reduced.py` per prompt,
+`vocabulary.py` for logits, `of_run.py` over a whole run. A reduction enters the name of the stored array, and
+so its key, never the digest of the run. Dictionaries are known by the protocol `Features`.
 """
 
 from __future__ import annotations
@@ -25,102 +25,118 @@ _LOGITS = BY_NAME[LOGITS].path
 _PARTS = (PART, len(QUANTA))
 
 
-class Opens(PinnedResource, Protocol):
-    """A dictionary by name and identity (`features.dictionary.StoredDictionary`)."""
+class DictionaryResource(PinnedResource, Protocol):
+    """Name and identity of a dictionary on disk (`features.dictionary.StoredDictionary`)."""
 
     def require_fit(self, config: Architecture, model: str) -> None:
-        """Raise DictionaryError unless layers, widths and hook points are those of a model."""
+        """Raise DictionaryError unless its layers, widths and hook points are those of a model."""
         ...
 
 
 class Features(Protocol):
-    """What a dictionary says of itself (`features.dictionary.Dictionary`)."""
+    """The part of a dictionary that reductions need (`features.dictionary.Dictionary`)."""
 
     @property
     def name(self) -> str:
-        """As it was asked for."""
+        """Name or path by which the dictionary was opened."""
         ...
 
     @property
     def n_features(self) -> int:
-        """Of each layer: all have as many."""
+        """Number of features per layer; the same for every layer."""
         ...
 
     @property
     def read_hooks(self) -> tuple[HookPoint, ...]:
-        """Where features read, a point for each of its layers."""
+        """Hook points whose activations are encoded, one per layer of the dictionary."""
         ...
 
-    def as_resource(self) -> Opens:
-        """The same by name and identity, nothing opened."""
+    def as_resource(self) -> DictionaryResource:
+        """Name and identity of the dictionary, without loading weights."""
         ...
 
 
 @dataclass(frozen=True)
 class Encoder:
-    """A dictionary whose features are counted. read: where they read."""
+    """A dictionary whose features are counted."""
 
     name: str
-    resource: Opens
+    """Name by which the dictionary was opened."""
+    resource: DictionaryResource
+    """Identity and loader of the dictionary."""
     read: tuple[HookPoint, ...]
+    """Hook points whose activations it encodes."""
 
 
 @dataclass(frozen=True)
 class Reduction:
-    """One way to make less of an activation. name: as variables are named by it. told: as people ask for it.
-    meaning: of what, in words. over: the axis it takes away, "last" for whichever that is, "run" for all
-    tokens of all prompts, "features" for those and their numbers. axes: with their sizes, what stands in its
-    place. dtype: of the numbers; None for the run's storage dtype. beside: what is stored with it, made on
-    the way. combine: of what is kept of a run, how its segments become one: "mean", "sum" or "max". figure,
-    encoder, identity: what is told of features, whose, and which dictionary that is.
-    """
+    """A reduction of an activation along one axis, computed during the pass."""
 
     name: str
-    told: str
+    """Suffix of stored variables."""
+    request: str
+    """The reduction as `HookSpec.capture` takes it, e.g. "topk:10"."""
     meaning: str
+    """Words that precede the name of an activation, e.g. "L2 norm of"."""
     over: str
+    """Axis that is reduced; "last" for the last one, "run" for all tokens of the run, "features" for all."""
     axes: tuple[tuple[str, int], ...] = ()
+    """(name, length) of axes that replace the reduced axis."""
     dtype: str | None = None
-    beside: tuple[Reduction, ...] = ()
+    """Dtype of the stored numbers; None for the storage dtype of the run."""
+    companions: tuple[Reduction, ...] = ()
+    """Further reductions computed in the same step, each stored as a separate array."""
     combine: str | None = None
-    figure: str = ""
+    """How readers combine the segments of a run: "mean", "sum" or "max"; None unless it is over the run."""
+    statistic: str = ""
+    """What is counted of features: "count", "sum" or "max"."""
     encoder: Encoder | None = field(default=None, compare=False)
+    """Dictionary whose features are counted."""
     identity: str | None = None
+    """Digest of that dictionary."""
 
     @property
     def is_of_logits(self) -> bool:
-        """Whether it is for logits alone, and they for such."""
+        """Whether it applies to logits, and to nothing else."""
         return self.over == "vocab"
 
     @property
     def is_of_run(self) -> bool:
-        """Whether it is one for all tokens of all prompts."""
+        """Whether all tokens of all prompts are reduced to one row."""
         return self.combine is not None
 
     @property
     def ranks(self) -> int:
-        """How many logits of each token are kept."""
+        """Number k of largest logits kept per token; 0 for other reductions."""
         return self.axes[0][1] if self.is_of_logits and self.axes else 0
 
     def canonical(self) -> dict[str, Any]:
-        """Plain JSON values that identify it; of a dictionary its identity, never its name."""
+        """Plain JSON values for a digest; a dictionary enters by its identity, never by its name."""
+        # The name holds only 16 digits of the dictionary's digest; the key gets all of them.
         return {"reduce": self.name, **({} if self.identity is None else {"dictionary": self.identity})}
 
     def dims(self, kind: HookKind) -> tuple[str, ...]:
-        """What is left of a point's axes; HookPointNotFound where it has no such axis."""
+        """Axes of a reduced activation.
+
+        Arguments:
+            kind: hook point kind whose activation is reduced.
+
+        Raises:
+            HookPointNotFound: where the kind lacks the axis that is reduced.
+        """
         if self.is_of_logits != (kind.name == LOGITS):
             raise HookPointNotFound(self._misplaced(kind))
-        own = tuple(dim for dim in kind.dims if dim not in ("batch", "one"))
-        if "position" not in own or (self.over == "last" and own[-1] == "position"):
+        axes = tuple(dim for dim in kind.dims if dim not in ("batch", "one"))
+        if "position" not in axes or (self.over == "last" and axes[-1] == "position"):
             raise HookPointNotFound(
-                f"expected a hook point with a row of numbers per token to keep the {self.told} of, found "
+                f"expected a hook point with a row of numbers per token to keep the {self.request} of, found "
                 f"{kind.path!r} with axes {list(kind.dims)}; capture it whole"
             )
-        gone = {"last": own[-1:], "run": ("position",), "features": own}.get(self.over, (self.over,))
-        return (*(dim for dim in own if dim not in gone), *(axis for axis, _ in self.axes))
+        removed = {"last": axes[-1:], "run": ("position",), "features": axes}.get(self.over, (self.over,))
+        return (*(dim for dim in axes if dim not in removed), *(axis for axis, _ in self.axes))
 
     def require_read(self, point: HookPoint) -> None:
-        """Raise HookPointNotFound for a point at which the features that are counted read nothing."""
+        """Raise HookPointNotFound unless the counted features are encoded from this hook point."""
         if self.encoder is None or point in self.encoder.read:
             return
         read = sorted(map(str, self.encoder.read))
@@ -133,71 +149,78 @@ class Reduction:
     def _misplaced(self, kind: HookKind) -> str:
         if self.is_of_logits:
             return (
-                f"expected {_LOGITS!r} to keep the {self.told} of, found {kind.path!r}; ask it of the logits"
+                f"expected {_LOGITS!r} to keep the {self.request} of, found {kind.path!r}; capture "
+                f"{_LOGITS!r} with it, or choose another reduction"
             )
         return (
-            f"expected 'topk:K' or 'logsumexp' of {_LOGITS!r}, which a store keeps nothing else of, found "
-            f"{self.told!r}; ask for one of them"
+            f"expected 'topk:K' or 'logsumexp' for {_LOGITS!r}, which is too large to store otherwise, found "
+            f"{self.request!r}; choose one of them"
         )
 
 
 NORM = Reduction("norm", "norm", "L2 norm of", "last")
-"""Of each row: a number per token, or per token and head."""
+"""L2 norm of each row: a number per token, or per token and head."""
 MEAN = Reduction("mean", "mean", "mean over the tokens of a prompt of", "position")
-"""A row per prompt."""
+"""Mean over the tokens of each prompt: a row per prompt."""
 RUN_MEAN = Reduction(
     *("run_mean", "run_mean", "mean over the tokens of the run of", "run"),
     *((_PARTS,), "float64"),
     combine="mean",
 )
-"""One row: sums of each segment, exact, that readers divide (store/runs/run_sums.py)."""
+"""Mean over the run: exact sums of each segment, which readers add and divide (store/runs/run_sums.py)."""
 LOGSUMEXP = Reduction("logsumexp", "logsumexp", "natural log of the sum of exp of", "vocab", dtype="float32")
-"""What a logit is above its log-probability, in nats: a number per token."""
-REDUCTIONS = {each.name: each for each in (NORM, MEAN, RUN_MEAN, LOGSUMEXP)}
+"""Log-normaliser in nats, one number per token: a logit minus it is a log-probability."""
+REDUCTIONS = {reduction.name: reduction for reduction in (NORM, MEAN, RUN_MEAN, LOGSUMEXP)}
 
 
 def topk(k: int) -> Reduction:
-    """The k largest logits of each token, descending, equal ones by smaller id, and beside them their ids."""
-    axes, told = ((f"rank_{k}", k),), f"topk:{k}"
-    ids = Reduction(f"topk_{k}_ids", told, f"token ids of the {k} largest", "vocab", axes, "int32")
-    return Reduction(f"topk_{k}", told, f"the {k} largest", "vocab", axes, "float32", (ids,))
+    """The k largest logits of each token, descending, and their token ids; ties go to the smaller id."""
+    axes, request = ((f"rank_{k}", k),), f"topk:{k}"
+    ids = Reduction(f"topk_{k}_ids", request, f"token ids of the {k} largest", "vocab", axes, "int32")
+    return Reduction(f"topk_{k}", request, f"the {k} largest", "vocab", axes, "float32", (ids,))
 
 
 def features(dictionary: Features) -> Reduction:
-    """Of each feature of a dictionary, over the run: the number of tokens it is active at, and beside it the
-    sum and the largest of its activations."""
+    """For each feature of a dictionary, over the run: number of active tokens, activation sum and maximum."""
     resource = dictionary.as_resource()
     identity = digest("dictionary", resource.identity())
-    name, told = f"features_{identity[:16]}", f"features:{dictionary.name}"
+    name, request = f"features_{identity[:16]}", f"features:{dictionary.name}"
     encoder = Encoder(dictionary.name, resource, tuple(dictionary.read_hooks))
+    # Axis and array are named by the digest, so that two dictionaries in one run never share an array.
     axis = (f"feature_{identity[:16]}", dictionary.n_features)
 
-    def made(figure: str, meaning: str, dtype: str, *more: tuple[str, int]) -> Reduction:
+    def over_features(statistic: str, meaning: str, dtype: str, *more: tuple[str, int]) -> Reduction:
         return Reduction(
-            *(f"{name}_{figure}", told, f"{meaning} of features of {dictionary.name} in", "features"),
+            *(f"{name}_{statistic}", request, f"{meaning} of features of {dictionary.name} in", "features"),
             *((axis, *more), dtype),
-            combine="max" if figure == "max" else "sum",
-            figure=figure,
+            combine="max" if statistic == "max" else "sum",
+            statistic=statistic,
             encoder=encoder,
             identity=identity,
         )
 
-    total = made("sum", "sum of the activations", "float64", _PARTS)
-    largest = made("max", "largest activation, 0 where never active,", "float32")
-    return replace(made("count", "number of active tokens", "int64"), beside=(total, largest))
+    total = over_features("sum", "sum of the activations", "float64", _PARTS)
+    largest = over_features("max", "largest activation, 0 where never active,", "float32")
+    return replace(over_features("count", "number of active tokens", "int64"), companions=(total, largest))
 
 
-def as_reduction(told: str | Features) -> Reduction:
-    """A reduction as people ask for it: "norm", "mean", "run_mean", "logsumexp", "topk:10", or a dictionary,
-    for `features`; HookPointNotFound names the nearest."""
-    if not isinstance(told, str) and hasattr(told, "as_resource"):
-        return features(told)
-    asked = str(told)
-    if (found := _TOPK.fullmatch(asked)) is not None and int(found[1]) > 0:
-        return topk(int(found[1]))
-    if asked not in REDUCTIONS:
+def as_reduction(request: str | Features) -> Reduction:
+    """A reduction from the `reduce` argument of `HookSpec.capture`.
+
+    Arguments:
+        request: "norm", "mean", "run_mean", "logsumexp", "topk:10", or a dictionary to count features of.
+
+    Raises:
+        HookPointNotFound: for any other text; names the nearest reduction.
+    """
+    if not isinstance(request, str) and hasattr(request, "as_resource"):
+        return features(request)
+    name = str(request)
+    if (match := _TOPK.fullmatch(name)) is not None and int(match[1]) > 0:
+        return topk(int(match[1]))
+    if name not in REDUCTIONS:
         known = [*REDUCTIONS, "topk:10"]
-        near = nearest(asked, known)
+        near = nearest(name, known)
         hint = f"; nearest is {near!r}" if near else ""
-        raise HookPointNotFound(f"expected a reduction such as {', '.join(known)}, found {asked!r}{hint}")
-    return REDUCTIONS[asked]
+        raise HookPointNotFound(f"expected a reduction such as {', '.join(known)}, found {name!r}{hint}")
+    return REDUCTIONS[name]

@@ -1,13 +1,13 @@
-"""HookSpec: what is wanted from a forward pass, and what is changed in it.
+"""HookSpec: what to capture in a forward pass, and which interventions to apply in it.
 
-A spec is plain data. Captures say what is wanted; interventions say which run it is; the two are digested
-apart, so that asking for one more layer of the same run computes one more layer. Knows no model until
-`bind` is given the points a model has; never imports torch.
+A spec is plain data. Captures name hook points whose values are returned; interventions change the run. The
+two are digested apart, so that asking for one more layer of the same run computes one more layer. A spec
+knows no model until `bind` gets the hook points a model has. This module never imports torch.
 
-A captured value is by default the one *after* the interventions at its own point (what the next operation
-sees, and what TransformerLens users expect); ``when="before"`` asks for the value before them (what
-candle-mi stores). ``grad:`` before a point asks for the gradient of a metric there instead. What a store is
-to keep of a captured value may be less than all (keeps.py).
+By default a captured value is the one *after* the interventions at its point: what the next operation reads,
+and what TransformerLens users expect. ``when="before"`` captures the value before them, as candle-mi does.
+The prefix ``grad:`` captures the gradient of a metric with respect to the activation. A store may keep less
+of a capture than all of it (`keeps.py`).
 """
 
 from __future__ import annotations
@@ -40,14 +40,20 @@ from .reductions import Features, as_reduction
 
 When = Literal["after", "before"]
 STATE_SEQUENCES = tuple(f"{room}_state_seq" for room in STATE_ROOMS)
-"""Points of the states behind each position."""
+"""Hook point kinds that hold the recurrent state after every position."""
 GRADIENT = "grad:"
-"""Before a hook point: not the activation there, but the gradient of a metric with respect to it."""
+"""Prefix of a hook point name: the gradient of a metric with respect to that activation."""
 
 
 @dataclass(frozen=True)
 class Capture:
-    """One wanted activation, or gradient with respect to one."""
+    """A captured activation, or gradient of the objective with respect to an activation.
+
+    Attributes:
+        point: hook point.
+        when: before or after the interventions at the point.
+        is_gradient: whether the gradient is captured instead of the activation.
+    """
 
     point: HookPoint
     when: When = "after"
@@ -55,78 +61,91 @@ class Capture:
 
     @property
     def name(self) -> str:
-        """The point as it was asked for."""
-        return named(self.point, self.is_gradient)
+        """Name of the hook point, with the prefix ``grad:`` for a gradient."""
+        return capture_name(self.point, self.is_gradient)
 
     @property
     def variable(self) -> str:
-        """Name of the array that holds it in a store; all layers share one array."""
+        """Name of the stored array, e.g. `resid_post__pre__grad`; all layers share one array."""
         when = "" if self.when == "after" else "__pre"
         return f"{self.point.kind}{when}{'__grad' if self.is_gradient else ''}"
 
     @property
     def cell(self) -> tuple[str, int | None]:
-        """Variable and layer: which stored array it is."""
+        """(variable, layer): identifies the stored array; layer None for a point outside the layers."""
         return self.variable, self.point.layer
 
 
 @dataclass(frozen=True)
 class KeptCapture:
-    """What a store keeps of one capture."""
+    """A capture plus the token selection and reduction applied before storage.
+
+    Attributes:
+        capture: the activation or gradient.
+        keep: which tokens of it, or which reduction; `WHOLE` for all numbers.
+    """
 
     capture: Capture
     keep: Keep = WHOLE
 
     @property
     def variable(self) -> str:
-        """Name of the array that holds it; all layers share one array."""
+        """Name of the stored array, e.g. `resid_post__norm`; all layers share one array."""
         return f"{self.capture.variable}{self.keep.suffix}"
 
     @property
     def cell(self) -> tuple[str, int | None]:
-        """Variable and layer: which stored array it is."""
+        """(variable, layer): identifies the stored array; layer None for a point outside the layers."""
         return self.variable, self.capture.point.layer
 
 
 @dataclass(frozen=True)
 class BoundSpec:
-    """A spec whose globs are expanded against one model: captures in execution order, interventions in the
-    order given. order: layers as they are gone through; None for each of them once. objective: what gradients
-    are of. keeps: what is kept of captures, where it is not all of each."""
+    """A spec whose globs are expanded against the hook points of one model."""
 
     captures: tuple[Capture, ...] = ()
+    """Captures in execution order."""
     interventions: tuple[tuple[HookPoint, Intervention], ...] = ()
+    """(hook point, intervention) pairs in the order they were registered."""
     order: tuple[int, ...] | None = None
+    """Layers in execution order, where a recurrent pass repeats some; None for each layer once."""
     objective: Objective | None = None
+    """Metric that gradients differentiate; None where no metric was set."""
     keeps: tuple[KeptCapture, ...] = ()
+    """What a store keeps, in execution order; empty where every capture is kept whole."""
 
     @property
     def kept(self) -> tuple[KeptCapture, ...]:
-        """What a store keeps, in execution order."""
+        """What a store keeps, in execution order: `keeps`, or every capture whole."""
         return self.keeps or tuple(map(KeptCapture, self.captures))
 
     def only(self, kept: Iterable[KeptCapture]) -> BoundSpec:
-        """The spec with what makes some of its keeps, and no other capture."""
-        chosen = tuple(kept)
-        captures = tuple(dict.fromkeys(each.capture for each in chosen))
-        whole = all(each.keep == WHOLE for each in chosen)
-        return replace(self, captures=captures, keeps=() if whole else chosen)
+        """Same interventions; captures restricted to those from which these stored arrays are computed."""
+        keeps = tuple(kept)
+        # Several stored arrays may come from one capture, which the pass computes once.
+        captures = tuple(dict.fromkeys(keep.capture for keep in keeps))
+        is_whole = all(keep.keep == WHOLE for keep in keeps)
+        return replace(self, captures=captures, keeps=() if is_whole else keeps)
 
     @property
     def is_empty(self) -> bool:
-        """Whether the pass is a plain one."""
+        """Whether the pass captures nothing, changes nothing and runs each layer once."""
         return not self.captures and not self.interventions and self.order is None
 
     def canonical(self) -> dict[str, Any]:
-        """Plain JSON values: captures sorted, interventions in order, payloads by digest."""
+        """Plain JSON values for a digest; payloads by the digest of their content.
+
+        Captures are in execution order, interventions in order of registration.
+        """
         return {
             "captures": [[k.capture.name, k.capture.when, *k.keep.canonical()] for k in self.kept],
             "interventions": self.canonical_interventions(),
         }
 
     def canonical_interventions(self) -> list[Any]:
-        """Plain JSON values of the interventions, in order; an order of layers is the last of them."""
+        """Plain JSON values of the interventions in order; the order of layers, if set, comes last."""
         changes = [[str(point), intervention.canonical()] for point, intervention in self.interventions]
+        # An order of layers changes numbers as an intervention does, so it belongs to the digest of the run.
         return changes if self.order is None else [*changes, ["order", list(self.order)]]
 
     @property
@@ -135,8 +154,11 @@ class BoundSpec:
         return any(may_look_ahead(point, change) for point, change in self.interventions)
 
     def require_one_payload(self) -> None:
-        """Raise InterventionError for a payload with a row per prompt, where prompts go into batches that
-        depend on segments and memory."""
+        """Refuse payloads with one row per prompt, because batches of a stored run depend on memory.
+
+        Raises:
+            InterventionError: for a payload whose batch axis is longer than 1.
+        """
         for point, change in self.interventions:
             rows = payload_rows(point, change)
             if rows > 1:
@@ -148,26 +170,35 @@ class BoundSpec:
 
     @property
     def gradients(self) -> tuple[Capture, ...]:
-        """The captures that are gradients."""
+        """The captures that are gradients, in execution order."""
         return tuple(capture for capture in self.captures if capture.is_gradient)
 
     @property
     def run_digest(self) -> str:
-        """Digest of the interventions alone: it, the model and the tokens say which run this is."""
+        """Digest of the interventions alone; with the model and the token ids it identifies the run."""
         return digest("interventions", self.canonical_interventions())
 
     def digest_over(self, prompts: str) -> str:
-        """As `run_digest`, of gradients together with what they are of. prompts: digest of the prompts."""
+        """Digest of the run, and of the objective where gradients are captured.
+
+        Arguments:
+            prompts: digest of all prompts; enters where each prompt has a metric or a baseline of its own.
+        """
         if not self.gradients:
             return self.run_digest
-        told = self.require_objective().canonical(prompts)
-        return digest("gradients", self.canonical_interventions(), told)
+        objective = self.require_objective().canonical(prompts)
+        # Gradients of another metric are other numbers of the same run, so the metric enters their key.
+        return digest("gradients", self.canonical_interventions(), objective)
 
     def require_objective(self) -> Objective:
-        """What gradients are of; HookPointNotFound where nobody said it."""
+        """The objective whose gradients are captured.
+
+        Raises:
+            HookPointNotFound: where gradients are captured and no metric was set.
+        """
         if self.objective is None:
             raise HookPointNotFound(
-                f"expected to be told what {self.gradients[0].name!r} is the gradient of, found no metric; "
+                f"expected a metric whose gradient {self.gradients[0].name!r} is, found none; "
                 "add .gradient_of(LogitDifference(correct, wrong)), or --metric to mizarr capture"
             )
         return self.objective
@@ -179,46 +210,46 @@ class BoundSpec:
 
 
 class Request(NamedTuple):
-    """One capture of a spec, before it meets a model."""
+    """One `capture` call for one hook point or glob, before the spec is bound to a model."""
 
     point: HookPoint | str
-    """Hook point, or a glob over them."""
+    """Hook point, or a glob over hook points."""
     when: When
-    """Before or after the interventions at the point."""
+    """Capture the value before or after the point's interventions."""
     is_gradient: bool
-    """Whether the gradient there is wanted instead of the activation."""
+    """Whether the gradient is captured instead of the activation."""
     keep: Keep
-    """What a store keeps of it."""
+    """Which tokens or which reduction of it a store keeps."""
 
     @property
     def name(self) -> str:
-        """The point as `HookSpec.capture` takes it."""
-        return named(self.point, self.is_gradient)
+        """The point as `HookSpec.capture` takes it, with ``grad:`` for a gradient."""
+        return capture_name(self.point, self.is_gradient)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class HookSpec:
     """Captures and interventions for a forward pass: an immutable value.
 
-    Every method gives a new spec and leaves this one as it is, so that calls chain and a spec can be the
-    common beginning of many:
+    Every method returns a new spec and leaves this one unchanged, so calls can be chained and one spec can be
+    the common start of many:
 
     >>> base = HookSpec().capture("blocks.*.hook_resid_post")
     >>> changed = [base.intervene(f"blocks.{layer}.hook_mlp_out", Zero()) for layer in range(3)]
     >>> base.num_interventions, [spec.num_interventions for spec in changed]
     (0, [1, 1, 1])
 
-    Points are HookPoint values or their string forms; globs expand against the model the spec meets.
-    Interventions at one point apply in the order they were registered. Two specs are equal that ask for the
-    same captures, in any order, and make the same interventions in the same order.
+    Points are HookPoint values or their string forms; globs are expanded when the spec is bound to a model.
+    Interventions at one point apply in the order they were registered. Two specs are equal when they have the
+    same captures, in any order, and the same interventions in the same order.
     """
 
     _requests: tuple[Request, ...] = field(default=(), init=False)
-    """Captures in the order they were asked for, none twice."""
+    """Captures in order of registration, without duplicates."""
     _interventions: tuple[tuple[HookPoint | str, Intervention], ...] = field(default=(), init=False)
-    """Interventions with their points or globs, in the order they are applied at one point."""
+    """(hook point or glob, intervention) pairs; those at one point apply in this order."""
     _objective: Objective | None = field(default=None, init=False)
-    """What gradients are of; None where nobody said it."""
+    """Metric that gradients differentiate; None where no metric was set."""
 
     def capture(
         self,
@@ -227,38 +258,53 @@ class HookSpec:
         positions: Any = None,
         reduce: str | Features | None = None,
     ) -> HookSpec:
-        """A spec that also asks for the activations at these points; asking twice changes nothing.
+        """A spec that also captures the activations at these points; a repeated capture changes nothing.
 
-        points: "grad:blocks.*.hook_resid_post" asks for gradients there. when: "after" the interventions at
-        that point (default), or "before" them. positions: which tokens a store keeps, by default all: "last",
-        a slice of each prompt such as "::16", numbers (negative from the end), or a bool array with one for
-        each token of all prompts, end to end. reduce: what a store keeps in place of the numbers: "norm", of
-        each row over its last axis; "mean", over the tokens of each prompt, a row per prompt; both summed in
-        float64; "run_mean", over all tokens of all prompts, summed exactly. Of "hook_logits" "topk:10", the
-        largest of each token and their ids, and "logsumexp". A Dictionary, at its read_hooks: of each of its
-        features the number of tokens it is active at, over the run, the sum and the largest activation.
-        Raises HookPointNotFound for a name no architecture has, naming the nearest; PromptError for positions
-        that are none.
+        Arguments:
+            points: hook points, names or globs; "grad:blocks.*.hook_resid_post" captures gradients there.
+            when: "after" the interventions at the point (default), or "before" them.
+            positions: tokens that a store keeps, all by default: "last", a slice of each prompt such as
+                "::16", indices (negative from the end), or a bool array with one entry per token of all
+                prompts, end to end.
+            reduce: what a store keeps instead of the numbers. "norm": L2 norm of each row over its last axis.
+                "mean": mean over the tokens of each prompt. Both are summed in float64. "run_mean": mean over
+                all tokens of all prompts, summed exactly. At "hook_logits": "topk:10", the largest logits of
+                each token and their ids, or "logsumexp". A Dictionary, at its read_hooks: for each feature
+                the number of tokens at which it is active, the sum and the maximum of its activations over
+                the run.
+
+        Raises:
+            HookPointNotFound: for a name that no architecture has; names the nearest one.
+            PromptError: for positions of another form.
         """
         if when not in ("after", "before"):
             raise HookPointNotFound(f"expected when='after' or when='before', found {when!r}")
         selection = None if positions is None else as_selection(positions)
         keep = Keep(selection, None if reduce is None else as_reduction(reduce))
-        split = map(split_gradient, points)
-        added = (Request(_known(point), when, is_gradient, keep) for point, is_gradient in split)
+        added = (
+            Request(_as_point_or_glob(point), when, is_gradient, keep)
+            for point, is_gradient in map(split_gradient, points)
+        )
+        # A dict keeps the first of equal requests and their order.
         return self._with(_requests=tuple(dict.fromkeys((*self._requests, *added))))
 
     def intervene(self, point: HookPoint | str, intervention: Intervention) -> HookSpec:
-        """A spec that also changes the activation at a point (or at every point a glob matches).
+        """A spec with one more intervention, at a hook point or at every hook point that a glob matches.
 
-        point: HookPoint, its string form, or a glob. intervention: its tensors are copied here, so that
-        whoever writes to them afterwards changes neither the spec nor the key of a run.
+        Arguments:
+            point: HookPoint, its string form, or a glob.
+            intervention: its tensors are copied, so that a later write to them changes neither the spec nor
+                the key of a run.
+
+        Raises:
+            InterventionError: for a value that is no intervention.
         """
         if not isinstance(intervention, Intervention):
             raise InterventionError(
                 f"expected an intervention such as mizarr.Zero(), found {shown(intervention)}"
             )
-        added = (_known(point), intervention.with_own_payloads())
+        # Copied now: the digest is computed later, and must be that of the tensors passed here.
+        added = (_as_point_or_glob(point), intervention.with_copied_payloads())
         return self._with(_interventions=(*self._interventions, added))
 
     def gradient_of(
@@ -268,17 +314,27 @@ class HookSpec:
         at: int = -1,
         baseline: Sequence[int] | Sequence[Sequence[int]] = (),
     ) -> HookSpec:
-        """A spec whose gradients are of this metric; it replaces an earlier one.
+        """A spec whose ``grad:`` captures differentiate this metric; replaces an earlier metric.
 
-        metric: one for all prompts, or one of each. at: the position whose next-token logits it reads.
-        baseline: token ids of the prompt, or of each, whose unchanged run a metric such as KL compares with.
-        Raises StageError for a metric without a gradient.
+        Arguments:
+            metric: one metric for all prompts, or one per prompt.
+            at: position whose next-token logits the metric reads; negative from the end.
+            baseline: token ids of one prompt, or of one per prompt. Its run without interventions is what a
+                metric such as KL compares with.
+
+        Raises:
+            StageError: for a metric without a gradient.
         """
         return self._with(_objective=objective_of(metric, at, baseline))
 
     def extend(self, other: HookSpec) -> HookSpec:
-        """A spec with the captures of another as well, its interventions after the present ones, and its
-        metric, if it has one, in place of the present one. Raises StageError for what is no spec."""
+        """Append the captures and interventions of another HookSpec.
+
+        The metric of `other`, if it has one, replaces the present metric.
+
+        Raises:
+            StageError: for a value that is no HookSpec.
+        """
         require_spec(other, "other")
         return self._with(
             _requests=tuple(dict.fromkeys((*self._requests, *other._requests))),
@@ -289,96 +345,108 @@ class HookSpec:
     def _with(self, **fields: Any) -> HookSpec:
         spec = HookSpec()
         for name, value in (vars(self) | fields).items():
+            # Frozen dataclass whose fields are no constructor arguments: users build specs by chaining only.
             object.__setattr__(spec, name, value)
         return spec
 
     def is_captured(self, point: HookPoint | str) -> bool:
-        """Whether a point is asked for, by name or by glob."""
-        place, is_gradient = split_gradient(point)
+        """Whether a hook point is captured, by name or by a glob."""
+        name, is_gradient = split_gradient(point)
         return any(
-            _matches(request.point, as_point(place))
+            _matches(request.point, as_point(name))
             for request in self._requests
             if request.is_gradient == is_gradient
         )
 
     def has_intervention_at(self, point: HookPoint | str) -> bool:
-        """Whether a point is changed."""
+        """Whether a hook point has an intervention, by name or by a glob."""
         return bool(self.interventions_at(point))
 
     def interventions_at(self, point: HookPoint | str) -> list[Intervention]:
-        """Those at one point, in the order they will be applied."""
+        """Interventions at one hook point, as copies, in the order they apply."""
         return [
-            change.with_own_payloads()
-            for place, change in self._interventions
-            if _matches(place, as_point(point))
+            change.with_copied_payloads()
+            for registered, change in self._interventions
+            if _matches(registered, as_point(point))
         ]
 
     @property
     def num_captures(self) -> int:
-        """Captures registered; a glob counts once until it meets a model."""
+        """Number of registered captures; a glob counts once."""
         return len({request[:3] for request in self._requests})
 
     @property
     def num_interventions(self) -> int:
-        """Interventions registered; one at a glob counts once until it meets a model."""
+        """Number of registered interventions; one at a glob counts once."""
         return len(self._interventions)
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing is asked for and nothing is changed."""
+        """Whether the spec has no captures and no interventions."""
         return not self._requests and not self._interventions
 
     def bind(
         self, available: Sequence[HookPoint], model: str = "the model", *, stored: bool = False
     ) -> BoundSpec:
-        """The spec with globs expanded over the points a model has.
+        """The spec with globs expanded over the hook points of a model.
 
-        stored: for a store, which may keep less than a pass gives. Raises HookPointNotFound for a point,
-        layer or glob the model does not have, and for keeps where nothing is stored, InterventionError for a
-        change of what nothing reads; nothing is ignored.
+        Arguments:
+            available: hook points of the model, in execution order.
+            model: name of the model, for error messages.
+            stored: whether captures go to a store, which can keep selected tokens or reductions.
+
+        Raises:
+            HookPointNotFound: for a point, layer or glob that the model does not have, and for selected
+                tokens or reductions where nothing is stored.
+            InterventionError: for an intervention at a point whose value no later operation reads.
         """
+        # Logits are a hook point of stored captures only: a pass returns them without a hook.
         kept = self._kept((*available, HookPoint.logits()) if stored else available, model)
         if not stored:
             _refuse_keeps(kept)
-        captures = {each.capture for each in kept}
+        captures = {keep.capture for keep in kept}
         interventions = [
-            (p, change) for held, change in self._interventions for p in _expanded(held, available, model)
+            (point, change)
+            for name, change in self._interventions
+            for point in _expanded(name, available, model)
         ]
         for point, change in interventions:
             _refuse_derived(point, change)
             _refuse_whole_states(point, change)
+        # Sorted by execution, so that two specs with the same captures have the same digest.
         ordered = sorted(captures, key=_execution)
-        found = BoundSpec(tuple(ordered), tuple(interventions), objective=self._objective)
+        bound = BoundSpec(tuple(ordered), tuple(interventions), objective=self._objective)
         if stored:
-            found.require_one_payload()
-        found = found.only(sorted(kept, key=lambda each: (*_execution(each.capture), each.keep.suffix)))
-        if self._objective is not None and not found.gradients:
+            bound.require_one_payload()
+        bound = bound.only(sorted(kept, key=lambda keep: (*_execution(keep.capture), keep.keep.suffix)))
+        if self._objective is not None and not bound.gradients:
             raise HookPointNotFound(
-                "expected hook points whose gradient is wanted beside gradient_of(…), found none; add "
+                "expected a captured gradient to go with gradient_of(…), found none; add "
                 f".capture('{GRADIENT}blocks.*.hook_resid_post')"
             )
-        return found
+        return bound
 
     def _kept(self, available: Sequence[HookPoint], model: str) -> set[KeptCapture]:
-        found: set[KeptCapture] = set()
-        for place, when, is_gradient, keep in self._requests:
-            if place == HookPoint.logits() and place not in available:
+        kept: set[KeptCapture] = set()
+        for name, when, is_gradient, keep in self._requests:
+            if name == HookPoint.logits() and name not in available:
                 raise HookPointNotFound(
-                    f"expected hook points of a pass, found '{place}': a store keeps reductions of logits "
-                    "(mizarr.capture), and a pass gives all of them (cache.logits)"
+                    f"expected a hook point inside the pass, found '{name}'; take cache.logits for all "
+                    "logits, or store a reduction of them with mizarr.capture"
                 )
-            for point in (_differentiable if is_gradient else _expanded)(place, available, model):
-                keep.require(point, named(place, is_gradient))
-                found |= {KeptCapture(Capture(point, when, is_gradient), each) for each in keep.stored}
-        return found
+            for point in (_differentiable if is_gradient else _expanded)(name, available, model):
+                keep.require(point, capture_name(name, is_gradient))
+                kept |= {KeptCapture(Capture(point, when, is_gradient), stored) for stored in keep.stored}
+        return kept
 
     def canonical(self) -> dict[str, Any]:
-        """Plain JSON values of the spec as written, globs unexpanded; a key uses those of `bind` instead."""
+        """Plain JSON values of the spec as written, globs unexpanded; keys use `BoundSpec.canonical`."""
         captures = [[request.name, request.when, *request.keep.canonical()] for request in self._requests]
+        # Two specs with the same captures are equal whatever the order of the calls.
         captures.sort(key=canonical_json)
         return {
             "captures": captures,
-            "interventions": [[str(place), change.canonical()] for place, change in self._interventions],
+            "interventions": [[str(point), change.canonical()] for point, change in self._interventions],
             **({} if self._objective is None else {"objective": self._objective.canonical("as given")}),
         }
 
@@ -393,12 +461,12 @@ class HookSpec:
         return canonical_json(self.canonical())
 
     def _repr_html_(self) -> str:
-        """For a notebook: a line per capture and intervention."""
+        """HTML table for a notebook: a row per capture and intervention."""
         rows: list[tuple[Any, str]] = [
             (request.name, f"capture, {request.when} interventions{request.keep.arguments}")
             for request in self._requests
         ]
-        rows += [(place, repr(change)) for place, change in self._interventions]
+        rows += [(point, repr(change)) for point, change in self._interventions]
         rows += [] if self._objective is None else [("gradients of", self._objective.arguments)]
         return html.shown("HookSpec", html.table(["hook point", "what"], rows))
 
@@ -408,28 +476,40 @@ class HookSpec:
             f"{request.keep.arguments})"
             for request in self._requests
         )
-        changes = "".join(f".intervene({str(place)!r}, {change!r})" for place, change in self._interventions)
+        changes = "".join(f".intervene({str(point)!r}, {change!r})" for point, change in self._interventions)
         metric = "" if self._objective is None else f".gradient_of({self._objective.arguments})"
         return f"HookSpec(){captures}{changes}{metric}"
 
 
 def require_spec(hooks: Any, what: str = "hooks") -> None:
-    """Raise StageError unless this is a HookSpec. what: name of the argument."""
-    named = repr(hooks) if isinstance(hooks, str) else "'blocks.*.hook_resid_post'"
+    """Raise StageError unless an argument is a HookSpec.
+
+    Arguments:
+        hooks: the value passed.
+        what: name of the argument, for the message.
+
+    Raises:
+        StageError: for any other type.
+    """
+    example = repr(hooks) if isinstance(hooks, str) else "'blocks.*.hook_resid_post'"
     require_kind(
-        hooks, HookSpec, f"{what} as a HookSpec", f"write mizarr.HookSpec().capture({named:.80})", StageError
+        hooks,
+        HookSpec,
+        f"{what} as a HookSpec",
+        f"write mizarr.HookSpec().capture({example:.80})",
+        StageError,
     )
 
 
 def as_spec(hooks: HookSpec | str | Sequence[str]) -> HookSpec:
-    """A spec, or the names and globs of what to capture, as a spec."""
+    """A HookSpec; names and globs become a spec that captures them."""
     if isinstance(hooks, HookSpec):
         return hooks
     return HookSpec().capture(*as_list(hooks))
 
 
 def split_gradient(point: HookPoint | str) -> tuple[HookPoint | str, bool]:
-    """A point, and whether the gradient there is meant.
+    """(hook point without the prefix ``grad:``, whether the prefix was there).
 
     >>> split_gradient("grad:hook_embed"), split_gradient("hook_embed")
     (('hook_embed', True), ('hook_embed', False))
@@ -439,20 +519,28 @@ def split_gradient(point: HookPoint | str) -> tuple[HookPoint | str, bool]:
 
 
 def refuse_gradients(spec: BoundSpec, who: str) -> None:
-    """HookPointNotFound for gradients asked of what goes forward alone. who: "generation"."""
+    """Refuse gradients in a pass that only runs forward.
+
+    Arguments:
+        spec: bound spec of the pass.
+        who: name of the pass for the message, e.g. "generation".
+
+    Raises:
+        HookPointNotFound: for the first captured gradient.
+    """
     for capture in spec.gradients:
         raise HookPointNotFound(
-            f"expected hook points without gradients, as {who} goes no way back, found {capture.name!r}; "
+            f"expected hook points without gradients, as {who} has no backward pass, found {capture.name!r}; "
             "take gradients of whole prompts: Model.forward, or mizarr.capture"
         )
 
 
 def _refuse_keeps(kept: Iterable[KeptCapture]) -> None:
-    for each in kept:
-        if each.keep != WHOLE:
+    for keep in kept:
+        if keep.keep != WHOLE:
             raise HookPointNotFound(
-                f"expected whole activations, found {each.capture.name!r}{each.keep.arguments}: less than "
-                "all is kept by a store alone; use mizarr.capture, or choose among what the pass gives"
+                f"expected whole activations, found {keep.capture.name!r}{keep.keep.arguments}; only a store "
+                "can keep a part: use mizarr.capture, or select from the values that the pass returns"
             )
 
 
@@ -461,43 +549,43 @@ def _execution(capture: Capture) -> tuple[Any, ...]:
 
 
 def layers_by_variable(captures: Iterable[Capture | KeptCapture]) -> dict[str, list[int | None]]:
-    """Which layers of each stored variable a set of captures asks for; [None] where there is no layer
-    axis."""
-    found: dict[str, list[int | None]] = defaultdict(list)
+    """Layers of each stored variable that a set of captures covers; [None] for a point outside the layers."""
+    layers: dict[str, list[int | None]] = defaultdict(list)
     for capture in captures:
         variable, layer = capture.cell
-        found[variable].append(layer)
-    return dict(found)
+        layers[variable].append(layer)
+    return dict(layers)
 
 
 def _refuse_derived(point: HookPoint, change: Intervention) -> None:
     if BY_NAME[point.kind].is_derived:
-        room = str(point).rpartition("hook_")[0]
-        states = f"'{room}hook_state_seq' or '{room}hook_write'"
-        instead = states if point.kind.startswith(STATE_ROOMS) else "a point it is made of"
+        prefix = str(point).rpartition("hook_")[0]
+        states = f"'{prefix}hook_state_seq' or '{prefix}hook_write'"
+        instead = states if point.kind.startswith(STATE_ROOMS) else "a point from which it is computed"
         raise InterventionError(
-            f"expected {type(change).__name__} at a point the pass goes on from, found '{point}', which is "
-            f"worked out for who reads it; change {instead}"
+            f"expected {type(change).__name__} at a point that later operations read, found '{point}', which "
+            f"is computed only to be captured; change {instead}"
         )
 
 
 def _refuse_whole_states(point: HookPoint, change: Intervention) -> None:
-    """States are met one position after another: each decides the next."""
+    # States are computed one position after another, because each one determines the next.
     if point.kind in STATE_SEQUENCES and change.needs_all_positions:
         raise InterventionError(
-            f"expected an intervention that looks at one position at a time at '{point}', where states are "
-            f"met one after another, found {type(change).__name__}; write is_positionwise = True into its "
-            "class if it does"
+            f"expected an intervention that works position by position at '{point}', where states are "
+            f"computed one after another, found {type(change).__name__}; set is_positionwise = True in its "
+            "class if that is true of it"
         )
 
 
-def _known(point: HookPoint | str) -> HookPoint | str:
+def _as_point_or_glob(point: HookPoint | str) -> HookPoint | str:
+    # Accepts nnterp's names, such as layers_output[5]; a spec stores ours.
     name = own_name(point) if isinstance(point, str) else point
     return name if isinstance(name, str) and is_glob(name) else as_point(name)
 
 
-def _matches(held: HookPoint | str, point: HookPoint) -> bool:
-    return held == point if isinstance(held, HookPoint) else bool(_glob_hits(held, point))
+def _matches(registered: HookPoint | str, point: HookPoint) -> bool:
+    return registered == point if isinstance(registered, HookPoint) else bool(_glob_hits(registered, point))
 
 
 def _glob_hits(pattern: str, point: HookPoint) -> list[HookPoint]:
@@ -507,25 +595,28 @@ def _glob_hits(pattern: str, point: HookPoint) -> list[HookPoint]:
         return []
 
 
-def _differentiable(held: HookPoint | str, available: Sequence[HookPoint], model: str) -> list[HookPoint]:
-    """Of the points meant, those that the pass goes on from: a pattern leaves others out."""
-    found = _expanded(held, available, model)
-    made = [point for point in found if not BY_NAME[point.kind].is_derived]
-    if not made:
+def _differentiable(
+    registered: HookPoint | str, available: Sequence[HookPoint], model: str
+) -> list[HookPoint]:
+    """Matching points that later operations read; a glob skips derived points, a name must not be one."""
+    points = _expanded(registered, available, model)
+    read_later = [point for point in points if not BY_NAME[point.kind].is_derived]
+    if not read_later:
         raise HookPointNotFound(
-            f"expected a gradient at a point the pass goes on from, found {GRADIENT + str(held)!r}, which is "
-            "worked out for who reads it: no metric depends on it; choose a point it is made of"
+            "expected a gradient at a point that later operations read, found "
+            f"{GRADIENT + str(registered)!r}, which is computed only to be captured, so that no metric "
+            "depends on it; choose a point from which it is computed"
         )
-    return made
+    return read_later
 
 
-def named(held: HookPoint | str, is_gradient: bool) -> str:
-    """A point as it is asked for, or its gradient is."""
-    return f"{GRADIENT}{held}" if is_gradient else str(held)
+def capture_name(point: HookPoint | str, is_gradient: bool) -> str:
+    """Name of a hook point or glob, with the prefix ``grad:`` for a gradient."""
+    return f"{GRADIENT}{point}" if is_gradient else str(point)
 
 
-def _expanded(held: HookPoint | str, available: Sequence[HookPoint], model: str) -> list[HookPoint]:
-    if isinstance(held, str):
-        return expand(held, available)
-    require_known([held], available, model)
-    return [held]
+def _expanded(registered: HookPoint | str, available: Sequence[HookPoint], model: str) -> list[HookPoint]:
+    if isinstance(registered, str):
+        return expand(registered, available)
+    require_known([registered], available, model)
+    return [registered]

@@ -1,7 +1,7 @@
-"""Taps: a bound HookSpec while a forward pass runs.
+"""Taps: a bound HookSpec during a forward pass.
 
-A model calls its taps at every hook point with the value it has there, and goes on with the value it gets
-back. A point nobody asked about costs one set lookup. Captured tensors are handed to a sink by reference;
+A network calls its taps at every hook point with the value there, and continues with the value it gets back.
+A hook point without capture or intervention costs one set lookup. Captured tensors go to a sink by reference;
 nothing is copied here.
 """
 
@@ -16,98 +16,122 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from ..architectures.points import HookPoint
-from .interventions import Held, Intervention
+from .interventions import Intervention, PositionSubset
 from .spec import BoundSpec, Capture, refuse_gradients
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 Sink = Callable[[Capture, "Tensor"], None]
+"""Receives each captured tensor."""
 Place = tuple[str, int | None]
+"""(kind, layer) of a hook point; a tuple of plain values hashes faster than a HookPoint."""
 
 
-class EverythingHeld(Exception):
-    """Raised at the last wanted point of a pass that has nothing left to compute.
+class EarlyStop(Exception):
+    """Raised at the last captured point of a pass that needs nothing after it.
 
-    Like StopIteration an end, not an error: it leaves the nest of blocks from wherever the last wanted
-    value appears.
+    Like StopIteration not an error: it leaves the nested layers and blocks from any depth.
     """
 
 
 class AttentionTaps(Protocol):
-    """What attention consults at scores and patterns."""
+    """The taps that attention calls, at scores and patterns."""
 
     def __call__(self, kind: str, layer: int | None, x: Tensor, allowed: Tensor | None = None) -> Tensor:
-        """The value to go on with at a hook point. allowed: where attention may look, for interventions on
-        patterns."""
+        """The value to continue with at a hook point.
+
+        Arguments:
+            kind: hook point kind.
+            layer: layer of the hook point; None outside the layers.
+            x: value there.
+            allowed: attention mask, bool [query, key], for interventions on patterns.
+        """
         ...
 
     def captures(self, layer: int | None, *kinds: str) -> bool:
-        """Whether someone reads one of these points."""
+        """Whether one of these hook points is captured."""
         ...
 
     def changes_attention(self, layer: int) -> bool:
-        """Whether someone changes scores or patterns by more than cutting edges, which is a mask."""
+        """Whether scores or pattern are changed by more than cutting edges (which is only a mask)."""
         ...
 
     def cut(self, layer: int, heads: int, queries: int, keys: int, device: Any) -> Tensor | None:
-        """Bool [head, query, key] (or with a batch axis), True at edges that are cut; None if none are."""
+        """Bool [head, query, key], or with a batch axis, True at edges that are cut; None if none are."""
         ...
 
 
 class Taps(Protocol):
-    """What the loop over layers consults at hook points: a bound spec, those of many branches, or features to
-    be set."""
+    """The taps that the loop over layers calls: of one bound spec, of many branches, or of fixed features."""
 
     def __call__(self, kind: str, layer: int | None, x: Tensor, allowed: Tensor | None = None) -> Tensor:
-        """The value to go on with at a hook point."""
+        """The value to continue with at a hook point; see `AttentionTaps`."""
         ...
 
     def captures(self, layer: int | None, *kinds: str) -> bool:
-        """Whether someone reads one of these points."""
+        """Whether one of these hook points is captured."""
         ...
 
     def changes(self, layer: int | None, *kinds: str) -> bool:
-        """Whether someone changes one of these points."""
+        """Whether one of these hook points has an intervention."""
         ...
 
     def touches(self, layer: int | None, *kinds: str) -> bool:
-        """Whether someone reads or changes one of these points."""
+        """Whether one of these hook points is captured or has an intervention."""
         ...
 
 
 class StateTaps(Protocol):
-    """What a recurrence consults where states are met one after another, because each decides the next."""
+    """The taps that a recurrence calls where its states are computed one position after another."""
 
     def changed(self, state: Tensor, position: int) -> Tensor:
-        """The state [B, head, key, value] to go on with behind a position."""
+        """The state [batch, head, key, value] to continue with after a position."""
         ...
 
     def seen(self, before: Tensor, after: Tensor) -> None:
-        """Hands over all of them [B, head, position, key, value], before and after their interventions."""
+        """Report the states [batch, head, position, key, value] before and after their interventions."""
         ...
 
 
 class PassTaps(Taps, AttentionTaps, Protocol):
-    """What a pass over prompts of one length consults: in layers, at scores and patterns, at states."""
+    """The taps of a pass over prompts of one length: in layers, in attention, and at recurrent states."""
 
     def of_states(self, layer: int, kind: str, length: int) -> StateTaps | None:
-        """Taps for the states of a layer, of sequences of `length` positions; None where nobody reads or
-        changes them."""
+        """Taps for the recurrent states of a layer.
+
+        Arguments:
+            layer: layer of the recurrence.
+            kind: hook point kind of its state sequence.
+            length: positions of the prompt.
+
+        Returns:
+            The taps; None where the states are neither captured nor changed, so that a fused kernel may run.
+        """
         ...
 
 
 class RunTaps:
-    """Taps of a plain forward pass under one spec."""
+    """Taps of a plain forward pass under one bound spec."""
 
     def __init__(
-        self, spec: BoundSpec, sink: Sink, *, stop_early: bool = False, held: Held | None = None
+        self, spec: BoundSpec, sink: Sink, *, stop_early: bool = False, subset: PositionSubset | None = None
     ) -> None:
-        """held: which positions the pass computes; None for all."""
+        """Prepare a pass.
+
+        Arguments:
+            spec: bound spec of the pass.
+            sink: receives captured tensors.
+            stop_early: whether to raise `EarlyStop` after the last capture.
+            subset: positions that the pass computes; None for all.
+
+        Raises:
+            HookPointNotFound: for a spec that captures gradients.
+        """
         self._before: dict[Place, Capture] = {}
         self._after: dict[Place, Capture] = {}
         self._changes: dict[Place, list[Intervention]] = defaultdict(list)
-        self._sink, self._held = sink, held
+        self._sink, self._subset = sink, subset
         self.spec = spec
         refuse_gradients(spec, "this pass")
         for capture in spec.captures:
@@ -115,66 +139,62 @@ class RunTaps:
             wanted[capture.point.kind, capture.point.layer] = capture
         for point, change in spec.interventions:
             self._changes[point.kind, point.layer].append(change)
+        # One set lookup per hook point: most points of a pass have neither capture nor intervention.
         self._touched = frozenset((*self._before, *self._after, *self._changes))
-        self._awaited = {*self._before, *self._after} if stop_early else set()
-        """Places still to be met by a pass that ends behind the last of them."""
+        self._unseen = {*self._before, *self._after} if stop_early else set()
+        """Captured points not seen yet, where the pass is to stop after the last of them."""
 
     def __call__(self, kind: str, layer: int | None, x: Tensor, allowed: Tensor | None = None) -> Tensor:
-        """The value to go on with at a hook point. allowed: where attention may look, for interventions on
-        patterns."""
-        place = (kind, layer)
-        if place not in self._touched:
+        """The value to continue with at a hook point; see `AttentionTaps`."""
+        key = (kind, layer)
+        if key not in self._touched:
             return x
-        if place in self._before:
-            self._sink(self._before[place], x)
-        for change in self._changes.get(place, ()):
-            if not change.cuts_edges:  # cut with the causal mask, by attention itself
-                x = change.applied(x, HookPoint(kind, layer), allowed, self._held)
-        if place in self._after:
-            self._sink(self._after[place], x)
-        self._met(place)
+        if key in self._before:
+            self._sink(self._before[key], x)
+        for change in self._changes.get(key, ()):
+            if not change.cuts_edges:  # attention applies these together with the causal mask
+                x = change.applied(x, HookPoint(kind, layer), allowed, self._subset)
+        if key in self._after:
+            self._sink(self._after[key], x)
+        self._mark_seen(key)
         return x
 
     def captures(self, layer: int | None, *kinds: str) -> bool:
-        """Whether someone reads one of these points."""
+        """Whether one of these hook points is captured."""
         return any((kind, layer) in self._after or (kind, layer) in self._before for kind in kinds)
 
     def changes(self, layer: int | None, *kinds: str) -> bool:
-        """Whether someone changes one of these points."""
+        """Whether one of these hook points has an intervention."""
         return any((kind, layer) in self._changes for kind in kinds)
 
     def touches(self, layer: int | None, *kinds: str) -> bool:
-        """Whether someone reads or changes one of these points."""
+        """Whether one of these hook points is captured or has an intervention."""
         return any((kind, layer) in self._touched for kind in kinds)
 
     def changes_attention(self, layer: int) -> bool:
-        """Whether someone changes scores or patterns by more than cutting edges, which is a mask."""
+        """Whether scores or pattern are changed by more than cutting edges (which is only a mask)."""
         scores = (*self._changes.get(("scores", layer), ()), *self._changes.get(("attn_scores", layer), ()))
         return self.changes(layer, "pattern") or any(not change.cuts_edges for change in scores)
 
     def cut(self, layer: int, heads: int, queries: int, keys: int, device: Any) -> Tensor | None:
         """Bool [head, query, key], True at attention edges that are cut; None if none are."""
-        places = self._changes.get(("scores", layer), ()), self._changes.get(("attn_scores", layer), ())
-        length = queries if self._held is None else self._held.length
-        masks = [
-            change.cut(heads, length, keys, device)
-            for place in places
-            for change in place
-            if change.cuts_edges
-        ]
-        if not masks or self._held is None:
-            return reduce(or_, masks) if masks else None
-        return reduce(or_, masks)[:, self._held.positions]
+        scores = (*self._changes.get(("scores", layer), ()), *self._changes.get(("attn_scores", layer), ()))
+        length = queries if self._subset is None else self._subset.length
+        masks = [change.cut(heads, length, keys, device) for change in scores if change.cuts_edges]
+        if not masks:
+            return None
+        edges: Tensor = reduce(or_, masks)
+        return edges if self._subset is None else edges[:, self._subset.positions]
 
-    def _met(self, place: Place) -> None:
-        """Raise EverythingHeld if nothing is wanted any more."""
-        if place in self._awaited:
-            self._awaited.remove(place)
-            if not self._awaited:
-                raise EverythingHeld
+    def _mark_seen(self, key: Place) -> None:
+        """Raise EarlyStop at the last captured point, if the pass is to stop there."""
+        if key in self._unseen:
+            self._unseen.remove(key)
+            if not self._unseen:
+                raise EarlyStop
 
     def of_states(self, layer: int, kind: str, length: int) -> StateTaps | None:
-        """Taps for the states of a layer; None where nobody reads or changes them."""
+        """Taps for the recurrent states of a layer; None where they are neither captured nor changed."""
         return RunStateTaps(self, kind, layer, length) if self.touches(layer, kind) else None
 
 
@@ -186,9 +206,9 @@ class RunStateTaps:
 
     def changed(self, state: Tensor, position: int) -> Tensor:
         """See `StateTaps`."""
-        held, x = Held(np.array([position]), self._length), state.unsqueeze(2)
+        subset, x = PositionSubset(np.array([position]), self._length), state.unsqueeze(2)
         for change in self._taps._changes.get(self._place, ()):
-            x = change.applied(x, HookPoint(*self._place), None, held)
+            x = change.applied(x, HookPoint(*self._place), None, subset)
         return x.squeeze(2)
 
     def seen(self, before: Tensor, after: Tensor) -> None:
@@ -197,4 +217,4 @@ class RunStateTaps:
         for wanted, states in ((taps._before, before), (taps._after, after)):
             if place in wanted:
                 taps._sink(wanted[place], states)
-        taps._met(place)
+        taps._mark_seen(place)

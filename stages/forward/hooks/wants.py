@@ -1,7 +1,7 @@
-"""What is wanted of a run besides its captures: logits, at which positions and for which vocabulary rows.
+"""Logits: at which positions and for which vocabulary items a pass computes logits.
 
-The LM head of a small model costs as much as several of its layers; naming the rows wanted is how that is
-not paid.
+The LM head of a small model costs as much as several of its layers; computing only the needed rows of the
+unembedding saves that time.
 """
 
 from __future__ import annotations
@@ -19,39 +19,42 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Logits:
-    """Logits at some positions (default all; negative from the end) for some vocabulary items (default
-    all; of a range no weight is copied)."""
+    """Selection of logits to compute."""
 
     positions: tuple[int, ...] | None = None
+    """Prompt positions, negative from the end; None for every position."""
     tokens: tuple[int, ...] | range | None = None
+    """Token ids; None for the whole vocabulary. A range selects rows of the LM head without copying them."""
 
     def __post_init__(self) -> None:
         for name in ("positions", "tokens"):
             indices = getattr(self, name)
+            # A range stays a range: as a tuple it would lose the view of the LM head's rows.
             is_range = name == "tokens" and isinstance(indices, range)
             if indices is not None and not is_range:
                 object.__setattr__(self, name, as_indices(indices, f"logits: {name}", PromptError))
 
     def check(self, length: int, vocab_size: int) -> None:
-        """Raise PromptError if a position or token is out of range."""
-        for name, chosen, low, size in (
+        """Raise PromptError for a position or token id out of range."""
+        for name, indices, low, size in (
             ("position", self.positions, -length, length),
             ("token id", self.tokens, 0, vocab_size),
         ):
-            outside = [index for index in chosen or () if not low <= index < size]
+            outside = [index for index in indices or () if not low <= index < size]
             if outside:
                 raise PromptError(f"logits: expected a {name} in {low}..{size - 1}, found {outside[0]}")
 
     def at_positions(self, x: Tensor) -> Tensor:
-        """x [B, S, …] -> [B, positions, …]."""
+        """x [batch, position, …] -> [batch, selected positions, …]."""
         return x if self.positions is None else x[:, list(self.positions)]
 
     def of_tokens(self, head: Tensor) -> Tensor:
-        """head [V, D] -> [tokens, D]."""
+        """Weights of the LM head [vocab, hidden] -> [selected tokens, hidden]."""
         if self.tokens is None:
             return head
-        at = self.tokens
-        return head[at.start : at.stop] if isinstance(at, range) and at.step == 1 else head[list(at)]
+        ids = self.tokens
+        # A slice is a view; indexing with a list would copy the rows.
+        return head[ids.start : ids.stop] if isinstance(ids, range) and ids.step == 1 else head[list(ids)]
 
 
 ALL_LOGITS = Logits()
@@ -59,8 +62,15 @@ LAST_LOGITS = Logits(positions=(-1,))
 
 
 def logits(position: int | Sequence[int] | None = None, tokens: int | Sequence[int] | None = None) -> Logits:
-    """Ask for logits: ``logits()`` all of them, ``logits(position=-1, tokens=[a, b])`` two numbers per
-    prompt."""
+    """Select logits: ``logits()`` all, ``logits(position=-1, tokens=[a, b])`` two numbers per prompt.
+
+    Arguments:
+        position: one position or several, negative from the end; None for all.
+        tokens: one token id or several; None for the whole vocabulary.
+
+    Raises:
+        PromptError: for values that are no integers.
+    """
     return Logits(
         None if position is None else as_indices(position, "logits: positions", PromptError),
         None if tokens is None else as_indices(tokens, "logits: tokens", PromptError),
@@ -68,7 +78,7 @@ def logits(position: int | Sequence[int] | None = None, tokens: int | Sequence[i
 
 
 def require_want(want: Any) -> None:
-    """Raise ConfigError unless this says which logits are wanted, or is None."""
+    """Raise ConfigError unless the argument `want` is a `Logits` or None."""
     require_kind(
         want, (Logits, type(None)), "want as mizarr.logits(…), or None", "write mizarr.logits(position=-1)"
     )

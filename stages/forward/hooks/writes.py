@@ -1,16 +1,14 @@
-"""What tokens write to a recurrent state, chosen by layers, heads and positions: knocked out or steered.
+"""StateKnockoutSpec and StateSteeringSpec: writes of tokens to a recurrent state, to leave out or to scale.
 
-    S_t = (what is left of S_{t-1}) + c_t k_t v_t^T
+    S_t = (decayed S_{t-1}) + c_t k_t v_t^T
 
-c is 0 where a write is knocked out, the scale where it is steered, 1 elsewhere; decay, and in RWKV-7 the
-removal of what stood under a key, happen all the same. What the token itself reads beside the state (the
-bonus of RWKV-6, which reads the state *before* it, and that of RWKV-7) is not scaled.
+c is 0 where a write is knocked out, the factor where it is steered, 1 elsewhere. Decay still happens, and in
+RWKV-7 the removal of the value stored under a key. What a token reads past the state is not scaled: the bonus
+of RWKV-6, which reads the state *before* the token, and that of RWKV-7.
 
-A `StateKnockoutSpec` or `StateSteeringSpec` is an immutable value, built by chaining; `hooks(config, length)`
-turns it into the interventions of a forward pass. Where both are asked for, the knockout wins at the
-positions it names, and `state_hooks` knows another reading.
-
-Border: names and numbers; knows a model by its sizes only, and never imports torch.
+Both specs are immutable values built by chaining; `hooks(config, length)` turns one into the interventions of
+a forward pass. `state_hooks` applies both; the knockout wins at the positions it names. Knows a model by its
+sizes only and never imports torch.
 """
 
 from __future__ import annotations
@@ -32,26 +30,32 @@ if TYPE_CHECKING:
 __all__ = ["StateKnockoutSpec", "StateSteeringSpec", "state_hooks"]
 
 WRITES = tuple(f"{room}_write" for room in STATE_ROOMS)
-"""Points of writes; a model has one of them."""
+"""Hook point kinds of state writes, one per kind of recurrence."""
 
 
 @dataclass(frozen=True)
 class _WriteSpec(PlacedSpec):
-    """Which writes: layers, heads (None for all of them) and positions, which add up."""
+    """State writes of selected layers and heads, at positions that add up."""
 
     chosen_positions: tuple[int, ...] = ()
+    """Positions whose writes are changed; negative from the end."""
 
     def position(self, position: int) -> Self:
-        """Also the write of this token; negative positions count from the end."""
+        """Add the write of this token; negative positions count from the end."""
         return self.positions([position])
 
     def positions(self, positions: Iterable[int]) -> Self:
-        """Also the writes of these tokens."""
+        """Add the writes of these tokens."""
         added = as_indices(positions, f"{type(self).__name__}: positions", InterventionError)
         return replace(self, chosen_positions=tuple(dict.fromkeys([*self.chosen_positions, *added])))
 
     def validate(self, config: Architecture, length: int) -> None:
-        """Raise InterventionError unless a model has all that is chosen, for a prompt of `length` tokens."""
+        """Check the spec against a model and a prompt of `length` tokens.
+
+        Raises:
+            InterventionError: for a model without recurrent state, for layers, heads or positions that it
+                does not have, and for no position.
+        """
         points = _writes(config)
         if not points:
             raise InterventionError(
@@ -69,18 +73,18 @@ class _WriteSpec(PlacedSpec):
             raise InterventionError(
                 "expected at least one position whose write is changed, found none; add one with .position(0)"
             )
-        outside = [place for place in self.chosen_positions if not -length <= place < length]
+        outside = [position for position in self.chosen_positions if not -length <= position < length]
         if outside:
             raise InterventionError(
                 f"expected positions in 0..{length - 1} (or negative, from the end), found {outside[0]}"
             )
 
-    def counted(self, length: int) -> tuple[int, ...]:
-        """The positions counted from the start of a prompt, whatever follows it in a run."""
-        return tuple(dict.fromkeys(place % length for place in self.chosen_positions))
+    def positions_from_start(self, length: int) -> tuple[int, ...]:
+        """The positions counted from the start of a prompt, so that generated tokens do not shift them."""
+        return tuple(dict.fromkeys(position % length for position in self.chosen_positions))
 
     def at_writes(self, config: Architecture, change: Intervention) -> HookSpec:
-        """An intervention at the write of every layer chosen that has one."""
+        """A HookSpec with the intervention at the state write of every selected recurrent layer."""
         spec = HookSpec()
         for point in _writes(config):
             if point.layer is not None and self.applies_to_layer(point.layer):
@@ -89,45 +93,50 @@ class _WriteSpec(PlacedSpec):
 
 
 def _writes(config: Architecture) -> list[HookPoint]:
-    """The points of a model's writes, by layer; none where everything attends."""
+    """Hook points of a model's state writes, by layer; empty for a model without recurrence."""
     return [point for point in config.hook_points if point.kind in WRITES]
 
 
 @dataclass(frozen=True)
 class StateKnockoutSpec(_WriteSpec):
-    """Writes to leave out.
+    """State writes to leave out: the state then only decays at these positions.
 
     >>> StateKnockoutSpec().position(0).layer_range(2, 3).chosen_layers
     (2, 3)
     """
 
     def hooks(self, config: Architecture, length: int) -> HookSpec:
-        """The interventions that leave these writes out, for a prompt of `length` tokens.
+        """Interventions that leave these writes out of a prompt of `length` tokens.
 
-        Raises InterventionError if the model or the prompt does not have them.
+        Raises:
+            InterventionError: if the model or the prompt does not have the writes.
         """
         self.validate(config, length)
-        return self.at_writes(config, Zero(positions=self.counted(length), heads=self.chosen_heads))
+        return self.at_writes(
+            config, Zero(positions=self.positions_from_start(length), heads=self.chosen_heads)
+        )
 
 
 @dataclass(frozen=True)
 class StateSteeringSpec(_WriteSpec):
-    """Writes to scale: 0 knocks them out, 1 changes nothing, negative ones turn them round."""
+    """State writes to scale: factor 0 knocks them out, 1 changes nothing, a negative one flips their sign."""
 
     factor: float = 1.0
+    """Factor of k v^T in the write."""
 
     @classmethod
     def scale(cls, factor: float) -> StateSteeringSpec:
-        """Multiply writes by a finite factor."""
+        """A spec that multiplies writes by a finite factor."""
         return cls(factor=float(factor))
 
     def hooks(self, config: Architecture, length: int) -> HookSpec:
-        """The interventions that scale these writes, for a prompt of `length` tokens.
+        """Interventions that scale these writes in a prompt of `length` tokens.
 
-        Raises InterventionError if the model or the prompt does not have them.
+        Raises:
+            InterventionError: if the model or the prompt does not have the writes.
         """
         self.validate(config, length)
-        change = Scale(self.factor, positions=self.counted(length), heads=self.chosen_heads)
+        change = Scale(self.factor, positions=self.positions_from_start(length), heads=self.chosen_heads)
         return self.at_writes(config, change)
 
 
@@ -139,16 +148,25 @@ def state_hooks(
     *,
     rule: Literal["per_position", "per_layer"] = "per_position",
 ) -> HookSpec:
-    """Both at once: the knockout wins where both apply.
+    """Interventions of a knockout and a steering spec together; the knockout wins where both apply.
 
-    rule: "per_position" as candle-mi documents it; "per_layer" as it computes: in a layer in which anything
-    is knocked out nothing is steered.
+    Arguments:
+        config: architecture of the model.
+        length: tokens of the prompt.
+        knockout: writes to leave out.
+        steering: writes to scale.
+        rule: "per_position", as candle-mi documents it; or "per_layer", as candle-mi computes it: a layer
+            with any knockout is not steered at all.
+
+    Raises:
+        InterventionError: if the model or the prompt does not have the writes.
     """
     if rule == "per_layer":
-        held = [point.layer for point in _writes(config) if point.layer is not None]
-        left = [layer for layer in held if not knockout.applies_to_layer(layer)]
-        own = [layer for layer in left if steering.applies_to_layer(layer)]
-        if not own:
+        recurrent = [point.layer for point in _writes(config) if point.layer is not None]
+        intact = [layer for layer in recurrent if not knockout.applies_to_layer(layer)]
+        steered = [layer for layer in intact if steering.applies_to_layer(layer)]
+        if not steered:
             return knockout.hooks(config, length)
-        steering = steering.layers(own)
+        steering = steering.layers(steered)
+    # The knockout comes second: interventions at one point apply in order, and zero stays zero.
     return steering.hooks(config, length).extend(knockout.hooks(config, length))

@@ -22,7 +22,7 @@ from torch import Tensor
 from ....store.errors import NotFinite
 from ..architectures.points import BY_NAME, HookPoint
 from ..hooks.spec import BoundSpec, Capture
-from ..hooks.taps import EverythingHeld, PassTaps, RunTaps
+from ..hooks.taps import EarlyStop, PassTaps, RunTaps
 from ..hooks.wants import ALL_LOGITS, Logits
 from ..networks.weights import is_finite
 
@@ -141,13 +141,13 @@ def first_not_finite(model: PassMaker, rows: Sequence[Sequence[int]], spec: Boun
     def look(capture: Capture, value: Tensor) -> None:
         if not is_fit(capture, value):
             found.append(capture.point)
-            raise EverythingHeld
+            raise EarlyStop
 
     points = [point for point in model.hook_points if not BY_NAME[point.kind].is_derived]
     every = replace(spec, captures=tuple(map(Capture, points)), keeps=(), objective=None)
     ids = torch.tensor([list(row) for row in rows], dtype=torch.long, device=model.device)
     logits = None
-    with suppress(EverythingHeld):
+    with suppress(EarlyStop):
         logits = model.pass_over(ids, RunTaps(every, look), ALL_LOGITS, spec.order)
     if not found and logits is not None and not is_finite(logits):
         return HookPoint.logits()

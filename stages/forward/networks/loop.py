@@ -114,7 +114,7 @@ def through_layers(
 
     order: layers as they are gone through, where some are more than once (hooks/recurrent.py); only a history
     that keeps nothing of a layer can say what that means.
-    Raises EverythingHeld, by way of the taps, where the last thing wanted is reached earlier.
+    Raises EarlyStop, by way of the taps, where the last thing wanted is reached earlier.
     """
     carried = network.embed(ids, history.positions, history.shares, history.starts)
     return onwards(

@@ -1,5 +1,5 @@
-"""Drivers of the one loop over layers: whole prompts, sequences that grow, branches of many runs.
+"""Drivers of the one loop over layers: for whole prompts, growing sequences and branches of many runs.
 
-Axes: B prompts, S positions, token = a place among the tokens a pass computes, H query heads, Hk key heads,
-dh width of a head, D hidden, V vocabulary.
+Axes: B prompts, S positions, token = an index in the row of tokens that a pass computes, H query heads, Hk
+key heads, dh width of a head, D hidden, V vocabulary.
 """

@@ -1,14 +1,13 @@
-"""A pass and the way back: gradients of a metric of the logits at any hook points of it.
+"""A forward and a backward pass: gradients of a metric of the logits at any hook points.
 
-One forward pass is recorded from the first wanted point on, and gone back through once. Metrics are not known
-here: whoever asks says what the gradient of his metric with respect to the logits is, the cotangent, when he
-sees them; everything before the logits is autograd over the one loop, of every architecture whose layers we
-compute. A prompt's gradients are those of its own metric alone: rows of a batch do not meet.
+The forward pass is recorded from the first gradient capture on, and differentiated once. Metrics are not
+known
+here: the caller passes a function from logits to the gradient of its metric with respect to them, the
+cotangent. Everything before the logits is autograd through the one loop over layers, for every architecture
+computed by it. Rows of a batch do not interact, so a prompt's gradients are those of its own metric alone.
 
-Where the recorded graph would not fit the memory given, layers are computed again on the way back, which
-takes the time of one more pass and gives the same bits.
-
-Border: token ids, specs and tensors.
+Where the recorded graph would exceed the given memory, layers are computed again in the backward pass, which
+costs one more forward pass and gives the same bits.
 """
 
 from __future__ import annotations
@@ -33,10 +32,11 @@ from .recomputed import recomputed
 __all__ = ["Cotangent", "Gradients", "backward"]
 
 Cotangent = Callable[[Tensor], Tensor]
-"""Logits wanted [B, positions, tokens] -> the gradient of the metric with respect to each of them."""
+"""Logits [B, positions, tokens] -> the gradient of the metric with respect to them, in the same shape."""
 Gradients = dict[Capture, Tensor]
+"""Value or gradient of each capture."""
 _BESIDE_SPLIT = ("ln1_scale", "ln1_normalized")
-"""What queries, keys and values are made of, unless the input of each head is looked at."""
+"""Points that queries, keys and values are computed from, unless per-head inputs are captured."""
 
 
 def backward(
@@ -48,48 +48,62 @@ def backward(
     memory: int = MEMORY,
     dropped: int | None = None,
 ) -> tuple[Tensor, Gradients]:
-    """The logits wanted [B, positions, tokens] of ids [B, S], and everything the spec captures: activations,
-    and gradients shaped as these are.
+    """Run prompts of one length forward and backward.
 
-    memory: bytes the recorded graph may take before layers are computed again instead. dropped: the layer
-    whose contribution to the stream is a constant on the way back; None for none.
-    Raises ConfigError for layers gone through again, where a point is met many times.
+    Arguments:
+        network: the network.
+        ids: token ids, int [B, S].
+        spec: bound spec with activations and gradients to capture.
+        want: logits that the metric reads.
+        cotangent: gradient of the metric with respect to these logits.
+        memory: bytes that the recorded graph may take; above it, layers are computed again.
+        dropped: layer whose contribution to the stream counts as constant in the backward pass; None for
+            none.
+
+    Returns:
+        Logits [B, positions, tokens] and every captured value; gradients have the shape of the activation.
+
+    Raises:
+        ConfigError: for repeated layers, where a hook point has several values.
     """
     if spec.order is not None:
         raise ConfigError(
-            "expected layers gone through once, found gradients of layers that are gone through again, where "
-            "a hook point is met many times; leave recurrent= out"
+            "expected layers executed once, found gradients with repeated layers, where a hook point has "
+            "several values; leave recurrent= out"
         )
+    # Recomputing costs one more forward pass, so it is used only where the graph would not fit.
     over = network if _graph_bytes(network, ids, spec) <= memory else recomputed(network)
-    parts = [_once(over, ids, part, want, cotangent, dropped) for part in _apart(spec)]
-    return parts[0][0], {capture: x for _, found in parts for capture, x in found.items()}
+    passes = [_once(over, ids, part, want, cotangent, dropped) for part in _without_conflicts(spec)]
+    return passes[0][0], {capture: x for _, values in passes for capture, x in values.items()}
 
 
 def _once(
     network: Network, ids: Tensor, spec: BoundSpec, want: Logits, cotangent: Cotangent, dropped: int | None
 ) -> tuple[Tensor, Gradients]:
-    found: Gradients = {}
-    taps = GradientTaps(spec, found.__setitem__, dropped)
+    values: Gradients = {}
+    taps = GradientTaps(spec, values.__setitem__, dropped)
     with torch.enable_grad():
         logits = forward(network, ids, taps, want)
-    assert logits is not None  # something is wanted
-    told = logits.detach()
+    assert logits is not None  # `want` selects some
+    detached = logits.detach()
+    # Edges of the graph instead of tensors: autograd can then free the values themselves.
     edges = [edge for watched in taps.watched.values() for edge in watched.edges]
     if not edges:
-        return told, found
-    # Where nothing but a dropped layer is watched, the logits hang on none of it.
-    given: Sequence[Tensor | None] = [None] * len(edges)
+        return detached, values
+    # Where only captures before a dropped layer's output are watched, the logits have no graph at all.
+    gradients: Sequence[Tensor | None] = [None] * len(edges)
     if logits.requires_grad:
-        given = torch.autograd.grad(logits, edges, cotangent(told), allow_unused=True)
-    parts = iter(given)
+        gradients = torch.autograd.grad(logits, edges, cotangent(detached), allow_unused=True)
+    parts = iter(gradients)
     for capture, watched in taps.watched.items():
-        found[capture] = watched.gradient([next(parts) for _ in watched.edges])
-    return told, found
+        values[capture] = watched.gradient([next(parts) for _ in watched.edges])
+    return detached, values
 
 
-def _apart(spec: BoundSpec) -> Sequence[BoundSpec]:
-    """The spec, or two where one gradient would take another's paths: who looks at what each head reads has
-    queries, keys and values made of that, and no longer of the norm beside it."""
+def _without_conflicts(spec: BoundSpec) -> Sequence[BoundSpec]:
+    """The spec, or two specs where one gradient capture would cut the path of another."""
+    # Capturing per-head inputs makes queries, keys and values depend on them and no longer on the shared
+    # norm, so that the gradient at the norm would miss these paths.
     split = tuple(c for c in spec.gradients if c.point.kind in SPLIT_INPUTS)
     if not split or not any(c.point.kind in _BESIDE_SPLIT for c in spec.gradients):
         return [spec]
@@ -98,13 +112,16 @@ def _apart(spec: BoundSpec) -> Sequence[BoundSpec]:
 
 
 def _graph_bytes(network: Network, ids: Tensor, spec: BoundSpec) -> int:
-    """About what autograd keeps of a pass: as much of a token in every layer as one takes while it is
-    computed, and where somebody looks at or changes them, or caps them, scores, masked scores and weights of
-    all pairs of tokens, which no fused kernel then spares."""
+    """Estimate of the bytes that autograd stores of a pass.
+
+    Per token and layer, the working memory of a forward pass. Where scores or patterns are captured, changed
+    or soft-capped, also scores, masked scores and weights of all token pairs, as no fused kernel avoids them
+    then.
+    """
     config, itemsize = network.config, network.dtype.itemsize
-    of_tokens = ids.numel() * config.num_layers * config.bytes_per_token(itemsize)
+    token_bytes = ids.numel() * config.num_layers * config.bytes_per_token(itemsize)
     points = (*(capture.point for capture in spec.captures), *(point for point, _ in spec.interventions))
-    looked_at = {point.layer for point in points if point.kind in ATTENTION}
-    looked_at |= {n for n, layer in enumerate(config.layers) if getattr(layer.mixer, "is_capped", False)}
+    explicit = {point.layer for point in points if point.kind in ATTENTION}
+    explicit |= {n for n, layer in enumerate(config.layers) if getattr(layer.mixer, "is_capped", False)}
     pairs = ids.numel() * ids.shape[-1] * config.axis_sizes.get("head", 0)
-    return of_tokens + len(ATTENTION) * len(looked_at) * pairs * itemsize
+    return token_bytes + len(ATTENTION) * len(explicit) * pairs * itemsize

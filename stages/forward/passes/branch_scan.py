@@ -1,12 +1,11 @@
-"""A recurrence over the tokens of many branches: each goes on from the state its ancestor left.
+"""Recurrent layers over the tokens of many branches, each continuing from its parent's state.
 
-Which positions a branch computes in a layer are stretches of its prompt. A stretch begins with the state
-behind the position before it, which the branch itself does not hold: that of the ancestor's token which
-stands for it. So levels of the tree are taken one after another, and all stretches of a level together: cut
-at every position where one begins or ends, or where a state is handed on, read or changed, they are a few
-calls of the recurrence with as many rows as there are branches.
+The positions that a branch computes in a layer form stretches. A stretch starts from the state after the
+position before it, which an ancestor's token has. So the levels of the tree run one after another, all
+stretches of a level together. They are cut wherever one begins or ends and wherever a state is handed on,
+captured or changed; each piece is one call of the recurrence with a row per branch.
 
-Axes: token = a place in the row; row = a stretch. States are [row, head, key, value].
+Axes: token = an index in the row; row = a stretch. States are [row, head, key, value].
 """
 
 from __future__ import annotations
@@ -31,12 +30,16 @@ __all__ = ["scan_branches"]
 
 @dataclass(frozen=True)
 class Stretch:
-    """Neighbouring positions [start, stop) of a branch; `token` is the first one's place in the row."""
+    """Consecutive positions of one branch."""
 
     branch: int
+    """Index of the branch."""
     start: int
+    """First position."""
     stop: int
+    """Position after the last one."""
     token: int
+    """Index of the first position's token in the row."""
 
 
 def scan_branches(
@@ -49,14 +52,25 @@ def scan_branches(
     hooks: str,
     room: int,
 ) -> Tensor:
-    """What each token of a row reads, [1, H, token, V], from tokens [1, H, token, width] by name.
+    """Run one layer's recurrence over all branches.
 
-    hooks: of the points on the way, "rwkv". room: bytes that states may take.
+    Arguments:
+        forest: branches of the sweep.
+        row: tokens of the row.
+        taps: hook points of the branches.
+        layer: layer index.
+        recurrence: the recurrence of the layer.
+        tokens: its inputs by name, each [1, H, token, width].
+        hooks: prefix of its hook points, e.g. "rwkv".
+        room: bytes that states may take.
+
+    Returns:
+        What each token reads, [1, H, token, V].
     """
     stretches = _stretches(forest, row, layer)
     scan = _Scan(forest, row, stretches, taps, layer, recurrence, tokens, hooks)
-    for depth in sorted({int(forest.depth[each.branch]) for each in stretches}):
-        level = [each for each in stretches if forest.depth[each.branch] == depth]
+    for depth in sorted({int(forest.depth[stretch.branch]) for stretch in stretches}):
+        level = [stretch for stretch in stretches if forest.depth[stretch.branch] == depth]
         at_once = max(1, room // scan.bytes_of_a_row)
         for first in range(0, len(level), at_once):
             scan.advance(level[first : first + at_once])
@@ -65,20 +79,21 @@ def scan_branches(
 
 
 def _stretches(forest: Forest, row: Row, layer: int) -> list[Stretch]:
-    found = []
+    stretches = []
     for number, positions in row.held.items():
         if not forest.branches[number].is_needed(layer, inside=True):
             continue
+        # A branch may skip positions that no intervention reaches: each gap ends a stretch.
         breaks = np.flatnonzero(np.diff(positions) > 1) + 1
         first = row.slices[number].start
         for part in np.split(np.arange(len(positions)), breaks):
             start, stop = int(positions[part[0]]), int(positions[part[-1]]) + 1
-            found.append(Stretch(number, start, stop, first + int(part[0])))
-    return found
+            stretches.append(Stretch(number, start, stop, first + int(part[0])))
+    return stretches
 
 
 class _Scan:
-    """One layer's recurrence under way."""
+    """The recurrence of one layer during a sweep."""
 
     def __init__(
         self,
@@ -99,39 +114,39 @@ class _Scan:
             branch: self._positions_of(branch, changes)
             for branch, changes in taps.changes_of_states(layer, self._sequence).items()
         }
-        """Positions of each branch behind which somebody changes the state."""
+        """Positions of each branch after which an intervention changes the state."""
         self._kept: dict[int, Tensor] = {}
-        """State behind a token that is handed on or read, after changes."""
+        """Token -> state after its interventions, where captured or needed by a later stretch."""
         self._unchanged: dict[int, Tensor] = {}
-        """The same before changes, of tokens that are read."""
+        """State after a captured token, before interventions."""
         self._shown = self._tokens_shown()
         self._watched = np.zeros(len(row), bool)
-        """[token], whether its state is shown, or handed on to a stretch that begins behind it."""
-        self._watched[[*self._shown, *(self._token_before(each) for each in stretches if each.start)]] = True
+        """[token], whether its state is captured, or handed on to a stretch that begins after it."""
+        self._watched[[*self._shown, *(self._token_before(s) for s in stretches if s.start)]] = True
         self.read = tokens["v"].new_empty(0)
-        """What each token reads, [token, H, V]."""
+        """What each token reads, [token, H, V]; allocated by the first piece, which knows the width."""
 
     @property
     def bytes_of_a_row(self) -> int:
-        """Of the states of one stretch: as it was, as it becomes, and what is on the way."""
+        """Bytes of the states of one stretch: old, new and temporary ones, in float32."""
         k, v = self._tokens["k"], self._tokens["v"]
         return 4 * 4 * k.shape[1] * max(k.shape[-1], 3) * v.shape[-1]
 
     def advance(self, stretches: Sequence[Stretch]) -> None:
-        """Takes stretches of one level to their ends."""
+        """Run stretches of one level to their ends."""
         states: dict[Stretch, Tensor | None] = {}
         for begin, end in self._pieces(stretches):
-            rows = [each for each in stretches if each.start <= begin < each.stop]
-            for each in rows:
-                if each.start == begin:
-                    states[each] = self._entering(each)
+            rows = [stretch for stretch in stretches if stretch.start <= begin < stretch.stop]
+            for stretch in rows:
+                if stretch.start == begin:
+                    states[stretch] = self._entering(stretch)
             self._piece(rows, begin, end, states)
-            for each in rows:
-                if each.stop == end:
-                    del states[each]
+            for stretch in rows:
+                if stretch.stop == end:
+                    del states[stretch]
 
     def _entering(self, stretch: Stretch) -> Tensor | None:
-        """The state before its first position; None at the beginning of a prompt."""
+        """Recurrent state before a stretch; None at position 0."""
         if stretch.start == 0:
             return None
         return self._kept[self._token_before(stretch)]
@@ -140,41 +155,41 @@ class _Scan:
         return int(self._row.where[self._forest.parent[stretch.branch], stretch.start - 1])
 
     def _pieces(self, stretches: Sequence[Stretch]) -> Iterator[tuple[int, int]]:
-        """Positions [begin, end) within which no stretch begins or ends and nobody asks for a state."""
+        """Ranges [begin, end) of positions in which no stretch begins or ends and no state is needed."""
         cuts: set[int] = set()
-        for each in stretches:
-            watched = self._watched[each.token : each.token + each.stop - each.start]
-            cuts.update((each.start, each.stop), (each.start + 1 + np.flatnonzero(watched)).tolist())
-            changed = self._changed_at.get(each.branch, ())
-            cuts.update(p + side for p in changed if each.start <= p < each.stop for side in (0, 1))
+        for stretch in stretches:
+            watched = self._watched[stretch.token : stretch.token + stretch.stop - stretch.start]
+            cuts.update((stretch.start, stretch.stop), (stretch.start + 1 + np.flatnonzero(watched)).tolist())
+            changed = self._changed_at.get(stretch.branch, ())
+            cuts.update(p + side for p in changed if stretch.start <= p < stretch.stop for side in (0, 1))
         return pairwise(sorted(cuts))
 
     def _positions_of(self, branch: int, changes: Sequence[Intervention]) -> set[int]:
         length = self._forest.branches[branch].length
-        found: set[int] = set()
+        positions: set[int] = set()
         for change in changes:
             touched = change.touched(length)
-            found.update(range(length) if touched is None else touched)
-        return found
+            positions.update(range(length) if touched is None else touched)
+        return positions
 
     def _piece(
         self, rows: Sequence[Stretch], begin: int, end: int, states: dict[Stretch, Tensor | None]
     ) -> None:
         if not rows:
             return
-        first = np.array([each.token + begin - each.start for each in rows])
+        first = np.array([stretch.token + begin - stretch.start for stretch in rows])
         places = torch.from_numpy(first[:, None] + np.arange(end - begin)).to(self._device)
         part = {name: x[0][:, places].transpose(0, 1) for name, x in self._tokens.items()}
-        held = [states[each] for each in rows]
-        before = None if begin == 0 else torch.stack([state for state in held if state is not None])
+        row_states = [states[stretch] for stretch in rows]
+        before = None if begin == 0 else torch.stack([state for state in row_states if state is not None])
         read, after = self._recurrence(part, before)
         if self._changed_at:
             read, after = self._changed(rows, begin, end, part, before, read, after)
         if not self.read.numel():
             self.read = read.new_zeros(len(self._row), read.shape[1], read.shape[3])
         self.read[places] = read.transpose(1, 2)
-        for number, each in enumerate(rows):
-            states[each] = after[number]
+        for number, stretch in enumerate(rows):
+            states[stretch] = after[number]
             if self._watched[token := int(first[number]) + end - begin - 1]:
                 self._kept[token] = after[number]
 
@@ -188,35 +203,39 @@ class _Scan:
         read: Tensor,
         after: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """What is read, and the state, once interventions on the state behind the one position are made."""
+        """Apply interventions to the state at the end of a piece; returns the read-out and the state.
+
+        A piece with a changed state has one position (`_pieces` cuts before and after it).
+        """
         new = after
-        for number, each in enumerate(rows):
-            token = each.token + end - 1 - each.start
+        for number, stretch in enumerate(rows):
+            token = stretch.token + end - 1 - stretch.start
             if token in self._shown:
                 self._unchanged[token] = after[number]
-            if end - begin == 1 and begin in self._changed_at.get(each.branch, ()):
-                own = self._taps.changed_state(
-                    each.branch, self._layer, self._sequence, after[number : number + 1], begin
+            if end - begin == 1 and begin in self._changed_at.get(stretch.branch, ()):
+                changed = self._taps.changed_state(
+                    stretch.branch, self._layer, self._sequence, after[number : number + 1], begin
                 )
-                new = torch.cat([new[:number], own, new[number + 1 :]])
+                new = torch.cat([new[:number], changed, new[number + 1 :]])
         if new is after:
             return read, after
+        # Reading again needs the state before the piece; at position 0 that is zero.
         empty = torch.zeros_like(after) if before is None else before
         return self._recurrence.read(part, empty, new), new
 
-    # -- what somebody wants to see
+    # -- captures
 
     def _tokens_shown(self) -> set[int]:
-        """Tokens whose state some branch reads, its ancestors' among them."""
-        found: set[int] = set()
+        """Tokens whose state some branch captures, those of its ancestors included."""
+        tokens: set[int] = set()
         for number in self._taps.readers(self._layer, self._sequence):
-            found.update(self._row.where[number, : self._forest.branches[number].length].tolist())
+            tokens.update(self._row.where[number, : self._forest.branches[number].length].tolist())
         for number in self._taps.readers(self._layer, self._last):
-            found.add(int(self._row.where[number, self._forest.branches[number].length - 1]))
-        return found
+            tokens.add(int(self._row.where[number, self._forest.branches[number].length - 1]))
+        return tokens
 
     def hand_over(self) -> None:
-        """Gives branches the states and attention they read."""
+        """Give branches the states and attention matrices that they capture."""
         taps, layer = self._taps, self._layer
         for number in taps.readers(layer, self._sequence):
             tokens = self._tokens_of(number).tolist()
@@ -234,5 +253,5 @@ class _Scan:
                 taps.give(number, name, layer, value, value)
 
     def _tokens_of(self, number: int) -> Ints:
-        """Token of every position of a branch, its own or an ancestor's."""
+        """Row indices of a branch's positions: tokens of the branch or of an ancestor."""
         return self._row.where[number, : self._forest.branches[number].length]

@@ -1,20 +1,19 @@
-"""Branches: a list of runs as a tree, each branch computing only what differs from the one it leaves.
+"""Branches: runs as a tree, in which each branch computes only what differs from its parent.
 
 Runs on the same tokens share their passes up to the first intervention in which they differ: a trie over
-interventions in execution order. A branch leaves its parent in the layer of its first own intervention, and
-from there on holds only positions the intervention can reach (its cone of influence): in a causal model a
-change at layer l and position p changes nothing before p; in one that looks ahead it changes all positions,
-from the next layer on. Everything else it reads from its parent, keys and values above all.
+interventions in execution order. A branch leaves its parent in the layer of its first own intervention. From
+there it computes only positions that the intervention can reach (its cone of influence): in a causal model a
+change at layer l and position p changes nothing before p; without a causal mask it changes all positions from
+the next layer on. It reads everything else from its parent, above all keys and values.
 
-Where in its layer an intervention acts decides how far it reaches there, which the architecture says
-(`reach`): in a transformer, before keys and values are made it reaches every later position through
-attention; after that, only the positions it touches, and later ones from the next layer on.
+How far an intervention reaches within its own layer depends on the hook point (`Architecture.reach`): before
+keys and values are computed, it reaches every later position through attention; after that, only the
+positions it changes, and later ones from the next layer on.
 
-Layers are counted as slots 0 ... L: slot l is layer l and, at its entry, the residual stream that comes into
-it (the embedding, or the output of layer l - 1, with what is changed and read there); slot L is the final
-norm.
+Layers are counted as slots 0 ... L. Slot l is layer l together with the residual stream that enters it (the
+embedding, or the output of layer l - 1, with the captures and interventions there); slot L is the final norm.
 
-Border: specs, prompts and positions as integers; knows no tensors. Never imports torch.
+Works on specs, prompts and integer positions; never imports torch.
 """
 
 from __future__ import annotations
@@ -39,19 +38,22 @@ PlacedIntervention = tuple[HookPoint, Intervention]
 Positions = npt.NDArray[np.int64]
 
 ENTERS = ("embed", "resid_post")
-"""Points of the stream that enters the next slot."""
+"""Hook points of the stream that enters the next slot."""
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """A run with its prompt and spec resolved against a model."""
+    """A run, with prompt and spec resolved against a model."""
 
     tokens: tuple[int, ...]
+    """Token ids of the prompt."""
     spec: BoundSpec
+    """Captures and interventions."""
     want: Logits | None
+    """Selection of logits; None computes no logits."""
 
     def wanted_positions(self) -> Positions:
-        """Positions whose logits are wanted."""
+        """Positions whose logits are computed, counted from 0."""
         length = len(self.tokens)
         if self.want is None:
             return np.zeros(0, np.int64)
@@ -62,86 +64,92 @@ class Wanted:
 
 @dataclass(eq=False)
 class Branch:
-    """What a set of runs with the same interventions computes beyond its parent.
-
-    changes: all interventions, in execution order; the first `shared` are the parent's. runs: indices of the
-    runs that end here; a branch may have none and only be shared.
-    """
+    """Runs with the same interventions, and what they compute beyond their parent."""
 
     tokens: tuple[int, ...]
+    """Token ids of the prompt."""
     parent: Branch | None
+    """Parent branch; None for a root."""
     changes: tuple[PlacedIntervention, ...]
+    """All interventions in execution order."""
     shared: int
+    """Number of leading interventions that the parent has as well."""
     architecture: Architecture
+    """Architecture of the model."""
     runs: list[int] = field(default_factory=list)
+    """Indices of the runs that end here; empty for a branch that exists only for its children."""
     captures: tuple[Capture, ...] = ()
-    """What its own runs want to read."""
+    """What its runs capture."""
     logits: Positions = field(default_factory=lambda: np.zeros(0, np.int64))
-    """Positions whose logits are wanted here or further down the tree."""
+    """Positions whose logits this branch or a descendant needs."""
     last: tuple[int, bool] = (-1, False)
-    """The last slot anybody needs of it, and whether the inside of the slot or only what enters it."""
+    """(slot, whether the layer itself or only the stream that enters it): the last that anybody needs."""
     whole: bool = False
-    """Whether somebody reads activations at the very end, or looks at all of them to change them, so that no
-    position may be left out there."""
+    """Whether the last layer must compute every position, because its activations are captured or an
+    intervention reads all of them."""
     widened: bool = False
-    """Whether it computes positions that cannot differ, as somebody reads raw scores."""
+    """Whether it computes positions that cannot differ, because raw scores are captured."""
 
     def __post_init__(self) -> None:
         length, slots = len(self.tokens), self.n_layers + 1
         reach, ahead = self.architecture.reach, self.architecture.looks_ahead
         placed = [(slot_of(point, self.n_layers), point, change) for point, change in self.changes]
-        own = placed[self.shared :]
-        self.start = 0 if self.parent is None else min(slot for slot, _, _ in own)
+        changes = placed[self.shared :]
+        self.start = 0 if self.parent is None else min(slot for slot, _, _ in changes)
         """Slot in which it leaves its parent."""
-        # In that slot it makes its parent's changes again, for which it needs all that they look at.
-        again = [
+        # In that slot it applies its parent's interventions again, so it needs every position that they read.
+        repeated = [
             (slot, point, change)
             for slot, point, change in placed[: self.shared]
             if slot >= self.start and change.needs_all_positions
         ]
-        own = again + own
+        changes = repeated + changes
         self._reach: list[Positions] = []
-        first = 0 if self.parent is None else length  # the earliest position that differs as a slot begins
+        first_changed = 0 if self.parent is None else length  # earliest position that differs in this slot
         for slot in range(slots):
             touched: set[int] = set()
             entering = HookPoint("resid_post", slot - 1) if slot else HookPoint("embed")
-            spreading = self._from(first) if first < length and reach(entering) == "all" else first
-            for _, point, change in (each for each in own if each[0] == slot):
+            spreading = (
+                self._reached_from(first_changed)
+                if first_changed < length and reach(entering) == "all"
+                else first_changed
+            )
+            for _, point, change in (placement for placement in changes if placement[0] == slot):
                 positions = None if change.needs_all_positions else change.touched(length, ahead=ahead)
                 where = range(length) if positions is None else positions
                 touched.update(where)
                 if reach(point) != "here":
-                    reached = where if reach(point) == "later" else map(self._from, where)
+                    reached = where if reach(point) == "later" else map(self._reached_from, where)
                     spreading = min([spreading, *reached])
             self._reach.append(np.array(sorted(touched.union(range(spreading, length))), np.int64))
-            first = min([first, spreading, *touched])
+            first_changed = min([first_changed, spreading, *touched])
 
-    def _from(self, position: int) -> int:
-        """The first position that a change at one reaches, where it reaches all that it can."""
+    def _reached_from(self, position: int) -> int:
+        """The first position that a change at a position reaches through attention."""
         return self.architecture.reaches_from(self.tokens, position)
 
     @property
     def n_layers(self) -> int:
-        """Layers of the model, computed here or not."""
+        """Number of layers of the model."""
         return self.architecture.num_layers
 
     @property
     def length(self) -> int:
-        """Positions of the prompt."""
+        """Tokens of the prompt."""
         return len(self.tokens)
 
     def held(self, slot: int) -> Positions:
-        """Positions it computes by itself in a slot, ascending."""
+        """Positions that it computes itself in a slot, ascending."""
         positions = self._reach[slot]
         return self._wanted_of(positions) if slot == self.n_layers else positions
 
     def kept(self, slot: int) -> Positions:
-        """Those of `held` whose output of the layer somebody needs; the others give keys and values."""
+        """Subset of `held` whose layer output is needed; the other positions only provide keys and values."""
         positions = self._reach[slot]
         return self._wanted_of(positions) if slot == self.n_layers - 1 else positions
 
     def hold_all(self, slot: int) -> None:
-        """Compute every position in a slot, whether or not it can differ."""
+        """Compute every position in a slot, even those that cannot differ."""
         self._reach[slot] = np.arange(self.length)
         self.widened = True
 
@@ -149,51 +157,58 @@ class Branch:
         return positions if self.whole else np.intersect1d(positions, self.logits)
 
     def is_needed(self, slot: int, *, inside: bool) -> bool:
-        """Whether it takes part in a slot: in what enters it, or in the layer itself."""
+        """Whether the branch has tokens in a slot: in the entering stream, or inside the layer (`inside`)."""
         return self.start <= slot and self.last >= (slot, inside)
 
     def ends_changing(self, slot: int) -> bool:
-        """Whether all its interventions are made when a slot is done."""
+        """Whether every intervention of the branch has been applied at the end of a slot."""
         return all(slot_of(point, self.n_layers) <= slot for point, _ in self.changes)
 
     def positions_computed(self) -> int:
-        """Layer-positions it costs: the sum of `held` over the layers it takes part in."""
+        """Cost in layer-positions: computed positions summed over layers."""
         layers = (slot for slot in range(self.n_layers) if self.is_needed(slot, inside=True))
         return sum(len(self.held(slot)) for slot in layers)
 
 
 def slot_of(point: HookPoint, n_layers: int) -> int:
-    """The slot in which a point is met."""
+    """The slot in which a hook point lies."""
     if point.layer is None:
         return 0 if point.kind == "embed" else n_layers
     return point.layer + (point.kind == "resid_post")
 
 
 def grow(wanted: Sequence[Wanted], architecture: Architecture) -> list[Branch]:
-    """The branches of all runs, parents before children, prompts in order of first appearance."""
+    """The branches of all runs: parents before children, prompts in order of first appearance.
+
+    Arguments:
+        wanted: runs of a plan.
+        architecture: architecture of the model.
+    """
     by_prompt: dict[tuple[int, ...], list[int]] = {}
     for index, run in enumerate(wanted):
         by_prompt.setdefault(run.tokens, []).append(index)
     branches: list[Branch] = []
     for tokens, indices in by_prompt.items():
         lists = {i: _ordered(wanted[i].spec) for i in indices}
+        # Names are cached per prompt, since many runs share intervention objects.
         names = _Names()
         if not architecture.shares_prefixes:
-            branches += _apart(tokens, lists, names, architecture)
+            branches += _roots(tokens, lists, names, architecture)
             continue
         _grow(Branch(tokens, None, (), 0, architecture), indices, 0, lists, names, branches)
+    # Children first: each adds its needs to its parent.
     for branch in reversed(branches):
         _settle(branch, wanted)
     return branches
 
 
-def _apart(
+def _roots(
     tokens: tuple[int, ...],
     lists: dict[int, tuple[PlacedIntervention, ...]],
     names: _Names,
     architecture: Architecture,
 ) -> list[Branch]:
-    """A root for each set of interventions, where no layer can be shared."""
+    """One root per set of interventions, for models in which no layer can be shared (the bridge)."""
     groups: dict[tuple[str, ...], list[int]] = {}
     for index, changes in lists.items():
         groups.setdefault(tuple(names.of(change) for change in changes), []).append(index)
@@ -210,14 +225,14 @@ def _grow(
     names: _Names,
     branches: list[Branch],
 ) -> None:
-    """Hang runs that share the first `depth` changes under a branch that makes just those."""
+    """Build the subtree of runs that share the first `depth` interventions, which the branch applies."""
     branch.runs = [i for i in indices if len(lists[i]) == depth]
     groups: dict[Any, list[int]] = {}
     for i in indices:
         if len(lists[i]) > depth:
             groups.setdefault(names.of(lists[i][depth]), []).append(i)
     if not branch.runs and len(groups) == 1 and branch.parent is None:
-        # Nobody wants the plain run: what all share is the root.
+        # No run is without interventions: the common ones are the root.
         (members,) = groups.values()
         common = _common(members, depth, lists, names)
         root = Branch(branch.tokens, None, lists[members[0]][:common], 0, branch.architecture)
@@ -233,7 +248,7 @@ def _grow(
 def _common(
     members: Sequence[int], depth: int, lists: dict[int, tuple[PlacedIntervention, ...]], names: _Names
 ) -> int:
-    """How many changes all of them share; they agree on more than the first `depth`."""
+    """Number of leading interventions that all these runs share; known to be more than `depth`."""
     common = min(len(lists[i]) for i in members)
     if len(members) == 1:
         return common
@@ -244,12 +259,13 @@ def _common(
 
 
 def _ordered(spec: BoundSpec) -> tuple[PlacedIntervention, ...]:
-    """Interventions in execution order; those at one point in the order they were given."""
+    """Interventions in execution order; those at one point stay in the order of registration."""
+    # `sorted` is stable, which keeps the order of registration at one point.
     return tuple(sorted(spec.interventions, key=lambda change: change[0].order))
 
 
 def _settle(branch: Branch, wanted: Sequence[Wanted]) -> None:
-    """What a branch must give: to its own runs, and, by the time this is called, to its children."""
+    """Collect captures and logits that a branch must compute; children must be settled before parents."""
     captures: dict[Capture, None] = {}
     logits = set(branch.logits.tolist())
     for index in branch.runs:
@@ -261,9 +277,10 @@ def _settle(branch: Branch, wanted: Sequence[Wanted]) -> None:
     for capture in captures:
         slot = slot_of(capture.point, branch.n_layers)
         branch.last = max(branch.last, (slot, capture.point.kind not in ENTERS))
+        # Without a causal mask a branch computes every position anyway.
         is_whole = branch.architecture.looks_ahead and branch.architecture.target_start is None
         if capture.point.kind in ("scores", "cross_scores") and not is_whole:
-            _widen(branch, slot)
+            _widen_scores(branch, slot)
         branch.whole |= (slot, capture.point.kind not in ENTERS) > (branch.n_layers - 1, False)
     branch.whole |= any(
         change.needs_all_positions and slot_of(point, branch.n_layers) >= branch.n_layers - 1
@@ -278,11 +295,11 @@ def _settle(branch: Branch, wanted: Sequence[Wanted]) -> None:
         parent.logits = np.union1d(parent.logits, branch.logits)
 
 
-def _widen(branch: Branch, slot: int) -> None:
-    """Hold every position in a slot: raw scores of early queries with later keys are no longer causal.
+def _widen_scores(branch: Branch, slot: int) -> None:
+    """Compute every position in a slot, because raw scores of early queries and later keys are captured.
 
-    Nothing else is read that depends on what comes after it. A branch that has not left its parent yet reads
-    its parent's.
+    Scores before the mask are the only captured values that depend on later positions. A branch that has not
+    left its parent in this slot reads the parent's scores.
     """
     while branch.parent is not None and branch.start > slot:
         branch = branch.parent
@@ -290,16 +307,18 @@ def _widen(branch: Branch, slot: int) -> None:
 
 
 class _Names:
-    """Names of changes, equal when the changes are."""
+    """Canonical names of interventions at hook points, equal where the interventions are equal."""
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[PlacedIntervention, str]] = {}
 
     def of(self, change: PlacedIntervention) -> str:
-        """The name; remembered by the intervention's identity, which is kept alive meanwhile."""
+        """The name of an intervention at a hook point."""
+        # Canonical forms hash payloads, so they are cached by `id`; the entry keeps the intervention alive,
+        # which keeps its `id` unique.
         point, intervention = change
-        found = self._known.get(id(intervention))
-        if found is None or found[0][0] != point:
+        entry = self._known.get(id(intervention))
+        if entry is None or entry[0][0] != point:
             name = canonical_json([str(point), intervention.canonical()])
-            self._known[id(intervention)] = found = (change, name)
-        return found[1]
+            self._known[id(intervention)] = entry = (change, name)
+        return entry[1]

@@ -1,6 +1,6 @@
-"""Who drives a network: what a `Model` asks of one, answered by the passes its kind of architecture takes.
+"""The driver of each kind of network: what a `Model` calls for passes, whatever computes the layers.
 
-Border: the only file that knows which driver a kind of architecture has.
+The only file that knows which driver belongs to which kind of architecture.
 """
 
 from __future__ import annotations
@@ -24,28 +24,53 @@ __all__ = ["Passes", "passes_over"]
 
 
 class Passes(Protocol):
-    """Passes over a network, whatever it is made of."""
+    """Passes over a network."""
 
     def forward(
         self, ids: Tensor, taps: PassTaps, want: Logits | None, order: Sequence[int] | None = None
     ) -> Tensor | None:
-        """One pass over token ids [B, S]: the logits wanted, [B, positions, tokens]. order: see
-        `through_layers`. Taps made with ``stop_early`` end it at the last wanted hook point."""
+        """Run prompts of one length through the network.
+
+        Arguments:
+            ids: token ids, int [B, S].
+            taps: hook points of the pass; with ``stop_early`` they end it after the last capture.
+            want: which logits to compute; None for none.
+            order: layers in execution order; None for each layer once.
+
+        Returns:
+            Logits [B, positions, tokens]; None where none are wanted or the taps ended the pass.
+        """
         ...
 
     def read_on(self, rows: Sequence[Sequence[int]], cache: Cache, taps: PassTaps) -> Tensor:
-        """Logits [B, vocab] behind sequences of one length, of which only what the cache does not hold is
-        read; see kept.py."""
+        """Extend a batch of sequences by tokens that the cache does not hold yet.
+
+        Arguments:
+            rows: token ids of whole sequences, all of one length.
+            cache: keys, values and states of the positions computed so far; extended in place.
+            taps: hook points of the new positions.
+
+        Returns:
+            Next-token logits [B, vocab] at the last position.
+        """
         ...
 
     def sweep(self, block: Block, wanted: Sequence[Wanted], room: int) -> Iterator[Result]:
-        """What the runs that end in a block of a plan give. room: bytes that may be taken beside the row of
-        tokens."""
+        """Compute the runs that end in one block of a plan.
+
+        Arguments:
+            block: branches that share the sweep.
+            wanted: all runs of the plan.
+            room: bytes that may be allocated beside the row of tokens.
+
+        Yields:
+            Index, logits and captures of each run.
+        """
         ...
 
 
 class LayeredPasses:
-    """Passes over a network that computes layer by layer: the loop in networks/loop.py."""
+    """Passes over a network that computes layer by layer, by the loop in networks/loop.py."""
 
     def __init__(self, network: Network) -> None:
         self._network = network
@@ -66,7 +91,7 @@ class LayeredPasses:
 
 
 DRIVERS: dict[str, Callable[[Any], Passes]] = {"bridge": WholePasses}
-"""Kind of architecture -> its driver, where it is not the loop."""
+"""Architecture kind -> driver; kinds without entry use `LayeredPasses`."""
 
 
 def passes_over(network: Network) -> Passes:

@@ -1,9 +1,9 @@
-"""Which tokens of which branches lie side by side in a row, and which of them stands for a position.
+"""Forest and Row: the tokens of many branches side by side, and which token stands for each position.
 
-Where a branch does not hold a position, an index says which ancestor's token stands for it, so that no key is
-ever computed or kept twice.
+Where a branch does not compute a position, an index names the token of the nearest ancestor that does, so
+that no key is ever computed or stored twice.
 
-Axes: branch, position; token = a place in the row.
+Axes: branch, position; token = an index in the row.
 """
 
 from __future__ import annotations
@@ -14,15 +14,18 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ....store.arrays import Ints
-from ..hooks.interventions import Held
+from ..hooks.interventions import PositionSubset
 from .branches import Branch
 
 
 class Forest:
     """The branches of a sweep, parents before children.
 
-    parent: int [branch], index of each branch's parent, -1 for roots. depth: int [branch]. longest: positions
-    of the longest prompt.
+    Attributes:
+        branches: the branches.
+        parent: int [branch], index of each branch's parent; -1 for roots.
+        depth: int [branch], number of ancestors.
+        longest: positions of the longest prompt.
     """
 
     def __init__(self, branches: Sequence[Branch]) -> None:
@@ -38,9 +41,10 @@ class Forest:
 
 
 class Row:
-    """Which tokens lie in a row, in order of branches, and which token stands for each position of each.
+    """Layout of a row: branch and position of each token, and a token index for every branch position.
 
-    held: branch -> its positions, ascending.
+    Attributes:
+        held: branch -> positions that it computes, ascending.
     """
 
     def __init__(self, forest: Forest, held: dict[int, Ints]) -> None:
@@ -50,51 +54,53 @@ class Row:
         self.slices = {
             branch: slice(end - size, end) for branch, size, end in zip(self.held, sizes, ends, strict=True)
         }
-        """Tokens of each branch."""
+        """Branch -> range of its tokens."""
         self.branch = np.repeat(np.array(list(self.held), np.int64), sizes)
-        """[token]"""
+        """Branch of each token, [token]."""
         self.position = np.concatenate([*self.held.values(), np.zeros(0, np.int64)])
-        """[token]"""
+        """Position of each token, [token]."""
         self.where = np.zeros((len(forest.branches), forest.longest), np.int64)
-        """[branch, position] -> token: its own, or that of the nearest ancestor that holds the position."""
-        own_depth = forest.depth[self.branch]
+        """[branch, position] -> token of the branch, or of its nearest ancestor that has the position."""
+        depth_of_token = forest.depth[self.branch]
+        # Level by level, so that a parent's row is complete before its children copy and overwrite it.
         for depth in range(int(forest.depth.max()) + 1):
             level = np.flatnonzero(forest.depth == depth)
             if depth:
                 self.where[level] = self.where[forest.parent[level]]
-            mine = np.flatnonzero(own_depth == depth)
-            self.where[self.branch[mine], self.position[mine]] = mine
+            tokens = np.flatnonzero(depth_of_token == depth)
+            self.where[self.branch[tokens], self.position[tokens]] = tokens
 
     def __len__(self) -> int:
         return len(self.position)
 
-    def part(self, branch: int, length: int) -> Held:
-        """What the row holds of a branch."""
-        return Held(self.held[branch], length)
+    def part(self, branch: int, length: int) -> PositionSubset:
+        """Positions of a branch that the row has, of a prompt of `length` tokens."""
+        return PositionSubset(self.held[branch], length)
 
 
 @dataclass(frozen=True)
 class AttentionGroup:
-    """Branches whose queries share one attention call.
-
-    branches: [row]; counts: queries of each. queries: token of each query, [row, query], padded with its last
-    one; positions: likewise. keys: token of each key, [row, key].
-    """
+    """Branches whose queries share one attention call."""
 
     branches: list[int]
+    """[row] -> branch."""
     counts: list[int]
+    """[row] -> number of queries; fewer than the width of `queries` where padded."""
     queries: Ints
+    """Token of each query, [row, query]; rows are padded with their last query."""
     positions: Ints
+    """Position of each query, [row, query]."""
     keys: Ints
+    """Token of each key, [row, key]."""
     lengths: list[int]
+    """[row] -> tokens of the prompt."""
 
     def with_keys(self, count: int) -> AttentionGroup:
-        """The same over so many keys, with some behind the longest prompt that nobody sees."""
-        more = count - self.keys.shape[1]
-        return replace(self, keys=np.pad(self.keys, ((0, 0), (0, more)))) if more else self
+        """The group with `count` keys per row; the added ones lie past every prompt and are masked."""
+        missing = count - self.keys.shape[1]
+        return replace(self, keys=np.pad(self.keys, ((0, 0), (0, missing)))) if missing else self
 
     @property
     def is_whole(self) -> bool:
-        """Whether every position of prompts of one length is asked: attention is then plainly causal, or of
-        everything."""
+        """Whether all rows query every position of prompts of one length, so that no padding is masked."""
         return bool(self.keys.shape[1] == min(self.counts) == min(self.lengths))

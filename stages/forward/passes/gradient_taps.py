@@ -1,18 +1,16 @@
-"""Taps of a pass that will be gone back through: a bound spec, and where in the graph its gradients are.
+"""GradientTaps: taps of a pass that is differentiated; they remember where in the graph gradients are wanted.
 
-A wanted point gets a node of its own, so that its gradient is that of everything that reads it there, as an
-intervention would reach it. Recording begins at the first of them: what lies before costs what it costs in a
-plain pass. Kept is the place in autograd's graph, never the value.
+A captured point gets a graph node of its own, so its gradient is that of everything that reads the value
+there, as an intervention would reach it. Recording begins at the first of them: earlier layers cost as much
+as in a plain pass. Stored is the node (an edge of autograd's graph), never the value.
 
-A layer may be dropped: what it adds to the stream is then a constant on the way back, which goes past it by
-the stream alone (the gradient dropout of AtP*, Kramar et al. 2024, section 3).
+A layer may be dropped: its contribution to the stream then counts as constant in the backward pass (the
+gradient dropout of AtP*, Kramar et al. 2024, section 3).
 
-To a layer these taps look like ones that change what is wanted, because attention, norms and recurrences then
-take the road on which the point lies.
+Layers are told that the captured points are changed, because attention, norms and recurrences then compute
+them explicitly instead of in a fused kernel.
 
-Border: tensors and specs; the way back is backward.py's.
-
-Axes: as in hooks/points; states are [batch, head, key, value] one at a time.
+Axes: as in hooks/points; states are [batch, head, key, value], one position at a time.
 """
 
 from __future__ import annotations
@@ -33,26 +31,37 @@ __all__ = ["GradientTaps", "WatchedPlace"]
 
 @dataclass(frozen=True)
 class WatchedPlace:
-    """Where in autograd's graph a wanted gradient is: one place, or one for each position of states."""
+    """Graph nodes at which one gradient is captured."""
 
     shape: torch.Size
+    """Shape of the value; of recurrent states, of one position."""
     dtype: torch.dtype
+    """Dtype of the value."""
     device: torch.device
+    """Device of the value."""
     is_by_position: bool
+    """Whether there is a node per position (recurrent states), to be stacked on axis 2."""
     edges: list[GradientEdge] = field(default_factory=list)
+    """One node, or one per position."""
 
     def gradient(self, parts: Sequence[Tensor | None]) -> Tensor:
-        """The gradient from those at the edges; zero where no path leads from there to the metric."""
+        """Stack gradients at the nodes; None (no path to the metric) becomes zeros."""
         zeros = torch.zeros(self.shape, dtype=self.dtype, device=self.device)
-        made = [zeros if part is None else part for part in parts]
-        return torch.stack(made, 2) if self.is_by_position else made[0]
+        gradients = [zeros if part is None else part for part in parts]
+        return torch.stack(gradients, 2) if self.is_by_position else gradients[0]
 
 
 class GradientTaps:
     """`PassTaps` of a bound spec whose gradients are wanted."""
 
     def __init__(self, spec: BoundSpec, sink: Sink, dropped: int | None = None) -> None:
-        """sink: told the plain captures of the spec, detached. dropped: a layer, if any."""
+        """Prepare a pass.
+
+        Arguments:
+            spec: bound spec with gradient captures.
+            sink: receives the plain captures, detached.
+            dropped: layer whose contribution counts as constant; None for none.
+        """
         plain = tuple(capture for capture in spec.captures if not capture.is_gradient)
         self._run = RunTaps(replace(spec, captures=plain), lambda c, x: sink(c, x.detach()))
         self._wanted = {(c.point.kind, c.point.layer, c.when): c for c in spec.gradients}
@@ -62,34 +71,36 @@ class GradientTaps:
         self._entered: Tensor | None = None
 
     def __call__(self, kind: str, layer: int | None, x: Tensor, allowed: Tensor | None = None) -> Tensor:
-        """The value to go on with at a hook point."""
+        """The value to continue with at a hook point."""
         place = (kind, layer)
         if place == ("resid_post", self._dropped):
-            x = self._past(x)
+            x = self._bypassed(x)
         x = self.watch(place, "after", self._run(kind, layer, self.watch(place, "before", x), allowed))
+        # Only the first time: activation checkpointing calls the taps of a layer again in the backward pass.
         if place == ("resid_pre", self._dropped) and self._entered is None:
-            self._entered = x  # the first time: a layer computed again on the way back is not gone past again
+            self._entered = x
         return x
 
-    def _past(self, x: Tensor) -> Tensor:
-        """The stream behind the dropped layer, on the way back what entered it."""
+    def _bypassed(self, x: Tensor) -> Tensor:
+        """The stream after the dropped layer, whose gradient goes straight to the layer's input."""
         entered = self._entered
+        # The difference is zero in value and carries the gradient.
         return x.detach() if entered is None else x.detach() + (entered - entered.detach())
 
     def captures(self, layer: int | None, *kinds: str) -> bool:
-        """Whether the value of one of these points is wanted."""
+        """Whether the value of one of these points is captured."""
         return self._run.captures(layer, *kinds)
 
     def changes(self, layer: int | None, *kinds: str) -> bool:
-        """Whether one of these points is changed, or its gradient wanted."""
+        """Whether one of these points is changed or its gradient captured."""
         return self._run.changes(layer, *kinds) or self._wants(layer, *kinds)
 
     def touches(self, layer: int | None, *kinds: str) -> bool:
-        """Whether one of these points is read or changed, or its gradient wanted."""
+        """Whether one of these points is captured or changed, or its gradient captured."""
         return self._run.touches(layer, *kinds) or self._wants(layer, *kinds)
 
     def changes_attention(self, layer: int) -> bool:
-        """Whether scores and pattern must be computed one by one."""
+        """Whether scores and pattern must be computed explicitly."""
         return self._run.changes_attention(layer) or self._wants(layer, "scores", "attn_scores", "pattern")
 
     def cut(self, layer: int, heads: int, queries: int, keys: int, device: Any) -> Tensor | None:
@@ -102,14 +113,26 @@ class GradientTaps:
         return _GradientStateTaps(self, plain, (kind, layer)) if self._wants(layer, kind) else plain
 
     def watch(self, place: Place, when: When, x: Tensor, position: int | None = None) -> Tensor:
-        """x, where its gradient is wanted with a node of its own. position: of the state it is, if any."""
+        """Register a separate autograd node for x where its gradient is captured.
+
+        Arguments:
+            place: (kind, layer) of the hook point.
+            when: before or after its interventions.
+            x: value there.
+            position: position of a recurrent state; None elsewhere.
+
+        Returns:
+            x, or a view of it with a new node.
+        """
         capture = self._wanted.get((*place, when))
         if capture is None:
             return x
+        # A view is a node of its own; a tensor outside the graph becomes a leaf, where recording begins.
         x = x.view_as(x) if x.requires_grad else x.detach().requires_grad_()
-        told = WatchedPlace(x.shape, x.dtype, x.device, position is not None)
-        edges = self.watched.setdefault(capture, told).edges
-        if len(edges) <= (position or 0):  # a layer computed again on the way back meets its taps again
+        node = WatchedPlace(x.shape, x.dtype, x.device, position is not None)
+        edges = self.watched.setdefault(capture, node).edges
+        # A layer that activation checkpointing computes again calls its taps a second time.
+        if len(edges) <= (position or 0):
             edges.append(get_gradient_edge(x))
         return x
 
@@ -118,7 +141,7 @@ class GradientTaps:
 
 
 class _GradientStateTaps:
-    """Taps for the states of one layer (`StateTaps`), whose gradients are wanted."""
+    """`StateTaps` of one layer whose states' gradients are captured."""
 
     def __init__(self, taps: GradientTaps, plain: StateTaps | None, place: Place) -> None:
         self._taps, self._plain, self._place = taps, plain, place

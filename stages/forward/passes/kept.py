@@ -1,13 +1,10 @@
-"""Reading on: a pass over the newest positions of a sequence, with the keys and values of the others kept
-from when those were read, or the state they left.
+"""Cache and read_on: a pass over the newest positions of a sequence, with cached keys, values and states.
 
-Border: token ids, taps and tensors; which token comes next is decided elsewhere.
+Interventions apply to each position once, when it is new; its keys and values then stay as they were. Keys
+are cached after rope. Where a longer sequence would rotate them otherwise (length-dependent rope scaling),
+the caller clears the cache first. Which token comes next is decided elsewhere.
 
-Interventions are applied to each position once, when it is new; its keys and values stay what they were
-then. Keys are kept as rope has turned them; where a longer sequence turns them otherwise, nothing kept is
-true of it, and whoever reads on clears the cache first.
-
-Of the S positions of a sequence so far the last ones are new.
+Of the S positions of a sequence so far, the last ones are new.
 """
 
 from __future__ import annotations
@@ -35,14 +32,23 @@ from .states import show_derived, through_sequence, windows
 __all__ = ["Cache", "NewestPositions", "read_on"]
 
 _SMALLEST = 64
-"""Positions room is made for at first; it doubles when it is full."""
+"""Positions allocated at first; the allocation doubles when it is full."""
 _BEHIND = 18
-"""Positions there is room for behind the newest: what attention is filled up with, finite numbers all."""
+"""Positions allocated past the newest, so that attention kernels can be padded with finite numbers."""
 
 
 def read_on(network: Network, rows: Sequence[Sequence[int]], cache: Cache, taps: PassTaps) -> Tensor:
-    """Logits [B, V] at the last position of sequences of one length, which begin with what the cache holds;
-    afterwards it holds all of them."""
+    """Extend sequences of one length by the tokens that the cache does not hold yet.
+
+    Arguments:
+        network: the network.
+        rows: token ids of whole sequences; the first `cache.length` of each are cached.
+        cache: extended in place by the new positions.
+        taps: hook points of the new positions.
+
+    Returns:
+        Logits [B, V] at the last position.
+    """
     start, length = cache.length, len(rows[0])
     ids = to_device(torch.tensor([row[start:] for row in rows], dtype=torch.long), network.device)
     x = through_layers(
@@ -53,127 +59,157 @@ def read_on(network: Network, rows: Sequence[Sequence[int]], cache: Cache, taps:
 
 
 class Cache:
-    """Keys, as rotated, and values of the positions read so far, of each layer [B, Hk, S, dh]; of layers that
-    recur the state behind them [B, H, K, V], and of those that shift tokens the last of these."""
+    """Keys and values, recurrent states and shifted rows of the positions computed so far.
+
+    Per layer: keys (after rope) and values [B, Hk, S, dh]; states [B, H, K, V] of recurrent layers; the last
+    rows of layers with a token shift or convolution.
+    """
 
     def __init__(self) -> None:
         self.length = 0
-        """Positions read in every layer."""
-        self._held: dict[int, tuple[Tensor, Tensor]] = {}
+        """Positions computed in every layer."""
+        self._pairs: dict[int, tuple[Tensor, Tensor]] = {}
         self._rotations: dict[RopeConfig, tuple[Tensor, Tensor]] = {}
         self.states: dict[int, Tensor] = {}
-        """Of layers that recur, the state behind the last position read."""
+        """Layer -> recurrent state after the last position."""
         self._rows: dict[tuple[int, str], Tensor] = {}
 
     @property
     def nbytes(self) -> int:
-        """Bytes of keys and values, room for positions to come included, and of states and shifted rows."""
-        pairs = (part for held in self._held.values() for part in held)
+        """Bytes of keys and values, including unused allocation, and of states and shifted rows."""
+        pairs = (part for pair in self._pairs.values() for part in pair)
         return sum(part.nbytes for part in (*pairs, *self.states.values(), *self._rows.values()))
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values of a layer with new ones [B, Hk, new, dh] behind them; views, valid until the next
-        call. They count once every layer has its own and `length` says so."""
+        """Append keys and values of new positions to those of a layer.
+
+        They count as cached only when `length` is raised, after every layer has appended its own.
+
+        Arguments:
+            layer: layer index.
+            k: keys after rope, [B, Hk, new, dh].
+            v: values, likewise.
+
+        Returns:
+            Keys and values of all positions: views that the next call may invalidate.
+        """
         end = self.length + k.shape[2]
-        held = self._held.get(layer)
+        pair = self._pairs.get(layer)
         if torch.is_grad_enabled():
-            # A backward pass may read earlier keys again: nothing is written beside them.
-            self._held[layer] = held = (self._joined(k, held and held[0]), self._joined(v, held and held[1]))
-            return held
-        if held is None or held[0].shape[2] < end + _BEHIND:
-            held = self._grown(k, held and held[0], end), self._grown(v, held and held[1], end)
-            self._held[layer] = held
-        for room, new in zip(held, (k, v), strict=True):
+            # A backward pass may still read the earlier keys, so nothing may be written into their memory.
+            self._pairs[layer] = pair = (self._joined(k, pair and pair[0]), self._joined(v, pair and pair[1]))
+            return pair
+        if pair is None or pair[0].shape[2] < end + _BEHIND:
+            pair = self._grown(k, pair and pair[0], end), self._grown(v, pair and pair[1], end)
+            self._pairs[layer] = pair
+        for room, new in zip(pair, (k, v), strict=True):
+            # Written in place: concatenating would copy all earlier keys at every token.
             room[:, :, self.length : end] = new
-        keys, values = (room[:, :, :end] for room in held)
+        keys, values = (room[:, :, :end] for room in pair)
         return keys, values
 
     def newest(self, layer: int, count: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of a layer that had so many new ones in this pass; views, as of `append`."""
-        keys, values = (room[:, :, : self.length + count] for room in self._held[layer])
+        """All keys and values of a layer to which this pass has appended `count`; views, as of `append`."""
+        keys, values = (room[:, :, : self.length + count] for room in self._pairs[layer])
         return keys, values
 
     def stretch(self, layer: int, first: int, count: int) -> tuple[Tensor, Tensor] | None:
-        """Keys and values of a layer from a position on, with numbers of no meaning behind the newest; None
-        where there is no room for so many. Views, as of `append`."""
-        keys, values = (room[:, :, first : first + count] for room in self._held[layer])
+        """Keys and values of `count` positions from `first` on; views, as of `append`.
+
+        Entries past the newest position are finite numbers without meaning. None where fewer are allocated.
+        """
+        keys, values = (room[:, :, first : first + count] for room in self._pairs[layer])
         return (keys, values) if keys.shape[2] == count else None
 
     def continued(self, layer: int, name: str, x: Tensor, count: int) -> Tensor:
-        """x [B, new, width] behind the `count` rows before it, zeros before the beginning; its last rows are
-        kept for the next call."""
-        held = self._rows.get((layer, name))
-        whole = F.pad(x, (0, 0, count, 0)) if held is None else torch.cat([held, x], dim=1)
+        """Prepend the `count` cached rows before x [B, new, width], zeros at the beginning of a sequence.
+
+        The last `count` rows are cached for the next call.
+        """
+        earlier = self._rows.get((layer, name))
+        whole = F.pad(x, (0, 0, count, 0)) if earlier is None else torch.cat([earlier, x], dim=1)
+        # A clone: a view would keep the whole sequence alive.
         self._rows[layer, name] = whole[:, -count:].clone()
         return whole
 
     def rotation(
         self, rope: RopeConfig, length: int, device: torch.device, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor]:
-        """Rope tables of at least `length` positions; of more, where longer ones hold for shorter ones."""
+        """Rope tables of at least `length` positions; longer where the scaling does not depend on length."""
         if rope.depends_on_length:
             return rope_tables(rope, length, device, dtype)
-        found = self._rotations.get(rope)
-        if found is None or len(found[0]) < length:
-            found = self._rotations[rope] = rope_tables(rope, max(_SMALLEST, 2 * length), device, dtype)
-        return found
+        tables = self._rotations.get(rope)
+        if tables is None or len(tables[0]) < length:
+            tables = self._rotations[rope] = rope_tables(rope, max(_SMALLEST, 2 * length), device, dtype)
+        return tables
 
     def keep(self, rows: Sequence[int]) -> None:
-        """Only these prompts of the batch."""
-        chosen = list(rows)
-        self._held = {layer: (k[chosen], v[chosen]) for layer, (k, v) in self._held.items()}
-        self.states = {layer: state[chosen] for layer, state in self.states.items()}
-        self._rows = {place: rows[chosen] for place, rows in self._rows.items()}
+        """Drop all batch rows from the cache except `rows`."""
+        indices = list(rows)
+        self._pairs = {layer: (k[indices], v[indices]) for layer, (k, v) in self._pairs.items()}
+        self.states = {layer: state[indices] for layer, state in self.states.items()}
+        self._rows = {place: rows[indices] for place, rows in self._rows.items()}
 
     def clear(self) -> None:
-        """Forget everything read: what comes next is at position 0."""
+        """Forget all positions: the next token is at position 0."""
         self.length = 0
-        self._held, self.states, self._rows = {}, {}, {}
+        self._pairs, self.states, self._rows = {}, {}, {}
 
-    def _joined(self, new: Tensor, held: Tensor | None) -> Tensor:
-        return new if held is None else torch.cat([held[:, :, : self.length], new], dim=2)
+    def _joined(self, new: Tensor, earlier: Tensor | None) -> Tensor:
+        return new if earlier is None else torch.cat([earlier[:, :, : self.length], new], dim=2)
 
-    def _grown(self, like: Tensor, held: Tensor | None, end: int) -> Tensor:
+    def _grown(self, like: Tensor, earlier: Tensor | None, end: int) -> Tensor:
         size = _SMALLEST
+        # Doubling makes appending n positions cost O(n) copies in total.
         while size < end + _BEHIND:
             size *= 2
         room = like.new_zeros(*like.shape[:2], size, like.shape[3])
-        if held is not None:
-            room[:, :, : self.length] = held[:, :, : self.length]
+        if earlier is not None:
+            room[:, :, : self.length] = earlier[:, :, : self.length]
         return room
 
 
 class NewestPositions:
-    """The history of a sequence that is read on (`History`): its newest tokens see themselves and what is
-    kept."""
+    """`History` of an extended sequence: its new tokens see themselves and the cached positions."""
 
     def __init__(
         self, cache: Cache, length: int, taps: PassTaps, device: torch.device, starts: Tensor | None = None
     ) -> None:
-        """length: of the sequence with its new positions. starts: where targets begin, [B, 1], of pairs, of
-        which nothing is kept."""
+        """Prepare a pass.
+
+        Arguments:
+            cache: positions computed so far.
+            length: tokens of the sequence with the new ones.
+            taps: hook points of the new positions.
+            device: device of the network.
+            starts: positions at which targets begin, [B, 1], in an encoder-decoder, which is never cached.
+        """
         self.starts = starts
         self._cache, self._length, self._taps, self._device = cache, length, taps, device
         self._rotations: dict[RopeConfig, tuple[Tensor, Tensor]] = {}
 
     @property
     def positions(self) -> Tensor:
-        """Those behind what is kept."""
+        """Absolute positions of the new tokens: arange(cache.length, length)."""
         return torch.arange(self._cache.length, self._length, device=self._device)
 
     def shares(self, token: int, ids: Tensor) -> Tensor:
-        """Not known: what is kept was embedded when the text was shorter. Raises ConfigError."""
+        """Not available here.
+
+        Raises:
+            ConfigError: always, because cached positions were embedded with the shares of a shorter text.
+        """
         raise ConfigError(
-            f"expected a model that embeds each token by itself, found one that goes by the share of token "
-            f"{token} in its prompt; read all positions anew"
+            "expected a model that embeds each token by itself, found one whose embedding depends on the "
+            f"share of token {token} in the prompt; compute all positions anew"
         )
 
     def enter(self, layer: int, carried: Carried) -> Carried:
-        """As it is: the same tokens in every layer."""
+        """The carried tensors unchanged: every layer computes the same tokens."""
         return carried
 
     def kept(self, x: Tensor) -> Tensor:
-        """All that came: every new token goes on to the next layer."""
+        """x unchanged: the next layer needs every new token."""
         return x
 
     def rotation(self, rope: RopeConfig, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -185,7 +221,7 @@ class NewestPositions:
         return self._rotations[rope]
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, how: AttentionMixer) -> Tensor:
-        """See `History`; keys and values are kept on the way, by the layer that makes them."""
+        """See `History`; the layer that computes keys and values appends them to the cache."""
         if how.source is None:
             keys, values = self._cache.append(layer, k, v)
         else:
@@ -196,7 +232,7 @@ class NewestPositions:
         window = None if how.window is None or how.window >= total else how.window
         by_hand = is_by_hand(q, how) or self._taps.touches(layer, "scores", "attn_scores", "pattern")
         if new == 1 and not by_hand:
-            # One query sees all that its window, or chunk, holds: no mask.
+            # One query sees every key that is left after its window or chunk is cut out: no mask.
             width = (total - 1) % window + 1 if window and how.is_chunked else window
             first = 0 if width is None else max(total - width, 0)
             wide = self._cache.stretch(
@@ -205,12 +241,13 @@ class NewestPositions:
             weigh = None if wide is None else over(*wide)
             seen = keys[:, :, first:], values[:, :, first:]
             return attend(q, *seen, None, how, layer, self._taps, weigh)
+        # A whole prompt without window is plain causal attention, for which kernels need no mask.
         plain = new == total and window is None and not by_hand
         allowed = None if plain else causal(total, window, q.device, newest=new, is_chunked=how.is_chunked)
         return attend(q, keys, values, allowed, how, layer, self._taps)
 
     def _attend_in_pair(self, layer: int, q: Tensor, k: Tensor, v: Tensor, how: AttentionMixer) -> Tensor:
-        """As `attend`, of all positions of pairs."""
+        """As `attend`, for an encoder-decoder, whose mask depends on where the target begins."""
         assert how.part is not None
         taps = CrossTaps(self._taps) if how.part == "cross" else self._taps
         starts = None if self.starts is None else self.starts[:, :, None, None]
@@ -218,20 +255,21 @@ class NewestPositions:
         return attend(q, k, v, seen, how, layer, taps, None, self.positions)
 
     def before(self, layer: int, name: str, x: Tensor, count: int) -> Tensor:
-        """See `History`; the newest are kept on the way."""
+        """See `History`; the newest rows are cached."""
         return windows(self._cache.continued(layer, name, x, count), count)
 
     def scan(self, layer: int, recurrence: Recurrence, tokens: Mapping[str, Tensor], room: str) -> Tensor:
-        """See `History`; goes on from the state that was left, and leaves its own.
+        """See `History`; continues from the cached state and caches its own.
 
-        Raises InterventionError where attention to earlier tokens is asked for, of which the state alone is
-        kept.
+        Raises:
+            InterventionError: where attention to earlier tokens is captured, as only their state is cached.
         """
-        asked = f"{room}_alpha_raw", f"{room}_effective_attn"
-        if self._cache.length and self._taps.captures(layer, *asked):
+        matrices = f"{room}_alpha_raw", f"{room}_effective_attn"
+        if self._cache.length and self._taps.captures(layer, *matrices):
             raise InterventionError(
                 f"expected no captures of 'blocks.{layer}.{room}.hook_effective_attn' while reading on, "
-                "as only states of earlier tokens are kept; generate first, then capture over the whole text"
+                "as only the state of earlier tokens is cached; generate first, then capture over the whole "
+                "text"
             )
         states = self._taps.of_states(layer, f"{room}_state_seq", self._length)
         before = self._cache.states.get(layer)

@@ -1,7 +1,4 @@
-"""A plain pass: every position of a batch of prompts of one length.
-
-Border: token ids, taps and tensors.
-"""
+"""A plain pass: every position of a batch of prompts of one length, for token ids and taps."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ from torch import Tensor
 
 from ..architectures.architecture import AttentionMixer
 from ..architectures.transformer import RopeConfig
-from ..hooks.taps import EverythingHeld, PassTaps
+from ..hooks.taps import EarlyStop, PassTaps
 from ..hooks.wants import Logits
 from ..networks.attention import attend, in_tiles, visible
 from ..networks.gradients import is_recorded
@@ -35,28 +32,41 @@ def forward(
     want: Logits | None,
     order: Sequence[int] | None = None,
 ) -> Tensor | None:
-    """ids: int [B, S]. order: see `through_layers`. Returns the logits wanted, [B, positions, tokens], or
-    None if none are.
+    """Run prompts of one length through a network.
 
-    Taps made with ``stop_early`` end the pass at the last wanted hook point.
+    Arguments:
+        network: the network.
+        ids: token ids, int [B, S].
+        taps: hook points of the pass; with ``stop_early`` they end it after the last capture.
+        want: which logits to compute; None for none.
+        order: layers in execution order; None for each layer once.
+
+    Returns:
+        Logits [B, positions, tokens]; None where none are wanted or the taps ended the pass.
     """
     history = WholePrompts(ids.shape[1], taps, ids.device, starts_of(ids, network.config))
     try:
         x = through_layers(network, ids, history, taps, order)
         x = network.finish(x, taps, want)
         return None if want is None else network.unembed(x, want)
-    except EverythingHeld:
+    except EarlyStop:
         return None
 
 
 def forward_part(
     network: Network, entering: Tensor | Carried, layers: Sequence[int], taps: PassTaps, *, ends: bool
 ) -> Carried:
-    """A pass through some layers, in order, that another one goes on from; empty where it ends here.
+    """Run prompts through some layers, in order, so that another call can continue from there.
 
-    entering: token ids [B, S], or what came out of the layer before these. What is carried is shown to the
-    taps by the pass that goes on from it. ends: go to the end of what is wanted, past the final norm; without
-    layers, from what came out of the last of all.
+    Arguments:
+        network: the network.
+        entering: token ids [B, S], or the output of the layer before these.
+        layers: consecutive layers; empty to run only the final norm on the output of the last layer.
+        taps: hook points of the layers. The output is shown to the taps of the call that continues from it.
+        ends: whether this is the last part, which includes the final norm after the last layer.
+
+    Returns:
+        Output of the last of these layers; empty where `ends` is set.
     """
     first = entering if isinstance(entering, Tensor) else entering[STREAM]
     if isinstance(entering, Tensor):
@@ -68,41 +78,49 @@ def forward_part(
         carried = network.embed(entering, history.positions, history.shares, history.starts)
     else:
         carried = entering
-    left = layers[0] - 1 if layers and layers[0] else None
+    # The layer whose output enters here: its `resid_post` taps were left to this call.
+    previous = layers[0] - 1 if layers and layers[0] else None
     if not ends:
-        return part_way(network, carried, layers, history, taps, left)
+        return part_way(network, carried, layers, history, taps, previous)
     last = network.config.num_layers - 1
     try:
-        x = onwards(network, carried, layers, history, taps, left if layers else last)
+        x = onwards(network, carried, layers, history, taps, previous if layers else last)
         if not layers or layers[-1] == last:
             network.finish(x, taps, None)
-    except EverythingHeld:
+    except EarlyStop:
         pass
     return {}
 
 
 def _starts_in(carried: Carried) -> Tensor | None:
-    """Where targets begin, of what a layer gave, [B, 1]."""
+    """Position at which the target begins in each prompt of an encoder-decoder, [B, 1]; None otherwise."""
     return (carried[TARGET] < 0.5).sum(1) if TARGET in carried else None
 
 
 class WholePrompts:
-    """The history of a plain pass (`History`): each token sees those before it in its prompt, or all."""
+    """`History` of a plain pass: tokens see earlier tokens of their prompt, or all without a causal mask."""
 
     def __init__(
         self, length: int, taps: PassTaps, device: torch.device, starts: Tensor | None = None
     ) -> None:
-        """starts: where targets begin, [B, 1], where prompts are pairs."""
+        """Prepare a pass.
+
+        Arguments:
+            length: positions of the prompts.
+            taps: hook points of the pass.
+            device: device of its tensors.
+            starts: positions at which targets begin, [B, 1], in an encoder-decoder; None otherwise.
+        """
         self.starts = starts
         self._length, self._taps, self._device = length, taps, device
         self._rotations: dict[RopeConfig, tuple[Tensor, Tensor]] = {}
         self._masks: dict[tuple[int | None, bool, bool], Tensor | None] = {}
-        """Bool [query, key], True where attention may look, by window, whether it looks ahead, and whether
-        windows are chunks."""
+        """Attention masks, bool [query, key], True where attention may look, by (window, is bidirectional, is
+        chunked); None for a plain causal mask."""
 
     @property
     def positions(self) -> Tensor:
-        """Where its tokens stand: every position of the prompt, in order."""
+        """Positions of all tokens, 0 to length - 1."""
         return torch.arange(self._length, device=self._device)
 
     def shares(self, token: int, ids: Tensor) -> Tensor:
@@ -110,23 +128,26 @@ class WholePrompts:
         return share_of(token, ids)
 
     def enter(self, layer: int, carried: Carried) -> Carried:
-        """As it is: the same tokens in every layer."""
+        """The carried tensors unchanged: every layer computes the same tokens."""
         return carried
 
     def kept(self, x: Tensor) -> Tensor:
-        """All that came: every token goes on to the next layer."""
+        """x unchanged: the next layer needs every token."""
         return x
 
     def rotation(self, rope: RopeConfig, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """See `History`."""
         if rope not in self._rotations:
+            # Layers share a few rope configurations (local and global attention), so tables are cached by
+            # configuration.
             self._rotations[rope] = rope_tables(rope, self._length, self._device, dtype)
         return self._rotations[rope]
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, how: AttentionMixer) -> Tensor:
-        """See `History`; in tiles, but for what looks ahead, gradients, float64, whose softmax is rounded as
-        the reference rounds it, and other devices, which have kernels of their own."""
+        """See `History`; in tiles on the CPU, with the fused kernel of torch elsewhere."""
         is_float64 = q.dtype == torch.float64
+        # Tiles are for causal masks and inference: they record no gradient. In float64 the reference rounds
+        # its softmax otherwise, and other devices have faster kernels of their own.
         plain = how.is_bidirectional or is_float64 or is_recorded(q, k, v) or q.device.type != "cpu"
         weigh = None if plain else in_tiles
         if how.part is not None:
@@ -141,14 +162,14 @@ class WholePrompts:
         return windows(F.pad(x, (0, 0, count, 0)), count)
 
     def scan(self, layer: int, recurrence: Recurrence, tokens: Mapping[str, Tensor], room: str) -> Tensor:
-        """See `History`; states begin at zero."""
+        """See `History`; the state before the first token is zero."""
         states = self._taps.of_states(layer, f"{room}_state_seq", self._length)
         read, state = through_sequence(recurrence, tokens, None, states)
         show_derived(layer, recurrence, tokens, state, room, self._taps)
         return read
 
     def _mask(self, how: AttentionMixer) -> Tensor | None:
-        """See `visible`."""
+        """The attention mask of a layer (`visible`), computed once per kind of layer."""
         kind = how.window, how.is_bidirectional, how.is_chunked
         if kind not in self._masks:
             self._masks[kind] = visible(self._length, how, self._device)

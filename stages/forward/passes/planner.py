@@ -1,15 +1,14 @@
-"""The run planner: a list of runs as few passes of little more than what differs between them.
+"""The run planner: computes a list of runs in few passes, with little more work than their differences.
 
-1. runs become branches of a tree (branches.py): equal runs are one, shared prefixes are computed once, each
-   branch holds only positions its interventions can reach, no layer is run above the last thing wanted, and
-   in the last layer only positions whose logits are wanted go through MLP and LM head;
-2. branches are packed, in order, into blocks whose widest layer fits the memory; a block is one sweep over
-   the layers (passes/sweep.py), after which its runs are done;
-3. a branch whose ancestors lie in an earlier block has them computed again in its own: they are few.
+1. Runs become branches of a tree (branches.py): equal runs are one branch, shared prefixes are computed once,
+   each branch computes only positions that its interventions can reach, no layer runs after the last capture,
+   and in the last layer only positions whose logits are wanted go through MLP and LM head.
+2. Branches are packed, in order, into blocks whose widest layer fits into memory. A block is one sweep over
+the
+   layers (passes/sweep.py), after which its runs are done.
+3. Ancestors of a branch that lie in an earlier block are computed again in its own; they are few.
 
-Planned results equal plain forward passes within rounding.
-
-Border: runs and numbers; tensors are the sweep's business. Never imports torch.
+Planned results equal plain forward passes within rounding. Never imports torch.
 """
 
 from __future__ import annotations
@@ -27,49 +26,48 @@ from .branches import Branch, Positions, Wanted, grow
 __all__ = ["SweepPlan", "plan_runs"]
 
 MEMORY = 1 << 30
-"""Bytes the passes of a plan may take unless told otherwise."""
+"""Default memory limit of the passes of a plan, in bytes."""
 MOST_TOKENS = 4096
-"""Tokens of a block at which matrix products are as fast as they get; more only take memory."""
+"""Tokens of a block above which matrix products get no faster; more would only take memory."""
 
 
 @dataclass(frozen=True)
 class Block:
-    """Branches that are computed in one sweep, parents before children.
-
-    ending: those whose runs this sweep gives; the others are there for their children.
-    """
+    """Branches that are computed in one sweep."""
 
     branches: tuple[Branch, ...]
+    """Parents before children."""
     ending: frozenset[Branch]
+    """Branches whose runs end in this sweep; the others are computed for their children."""
     widest: int
-    """Tokens of the layer that has most."""
+    """Largest number of tokens in any layer."""
 
 
 @dataclass(frozen=True)
 class SweepPlan:
-    """Which passes a list of runs takes.
-
-    room: bytes a sweep may take beside its row of tokens.
-    """
+    """The sweeps that a list of runs takes."""
 
     runs: int
+    """Number of runs."""
     blocks: tuple[Block, ...]
+    """One block per sweep."""
     naive: int
-    """Layer-positions of a full forward pass for each run."""
+    """Layer-positions of one full forward pass per run."""
     room: int
+    """Bytes that a sweep may allocate beside its row of tokens."""
 
     @property
     def positions(self) -> int:
-        """Layer-positions that all branches compute together; `naive` is what they are compared with."""
+        """Layer-positions that the sweeps compute; compare with `naive`."""
         return sum(branch.positions_computed() for block in self.blocks for branch in block.branches)
 
     @property
     def branches(self) -> int:
-        """Distinct sets of interventions among the runs."""
+        """Number of distinct sets of interventions among the runs."""
         return sum(len(block.ending) for block in self.blocks)
 
     def describe(self) -> str:
-        """In one line: runs asked, what is computed, what a loop of forward passes would compute."""
+        """One line: runs, sweeps, and layer-positions compared with a loop of forward passes."""
         every = [branch for block in self.blocks for branch in block.branches]
         widened = sum(branch.widened for branch in every)
         wider = f"; {widened} widened to every position, as raw scores are read" if widened else ""
@@ -82,7 +80,7 @@ class SweepPlan:
         )
 
     def _repr_html_(self) -> str:
-        """For a notebook: what is asked, what is computed, and how large each sweep is."""
+        """HTML table for a notebook: runs, sweeps and their size."""
         share = self.positions / max(1, self.naive)
         facts = [
             ("runs asked", f"{self.runs:,}"),
@@ -100,13 +98,21 @@ class SweepPlan:
 def plan_runs(
     wanted: Sequence[Wanted], config: Architecture, itemsize: int, memory: int = MEMORY
 ) -> SweepPlan:
-    """How to compute these runs in at most `memory` bytes beside the model; itemsize: of the model's dtype.
+    """Plan runs within a memory limit.
 
-    Raises PlanError if one run alone needs more.
+    Arguments:
+        wanted: runs with prompt, spec and logits.
+        config: architecture of the model.
+        itemsize: bytes of a number in the model's dtype.
+        memory: bytes that a sweep may take beside the model.
+
+    Raises:
+        PlanError: if a single run needs more.
     """
     layers = config.num_layers
     branches = grow(wanted, config)
     per_token = config.bytes_per_token(itemsize)
+    # A third of the memory is left for gathered keys, scores and logits of a sweep.
     room = memory // 3
     most = min((memory - room) // per_token, MOST_TOKENS)
     naive = sum(len(run.tokens) for run in wanted) * layers
@@ -116,43 +122,43 @@ def plan_runs(
 def _blocks(
     branches: Sequence[Branch], layers: int, most: int, per_token: int, memory: int
 ) -> Iterator[Block]:
-    """Branches with runs in order, each with its ancestors, cut where the widest layer would pass `most`."""
+    """Blocks of branches with their ancestors; a new one where the widest layer would pass `most` tokens."""
     none = np.zeros(layers + 1, np.int64)
-    chosen: dict[Branch, None] = {}
+    members: dict[Branch, None] = {}
     width, ending = none, set[Branch]()
     for branch in branches:
         if not branch.runs:
             continue
-        joining = _unchosen(branch, chosen)
-        added = sum((_widths(each, layers) for each in joining), none)
+        joining = _missing(branch, members)
+        added = sum((_widths(member, layers) for member in joining), none)
         if ending and int((width + added).max()) > most:
-            yield Block(tuple(chosen), frozenset(ending), int(width.max()))
-            chosen, width, ending = {}, none, set()
-            joining = _unchosen(branch, chosen)
-            added = sum((_widths(each, layers) for each in joining), none)
+            yield Block(tuple(members), frozenset(ending), int(width.max()))
+            members, width, ending = {}, none, set()
+            joining = _missing(branch, members)
+            added = sum((_widths(member, layers) for member in joining), none)
         alone = int(added.max()) * per_token
         if not ending and alone > memory:
             raise PlanError(
                 f"a run of {branch.length} tokens needs about {alone:,} bytes, more than the memory of "
                 f"{memory:,}; raise memory=, or shorten the prompt"
             )
-        chosen.update(dict.fromkeys(joining))
+        members.update(dict.fromkeys(joining))
         ending.add(branch)
         width = width + added
     if ending:
-        yield Block(tuple(chosen), frozenset(ending), int(width.max()))
+        yield Block(tuple(members), frozenset(ending), int(width.max()))
 
 
-def _unchosen(branch: Branch, chosen: dict[Branch, None]) -> list[Branch]:
-    """The branch and those of its ancestors that are not in the block yet, the eldest first."""
-    found: list[Branch] = []
-    each: Branch | None = branch
-    while each is not None and each not in chosen:
-        found.append(each)
-        each = each.parent
-    return found[::-1]
+def _missing(branch: Branch, members: dict[Branch, None]) -> list[Branch]:
+    """Branch and ancestors missing from the block, oldest first."""
+    lineage: list[Branch] = []
+    ancestor: Branch | None = branch
+    while ancestor is not None and ancestor not in members:
+        lineage.append(ancestor)
+        ancestor = ancestor.parent
+    return lineage[::-1]
 
 
 def _widths(branch: Branch, layers: int) -> Positions:
-    """Tokens it adds to every slot."""
+    """Tokens that a branch adds to every slot, [slot]."""
     return np.array([len(branch.held(s)) * branch.is_needed(s, inside=False) for s in range(layers + 1)])

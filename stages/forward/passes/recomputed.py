@@ -1,9 +1,8 @@
-"""A network whose layers keep nothing for the way back: each is computed again when the gradient reaches it.
+"""A network with activation checkpointing: each layer is computed again in the backward pass.
 
-What autograd keeps of a pass is then what enters each layer, and the inside of one of them (Chen et al.,
-Training Deep Nets with Sublinear Memory Cost, 2016). The second time gives the bits of the first.
-
-Border: a network and torch's own checkpoints; knows no taps, but that they are asked twice.
+Autograd then stores what enters each layer and the inside of one layer at a time (Chen et al. 2016, Training
+Deep Nets with Sublinear Memory Cost). The second computation gives the same bits as the first. The taps of a
+layer are therefore called twice.
 """
 
 from __future__ import annotations
@@ -19,12 +18,12 @@ __all__ = ["recomputed"]
 
 
 def recomputed(network: Network) -> Network:
-    """The network, its layers computed again on the way back; the same weights."""
+    """The network with activation checkpointing of every layer; it shares the weights."""
     return cast(Network, _Recomputed(network))
 
 
 class _Recomputed:
-    """All of a network but its layers, by delegation."""
+    """Delegates everything but `layer` to the network."""
 
     def __init__(self, network: Network) -> None:
         self._network = network
@@ -32,9 +31,10 @@ class _Recomputed:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._network, name)
 
-    def layer(self, *given: Any) -> Carried:
+    def layer(self, *arguments: Any) -> Carried:
         """See `Network`."""
-        found: Carried = checkpoint(
-            self._network.layer, *given, use_reentrant=False, preserve_rng_state=False
+        # No layer draws random numbers, so saving the generator's state would only cost time.
+        carried: Carried = checkpoint(
+            self._network.layer, *arguments, use_reentrant=False, preserve_rng_state=False
         )
-        return found
+        return carried

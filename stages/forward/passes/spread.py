@@ -1,12 +1,11 @@
-"""Spread: tokens of many branches side by side in one row, and how they see each other.
+"""BranchHistory: attention over the tokens of many branches that share one row.
 
-A layer is linear algebra on single tokens, and attention, or a recurrence (branch_scan.py). For the first it
-does not matter which branch a token belongs to: all tokens of all branches lie in one row, in as large a
-matrix product as memory allows. For attention each query gathers the keys of its own branch; where the branch
-does not hold a position, an index says which ancestor's token stands for it, so that no key is ever computed
-or kept twice.
+A layer is per-token linear algebra, plus attention or a recurrence (branch_scan.py). Per-token operations do
+not depend on the branch, so all tokens of all branches form one row, and matrix products are as large as
+memory allows. For attention, each query gathers the keys of its own branch; where the branch does not compute
+a position, an index names the token of an ancestor, so that no key is computed or stored twice.
 
-Axes: branch, position; token = a place in the row.
+Axes: branch, position; token = an index in the row.
 """
 
 from __future__ import annotations
@@ -30,25 +29,31 @@ from .branch_taps import BranchTaps
 from .forest import AttentionGroup, Forest, Row
 
 RAGGED = 0.75
-"""Branches whose numbers of queries differ by no more share an attention call, padded."""
+"""Branches whose query counts differ by no more than this ratio share one attention call, padded."""
 
 
 class BranchHistory:
-    """The history of a sweep (`History`): the tokens of many branches, each seeing those of its own branch
-    and of the ancestors it has left."""
+    """`History` of a sweep: the tokens of many branches, each seeing its own branch and its ancestors."""
 
     def __init__(self, forest: Forest, taps: BranchTaps, *, room: int, device: torch.device) -> None:
-        """room: bytes that gathered keys and scores may take."""
+        """Prepare a sweep.
+
+        Arguments:
+            forest: branches of the sweep.
+            taps: hook points of the branches.
+            room: bytes that gathered keys and scores may take.
+            device: device of the network.
+        """
         self._forest, self._taps, self._room, self._device = forest, taps, room, device
         self._dropped: set[int] = set()
-        self._chosen: Tensor | None = None
+        self._kept_tokens: Tensor | None = None
         self._rotations: dict[RopeConfig, tuple[Tensor, Tensor]] = {}
         self.row = self._row_of(0)
-        """The tokens that enter the layer under way."""
+        """Tokens that enter the current layer."""
         self._kept = self.row
 
     def ids(self) -> Tensor:
-        """Tokens [1, token] of what enters the first layer."""
+        """Token ids [1, token] of the row that enters the first layer."""
         forest, row = self._forest, self.row
         tokens = np.zeros((len(forest.branches), forest.longest), np.int64)
         for number, branch in enumerate(forest.branches):
@@ -57,35 +62,37 @@ class BranchHistory:
 
     @property
     def positions(self) -> Tensor:
-        """See `History`."""
+        """Position of each token in its prompt, int [token]."""
         return torch.from_numpy(self.row.position).to(self._device)
 
     @property
     def starts(self) -> Tensor | None:
-        """See `History`."""
-        begun = self._starts()
-        return None if begun is None else torch.from_numpy(begun[self.row.branch])[None].to(self._device)
+        """Position at which the target begins in each token's prompt, [1, token]; see `History`."""
+        starts = self._starts()
+        return None if starts is None else torch.from_numpy(starts[self.row.branch])[None].to(self._device)
 
     def _starts(self) -> Ints | None:
-        """Where the targets of branches begin, [branch]."""
+        """Position at which the target of each branch begins, [branch]; None without encoder-decoder."""
         branches = self._forest.branches
         if branches[0].architecture.target_start is None:
             return None
         size = branches[0].architecture.vocab_size
+        # Ids of a target are shifted past the vocabulary, so that the first such id marks its beginning.
         return np.array([np.argmax(np.array(b.tokens) >= size) for b in branches], np.int64)
 
     def shares(self, token: int, ids: Tensor) -> Tensor:
-        """See `History`."""
+        """Share of a token id in each token's prompt, [1, token]; see `History`."""
         of_branch = np.array(
             [np.mean(np.array(b.tokens) == token) for b in self._forest.branches], np.float32
         )
         return torch.from_numpy(of_branch[self.row.branch])[None].to(self._device)
 
     def enter(self, layer: int, carried: Carried) -> Carried:
-        """The tokens of every branch that takes part: its own, or those of the ancestor it leaves here."""
+        """The carried tensors of every branch in this layer: its own tokens, or copies of its parent's."""
         branches = self._forest.branches
         row = self.row
         if layer:
+            # A branch whose interventions changed nothing so far equals its parent once all are made.
             unmoved = (n for n in self._taps.unmoved() if branches[n].parent is not None)
             self._dropped.update(n for n in unmoved if branches[n].ends_changing(layer - 1))
             row = self._row_of(layer)
@@ -94,20 +101,21 @@ class BranchHistory:
         inside = {n: branches[n].kept(layer) for n in row.held if branches[n].is_needed(layer, inside=True)}
         is_behind = layer == branches[0].n_layers
         if inside and not is_behind and branches[0].architecture.layers[layer].mixer.kind == "in turn":
-            inside = row.held  # A mixer reads at every token what the one before it gives.
+            inside = row.held  # the second of two mixers in turn reads the first one's output at every token
         self.row, self._kept = row, row if is_behind else Row(self._forest, inside)
         self._taps.begin(self.row, self._kept, is_last=not inside)
-        self._chosen = None
+        self._kept_tokens = None
         if len(self._kept) < len(row):
-            self._chosen = torch.from_numpy(row.where[self._kept.branch, self._kept.position]).to(
+            self._kept_tokens = torch.from_numpy(row.where[self._kept.branch, self._kept.position]).to(
                 self._device
             )
+        # Other tokens may be in the row of this layer, so tables by token are no longer valid.
         self._rotations.clear()
         return carried
 
     def kept(self, x: Tensor) -> Tensor:
-        """x [..., token, width] at the tokens whose output is needed."""
-        return x if self._chosen is None else x.index_select(-2, self._chosen)
+        """x [..., token, width] at the tokens whose output of this layer is needed."""
+        return x if self._kept_tokens is None else x.index_select(-2, self._kept_tokens)
 
     def rotation(self, rope: RopeConfig, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """See `History`."""
@@ -116,39 +124,52 @@ class BranchHistory:
         return self._rotations[rope]
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, how: AttentionMixer) -> Tensor:
-        """q [1, H, kept token, dh], k and v [1, Hk, token, dh] -> z [1, H, kept token, dh]."""
+        """Attention of query tokens to keys of their own branch and its ancestors.
+
+        Arguments:
+            layer: layer index.
+            q: queries [1, H, kept token, dh].
+            k: keys [1, Hk, token, dh].
+            v: values, likewise.
+            how: parameters of the layer's attention.
+
+        Returns:
+            z [1, H, kept token, dh].
+        """
         z = q.new_empty(q.shape[2], q.shape[1], v.shape[3])
-        of_a_key = q.element_size() * (k.shape[1] * (k.shape[3] + v.shape[3]))
-        of_a_score = 3 * q.element_size() * q.shape[1]
-        # Of keys and values of different widths torch has no fused kernel, but steps that go by sizes.
+        key_bytes = q.element_size() * (k.shape[1] * (k.shape[3] + v.shape[3]))
+        score_bytes = 3 * q.element_size() * q.shape[1]
+        # torch has no fused kernel for keys and values of different widths; its fallback picks steps by size.
         is_narrow = q.shape[3] != v.shape[3] and q.device.type == "cpu"
-        for found in self._groups(layer, how, of_a_key, of_a_score):
-            queries = torch.from_numpy(found.queries).to(self._device)
-            given = q[0][:, queries].transpose(0, 1)
-            # What the kernel would be filled up with is gathered at once.
-            size = found.keys.shape[1]
-            steps = is_by_hand(q, how) or self._taps.reads_attention(found.branches[0], layer) or is_narrow
-            group = found.with_keys(keys_by_hand(given, size, how)) if steps else found
+        for bare_group in self._groups(layer, how, key_bytes, score_bytes):
+            queries = torch.from_numpy(bare_group.queries).to(self._device)
+            group_q = q[0][:, queries].transpose(0, 1)
+            # Padding that the kernel would add is gathered with the keys, which saves a second copy.
+            size = bare_group.keys.shape[1]
+            steps = (
+                is_by_hand(q, how) or self._taps.reads_attention(bare_group.branches[0], layer) or is_narrow
+            )
+            group = bare_group.with_keys(keys_by_hand(group_q, size, how)) if steps else bare_group
             size = group.keys.shape[1]
-            more = 0 if steps else keys_filled(given, size) - size
-            keys = torch.from_numpy(np.pad(group.keys, ((0, 0), (0, more)))).to(self._device)
+            n_filled = 0 if steps else keys_filled(group_q, size) - size
+            keys = torch.from_numpy(np.pad(group.keys, ((0, 0), (0, n_filled)))).to(self._device)
             wide_k, wide_v = (x[0][:, keys].transpose(0, 1) for x in (k, v))
-            weigh = over(wide_k, wide_v) if more else by_hand if is_narrow else None
+            weigh = over(wide_k, wide_v) if n_filled else by_hand if is_narrow else None
             allowed = self._allowed(group, how)
             places = torch.from_numpy(group.positions).to(self._device)
-            looked_at = self._taps.of_group(group, self._kept, layer, how.room)
+            taps = self._taps.of_group(group, self._kept, layer, how.room)
             mixed = attend(
-                given, wide_k[:, :, :size], wide_v[:, :, :size], allowed, how, layer, looked_at, weigh, places
+                group_q, wide_k[:, :, :size], wide_v[:, :, :size], allowed, how, layer, taps, weigh, places
             )
+            # Padding repeats the last query, whose copies are dropped here.
             real = np.arange(queries.shape[1]) < np.array(group.counts)[:, None]
-            own = torch.from_numpy(real).to(self._device)
-            z[queries[own]] = mixed.transpose(1, 2)[own]
+            is_query = torch.from_numpy(real).to(self._device)
+            z[queries[is_query]] = mixed.transpose(1, 2)[is_query]
         self._taps.attention_done(layer, self._kept)
         return z.transpose(0, 1)[None]
 
     def before(self, layer: int, name: str, x: Tensor, count: int) -> Tensor:
-        """x [1, token, width] -> the rows before each token in its branch, its own or an ancestor's,
-        [1, token, count, width]."""
+        """See `History`; rows before x [1, token, width] in its branch, as [1, token, count, width]."""
         places = self.row.position[:, None] - np.arange(count, 0, -1)
         tokens = self.row.where[self.row.branch[:, None], np.maximum(places, 0)]
         found = x[:, torch.from_numpy(tokens).to(self._device)]
@@ -156,7 +177,7 @@ class BranchHistory:
         return found.masked_fill(outside[None, :, :, None], 0)
 
     def scan(self, layer: int, recurrence: Recurrence, tokens: Mapping[str, Tensor], room: str) -> Tensor:
-        """See `History`."""
+        """See `History`; in each branch from the state that its parent left."""
         return scan_branches(self._forest, self.row, self._taps, layer, recurrence, tokens, room, self._room)
 
     def _row_of(self, layer: int) -> Row:
@@ -168,11 +189,15 @@ class BranchHistory:
         return Row(self._forest, {n: branch.held(layer) for n, branch in taking_part})
 
     def _allowed(self, group: AttentionGroup, how: AttentionMixer) -> Tensor | None:
-        """Bool [row, 1, query, key]; None where attention is plainly causal, or sees all there is."""
+        """Attention mask, bool [row, 1, query, key]; None where it would hide only later keys, or nothing."""
         size, window = group.keys.shape[1], how.window
         if how.part is not None:
-            begun = self._starts()
-            starts = None if begun is None else torch.from_numpy(begun[group.branches]).to(self._device)
+            target_starts = self._starts()
+            starts = (
+                None
+                if target_starts is None
+                else torch.from_numpy(target_starts[group.branches]).to(self._device)
+            )
             keys = torch.arange(size, device=self._device)
             queries = torch.from_numpy(group.positions).to(self._device)[:, None, :, None]
             lengths = torch.tensor(group.lengths, device=self._device)[:, None, None, None]
@@ -189,37 +214,45 @@ class BranchHistory:
         return within(queries, keys, seen, window, is_chunked=how.is_chunked)
 
     def _groups(
-        self, layer: int, how: AttentionMixer, of_a_key: int, of_a_score: int
+        self, layer: int, how: AttentionMixer, key_bytes: int, score_bytes: int
     ) -> Iterator[AttentionGroup]:
-        """Branches by whether their patterns are touched, then by number of queries, as fit the room.
+        """Groups of branches that share an attention call within the memory limit.
 
-        of_a_key: bytes of a key and value gathered; of_a_score: of the scores of a query and a key.
+        Branches whose scores are captured or changed are separate; the others go by number of queries.
+
+        Arguments:
+            layer: layer index.
+            how: parameters of the layer's attention.
+            key_bytes: bytes of one gathered key with its value.
+            score_bytes: bytes of the scores of one query and one key, where they are materialised.
         """
         for is_read in (False, True):
-            chosen = [b for b in self._kept.held if self._taps.reads_attention(b, layer) == is_read]
-            chosen.sort(key=lambda b: (-len(self._kept.held[b]), self._forest.branches[b].length))
+            branches = [b for b in self._kept.held if self._taps.reads_attention(b, layer) == is_read]
+            # Neighbours in this order differ little in their number of queries, which keeps padding small.
+            branches.sort(key=lambda b: (-len(self._kept.held[b]), self._forest.branches[b].length))
             start = 0
-            while start < len(chosen):
-                most = len(self._kept.held[chosen[start]])
-                materialised = of_a_score * (
+            while start < len(branches):
+                most = len(self._kept.held[branches[start]])
+                materialised = score_bytes * (
                     is_read or how.is_capped or how.relative is not None or how.part is not None
                 )
                 stop, longest = start, 0
-                while stop < len(chosen) and len(self._kept.held[chosen[stop]]) >= RAGGED * most:
-                    longest = max(longest, self._forest.branches[chosen[stop]].length)
-                    cost = longest * (of_a_key + most * (materialised + 1))  # of a row, its mask included
+                while stop < len(branches) and len(self._kept.held[branches[stop]]) >= RAGGED * most:
+                    longest = max(longest, self._forest.branches[branches[stop]].length)
+                    cost = longest * (key_bytes + most * (materialised + 1))  # of a row, its mask included
                     if (stop + 1 - start) * cost > self._room and stop > start:
                         break
                     stop += 1
-                yield self._group(chosen[start:stop])
+                yield self._group(branches[start:stop])
                 start = stop
 
     def _group(self, branches: list[int]) -> AttentionGroup:
+        """The attention call of these branches; rows with fewer queries repeat their last one."""
         counts = [len(self._kept.held[b]) for b in branches]
         last = np.array(counts)[:, None] - 1
-        place = np.minimum(np.arange(max(counts)), last)
+        column = np.minimum(np.arange(max(counts)), last)
         starts = np.array([self._kept.slices[b].start for b in branches])[:, None]
-        queries = starts + place
+        queries = starts + column
         lengths = [self._forest.branches[b].length for b in branches]
         keys = self.row.where[branches, : max(lengths)]
         return AttentionGroup(branches, counts, queries, self._kept.position[queries], keys, lengths)
@@ -228,16 +261,17 @@ class BranchHistory:
 def _tables(
     rope: RopeConfig, forest: Forest, row: Row, device: torch.device, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """cos, sin [token, half head]; each token's by the length of its own prompt where that matters."""
+    """Rope tables cos, sin [token, half head]; by the prompt's own length where the scaling depends on it."""
     position = torch.from_numpy(row.position).to(device)
     if not rope.depends_on_length:
         cos, sin = rope_tables(rope, forest.longest, device, dtype)
         return cos[position], sin[position]
     lengths = np.array([branch.length for branch in forest.branches])[row.branch]
     parts = {length: rope_tables(rope, int(length), device, dtype) for length in np.unique(lengths)}
-    first = next(iter(parts.values()))[0]
-    cos, sin = first.new_empty(len(row), first.shape[1]), first.new_empty(len(row), first.shape[1])
+    example = next(iter(parts.values()))[0]
+    cos = example.new_empty(len(row), example.shape[1])
+    sin = torch.empty_like(cos)
     for length, tables in parts.items():
-        mine = torch.from_numpy(np.flatnonzero(lengths == length)).to(device)
-        cos[mine], sin[mine] = tables[0][position[mine]], tables[1][position[mine]]
+        tokens = torch.from_numpy(np.flatnonzero(lengths == length)).to(device)
+        cos[tokens], sin[tokens] = tables[0][position[tokens]], tables[1][position[tokens]]
     return cos, sin

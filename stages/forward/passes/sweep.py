@@ -1,10 +1,9 @@
 """The sweep: one pass over the layers for a whole forest of branches.
 
-Layer by layer, branches join the row where they leave their parents, positions that a change has reached are
-taken over from the parent, and all tokens go through the layer together. A branch whose interventions turn
-out to change nothing is dropped: its parent stands for it.
-
-Border: branches, tensors and a network; which branches share a sweep is decided by the planner.
+Layer by layer, branches join the row where they leave their parents, positions that a change has newly
+reached are copied from the parent, and all tokens go through the layer together. A branch whose interventions
+turn out to change no value is dropped, and its parent stands for it. The planner decides which branches share
+a sweep.
 """
 
 from __future__ import annotations
@@ -16,9 +15,9 @@ import torch
 from torch import Tensor
 
 from ....store.arrays import Ints
-from ..hooks.payloads import copied
+from ..hooks.payloads import copy_payloads
 from ..hooks.spec import Capture
-from ..hooks.taps import EverythingHeld
+from ..hooks.taps import EarlyStop
 from ..hooks.wants import Logits
 from ..networks.kernels.company import beside_others
 from ..networks.loop import Network, through_layers
@@ -31,13 +30,20 @@ from .spread import BranchHistory
 __all__ = ["Result", "sweep"]
 
 Result = tuple[int, Tensor | None, dict[Capture, Tensor]]
-"""Index of a run, the logits it wants [1, positions, tokens], and what it captured."""
+"""(index of a run, its logits [1, positions, tokens] or None, its captures)."""
 
 
 def sweep(network: Network, block: Block, wanted: Sequence[Wanted], room: int) -> Iterator[Result]:
-    """The results of all runs that end in a block.
+    """Compute all runs that end in a block.
 
-    room: bytes that may be taken beside the row itself, for keys gathered and logits.
+    Arguments:
+        network: network of the model.
+        block: branches that share the sweep.
+        wanted: all runs of the plan.
+        room: bytes that gathered keys and logits may take beside the row of tokens.
+
+    Yields:
+        Index, logits and captures of each run.
     """
     forest = Forest(block.branches)
     taps = BranchTaps(forest, block.ending)
@@ -51,16 +57,18 @@ def sweep(network: Network, block: Block, wanted: Sequence[Wanted], room: int) -
         for index in branch.runs
     ]
     logits = _logits(network, states, history.row, runs, wanted, room)
-    for (number, index), found in zip(runs, logits, strict=True):
+    for (number, index), logits_of_run in zip(runs, logits, strict=True):
         captured = {capture: taps.captured[number][capture] for capture in wanted[index].spec.captures}
-        yield index, found, captured if len(block.branches[number].runs) == 1 else copied(captured)
+        # Runs of one branch must not share tensors: a caller may write to its captures.
+        is_shared = len(block.branches[number].runs) > 1
+        yield index, logits_of_run, copy_payloads(captured) if is_shared else captured
 
 
 def _states(network: Network, history: BranchHistory, taps: BranchTaps) -> Tensor | None:
-    """States after the final norm [token, D]; None if nobody needs them."""
+    """Stream after the final norm, [token, D]; None if no run needs it."""
     try:
         return network.finish(through_layers(network, history.ids(), history, taps), taps, None)[0]
-    except EverythingHeld:
+    except EarlyStop:
         return None
 
 
@@ -72,7 +80,7 @@ def _logits(
     wanted: Sequence[Wanted],
     room: int,
 ) -> Iterator[Tensor | None]:
-    """The logits of each run in turn, computed for as many runs at once as there is room for."""
+    """Logits of each run in turn, computed for as many runs at a time as memory allows."""
     start = 0
     while start < len(runs):
         want = wanted[runs[start][1]].want
@@ -81,24 +89,25 @@ def _logits(
             start += 1
             continue
         width = network.config.vocab_size if want.tokens is None else len(want.tokens)
-        places: list[Ints] = []
+        token_lists: list[Ints] = []
         stop, cost = start, 0
-        while stop < len(runs) and _reads_alike(wanted[runs[stop][1]].want, want):
+        while stop < len(runs) and _selects_same_tokens(wanted[runs[stop][1]].want, want):
             number, index = runs[stop]
-            place = row.where[number, wanted[index].wanted_positions()]
-            cost += len(place) * width * states.element_size()
-            if cost > room and places:
+            tokens = row.where[number, wanted[index].wanted_positions()]
+            cost += len(tokens) * width * states.element_size()
+            if cost > room and token_lists:
                 break
-            places.append(place)
+            token_lists.append(tokens)
             stop += 1
-        distinct, back = np.unique(np.concatenate(places), return_inverse=True)
-        chosen = states[torch.from_numpy(distinct).to(states.device)]
+        # Runs often read logits of the same token (one branch, or unchanged positions): unembed it once.
+        distinct, back = np.unique(np.concatenate(token_lists), return_inverse=True)
+        distinct_states = states[torch.from_numpy(distinct).to(states.device)]
         with beside_others():
-            table = network.unembed(chosen, want)
-        for part in np.split(back, np.cumsum([len(place) for place in places])[:-1]):
+            table = network.unembed(distinct_states, want)
+        for part in np.split(back, np.cumsum([len(tokens) for tokens in token_lists])[:-1]):
             yield table[torch.from_numpy(part).to(table.device)][None]
         start = stop
 
 
-def _reads_alike(want: Logits | None, other: Logits) -> bool:
+def _selects_same_tokens(want: Logits | None, other: Logits) -> bool:
     return want is not None and want.tokens == other.tokens

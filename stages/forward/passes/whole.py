@@ -1,11 +1,10 @@
-"""The driver of networks that run whole prompts only: every run is a pass of its own, and those of one
-length lie side by side.
+"""WholePasses: driver of networks that run whole prompts only (the transformers bridge).
 
-Nothing is shared between runs and nothing is kept between the tokens of a text, so that all results are
-those of plain passes. Each row of a batch has the taps of its own run, which see a batch of one, as in a pass
-alone.
+Every run is a whole pass; runs of one length share a batch. No computation is shared between runs, and
+nothing is cached between the tokens of a text, so all results are those of plain passes. Each row of a batch
+has the taps of its own run, which see a batch of one, as they would alone.
 
-Border: token ids, taps and tensors; knows a network by `logits` (networks/bridge/network.py).
+Knows a network by `logits` only (networks/bridge/network.py).
 """
 
 from __future__ import annotations
@@ -18,9 +17,9 @@ import torch
 from torch import Tensor
 
 from ....store.errors import ConfigError
-from ..hooks.payloads import copied
+from ..hooks.payloads import copy_payloads
 from ..hooks.spec import Capture
-from ..hooks.taps import EverythingHeld, PassTaps, RunTaps, Taps
+from ..hooks.taps import EarlyStop, PassTaps, RunTaps, Taps
 from ..hooks.wants import Logits
 from .branches import Branch, Wanted
 from .kept import Cache
@@ -31,11 +30,11 @@ __all__ = ["RowTaps", "WholePasses"]
 
 
 class WholeNetwork(Protocol):
-    """A network that runs prompts through all its layers, and nothing less."""
+    """A network that can only run prompts through all of its layers."""
 
     @property
     def device(self) -> torch.device:
-        """Where it is computed."""
+        """Device of its tensors."""
         ...
 
     def logits(self, ids: Tensor, taps: Taps) -> Tensor:
@@ -44,7 +43,7 @@ class WholeNetwork(Protocol):
 
 
 class WholePasses:
-    """Passes over a network that runs whole prompts only (`Passes` in drivers.py)."""
+    """`Passes` (drivers.py) of a network that runs whole prompts only."""
 
     def __init__(self, network: WholeNetwork) -> None:
         self._network = network
@@ -52,21 +51,26 @@ class WholePasses:
     def forward(
         self, ids: Tensor, taps: PassTaps, want: Logits | None, order: Sequence[int] | None = None
     ) -> Tensor | None:
-        """See `Passes`. Raises ConfigError for an order of layers, as transformers has its own."""
+        """See `Passes`.
+
+        Raises:
+            ConfigError: for an order of layers, as transformers runs its own loop.
+        """
         if order is not None:
             raise ConfigError(
-                "expected a model whose layers can be gone through again, found one that transformers "
-                "computes; choose a model of a supported family"
+                "expected a model whose layers can be repeated, found one that transformers computes; choose "
+                "a model of a supported family"
             )
         try:
             logits = self._network.logits(ids, taps)
-        except EverythingHeld:
+        except EarlyStop:
             return None
         return None if want is None else _wanted(logits, want)
 
     def read_on(self, rows: Sequence[Sequence[int]], cache: Cache, taps: PassTaps) -> Tensor:
-        """See `Passes`; all of the sequences is read, whatever was before."""
+        """See `Passes`; reads whole sequences, because nothing is cached."""
         ids = torch.tensor(rows, dtype=torch.long, device=self._network.device)
+        # Keys and values are not cached; only the length is kept up to date.
         cache.length = ids.shape[1]
         return self._network.logits(ids, taps)[:, -1]
 
@@ -76,72 +80,79 @@ class WholePasses:
         for branch in block.branches:
             by_length.setdefault(branch.length, []).append(branch)
         for length, branches in by_length.items():
-            most = max(1, MOST_TOKENS // length)
-            for start in range(0, len(branches), most):
-                yield from self._together(branches[start : start + most], wanted)
+            rows_at_once = max(1, MOST_TOKENS // length)
+            for start in range(0, len(branches), rows_at_once):
+                yield from self._together(branches[start : start + rows_at_once], wanted)
 
     def _together(self, branches: Sequence[Branch], wanted: Sequence[Wanted]) -> Iterator[Result]:
-        """The results of branches of one length, in one pass."""
+        """Results of branches of one length, in one batch."""
         captured: list[dict[Capture, Tensor]] = [{} for _ in branches]
         taps = []
-        for branch, held in zip(branches, captured, strict=True):
+        for branch, row_captures in zip(branches, captured, strict=True):
             runs = [wanted[index] for index in branch.runs]
             spec = replace(runs[0].spec, captures=branch.captures)
+            # Without logits the pass can stop after the last capture.
             is_over = all(run.want is None for run in runs)
-            taps.append(RunTaps(spec, held.__setitem__, stop_early=is_over))
+            taps.append(RunTaps(spec, row_captures.__setitem__, stop_early=is_over))
         ids = torch.tensor(
             [branch.tokens for branch in branches], dtype=torch.long, device=self._network.device
         )
         try:
             logits: Tensor | None = self._network.logits(ids, RowTaps(taps))
-        except EverythingHeld:
+        except EarlyStop:
             logits = None
         for row, branch in enumerate(branches):
             for index in branch.runs:
                 want = wanted[index].want
-                found = None if want is None or logits is None else _wanted(logits[row : row + 1], want)
+                logits_of_run = (
+                    None if want is None or logits is None else _wanted(logits[row : row + 1], want)
+                )
                 activations = {capture: captured[row][capture] for capture in wanted[index].spec.captures}
-                yield index, found, activations if len(branch.runs) == 1 else copied(activations)
+                # Runs of one branch must not share tensors: a caller may write to its captures.
+                captures = activations if len(branch.runs) == 1 else copy_payloads(activations)
+                yield index, logits_of_run, captures
 
 
 class RowTaps:
-    """Taps of a batch whose rows are runs of their own (`Taps`): each sees its row as a batch of one."""
+    """`Taps` of a batch whose rows are separate runs: the taps of a run see its row as a batch of one."""
 
     def __init__(self, rows: Sequence[RunTaps]) -> None:
         self._rows = rows
-        self._over: set[int] = set()
-        """Rows of which everything wanted was met."""
+        self._finished: set[int] = set()
+        """Rows whose taps raised EarlyStop: the pass ends once all have."""
 
     def __call__(self, kind: str, layer: int | None, x: Tensor, allowed: Tensor | None = None) -> Tensor:
-        """The value to go on with at a hook point."""
+        """The value to continue with at a hook point."""
         before = list(x.split(1))
-        after = [self._met(number, kind, layer, row) for number, row in enumerate(before)]
-        if len(self._over) == len(self._rows):
-            raise EverythingHeld
-        is_same = all(one is other for one, other in zip(before, after, strict=True))
+        after = [self._apply(number, kind, layer, row) for number, row in enumerate(before)]
+        if len(self._finished) == len(self._rows):
+            raise EarlyStop
+        is_same = all(new is old for new, old in zip(after, before, strict=True))
+        # Without a change the batch itself goes on: concatenating would copy it at every hook point.
         return x if is_same else torch.cat(after)
 
     def captures(self, layer: int | None, *kinds: str) -> bool:
-        """Whether a row reads one of these points."""
+        """Whether any row captures one of these points."""
         return any(row.captures(layer, *kinds) for row in self._rows)
 
     def changes(self, layer: int | None, *kinds: str) -> bool:
-        """Whether a row changes one of these points."""
+        """Whether any row changes one of these points."""
         return any(row.changes(layer, *kinds) for row in self._rows)
 
     def touches(self, layer: int | None, *kinds: str) -> bool:
-        """Whether a row reads or changes one of these points."""
+        """Whether any row captures or changes one of these points."""
         return any(row.touches(layer, *kinds) for row in self._rows)
 
-    def _met(self, number: int, kind: str, layer: int | None, row: Tensor) -> Tensor:
+    def _apply(self, number: int, kind: str, layer: int | None, row: Tensor) -> Tensor:
         try:
-            return row if number in self._over else self._rows[number](kind, layer, row)
-        except EverythingHeld:
-            self._over.add(number)
+            return row if number in self._finished else self._rows[number](kind, layer, row)
+        except EarlyStop:
+            self._finished.add(number)
             return row
 
 
 def _wanted(logits: Tensor, want: Logits) -> Tensor:
-    """logits [B, S, V] at the positions and tokens wanted, in memory of their own."""
-    chosen = want.at_positions(logits)
-    return chosen.clone() if want.tokens is None else chosen[..., list(want.tokens)]
+    """Logits [1, positions, tokens] selected from logits [1, S, V], as a copy."""
+    # A view would keep the logits of the whole batch alive.
+    selected = want.at_positions(logits)
+    return selected.clone() if want.tokens is None else selected[..., list(want.tokens)]

@@ -1,1 +1,1 @@
-"""Text to token ids and back."""
+"""Tokenizers and prompts: text to token ids and back."""

@@ -1,15 +1,14 @@
-"""Tokens that files beside tokenizer.json declare, put together as transformers puts them together.
+"""DeclaredTokens: tokens that files beside tokenizer.json declare, merged by the rules of transformers.
 
-tokenizer_config.json names tokens by their role (`bos_token`, also `image_token` and the like), lists more of
-them (`extra_special_tokens`, once `additional_special_tokens`: a list, or a dict by role) and all that were
-added (`added_tokens_decoder`). Where it lists none, special_tokens_map.json and added_tokens.json of older
-versions count, too. A token that tokenizer.json does not hold is added behind its last id, whatever id these
-files give it, in the order of those ids; otherwise its text would be cut into pieces.
+tokenizer_config.json names tokens by role (`bos_token`, also `image_token` and similar), lists more of them
+(`extra_special_tokens`, formerly `additional_special_tokens`: a list, or a dict by role) and all that were
+added (`added_tokens_decoder`). Where it lists none, the older special_tokens_map.json and added_tokens.json
+count as well. A token that tokenizer.json does not have is added after its last id, whatever id these files
+give it, in the order of those ids; otherwise its text would be cut into pieces.
 
 The rules are those of transformers 5 (`PreTrainedTokenizerBase._from_pretrained`, `TokenizersBackend`), also
-where declarations contradict each other; tests/stages/forward/text/test_declared.py compares them.
-
-Border: JSON values in, tokens out; knows no tokenizer and not the `tokenizers` library (library.py).
+where declarations contradict each other; tests/stages/forward/text/test_declared.py compares the two. Works
+on JSON values; library.py applies the result to the `tokenizers` library.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from ....store.errors import TokenizerError
 from ....store.exchange.outside import json_object, read_outside, require_content
 
 ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-"""Roles that every tokenizer may have, in the order in which their tokens are added."""
+"""Standard special-token roles, in the order in which tokens are added to a vocabulary."""
 CONFIG, SPECIAL, ADDED, TEMPLATE = (
     "tokenizer_config.json",
     "special_tokens_map.json",
@@ -31,7 +30,7 @@ CONFIG, SPECIAL, ADDED, TEMPLATE = (
     "chat_template.jinja",
 )
 FILES = (CONFIG, SPECIAL, ADDED, TEMPLATE)
-"""Files beside tokenizer.json that say more of its tokens, and how a conversation becomes a text."""
+"""Files beside tokenizer.json that declare tokens or the chat template."""
 _DECODER, _EXTRA, _ADDITIONAL, _BY_ROLE = (
     "added_tokens_decoder",
     "extra_special_tokens",
@@ -39,71 +38,72 @@ _DECODER, _EXTRA, _ADDITIONAL, _BY_ROLE = (
     "model_specific_special_tokens",
 )
 _OLD_ADDED = "added_tokens"
-"""Where `read_settings` puts what added_tokens.json says."""
+"""Key under which `read_settings` stores added_tokens.json."""
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
 
 @dataclass(frozen=True)
 class AddedToken:
-    """A token that is found in a text before the text is cut into pieces."""
+    """A token that is matched in a text before the rest is cut into pieces."""
 
+    # Field names are those of `tokenizers.AddedToken` and enter the digest of a tokenizer.
     content: str
     """Its text."""
     single_word: bool = False
-    """Whether it is found only where no letter or digit touches it."""
+    """Whether it only matches where no letter or digit touches it."""
     lstrip: bool = False
-    """Whether it takes white space before it along."""
+    """Whether it includes white space before it."""
     rstrip: bool = False
-    """Whether it takes white space behind it along."""
+    """Whether it includes white space after it."""
     normalized: bool = True
-    """Whether it is looked for in the normalised text, else in the text as it stands."""
+    """Whether it is matched in the normalised text instead of the original."""
     special: bool = False
-    """Whether it is left out of decoded texts on request."""
+    """Whether decoding can leave it out."""
 
     def __str__(self) -> str:
         return self.content
 
 
 Declaration = str | AddedToken
-"""A token by its text alone, or with its flags."""
+"""A declared token: text, or text with matching flags."""
 
 
 @dataclass(frozen=True)
 class DeclaredTokens:
-    """What the settings of a tokenizer say of its tokens."""
+    """Tokens that the settings of a tokenizer declare."""
 
     named: Mapping[str, Declaration]
-    """Role -> token: `ROLES`, then roles of this model alone."""
+    """Role -> token: `ROLES`, then roles that only this model has."""
     extra: Sequence[Declaration]
     """Special tokens without a role."""
     listed: Sequence[AddedToken]
-    """Tokens that were added once, by ascending id."""
+    """Tokens listed as added, by ascending id."""
     splits_special: bool
     """Whether special tokens in a text are cut into pieces like other text."""
 
     @classmethod
     def of(
-        cls, settings: Mapping[str, Any], own: Mapping[int, AddedToken], pad: str | None = None
+        cls, settings: Mapping[str, Any], file_tokens: Mapping[int, AddedToken], pad: str | None = None
     ) -> DeclaredTokens:
-        """Declarations in settings as `read_settings` gives them.
+        """Declarations in settings from `read_settings`.
 
         Arguments:
             settings: keys of tokenizer_config.json, and what `read_settings` adds.
-            own: id -> token of those that tokenizer.json adds.
-            pad: token that tokenizer.json pads with; the `pad_token` where settings have no such key.
+            file_tokens: id -> token, of the tokens that tokenizer.json itself adds.
+            pad: padding token of tokenizer.json; the `pad_token` where settings have no such key.
 
         Raises:
-            TokenizerError: a declaration that is none.
+            TokenizerError: for a malformed declaration.
         """
         values = {key: _typed(value, key) for key, value in settings.items()}
         if values.get(_DECODER) is not None:
             by_id = _by_id(values[_DECODER])
         else:
-            by_id = {**values.get(_OLD_ADDED, {}), **own}
+            by_id = {**values.get(_OLD_ADDED, {}), **file_tokens}
         by_text = {token.content: token for token in by_id.values()}
         if pad is not None:
             values.setdefault("pad_token", pad)
-        # A role that a later key fills keeps its place, which decides the order in which tokens are added.
+        # A role that is overwritten keeps its place, which decides the order in which tokens are added.
         named: dict[str, Declaration | None] = dict.fromkeys(ROLES)
         for role in ROLES:
             if values.get(role) is not None:
@@ -129,11 +129,14 @@ class DeclaredTokens:
         """Role -> text of its token."""
         return {role: str(token) for role, token in self.named.items()}
 
-    def to_add(self, own: Collection[AddedToken]) -> list[AddedToken]:
-        """Tokens to add behind those of tokenizer.json, in this order; one that is there already gets its
-        flags anew. own: what tokenizer.json adds."""
+    def to_add(self, file_tokens: Collection[AddedToken]) -> list[AddedToken]:
+        """Tokens to add after those of tokenizer.json, in order; one that exists gets its flags replaced.
+
+        Arguments:
+            file_tokens: tokens that tokenizer.json itself adds.
+        """
         tokens: list[Declaration] = list(self.listed)
-        present = {str(token) for token in (*own, *tokens)}
+        present = {str(token) for token in (*file_tokens, *tokens)}
         for token in (*self.named.values(), *self.extra):
             if str(token) not in present and token not in tokens:
                 tokens.append(token)
@@ -142,8 +145,14 @@ class DeclaredTokens:
 
 
 def read_settings(folder: Path) -> dict[str, Any]:
-    """What tokenizer_config.json says, with the older files that count beside it, and the chat template of
-    chat_template.jinja. Raises TokenizerError for a file that is no JSON object."""
+    """Read tokenizer_config.json, the older files where they count, and chat_template.jinja.
+
+    Arguments:
+        folder: folder of the tokenizer.
+
+    Raises:
+        TokenizerError: for a file that is not a JSON object, or a template that is not UTF-8.
+    """
     settings = _by_version_5(_json(folder / CONFIG))
     if settings.get(_DECODER) is None:
         _add_older(settings, _json(folder / SPECIAL), _json(folder / ADDED))
@@ -157,7 +166,7 @@ def read_settings(folder: Path) -> dict[str, Any]:
 
 
 def _by_version_5(config: Mapping[str, Any]) -> dict[str, Any]:
-    """tokenizer_config.json in the keys of transformers 5, tokens of this model's own roles in one place."""
+    """tokenizer_config.json with the keys of transformers 5; the model's own roles are under one key."""
     settings = dict(config)
     if _ADDITIONAL in settings and not settings.get(_EXTRA):
         settings[_EXTRA] = settings.pop(_ADDITIONAL)
@@ -170,15 +179,21 @@ def _by_version_5(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _add_older(settings: dict[str, Any], special: Mapping[str, Any], added: Mapping[str, Any]) -> None:
-    """special: of special_tokens_map.json, which goes before tokenizer_config.json. added: text -> id, of
-    added_tokens.json."""
+    """Merge the older files into settings.
+
+    Arguments:
+        settings: changed in place.
+        special: content of special_tokens_map.json, which overrides tokenizer_config.json.
+        added: text -> id, content of added_tokens.json.
+    """
     for key, value in special.items():
         if isinstance(value, dict) and key != _EXTRA:
+            # transformers treats every token of special_tokens_map.json as special, whatever its flags say.
             settings[key] = replace(_from_fields(value, key), special=True)
         elif key == _EXTRA and isinstance(value, list):
             listed = list(settings.get(_EXTRA) or ())
-            for each in value:
-                token = replace(_from_fields(each, key), special=True) if isinstance(each, dict) else each
+            for entry in value:
+                token = replace(_from_fields(entry, key), special=True) if isinstance(entry, dict) else entry
                 if token not in listed:
                     listed.append(token)
             settings[_EXTRA] = listed
@@ -197,7 +212,7 @@ def _add_older(settings: dict[str, Any], special: Mapping[str, Any], added: Mapp
 
 
 def _typed(value: Any, key: str) -> Any:
-    """A value in which objects marked as tokens are tokens, however deep they lie."""
+    """A JSON value with every object marked as a token turned into an AddedToken, at any depth."""
     if isinstance(value, dict):
         if value.get("__type") == "AddedToken":
             return _from_fields(value, key)
@@ -233,11 +248,11 @@ def _by_id(decoder: Any) -> dict[int, AddedToken]:
 
 
 def _declaration(value: Any, key: str) -> Declaration:
-    """transformers refuses objects without a mark where only texts are usual; version 4 wrote them."""
+    # transformers refuses unmarked objects where texts are usual, but version 4 wrote them.
     if isinstance(value, Mapping):
         return _from_fields({"special": True, **value}, key)
     if not _is_declaration(value):
-        raise TokenizerError(f"expected {key} as the text of a token, found {value!r}; mend {CONFIG}")
+        raise TokenizerError(f"expected {key} as the text of a token, found {value!r}; correct {CONFIG}")
     declaration: Declaration = value
     return declaration
 
@@ -261,7 +276,7 @@ def _is_declaration(value: Any) -> bool:
 
 
 def _json(path: Path) -> dict[str, Any]:
-    """A file's JSON object; empty where there is no file."""
+    """The JSON object in a file; empty if there is no file."""
     if not require_content(path, TokenizerError):
         return {}
     return json_object(path, TokenizerError, large_integers=True)

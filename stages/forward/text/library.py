@@ -1,7 +1,7 @@
-"""Tokenizers of the `tokenizers` library: whatever a tokenizer.json describes, or values in place of one.
+"""LibraryTokenizer: tokenizers of the `tokenizers` library, from a tokenizer.json or from values.
 
-Border: the one file that knows the library. Pieces are its own, such as "Ġis"; a token that ends inside a
-character has that character's offsets.
+The only file that knows the library. Pieces are the library's own, such as "Ġis"; a token that ends inside a
+character has the offsets of that character.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from ....store.digest import content_digest
 from ....store.errors import TokenizerError
 from .declared import AddedToken
-from .remembered import remembered
+from .remembered import cached_encodings
 from .rows import as_ids, as_text
 from .tokens import Encoding, Tokenizer, read_tokenizer
 
@@ -28,13 +28,12 @@ if TYPE_CHECKING:
 
 
 class LibraryTokenizer(Tokenizer):
-    """A tokenizer.json with the tokens that files beside it add (declared.py). Its digest is of these bytes
-    and of what was added."""
+    """A tokenizer.json with the tokens that files beside it add (declared.py); its digest covers both."""
 
     def __init__(
         self, file: Path, settings: Mapping[str, Any] | None = None, *, name: str | None = None
     ) -> None:
-        """As `Tokenizer`."""
+        """See `Tokenizer`."""
         import tokenizers
 
         data = read_tokenizer(file)
@@ -45,33 +44,34 @@ class LibraryTokenizer(Tokenizer):
                 f"expected a tokenizer.json at {file}, found a file that cannot be read as one ({error}); "
                 "fetch it again, or pass token ids instead of text"
             ) from error
-        own, padding = _added_tokens(backend), backend.padding
+        file_tokens, padding = _added_tokens(backend), backend.padding
         pad = None if padding is None else padding["pad_token"]
-        super().__init__(file, settings, name=name, own=own, pad=pad)
-        self._backend = self._declaring(backend, own)
-        self.digest = self._digest(data, own)
+        super().__init__(file, settings, name=name, added=file_tokens, pad=pad)
+        self._backend = self._declaring(backend, file_tokens)
+        self.digest = self._digest(data, file_tokens)
 
     def _declaring(
-        self, backend: tokenizers.Tokenizer, own: Mapping[int, AddedToken]
+        self, backend: tokenizers.Tokenizer, file_tokens: Mapping[int, AddedToken]
     ) -> tokenizers.Tokenizer:
-        """A tokenizer of the library with what files beside its own declare. own: id -> token it adds."""
+        """Apply the declarations of files beside tokenizer.json to the library's tokenizer."""
         import tokenizers
 
-        # A training script's truncation and padding stay in the file; both would change prompts silently.
+        # Training scripts leave truncation and padding in the file; both would change prompts silently.
         backend.no_truncation()
         backend.no_padding()
-        tokens = self._declared.to_add(own.values())
+        tokens = self._declared.to_add(file_tokens.values())
         backend.add_tokens([tokenizers.AddedToken(**vars(token)) for token in tokens])
         backend.encode_special_tokens = self._declared.splits_special
         return backend
 
-    def _digest(self, data: bytes, own: Mapping[int, AddedToken]) -> str:
-        """Of the file and, where other files change what it does with a text, of these changes."""
-        changed = sorted(_added_tokens(self._backend).items() - own.items())
+    def _digest(self, data: bytes, file_tokens: Mapping[int, AddedToken]) -> str:
+        """Digest of the file, and of added tokens and flags where other files change them."""
+        # Without changes the digest is that of the file, as for a tokenizer that stands alone.
+        changed = sorted(_added_tokens(self._backend).items() - file_tokens.items())
         if not changed and not self._declared.splits_special:
             return content_digest(data)
-        told = [self._declared.splits_special, *([number, vars(token)] for number, token in changed)]
-        return content_digest(data, json.dumps(told).encode())
+        changes = [self._declared.splits_special, *([number, vars(token)] for number, token in changed)]
+        return content_digest(data, json.dumps(changes).encode())
 
     @property
     def vocab_size(self) -> int:
@@ -92,27 +92,24 @@ class LibraryTokenizer(Tokenizer):
         return _encoding(text, self._backend.encode(text, add_special_tokens=add_special))
 
     def _encode_batch(self, texts: Sequence[str], add_special: bool) -> list[Encoding]:
-        """See `Tokenizer`: the library encodes them on all cores."""
-        found = self._backend.encode_batch(list(texts), add_special_tokens=add_special)
-        return [_encoding(text, one) for text, one in zip(texts, found, strict=True)]
+        """See `Tokenizer`; on all cores."""
+        results = self._backend.encode_batch(list(texts), add_special_tokens=add_special)
+        return [_encoding(text, result) for text, result in zip(texts, results, strict=True)]
 
     def ids_of(self, texts: Sequence[str], *, add_special: bool = False) -> list[list[int]]:
-        """As `Tokenizer.ids_of`; on all cores, without offsets."""
+        """See `Tokenizer`; on all cores, without offsets."""
         checked = [as_text(text, self.name) for text in texts]
-        found = self._backend.encode_batch_fast(checked, add_special_tokens=add_special)
-        return [one.ids for one in found]
+        results = self._backend.encode_batch_fast(checked, add_special_tokens=add_special)
+        return [result.ids for result in results]
 
     def decode(self, ids: Sequence[int], *, keep_special: bool = True) -> str:
-        """Text of token ids. Raises TokenizerError for an id the tokenizer has no token for."""
+        """Text of token ids. Raises TokenizerError for an id without a token."""
         tokens = as_ids(ids)
-        self.pieces(tokens)
+        self.pieces(tokens)  # raises, where the library would skip such an id
         return str(self._backend.decode(tokens, skip_special_tokens=not keep_special))
 
     def decode_token(self, token: int) -> str:
-        """Text of one token as it reads inside a sentence, " Paris" where decoders alone strip the space.
-
-        "" for an id without a token: embeddings often have more rows than there are tokens.
-        """
+        """Text of one token as it reads inside a sentence, e.g. " Paris"; "" for an id without a token."""
         if self._piece(int(token)) is None:
             return ""
         anchor, alone = self._anchor
@@ -123,25 +120,36 @@ class LibraryTokenizer(Tokenizer):
 
     @cached_property
     def _anchor(self) -> tuple[list[int], str]:
-        """Tokens to decode another behind, since decoders strip the space of the first; and their text."""
+        """Token ids of a short text, and that text: decoders strip the space of the first token only."""
         ids = self._backend.encode("a", add_special_tokens=False).ids
         return ids, self._backend.decode(ids, skip_special_tokens=False)
 
 
 class VocabularyTokenizer(LibraryTokenizer):
-    """A tokenizer of values in place of a tokenizer.json, made when it is first needed: for a vocabulary of
-    262,144 tokens that takes 1.5 s."""
+    """A tokenizer made from values instead of a tokenizer.json, built on first use.
+
+    Building takes 1.5 s for a vocabulary of 262,144 tokens.
+    """
 
     def __init__(self, words: Words, file: Path, *, name: str) -> None:
-        """words: of a GGUF file. file, name: as of `Tokenizer`. Raises TokenizerError."""
+        """Prepare a tokenizer.
+
+        Arguments:
+            words: vocabulary of a GGUF file.
+            file: path of the file, for messages.
+            name: name of the model.
+
+        Raises:
+            TokenizerError: for a malformed declaration.
+        """
         self._words, self._file = words, file
-        self._own = {
+        self._file_tokens = {
             token["id"]: AddedToken(**{key: token[key] for key in token if key != "id"})
             for token in words.description["added_tokens"]
         }
-        # Not that of LibraryTokenizer, which reads a file.
-        Tokenizer.__init__(self, file, words.settings, name=name, own=self._own)
-        known = set(self._own.values())
+        # Skips LibraryTokenizer.__init__, which reads a tokenizer.json.
+        Tokenizer.__init__(self, file, words.settings, name=name, added=self._file_tokens)
+        known = set(self._file_tokens.values())
         added = [vars(token) for token in self._declared.to_add(known) if token not in known]
         self.digest = (
             words.digest if not added else content_digest(words.digest.encode(), json.dumps(added).encode())
@@ -149,7 +157,7 @@ class VocabularyTokenizer(LibraryTokenizer):
 
     @cached_property
     def _backend(self) -> tokenizers.Tokenizer:  # type: ignore[override]
-        """The library's tokenizer. Raises TokenizerError for values that contradict each other."""
+        """The library's tokenizer. Raises TokenizerError for a contradictory vocabulary."""
         import tokenizers
 
         words = self._words
@@ -159,35 +167,35 @@ class VocabularyTokenizer(LibraryTokenizer):
             model["merges"] = words.merges()
             empty["merges"] = []
         kind = getattr(tokenizers.models, model.pop("type"))
-        given = {key: value for key, value in model.items() if value is not None}
+        arguments = {key: value for key, value in model.items() if value is not None}
         described = json.dumps({**words.description, "model": empty, "added_tokens": []})
         try:
             backend = tokenizers.Tokenizer.from_str(described)
-            # Given as values: as JSON of 14 MB they take twice as long, and ten times the memory meanwhile.
-            backend.model = kind(vocab=words.ids, **given)
-        except Exception as error:  # as of a tokenizer.json
+            # The vocabulary is passed as values: as JSON, 14 MB take twice as long and ten times the memory.
+            backend.model = kind(vocab=words.ids, **arguments)
+        except Exception as error:  # the library raises bare Exception, as for a tokenizer.json
             raise TokenizerError(
                 f"expected a vocabulary in {self._file}, found one that cannot be read ({error}); fetch it "
                 "again, or pass token ids instead of text"
             ) from error
-        return self._declaring(backend, self._own)
+        return self._declaring(backend, self._file_tokens)
 
     def _encode(self, text: str, add_special: bool) -> Encoding:
         return self._encode_batch([text], add_special)[0]
 
     def _encode_batch(self, texts: Sequence[str], add_special: bool) -> list[Encoding]:
-        """See `Tokenizer`; a few short texts as they were encoded once (remembered.py)."""
+        """See `Tokenizer`; encodings of few short texts are cached (remembered.py)."""
         encode = partial(super()._encode_batch, texts, add_special)
-        return remembered(texts, add_special, self._witness, encode)
+        return cached_encodings(texts, add_special, self._cache_key, encode)
 
     @cached_property
-    def _witness(self) -> str:
-        """What encodes, and by which version of the library."""
+    def _cache_key(self) -> str:
+        """Digest of the tokenizer with the version of the library."""
         return f"{self.digest} tokenizers {version('tokenizers')}"
 
 
 def _added_tokens(backend: tokenizers.Tokenizer) -> dict[int, AddedToken]:
-    """Id -> token of those that are found in a text before it is cut up."""
+    """Id -> token, of the tokens that are matched before a text is cut into pieces."""
     names = [field.name for field in fields(AddedToken)]
     return {
         number: AddedToken(**{name: getattr(token, name) for name in names})
@@ -195,8 +203,8 @@ def _added_tokens(backend: tokenizers.Tokenizer) -> dict[int, AddedToken]:
     }
 
 
-def _encoding(text: str, found: tokenizers.Encoding) -> Encoding:
-    # Each of these attributes is a new list at every access.
+def _encoding(text: str, result: tokenizers.Encoding) -> Encoding:
+    # Each of these attributes builds a new list at every access, so each is read once.
     return Encoding(
-        found.ids, found.tokens, found.offsets, [bool(mark) for mark in found.special_tokens_mask], text
+        result.ids, result.tokens, result.offsets, [bool(mark) for mark in result.special_tokens_mask], text
     )

@@ -1,5 +1,4 @@
-"""Prompts as token ids a model can read, in lists or packed end to end. What values are prompts is told in
-rows.py. Torch-free."""
+"""Prompts as token ids, in lists or packed end to end; rows.py says which values are prompts. Torch-free."""
 
 from __future__ import annotations
 
@@ -18,17 +17,17 @@ if TYPE_CHECKING:
 
 
 def tokenize(prompts: Any, tokenizer: Tokenizer | None, config: Architecture, model: str) -> list[list[int]]:
-    """Token ids of prompts, one list each, as given or as the tokenizer encodes them (with its BOS rule).
+    """Token ids of prompts, one list each; texts are encoded with the tokenizer's BOS rule.
 
     Arguments:
         prompts: as for `as_rows`.
-        tokenizer: of the model; None where it has none.
-        config: what says which ids and lengths the model reads.
-        model: its name, for errors.
+        tokenizer: tokenizer of the model; None where it has none.
+        config: architecture of the model, which knows vocabulary and context.
+        model: name of the model, for messages.
 
     Raises:
         PromptError: as `as_rows` and `check_prompts`.
-        TokenizerError: texts without a tokenizer.
+        TokenizerError: for texts without a tokenizer.
     """
     rows = [_encoding(row, tokenizer, model).ids if isinstance(row, str) else row for row in as_rows(prompts)]
     ids = as_pairs(rows, config, model)
@@ -43,14 +42,22 @@ def _encoding(text: str, tokenizer: Tokenizer | None, model: str, *, add_special
 
 
 def pack(prompts: Any, tokenizer: Tokenizer | None, config: Architecture, model: str) -> PackedTokens:
-    """Prompts as token ids end to end, texts with their character offsets.
+    """Prompts as token ids end to end; texts with their character offsets.
 
-    Raises PromptError for an empty prompt, also one to which the tokenizer adds a BOS, an id out of range, a
-    prompt longer than the context; TokenizerError for texts without a tokenizer.
+    Arguments:
+        prompts: as for `as_rows`, or packed tokens, which are checked and returned.
+        tokenizer: tokenizer of the model; None where it has none.
+        config: architecture of the model.
+        model: name of the model, for messages.
+
+    Raises:
+        PromptError: for an empty prompt (also one that is only a BOS), an id out of range, or a prompt longer
+            than the context.
+        TokenizerError: for texts without a tokenizer.
     """
     if isinstance(prompts, PackedTokens):
         if config.target_start is not None:
-            as_pairs(list(prompts), config, model, given=True)
+            as_pairs(list(prompts), config, model, fixed=True)
         _check_packed(prompts, config.known_ids, config.context_length, model, config.unknown_token)
         return prompts
     rows = as_rows(prompts)
@@ -60,7 +67,7 @@ def pack(prompts: Any, tokenizer: Tokenizer | None, config: Architecture, model:
     if tokenizer is None:
         raise no_tokenizer(model)
     encodings = [with_target(encoding, config) for encoding in tokenizer.encode_batch(texts)]
-    as_pairs([found.ids for found in encodings], config, model)
+    as_pairs([encoding.ids for encoding in encodings], config, model)
     check_prompts(
         [encoding.ids for encoding in encodings],
         config.known_ids,
@@ -71,18 +78,18 @@ def pack(prompts: Any, tokenizer: Tokenizer | None, config: Architecture, model:
     return pack_encodings(encodings)
 
 
-def with_target(found: Encoding, config: Architecture) -> Encoding:
-    """A text as the source of a pair whose target is its start alone; as it is where prompts are no pairs."""
+def with_target(encoding: Encoding, config: Architecture) -> Encoding:
+    """The encoding of a source with the start token of a target; unchanged unless prompts are pairs."""
     start = config.target_start
     if start is None:
-        return found
-    spans = None if found.byte_spans is None else [*found.byte_spans, (0, 0)]
+        return encoding
+    spans = None if encoding.byte_spans is None else [*encoding.byte_spans, (0, 0)]
     return replace(
-        found,
-        ids=[*found.ids, start],
-        tokens=[*found.tokens, ""],
-        offsets=[*found.offsets, (0, 0)],
-        special=[*found.special, True],
+        encoding,
+        ids=[*encoding.ids, start],
+        tokens=[*encoding.tokens, ""],
+        offsets=[*encoding.offsets, (0, 0)],
+        special=[*encoding.special, True],
         byte_spans=spans,
     )
 
@@ -94,64 +101,81 @@ def pair_ids(
     config: Architecture,
     model: str,
 ) -> list[int]:
-    """Token ids of a source and what its target goes on with behind its start, see `Model.pair`; whether they
-    are a prompt of the model is not looked at."""
+    """Token ids of a source and a target for an encoder-decoder; see `Model.pair`.
+
+    Arguments:
+        source: text or token ids for the encoder.
+        target: text or token ids that the decoder continues; may be empty.
+        tokenizer: tokenizer of the model; None where it has none.
+        config: architecture of the model.
+        model: name of the model, for messages.
+
+    Raises:
+        ConfigError: for a model that reads one sequence.
+    """
     start = config.target_start
     if start is None:
         raise ConfigError(
             f"expected a model with an encoder and a decoder to read pairs, found {model}, which reads one "
             "sequence; join the two texts"
         )
-
     row = one_row(source, "source")
-    before = _encoding(row, tokenizer, model).ids if isinstance(row, str) else row
-    behind: list[int] = []
-    # Nothing behind the start is a target, too: that of a decoder which has written nothing yet.
+    source_ids = _encoding(row, tokenizer, model).ids if isinstance(row, str) else row
+    target_ids: list[int] = []
+    # An empty target is valid: the decoder then has only its start token.
     if not is_nothing(target):
         row = one_row(target, "target")
-        behind = _encoding(row, tokenizer, model, add_special=False).ids if isinstance(row, str) else row
-    return [*before, start, *behind]
+        target_ids = _encoding(row, tokenizer, model, add_special=False).ids if isinstance(row, str) else row
+    return [*source_ids, start, *target_ids]
 
 
-def as_pairs(rows: Sequence[Any], config: Architecture, model: str, *, given: bool = False) -> list[Any]:
-    """Prompts as pairs where the model reads pairs: a source without a target gets the start of one; as they
-    are where it does not. given: whether nothing can be added to them.
+def as_pairs(rows: Sequence[Any], config: Architecture, model: str, *, fixed: bool = False) -> list[Any]:
+    """Prompts as pairs where the model is an encoder-decoder; unchanged elsewhere.
 
-    Raises PromptError for two targets, a pair without source, or a side longer than the model has positions.
+    Arguments:
+        rows: token ids of each prompt; a source without a target gets the start token of one.
+        config: architecture of the model.
+        model: name of the model, for messages.
+        fixed: whether nothing may be added to the rows.
+
+    Raises:
+        PromptError: for two targets, a pair without source, or a side longer than the model's positions.
     """
     start = config.target_start
-    return list(rows) if start is None else [_as_pair(row, start, config, model, given=given) for row in rows]
+    return list(rows) if start is None else [_as_pair(row, start, config, model, fixed=fixed) for row in rows]
 
 
-def _as_pair(row: Any, start: int, config: Architecture, model: str, *, given: bool) -> list[int]:
+def _as_pair(row: Any, start: int, config: Architecture, model: str, *, fixed: bool) -> list[int]:
     ids = [int(token) for token in row]
-    begins = [place for place, token in enumerate(ids) if token >= config.vocab_size]
-    if not begins and not given:
-        begins, ids = [len(ids)], [*ids, start]
-    if len(begins) != 1 or begins[0] == 0:
+    starts = [position for position, token in enumerate(ids) if token >= config.vocab_size]
+    if not starts and not fixed:
+        starts, ids = [len(ids)], [*ids, start]
+    if len(starts) != 1 or starts[0] == 0:
         raise PromptError(
             f"expected a source and one target in each prompt of {model}, found targets that begin at "
-            f"{begins}; make prompts by model.pair(source, target)"
+            f"{starts}; make prompts with model.pair(source, target)"
         )
-    longest, most = max(begins[0], len(ids) - begins[0]), config.side_length
+    longest, most = max(starts[0], len(ids) - starts[0]), config.side_length
     if most is not None and longest > most:
         raise PromptError(
-            f"{model} reads at most {most} positions of a source or a target, found {longest}; shorten it"
+            f"expected at most {most} positions of a source or a target, found {longest} in a prompt of "
+            f"{model}; shorten it"
         )
     return ids
 
 
 def pack_encodings(encodings: Sequence[Encoding]) -> PackedTokens:
-    """Texts as token ids end to end, with their character offsets.
+    """Encoded texts as token ids end to end, with their character offsets.
 
-    Raises PromptError for a text without a token of its own: what would be stored under it is that of a BOS.
+    Raises:
+        PromptError: for a text whose only tokens are special, as its activations would be those of a BOS.
     """
     for number, encoding in enumerate(encodings):
         if all(encoding.special):
             added = f"only the {len(encoding)} that the tokenizer adds" if encoding.ids else "none"
             raise PromptError(
                 f"expected prompt {number} to have a token of its own, found {added} in {encoding.text!r}; "
-                "leave it out, or give token ids to read a BOS alone"
+                "leave it out, or pass token ids to read a BOS alone"
             )
     return PackedTokens.from_lists(
         [e.ids for e in encodings], texts=[e.text for e in encodings], offsets=[e.offsets for e in encodings]
@@ -161,8 +185,18 @@ def pack_encodings(encodings: Sequence[Encoding]) -> PackedTokens:
 def check_prompts(
     rows: Sequence[Any], vocab_size: int, context: int, model: str, unknown: int | None = None
 ) -> None:
-    """Raise PromptError naming the first prompt that is empty, out of range or too long, or holds a token
-    that is unknown to the model (`Architecture.unknown_token`)."""
+    """Check token ids of prompts.
+
+    Arguments:
+        rows: token ids of each prompt.
+        vocab_size: one more than the largest valid id.
+        context: most positions of a prompt.
+        model: name of the model, for messages.
+        unknown: id that the model gives no position (`Architecture.unknown_token`); None without.
+
+    Raises:
+        PromptError: for the first prompt that is empty, too long, out of range, or holds the unknown id.
+    """
     if not rows:
         raise PromptError("expected at least one prompt, found none")
     for number, ids in enumerate(rows):
@@ -189,14 +223,15 @@ def check_prompts(
 def _check_packed(
     tokens: PackedTokens, vocab_size: int, context: int, model: str, unknown: int | None
 ) -> None:
-    """As `check_prompts`, without a look at each prompt unless one of them is wrong."""
+    """As `check_prompts` for packed tokens; looks at single prompts only if some number is out of range."""
+    # Two numbers of the whole corpus decide: a loop over prompts would take longer than reading them.
     is_wrong = tokens.row_size.max() > context or tokens.largest >= vocab_size
     if is_wrong or (unknown is not None and tokens.holds(unknown)):
         check_prompts(list(tokens), vocab_size, context, model, unknown)
 
 
 def no_tokenizer(model: str) -> TokenizerError:
-    """What to say when a model without tokenizer is given text."""
+    """TokenizerError for text prompts of a model without tokenizer files."""
     return TokenizerError(
         f"expected a tokenizer.json, or an {WORLD}, beside the weights of {model} to read text, found "
         "neither; add the file, or pass token ids"

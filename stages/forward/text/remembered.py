@@ -1,9 +1,7 @@
-"""Encodings of short texts, remembered from process to process for tokenizers that take long to make.
+"""Encodings of short texts, cached across processes for tokenizers that are slow to build.
 
-A tokenizer of 262,144 tokens takes 1.5 s to make, half as long as all else of an answer that is stored
-already, and such an answer needs no more of it than the token ids of its prompts. Corpora are not remembered.
-
-Border: texts, encodings and the cache of a user; knows no tokenizer.
+Building a tokenizer of 262,144 tokens takes 1.5 s, half as long as everything else in an answer whose results
+are cached, and such an answer needs only the token ids of its prompts. Corpora are not cached.
 """
 
 from __future__ import annotations
@@ -15,38 +13,38 @@ from ....store.digest import content_digest
 from ....store.index import encodings
 from .tokens import Encoding
 
-__all__ = ["remembered"]
+__all__ = ["cached_encodings"]
 
 _TEXTS, _CHARACTERS = 64, 1 << 16
-"""Most texts that are remembered of one call, and most characters of them together."""
+"""Limits of one call: number of texts, and their characters together."""
 
 
-def remembered(
-    texts: Sequence[str], add_special: bool, witness: str, encode: Callable[[], list[Encoding]]
+def cached_encodings(
+    texts: Sequence[str], add_special: bool, tokenizer: str, encode: Callable[[], list[Encoding]]
 ) -> list[Encoding]:
-    """Encodings of texts, as they were when the same witness was asked before, else as `encode` gives them.
+    """Encodings of texts from the user's cache, or computed and added to it.
 
     Arguments:
-        texts: looked up one by one; all are encoded where one is not known.
-        add_special: whether special tokens are put around each.
-        witness: what encodes: a digest of all that decides an encoding, versions included.
-        encode: gives the encodings of all texts.
+        texts: looked up one by one; all are encoded where one is missing.
+        add_special: whether special tokens are added to each.
+        tokenizer: digest of everything that decides an encoding, versions included.
+        encode: computes the encodings of all texts.
     """
     if len(texts) > _TEXTS or sum(map(len, texts)) > _CHARACTERS:
         return encode()
-    memo = encodings()
-    subjects = [
+    cache = encodings()
+    keys = [
         content_digest(b"1" if add_special else b"0", text.encode("utf-8", "surrogatepass")) for text in texts
     ]
-    known = [
-        _read(memo.find(subject).get(witness), text) for subject, text in zip(subjects, texts, strict=True)
-    ]
-    found = [encoding for encoding in known if encoding is not None]
-    if len(found) < len(texts):
-        found = encode()
-        for subject, encoding in zip(subjects, found, strict=True):
-            memo.add(subject, witness, _written(encoding))
-    return found
+    entries = [_read(cache.find(key).get(tokenizer), text) for key, text in zip(keys, texts, strict=True)]
+    cached = [encoding for encoding in entries if encoding is not None]
+    if len(cached) == len(texts):
+        return cached
+    # All texts at once: building the tokenizer costs far more than encoding the known ones again.
+    computed = encode()
+    for key, encoding in zip(keys, computed, strict=True):
+        cache.add(key, tokenizer, _written(encoding))
+    return computed
 
 
 def _written(encoding: Encoding) -> str:
@@ -54,7 +52,7 @@ def _written(encoding: Encoding) -> str:
 
 
 def _read(written: object, text: str) -> Encoding | None:
-    """An encoding of a text; None for nothing, and for what is none: a cache may hold anything."""
+    """A cached encoding; None for a missing or malformed entry, as the file may hold anything."""
     try:
         ids, tokens, offsets, special = json.loads(str(written))
         encoding = Encoding(

@@ -1,8 +1,7 @@
-"""The one reader of prompts: what callers give, as texts or as token ids. Every function that takes prompts
-reads them here, so that a value is taken by all of them or refused by all of them.
+"""The one reader of prompts: every function that takes prompts turns them into texts or token ids here.
 
-Border: plain values, arrays and tensors of any library, a tokenizer's output; knows no tokenizer, no model,
-and never imports torch.
+So a value is accepted by all of them or refused by all of them. Takes plain values, arrays and tensors of any
+library, and the output of tokenizers; knows no tokenizer and no model, and never imports torch.
 """
 
 from __future__ import annotations
@@ -20,9 +19,9 @@ TAKEN = (
     "a text, several texts, token ids ([position] or [prompt, position]), or a tokenizer's output with "
     "input_ids"
 )
-"""What `as_rows` takes, in words."""
+"""What `as_rows` accepts, for messages."""
 ONE_TAKEN = "a text, token ids, or a tokenizer's output with the input_ids of one prompt"
-"""The same of one prompt."""
+"""What `one_row` accepts, for messages."""
 IDS, MASK, TYPES = "input_ids", "attention_mask", "token_type_ids"
 _NOTES = frozenset(
     {
@@ -35,27 +34,28 @@ _NOTES = frozenset(
         "assistant_masks",
     }
 )
-"""Fields of a tokenizer's output that describe its ids, and change nothing of what a model computes."""
+"""Fields of a tokenizer's output that describe its ids and do not change what a model computes."""
 _MISSING = ("NAType", "NaTType")
-"""What pandas calls the types of its missing values, beside NaN."""
+"""Type names of pandas' missing values, beside NaN."""
 _SHOWN = 60
-"""Characters of a value that an error shows."""
+"""Character limit of a value quoted in an error message."""
 _NAMES = 8
+"""Limit of column names listed in an error message."""
 """Names of columns that an error shows."""
 
 Row = str | list[int]
-"""One prompt: its text, or its token ids."""
+"""One prompt: its text or its token ids."""
 
 
 def as_rows(prompts: Any) -> list[str] | list[list[int]]:
     """One text per prompt, or one list of token ids per prompt.
 
     Arguments:
-        prompts: `TAKEN`; ids in lists, tuples, arrays, tensors, Series or generators. Positions that the
-            attention_mask of a tokenizer's output is 0 at are left out: they are padding at either end.
+        prompts: see `TAKEN`; ids in lists, tuples, arrays, tensors, Series or generators. Positions at which
+            the attention_mask of a tokenizer's output is 0 are left out: they are padding at either end.
 
     Raises:
-        PromptError: anything else; texts and ids side by side; no prompt at all.
+        PromptError: for anything else, for texts and ids side by side, and for no prompt at all.
     """
     value = _plain(prompts)
     if isinstance(value, str):
@@ -65,7 +65,7 @@ def as_rows(prompts: Any) -> list[str] | list[list[int]]:
         return _unpadded(fields, "prompts")
     entries = _entries(value, "prompts", TAKEN)
     if not entries:
-        raise PromptError(f"expected at least one prompt, found none; give {TAKEN}")
+        raise PromptError(f"expected at least one prompt, found none; pass {TAKEN}")
     if _is_id(entries[0]):
         return [_ids(entries, "the prompt")]
     rows = [_row(entry, f"prompt {number}") for number, entry in enumerate(entries)]
@@ -73,7 +73,7 @@ def as_rows(prompts: Any) -> list[str] | list[list[int]]:
     ids = [row for row in rows if not isinstance(row, str)]
     if texts and ids:
         raise PromptError(
-            "expected prompts that are all texts or all token ids, found both; give them in two calls"
+            "expected prompts that are all texts or all token ids, found both; pass them in two calls"
         )
     return texts or ids
 
@@ -82,41 +82,46 @@ def one_row(prompt: Any, name: str = "prompt") -> Row:
     """One prompt as a text or a list of token ids.
 
     Arguments:
-        prompt: as for `as_rows`, which may have an axis of one prompt.
-        name: of the argument, for errors.
+        prompt: as for `as_rows`; may have an axis of length 1 for the prompt.
+        name: name of the argument, for messages.
 
     Raises:
         PromptError: as `as_rows`, and for several prompts.
     """
     rows = as_rows(prompt)
     if len(rows) != 1:
-        raise PromptError(f"expected one {name} ({ONE_TAKEN}), found {len(rows)} prompts; give one of them")
+        raise PromptError(f"expected one {name} ({ONE_TAKEN}), found {len(rows)} prompts; pass one of them")
     return rows[0]
 
 
 def one_row_of_ids(prompt: Any, name: str = "prompt") -> list[int]:
-    """As `one_row`, where there is no tokenizer to read a text with: PromptError for one."""
+    """As `one_row`, for a caller without tokenizer: raises PromptError for a text."""
     row = one_row(prompt, name)
     if isinstance(row, str):
-        raise PromptError(f"expected token ids as {name}, found {_shown(row)}; give model.tokenize(text)[0]")
+        raise PromptError(f"expected token ids as {name}, found {_shown(row)}; pass model.tokenize(text)[0]")
     return row
 
 
 def as_ids(ids: Any) -> list[int]:
-    """Token ids in whatever holds them, also none at all. Raises PromptError for other than whole numbers."""
+    """Token ids from any collection, which may be empty. Raises PromptError for other than integers."""
     return _ids(_entries(_plain(ids), "token ids", "whole numbers"), "the ids")
 
 
 def is_nothing(value: Any) -> bool:
-    """Whether a value is an empty list, array or other collection, but no text."""
+    """Whether a value is an empty list, array or other collection, except a text."""
     return isinstance(value, Sized) and not isinstance(value, str) and len(value) == 0
 
 
 def as_text(text: Any, where: str) -> str:
-    """A text as a plain str. where: names it in errors.
+    """A text as a plain str.
 
-    Raises PromptError for what is no str, and for half of a surrogate pair, which no tokenizer reads and no
-    store holds: JSON and file names may have one.
+    Arguments:
+        text: the value.
+        where: name of the text, for messages.
+
+    Raises:
+        PromptError: for another type, and for half of a surrogate pair, which JSON and file names may contain
+            but no tokenizer reads and no store can hold.
     """
     if not isinstance(text, str):
         raise PromptError(f"{where}: expected a text, found {_shown(text)}{_remedy(text)}")
@@ -126,13 +131,14 @@ def as_text(text: Any, where: str) -> str:
         except UnicodeEncodeError as error:
             raise PromptError(
                 f"{where}: expected text, found half of a surrogate pair ({text[error.start]!r}) at "
-                f"character {error.start}; mend it, or read its file as UTF-8"
+                f"character {error.start}; remove it, or read its file as UTF-8"
             ) from error
+    # A subclass such as numpy.str_ may override methods; tokenizers and JSON expect plain str.
     return text if type(text) is str else str.__str__(text)
 
 
 def _row(entry: Any, where: str) -> Row:
-    """One entry among several."""
+    """One entry among several prompts."""
     value = _plain(entry)
     if isinstance(value, str):
         return as_text(value, where)
@@ -142,18 +148,19 @@ def _row(entry: Any, where: str) -> Row:
     rows = _unpadded(fields, where)
     if len(rows) != 1:
         raise PromptError(
-            f"expected one prompt in {where}, found input_ids of {len(rows)}; give each its own"
+            f"expected one prompt in {where}, found input_ids of {len(rows)}; pass each as an entry of its "
+            "own"
         )
     return rows[0]
 
 
 def _plain(value: Any) -> Any:
-    """Arrays and tensors as (nested) lists, everything else as it is."""
+    """Arrays and tensors as nested lists; any other value unchanged."""
     if isinstance(value, str | list | tuple | memoryview) or not callable(getattr(value, "tolist", None)):
         return value
     try:
         return value.tolist()
-    except Exception as error:  # whatever a library raises for a tensor without values, or a sparse one
+    except Exception as error:  # libraries raise various types for a tensor without values, or a sparse one
         reason = str(error).partition("\n")[0]
         raise PromptError(
             f"expected token ids that can be read, found {type(value).__name__}: {reason}"
@@ -161,13 +168,17 @@ def _plain(value: Any) -> Any:
 
 
 def _fields(value: Any) -> Mapping[str, Any] | None:
-    """Fields of a tokenizer's output; None for what has no fields. Raises PromptError for other mappings and
-    tables."""
+    """Fields of a tokenizer's output; None for a value without fields.
+
+    Raises:
+        PromptError: for other mappings and tables.
+    """
     if isinstance(value, list | tuple):
         return None
-    if hasattr(value, "ids") and hasattr(value, "offsets"):  # an Encoding, of tokenizers or of this package
+    if hasattr(value, "ids") and hasattr(value, "offsets"):  # an Encoding of tokenizers, or ours
         fields = {IDS: value.ids, MASK: getattr(value, MASK, None), TYPES: getattr(value, "type_ids", None)}
         return {name: field for name, field in fields.items() if field is not None}
+    # datasets name columns `column_names`, pandas and polars `columns`.
     columns = getattr(value, "column_names", getattr(value, "columns", None))
     if not isinstance(value, Mapping) and not hasattr(value, "keys") and columns is None:
         return None
@@ -175,7 +186,7 @@ def _fields(value: Any) -> Mapping[str, Any] | None:
     if IDS not in names:
         remedy = "choose the one key or column that holds texts or ids"
         if "role" in names:
-            remedy = "model.chat(messages) makes token ids of a conversation"
+            remedy = "model.chat(messages) turns a conversation into token ids"
         shown = ", ".join(map(str, names[:_NAMES]))
         raise PromptError(
             f"expected {TAKEN}, found {type(value).__name__} with {shown or 'no keys'}; {remedy}"
@@ -184,12 +195,12 @@ def _fields(value: Any) -> Mapping[str, Any] | None:
 
 
 def _unpadded(fields: Mapping[str, Any], where: str) -> list[list[int]]:
-    """Prompts of a tokenizer's output, its padding left out."""
+    """Prompts of a tokenizer's output without padding."""
     unknown = [name for name in fields if name not in {IDS, MASK, TYPES, *_NOTES}]
     if unknown:
         raise PromptError(
             f"expected {IDS} and {MASK} in a tokenizer's output, found {unknown[0]!r}, which is not "
-            "read here; leave it out"
+            "supported; leave it out"
         )
     rows = _id_rows(fields[IDS], IDS)
     masks, types = (
@@ -199,9 +210,10 @@ def _unpadded(fields: Mapping[str, Any], where: str) -> list[list[int]]:
     for number, ids in enumerate(rows):
         place = where if len(rows) == 1 and where != "prompts" else f"prompt {number}"
         start, stop = (0, len(ids)) if masks is None else _bounds(masks[number], place)
+        # A second segment needs the embedding of type 1, but every position is read as type 0.
         if types is not None and any(types[number][start:stop]):
             raise PromptError(
-                f"expected {TYPES} of 0 in {place}, found others: no second segment is read here; encode "
+                f"expected {TYPES} of 0 in {place}, found others: second segments are not supported; encode "
                 "the texts as one"
             )
         unpadded.append(ids[start:stop])
@@ -225,14 +237,16 @@ def _id_rows(value: Any, name: str) -> list[list[int]]:
 
 
 def _flags(value: Any, name: str, rows: Sequence[Sequence[int]]) -> list[list[int]]:
-    """A mask of zeros and ones (also as bool or float), of the shape of the ids."""
+    """Check a mask's shape and values (0 and 1; bool and float accepted); returns integer rows."""
     entries = _entries(_plain(value), name, "0 and 1 per token")
     nested = [_plain(entry) for entry in entries]
     if not nested or not isinstance(nested[0], Sequence):
         nested = [nested]
     flags = [[_scalar(flag) for flag in _entries(row, name, "0 and 1 per token")] for row in nested]
     if [len(row) for row in flags] != [len(row) for row in rows]:
-        raise PromptError(f"expected {name} of the shape of {IDS}, found another; they come together")
+        raise PromptError(
+            f"expected {name} of the shape of {IDS}, found another; pass both from one encoding"
+        )
     for row in flags:
         for flag in row:
             if not isinstance(flag, int | float) or flag not in (0, 1):
@@ -241,10 +255,11 @@ def _flags(value: Any, name: str, rows: Sequence[Sequence[int]]) -> list[list[in
 
 
 def _bounds(mask: Sequence[int], where: str) -> tuple[int, int]:
-    """First position with a token, and one more than the last."""
+    """(start, stop) of unmasked positions; PromptError for masked positions between tokens."""
     if 1 not in mask:
         raise PromptError(f"expected at least one token in {where}, found all of it masked; leave it out")
     start, stop = mask.index(1), len(mask) - mask[::-1].index(1)
+    # A hole between tokens changes what later tokens see: that is an intervention, not padding.
     if 0 in mask[start:stop]:
         raise PromptError(
             f"expected padding at the ends of {where}, found position {mask.index(0, start)} masked between "
@@ -253,18 +268,19 @@ def _bounds(mask: Sequence[int], where: str) -> tuple[int, int]:
     return start, stop
 
 
-def _entries(value: Any, where: str, taken: str) -> list[Any] | tuple[Any, ...]:
-    """What a sequence, a generator or another ordered iterable holds."""
+def _entries(value: Any, where: str, accepted: str) -> list[Any] | tuple[Any, ...]:
+    """Entries of a sequence, a generator or another ordered iterable."""
     if isinstance(value, list | tuple):
         return value
     refused = (bytes, bytearray, memoryview, set, frozenset, os.PathLike, IOBase)
     if not isinstance(value, refused) and isinstance(value, Iterable):
         return list(value)
-    raise PromptError(f"expected {where} as {taken}, found {_shown(value)}{_remedy(value)}")
+    raise PromptError(f"expected {where} as {accepted}, found {_shown(value)}{_remedy(value)}")
 
 
 def _ids(entries: Sequence[Any], where: str) -> list[int]:
     """Token ids of one prompt."""
+    # Plain lists of ints are by far the most common: one pass over the types, without a Python loop.
     if set(map(type, entries)) <= {int}:
         return list(entries)
     ids = []
@@ -288,21 +304,21 @@ def _is_int(value: Any) -> TypeGuard[int]:
 
 
 def _scalar(value: Any) -> Any:
-    """A number of numpy or torch, or a tensor without axes, as Python's."""
+    """A scalar of numpy or torch, or a tensor without axes, as a Python number."""
     if getattr(value, "ndim", None) == 0 and callable(getattr(value, "item", None)):
-        with suppress(Exception):  # a tensor without values: refused as what it is
+        with suppress(Exception):  # a tensor without values; refused later for its type
             return value.item()
     return value
 
 
 def _remedy(value: Any) -> str:
-    """What to do with a value that is no prompt."""
+    """Advice appended to an error message about a value's type; empty for unknown types."""
     if isinstance(value, bytes | bytearray | memoryview):
         return "; decode bytes to a text first"
     if isinstance(value, os.PathLike | IOBase):
         return "; read the file: mizarr.Corpus, or Path(…).read_text()"
     if isinstance(value, set | frozenset):
-        return "; a set has no order, so give a list"
+        return "; a set has no order, so pass a list"
     if value is None or type(value).__name__ in _MISSING or (isinstance(value, float) and isnan(value)):
         return "; leave missing values out"
     if isinstance(value, float):

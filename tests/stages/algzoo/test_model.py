@@ -240,7 +240,7 @@ def test_what_is_not_there_is_named_with_the_nearest(rnn):
         rnn.forward(X, HookSpec().capture("hook_embed"))
     with pytest.raises(InterventionError, match=r"expected neurons in 0\.\.4"):
         rnn.forward(X, HookSpec().intervene("rnn.hook_hidden.0", Zero(neurons=(5,))))
-    with pytest.raises(InterventionError, match="no positions to choose"):
+    with pytest.raises(InterventionError, match="with positions to select"):
         rnn.forward(X, HookSpec().intervene("rnn.hook_hidden.0", Zero(positions=(0,))))
 
 

@@ -169,7 +169,7 @@ def test_points_are_in_the_layers_that_have_them_and_others_are_told(tmp_path):
     ):
         with pytest.raises(HookPointNotFound, match=told):
             model.forward([1, 2, 3], HookSpec().capture(name))
-    with pytest.raises(InterventionError, match=r"worked out for who reads it"):
+    with pytest.raises(InterventionError, match=r"computed only to be captured"):
         model.forward([1, 2, 3], HookSpec().intervene("blocks.0.ssm.hook_state", Scale(2.0)))
 
 

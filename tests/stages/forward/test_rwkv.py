@@ -250,7 +250,7 @@ def test_what_is_worked_out_cannot_be_changed(models):
 
 def test_attention_to_texts_read_on_is_refused(models):
     spec = HookSpec().capture("blocks.0.rwkv.hook_effective_attn")
-    with pytest.raises(InterventionError, match="only states of earlier tokens are kept"):
+    with pytest.raises(InterventionError, match="only the state of earlier tokens is cached"):
         mizarr.generate(models("rwkv6"), [IDS[:5]], spec, max_tokens=3)
 
 

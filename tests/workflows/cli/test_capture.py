@@ -221,7 +221,7 @@ def test_a_metric_that_cannot_be_is_one_line_before_a_store_is_made(capture, tmp
 
 def test_a_metric_without_a_gradient_to_take_is_refused(capture, tmp_path):
     code, out, err = capture("--metric", "probability=3")
-    assert (code, out) == (2, "") and "expected hook points whose gradient is wanted" in err
+    assert (code, out) == (2, "") and "expected a captured gradient to go with" in err
     assert not (tmp_path / "store").exists()
 
 

@@ -46,8 +46,8 @@ def test_draws_are_those_of_their_seed(capsys):
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["specimen", "Once", "--top-k", "3"], "give a temperature > 0"),
-        (["specimen", "Once", "--chat"], "has no chat template"),
+        (["specimen", "Once", "--top-k", "3"], "set a temperature > 0"),
+        (["specimen", "Once", "--chat"], "expected a chat template"),
         (["specimen"], "Missing argument 'PROMPT...'"),
         (["no-such-model", "Once"], "no-such-model"),
     ],

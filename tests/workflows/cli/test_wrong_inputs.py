@@ -54,7 +54,7 @@ hook blocks.-1.hook_resid_post -> there is no hook point 'blocks.-1.hook_resid_p
 hook blocks.0.hook_resid_pots -> there is no hook point 'blocks.0.hook_resid_pots'; did you mean
 hook resid_post -> there is no hook point 'resid_post'; did you mean 'blocks.0.hook_resid_post'?
 hook '   ' -> there is no hook point ' '; a model lists its own: `model.hook_points`
-hook grad:blocks.0.hook_resid_post -> expected to be told what 'grad:blocks.0.hook_resid_post' is the
+hook grad:blocks.0.hook_resid_post -> expected a metric whose gradient
 hook grad:blocks.0.hook_resid_post --metric foo=1 -> no metric 'foo' that has a gradient; there are
 hook grad:blocks.0.hook_resid_post --metric 'logit_difference=["a"]' -> metric 'logit_difference': expected
 hook grad:blocks.0.hook_resid_post --metric 'log_probability=1.5' -> metric 'log_probability': expected one
@@ -87,7 +87,7 @@ with --workers 1.5 -> '--workers': '1.5' is not a valid integer range. (see miza
 with --cluster foo -> expected a Dask scheduler at 'foo', found none (missing port number in address 'foo');
 with --cluster foo --workers 2 -> expected a cluster or workers of this machine, found 'foo' and 2 workers;
 with --log nowhere/x.jsonl -> expected a file to write the log to, found 'nowhere/x.jsonl': No such file or
-with --adapter folder -> expected an adapter in folder, found no adapter_config.json; give the folder PEFT
+with --adapter folder -> expected an adapter in folder, found no adapter_config.json; pass the folder in
 with --revision v9 -> expected no revision for the directory specimen, found 'v9'; revisions belong to hub ids
 with --exact -> expected --exact with --dry-run, found it alone; prompts that run are counted (see
 into a_file -> expected a folder at

@@ -1,1 +1,1 @@
-"""GGUF files: what llama.cpp runs, read as the checkpoints they were made of."""
+"""GGUF files of llama.cpp, read as the transformers checkpoints that they were converted from."""

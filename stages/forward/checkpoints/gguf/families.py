@@ -1,10 +1,9 @@
-"""What kinds of model GGUF files hold are called elsewhere, and where their tensors lie.
+"""GGUF architectures: their model_type, config.json and tensor names in transformers.
 
-A row for each: the model_type, names of tensors, and what llama.cpp's converter did to them. Keys of
-config.json that its metadata do not have are worked out from tensors, or are what llama.cpp itself takes for
-granted.
+A row per architecture says what llama.cpp's converter did to the checkpoint. Keys of config.json without
+metadata are derived from tensor shapes, or are constants that llama.cpp assumes.
 
-Border: names, shapes and metadata in; never imports torch.
+Works on names, shapes and metadata; never imports torch.
 """
 
 from __future__ import annotations
@@ -60,45 +59,47 @@ _MIXTRAL = {
 
 @dataclass(frozen=True)
 class GgufFamily:
-    """One kind of model.
-
-    config: what of config.json is not read in the same way for all. outside, layer: names of tensors -> what
-    the checkpoint calls them; "{}" stands for the number of an expert. prefix: of a layer's names. turned:
-    rows of queries and keys lie in the order of neighbouring pairs. shifted: norms have one added.
-    transposed: matrices of a layer are [in, out] in the checkpoint.
-    """
+    """Names and transformations of one GGUF architecture."""
 
     config: Callable[[Header], Raw]
+    """Header -> content of config.json."""
     outside: Mapping[str, str] = field(default_factory=lambda: _OUTSIDE)
+    """GGUF name -> checkpoint name of tensors outside the layers, without ".weight"."""
     layer: Mapping[str, str] = field(default_factory=lambda: _LAYER)
+    """Likewise within a layer; "{}" stands for the index of an expert."""
     prefix: str = "model.layers.{}."
-    turned: bool = False
-    shifted: bool = False
+    """Prefix of a layer's checkpoint names."""
+    has_paired_rope: bool = False
+    """Whether rows of q and k are reordered so that rope rotates neighbours instead of halves."""
+    has_shifted_norms: bool = False
+    """Whether 1 was added to norm weights (the checkpoint's norms multiply by 1 + weight)."""
+    is_transposed: bool = False
+    """Whether the checkpoint stores matrices of a layer as [in, out]."""
     transposed: bool = False
 
 
 def family_of(header: Header) -> GgufFamily:
-    """The row of a file. Raises ConfigError for a kind that has none."""
-    found = FAMILIES.get(header.architecture)
-    if found is None:
+    """The row of a file's architecture. Raises ConfigError for an architecture without a row."""
+    family = FAMILIES.get(header.architecture)
+    if family is None:
         raise ConfigError(
             f"{header.path}: expected a GGUF file of {', '.join(FAMILIES)}, found {header.architecture!r}; "
             "use the checkpoint it was made of"
         )
-    return found
+    return family
 
 
 def _usual(header: Header, model_type: str) -> Raw:
-    """What nearly all decoders are told by."""
-    heads = _whole(header, "attention.head_count")
+    """Keys of config.json that nearly all decoders have."""
+    heads = _integer(header, "attention.head_count")
     hidden = header.require("embedding_length")
     return {
         "model_type": model_type,
         "hidden_size": hidden,
         "num_hidden_layers": header.require("block_count"),
-        "intermediate_size": _whole(header, "feed_forward_length"),
+        "intermediate_size": _integer(header, "feed_forward_length"),
         "num_attention_heads": heads,
-        "num_key_value_heads": _whole(header, "attention.head_count_kv", heads),
+        "num_key_value_heads": _integer(header, "attention.head_count_kv", heads),
         "max_position_embeddings": header.require("context_length"),
         "vocab_size": header.tensors["token_embd.weight"].shape[0],
         "tie_word_embeddings": "output.weight" not in header.tensors,
@@ -106,8 +107,8 @@ def _usual(header: Header, model_type: str) -> Raw:
 
 
 def _rms(header: Header, model_type: str) -> Raw:
-    """Decoders with RMS norms and rotations."""
-    heads = _whole(header, "attention.head_count")
+    """Keys of decoders with RMS norms and rope."""
+    heads = _integer(header, "attention.head_count")
     head = header.get("attention.key_length", header.require("embedding_length") // heads)
     return _usual(header, model_type) | {
         "rms_norm_eps": header.require("attention.layer_norm_rms_epsilon"),
@@ -118,14 +119,15 @@ def _rms(header: Header, model_type: str) -> Raw:
 
 
 def _llama(header: Header) -> Raw:
+    # llama.cpp converts Llama, Mistral and Mixtral to one architecture; what they differ in tells them apart.
     raw = _rms(header, "llama")
     raw["attention_bias"] = "blk.0.attn_q.bias" in header.tensors
     raw["mlp_bias"] = "blk.0.ffn_up.bias" in header.tensors
     if window := header.get("attention.sliding_window"):
         raw |= {"model_type": "mistral", "sliding_window": window}
     if experts := header.get("expert_count", 0):
-        chosen = header.require("expert_used_count")
-        raw |= {"model_type": "mixtral", "num_local_experts": experts, "num_experts_per_tok": chosen}
+        top_k = header.require("expert_used_count")
+        raw |= {"model_type": "mixtral", "num_local_experts": experts, "num_experts_per_tok": top_k}
         raw["sliding_window"] = header.get("attention.sliding_window")
     return raw
 
@@ -173,17 +175,20 @@ def _gemma3(header: Header) -> Raw:
 
 
 def _scale(raw: Raw, largest: int) -> Raw:
-    """What scores are divided by: it stands in no file; llama.cpp knows the largest of each family by its
-    number of layers."""
-    each = raw["hidden_size"] // raw["num_attention_heads"]
-    return {"query_pre_attn_scalar": each if raw["num_hidden_layers"] == largest else raw["head_dim"]}
+    """Scale of the attention scores, which no metadata have.
+
+    llama.cpp hard-codes an exception for the largest model of each family, recognised by its number of
+    layers.
+    """
+    width = raw["hidden_size"] // raw["num_attention_heads"]
+    return {"query_pre_attn_scalar": width if raw["num_hidden_layers"] == largest else raw["head_dim"]}
 
 
 def _phi3(header: Header) -> Raw:
     raw = _rms(header, "phi3")
-    turned = header.get("rope.dimension_count", raw["head_dim"])
-    if turned != raw["head_dim"]:
-        raw["partial_rotary_factor"] = turned / raw["head_dim"]
+    rotary_dim = header.get("rope.dimension_count", raw["head_dim"])
+    if rotary_dim != raw["head_dim"]:
+        raw["partial_rotary_factor"] = rotary_dim / raw["head_dim"]
     if window := header.get("attention.sliding_window"):
         raw["sliding_window"] = window
     return raw
@@ -216,8 +221,8 @@ def _gpt2(header: Header) -> Raw:
         "model_type": "gpt2",
         "n_embd": header.require("embedding_length"),
         "n_layer": header.require("block_count"),
-        "n_head": _whole(header, "attention.head_count"),
-        "n_inner": _whole(header, "feed_forward_length"),
+        "n_head": _integer(header, "attention.head_count"),
+        "n_inner": _integer(header, "feed_forward_length"),
         "n_positions": header.require("context_length"),
         "vocab_size": header.tensors["token_embd.weight"].shape[0],
         "layer_norm_epsilon": header.require("attention.layer_norm_epsilon"),
@@ -225,19 +230,19 @@ def _gpt2(header: Header) -> Raw:
     }
 
 
-def _whole(header: Header, key: str, default: int | None = None) -> int:
-    """A whole number. Raises ConfigError for another value, and for one of each layer."""
+def _integer(header: Header, key: str, default: int | None = None) -> int:
+    """An integer of the metadata. Raises ConfigError for other values, such as one per layer."""
     value = header.require(key) if default is None else header.get(key, default)
     if not isinstance(value, int):
         raise ConfigError(
-            f"{header.path}: expected a whole number as {key}, found {value!r:.80}; use the checkpoint it "
+            f"{header.path}: expected an integer as {key}, found {value!r:.80}; use the checkpoint it "
             "was made of"
         )
     return value
 
 
-def _scaling(header: Header, turned: int) -> Raw:
-    """How rotations go beyond the context they were trained in; turned: channels that are turned."""
+def _scaling(header: Header, rotary_dim: int) -> Raw:
+    """Rope scaling for contexts beyond the training context; `rotary_dim`: number of rotated channels."""
     long, short = (header.tensors.get(f"rope_factors_{which}.weight") for which in ("long", "short"))
     original = header.get("rope.scaling.original_context_length")
     if long is not None and short is not None:
@@ -245,7 +250,7 @@ def _scaling(header: Header, turned: int) -> Raw:
         extended = {"original_max_position_embeddings": original} if original else {}
         return {"rope_scaling": {"rope_type": "longrope", **factors}, **extended}
     if "rope_freqs.weight" in header.tensors:
-        return {"rope_scaling": _llama3(header, turned)}
+        return {"rope_scaling": _llama3(header, rotary_dim)}
     kind = header.get("rope.scaling.type", "none")
     if kind == "none":
         return {}
@@ -260,20 +265,22 @@ def _scaling(header: Header, turned: int) -> Raw:
     return {"rope_scaling": scaling}
 
 
-def _llama3(header: Header, turned: int) -> Raw:
-    """The scaling of Llama 3.1 and later, of which a file holds the divisors of each frequency alone.
+def _llama3(header: Header, rotary_dim: int) -> Raw:
+    """Rope scaling of Llama 3.1 and later, recovered from the frequency divisors in the file.
 
-    Raises ConfigError where those of no release give them.
+    Raises:
+        ConfigError: where no known release has these divisors.
     """
     import numpy as np
 
-    found = np.asarray(header.tensors["rope_freqs.weight"].plain(), np.float64)
-    frequency = float(header.get("rope.freq_base", 10000.0)) ** -(np.arange(0, turned, 2) / turned)
+    stored = np.asarray(header.tensors["rope_freqs.weight"].plain(), np.float64)
+    frequency = float(header.get("rope.freq_base", 10000.0)) ** -(np.arange(0, rotary_dim, 2) / rotary_dim)
+    # Factors of the Llama 3.1, 3.2 and later releases; a file stores only the resulting divisors.
     for factor, original in ((8.0, 8192), (32.0, 8192), (4.0, 8192), (16.0, 8192)):
         low, high = 1.0, 4.0
         smooth = np.clip((original * frequency / (2 * np.pi) - low) / (high - low), 0.0, 1.0)
         divisors = 1 / ((1 - smooth) / factor + smooth)
-        if divisors.shape == found.shape and np.allclose(divisors, found, rtol=1e-4, atol=0):
+        if divisors.shape == stored.shape and np.allclose(divisors, stored, rtol=1e-4, atol=0):
             return {
                 "rope_type": "llama3",
                 "factor": factor,
@@ -288,13 +295,13 @@ def _llama3(header: Header, turned: int) -> Raw:
 
 
 FAMILIES: dict[str, GgufFamily] = {
-    "llama": GgufFamily(_llama, layer=_LAYER | _MIXTRAL, turned=True),
+    "llama": GgufFamily(_llama, layer=_LAYER | _MIXTRAL, has_paired_rope=True),
     "qwen2": GgufFamily(_qwen2),
     "qwen3": GgufFamily(_qwen3, layer=_LAYER | _HEAD_NORMS),
     "qwen2moe": GgufFamily(_qwen2_moe, layer=_LAYER | _EXPERTS | _SHARED),
     "qwen3moe": GgufFamily(_qwen3_moe, layer=_LAYER | _HEAD_NORMS | _EXPERTS),
-    "gemma2": GgufFamily(_gemma2, layer=_LAYER | _AROUND, shifted=True),
-    "gemma3": GgufFamily(_gemma3, layer=_LAYER | _HEAD_NORMS | _AROUND, shifted=True),
+    "gemma2": GgufFamily(_gemma2, layer=_LAYER | _AROUND, has_shifted_norms=True),
+    "gemma3": GgufFamily(_gemma3, layer=_LAYER | _HEAD_NORMS | _AROUND, has_shifted_norms=True),
     "phi3": GgufFamily(
         _phi3, layer=_LAYER | {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
     ),
@@ -317,7 +324,7 @@ FAMILIES: dict[str, GgufFamily] = {
             "ffn_down": "mlp.c_proj",
         },
         prefix="transformer.h.{}.",
-        transposed=True,
+        is_transposed=True,
     ),
 }
 """general.architecture -> its row."""

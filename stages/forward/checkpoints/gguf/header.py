@@ -1,6 +1,6 @@
-"""What the GGUF files of a checkpoint say of themselves: metadata and tensors.
+"""Header: metadata and tensor list of the GGUF files of a checkpoint; the bytes are read in parsing.py.
 
-Border: files in, named values and tensors out; how the bytes are read is parsing.py. Never imports torch.
+Never imports torch.
 """
 
 from __future__ import annotations
@@ -28,33 +28,39 @@ _PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 
 @dataclass(frozen=True, eq=False)
 class Header:
-    """Metadata of a checkpoint's first file, and the tensors of all of them by name. Equal only to itself."""
+    """Metadata of a checkpoint's first file, and the tensors of all its files. Compared by identity."""
 
     path: Path
     """The first file."""
     fields: Mapping[str, Any]
-    """Metadata by full name, as `read_gguf` gives them."""
+    """Metadata by full name, as `read_gguf` returns them."""
     tensors: Mapping[str, StoredTensor]
-    """Tensors by the names llama.cpp has for them."""
+    """Tensors by their llama.cpp names."""
 
     @cached_property
     def architecture(self) -> str:
-        """What the format calls the kind of model."""
+        """Value of general.architecture, e.g. "llama"."""
         return str(self._value("general.architecture"))
 
     def get(self, key: str, default: Any = None) -> Any:
-        """One value of the metadata of this kind of model ("block_count"); the default where there is none.
-        Raises ConfigError for an array: a value for each layer, which no model here has.
+        """A value of the architecture's metadata.
+
+        Arguments:
+            key: name without the architecture, e.g. "block_count".
+            default: returned where there is none.
+
+        Raises:
+            ConfigError: for an array with a value per layer, which no supported architecture has.
         """
         name = f"{self.architecture}.{key}"
         return self._value(name) if name in self.fields else default
 
     def require(self, key: str) -> Any:
-        """As `get`. Raises ConfigError where there is none."""
+        """As `get`, without a default. Raises ConfigError where there is no value."""
         return self._value(f"{self.architecture}.{key}")
 
-    def told(self, name: str) -> Any:
-        """Metadata by its full name ("tokenizer.ggml.model"); None where there is none."""
+    def metadata(self, name: str) -> Any:
+        """Metadata by its full name, e.g. "tokenizer.ggml.model"; None where there is none."""
         return self.fields.get(name)
 
     def _value(self, name: str) -> Any:
@@ -72,8 +78,11 @@ class Header:
 
 
 def parts_of(path: Path) -> tuple[Path, ...]:
-    """The files of a checkpoint that is split as llama.cpp splits them, given any of them. Raises
-    WeightsError naming the one that is missing."""
+    """All files of a checkpoint that llama.cpp's tool has split, from any one of them.
+
+    Raises:
+        WeightsError: for a missing file.
+    """
     match = _PART.fullmatch(path.name)
     if match is None:
         return (path,)
@@ -87,12 +96,16 @@ def parts_of(path: Path) -> tuple[Path, ...]:
 
 
 def header_of(paths: Sequence[Path]) -> Header:
-    """What the files of a checkpoint hold. Raises WeightsError for a file that is missing or damaged,
-    MissingExtra.
+    """Read the header of a checkpoint's files; cached by path and file stamp.
+
+    Raises:
+        WeightsError: for a missing or damaged file.
+        MissingExtra: without the gguf package.
     """
     for path in paths:
         if not require_content(path, WeightsError):
             raise WeightsError(f"expected a GGUF file at {path}, found none; fetch it again")
+    # The stamp is part of the cache key, so that a replaced file is read again.
     return _header_of(tuple(paths), tuple(stamp(path.stat()) for path in paths))
 
 
@@ -103,14 +116,17 @@ def _header_of(paths: tuple[Path, ...], stamps: tuple[Any, ...]) -> Header:
     fields: dict[str, Any] = {}
     for path in paths:
         try:
-            own, stored = read_gguf(path)
+            metadata, stored = read_gguf(path)
         except (ValueError, KeyError, OSError) as error:
             raise WeightsError(
                 f"expected a GGUF file at {path}, found one that cannot be read ({error}); fetch it again"
             ) from error
-        fields = fields or own
+        fields = fields or metadata
         for name, tensor in stored.items():
             if name in tensors:
-                raise WeightsError(f"expected {name!r} in one file, found it in {path.name} and another")
+                raise WeightsError(
+                    f"expected {name!r} in one file, found it in {path.name} and another; fetch the files "
+                    "again"
+                )
             tensors[name] = tensor
     return Header(paths[0], fields, tensors)

@@ -1,12 +1,12 @@
-"""The bytes of a GGUF file: its metadata, and where its tensors lie, every length within the file.
+"""Parser of GGUF files: metadata and tensors, with every length checked against the size of the file.
 
-The reader of the format's own package believes every length: a file of 100 bytes that speaks of an array of
-2**40 numbers keeps it busy until memory ends, and sums that exceed 64 bits wrap to places before the data.
-Here no more is read than there is, and every tensor has a range of its own. The kinds of blocks, and what
-they stand for, are the package's.
+The reader of the `gguf` package trusts every length: a file of 100 bytes that announces an array of 2**40
+numbers fills the memory, and offsets that exceed 64 bits wrap around to before the data. This parser reads no
+more than there is, and gives every tensor a range of its own. Block types and their dequantisation are the
+package's.
 
-Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, versions 2 and 3, little-endian.
-Border: a path in, plain values and mapped arrays out. Never imports torch.
+Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, versions 2 and 3, little-endian. Never
+imports torch.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ _NUMBERS = {
     11: "<i8",
     12: "<f8",
 }
-"""Dtypes by the format's numbers of value types."""
+"""numpy dtypes by the format's value type numbers."""
 _STRING, _ARRAY = 8, 9
 _MOST_AXES = 4  # GGML_MAX_DIMS
-_AT_ONCE = 1 << 20  # numbers that are dequantised at once
-_ALIGNMENT = 32  # bytes, where general.alignment says no other
+_AT_ONCE = 1 << 20  # numbers that are dequantised per call
+_ALIGNMENT = 32  # bytes, unless general.alignment says otherwise
 _PLAIN = {
     "F32": "<f4",
     "F16": "<f2",
@@ -52,9 +52,9 @@ _PLAIN = {
     "I32": "<i4",
     "I64": "<i8",
 }
-"""Dtypes of tensors that are no blocks."""
+"""numpy dtypes of unquantised tensor types."""
 _FLOATS = ("F64", "F32", "F16")
-"""Kinds whose numbers are floats as they lie there."""
+"""Tensor types that are plain floats."""
 
 
 @dataclass(frozen=True)
@@ -62,20 +62,26 @@ class StoredTensor:
     """One tensor of a file."""
 
     shape: tuple[int, ...]
-    """Of its numbers, as torch has it: rows first."""
+    """Shape of the numbers in torch's order: rows first."""
     kind: str
-    """Its type in the format ("Q4_K")."""
+    """Tensor type of the format, e.g. "Q4_K"."""
     data: npt.NDArray[Any]
-    """Mapped: numbers, or of blocks the bytes of each row."""
+    """Memory-mapped numbers, or the bytes of each row's blocks."""
 
     @property
     def dtype(self) -> str:
-        """Of the plain numbers, by its code in safetensors."""
+        """Dtype of the dequantised numbers, by its code in safetensors."""
         return self.kind if self.kind in _FLOATS else "F32"
 
     def plain(self, first: int | None = None) -> npt.NDArray[Any]:
-        """The numbers, in memory of their own; first: of one index along the first axis alone. Raises
-        ValueError for a kind of blocks that the format's package cannot dequantise."""
+        """The dequantised numbers, in newly allocated memory.
+
+        Arguments:
+            first: index on the first axis, to read that slice only; None for all.
+
+        Raises:
+            ValueError: for a block type that the gguf package cannot dequantise.
+        """
         import gguf
 
         data = self.data if first is None else self.data[first]
@@ -84,7 +90,7 @@ class StoredTensor:
         shape = self.shape if first is None else self.shape[1:]
         numbers = np.empty(shape, np.float32)
         stored, rows = data.reshape(-1, data.shape[-1]), numbers.reshape(-1, shape[-1])
-        # Not at once: the package would hold all numbers twice.
+        # In steps, because the package's function holds all numbers of its argument twice.
         step = max(1, _AT_ONCE // max(1, shape[-1]))
         try:
             for start in range(0, len(rows), step):
@@ -95,18 +101,26 @@ class StoredTensor:
         return numbers
 
     def release(self) -> None:
-        """Have the system take back the pages of the file that were read, which count as memory of the
-        process for as long as it lives; they are read again when they are wanted."""
+        """Release the pages of the file that were read.
+
+        Mapped pages count as memory of the process while it lives; the system reads them again on demand.
+        """
         mapping = getattr(self.data, "_mmap", None)
         if mapping is not None and hasattr(mmap, "MADV_DONTNEED"):
             mapping.madvise(mmap.MADV_DONTNEED)
 
 
 def read_gguf(path: Path) -> tuple[dict[str, Any], dict[str, StoredTensor]]:
-    """Metadata and tensors of a file by name.
+    """Read metadata and tensors of a file.
 
-    path: of a file that is not empty.
-    Raises ValueError, saying what was found, for a file that is damaged.
+    Arguments:
+        path: a file that is not empty.
+
+    Returns:
+        Metadata by name, and tensors by name.
+
+    Raises:
+        ValueError: for a damaged file; the message says what was found and expected.
     """
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         cursor = _Cursor(data, len(data))
@@ -119,53 +133,55 @@ def read_gguf(path: Path) -> tuple[dict[str, Any], dict[str, StoredTensor]]:
             raise ValueError(f"version {version}{order}, where 2 or 3 was expected, little-endian")
         n_tensors, n_fields = cursor.integer("<Q"), cursor.integer("<Q")
         fields = _fields(cursor, n_fields)
-        places = _places(cursor, n_tensors)
+        tensors = _tensor_infos(cursor, n_tensors)
         alignment = fields.get("general.alignment", _ALIGNMENT)
+        # `type` instead of isinstance: True would pass as 1.
         if type(alignment) is not int or alignment <= 0 or alignment & (alignment - 1):
             raise ValueError(f"an alignment of {alignment!r:.40}, where a power of two was expected")
         start = -(-cursor.at // alignment) * alignment
-    return fields, _mapped(path, places, start)
+    return fields, _mapped(path, tensors, start)
 
 
 @dataclass
 class _Cursor:
-    """A place in the bytes of a file, which moves as they are read and never beyond their end."""
+    """A read position in the bytes of a file, which never moves past their end."""
 
     data: mmap.mmap
     """The whole file."""
     size: int
-    """Bytes of the file."""
+    """Size of the file in bytes."""
     at: int = 0
-    """Bytes before the next one."""
+    """Offset of the next byte."""
 
     def move(self, count: int) -> int:
-        """Go on by so many bytes; where they begin. ValueError where the file ends before."""
+        """Skip `count` bytes and return the offset of the first; ValueError if the file ends before."""
         start = self.at
         if count > self.size - start:
             raise ValueError(
-                f"a length of {count} bytes at byte {start}, behind which are {self.size - start}"
+                f"a length of {count} bytes at byte {start}, after which the file has {self.size - start}"
             )
         self.at = start + count
         return start
 
     def take(self, count: int) -> bytes:
-        """The next bytes."""
+        """The next `count` bytes."""
         start = self.move(count)
         return self.data[start : start + count]
 
     def integer(self, layout: str) -> int:
-        """The next integer; layout: as of `struct`."""
+        """The next integer, with a layout of `struct`."""
         return int(struct.unpack_from(layout, self.data, self.move(struct.calcsize(layout)))[0])
 
     def text(self) -> str:
-        """The next text: its length, then UTF-8."""
+        """The next string: its length, then UTF-8."""
         return self.take(self.integer("<Q")).decode()
 
     def texts(self, count: int) -> list[str]:
-        """The next texts, as `text` reads each; one loop without calls, as vocabularies have 262,144."""
+        """The next strings, each as `text` reads it."""
+        # One loop without calls: a vocabulary has up to 262,144 strings.
         if count * 8 > self.size - self.at:
             raise ValueError(
-                f"an array of {count} texts at byte {self.at}, behind which the file is too short"
+                f"an array of {count} texts at byte {self.at}, after which the file is too short"
             )
         data, at, size, length_at = self.data, self.at, self.size, struct.Struct("<Q").unpack_from
         texts: list[str] = []
@@ -179,17 +195,16 @@ class _Cursor:
         return texts
 
     def numbers(self, dtype: str, count: int) -> npt.NDArray[Any]:
-        """The next numbers of one dtype: as many bytes in memory as in the file."""
+        """The next numbers of one dtype."""
         kind = np.dtype(dtype)
         start = self.move(count * kind.itemsize)
-        # Of a copy: an array of the mapping itself would not let it be closed.
+        # From a copy of the bytes: an array that points into the mapping would prevent closing it.
         return np.frombuffer(self.data[start : self.at], kind)
 
 
 def _fields(cursor: _Cursor, count: int) -> dict[str, Any]:
-    """Values by name: numbers, texts, arrays of numbers as numpy's, of texts as lists. A count too large ends
-    at the end of the file, as each value takes bytes.
-    """
+    """Metadata by name: numbers, strings, numeric arrays as numpy arrays, string arrays as lists."""
+    # A count that is too large ends in an error of the cursor, because every field takes bytes.
     fields: dict[str, Any] = {}
     for _ in range(count):
         name = cursor.text()
@@ -215,32 +230,32 @@ def _value(cursor: _Cursor, kind: int) -> Any:
 
 
 @dataclass(frozen=True)
-class _Place:
-    """What the list of tensors says of one."""
+class _TensorInfo:
+    """Entry of the file's list of tensors."""
 
     shape: tuple[int, ...]
-    """Of its numbers, rows first."""
+    """Shape of the numbers, rows first."""
     kind: str
-    """Its type in the format."""
+    """Tensor type of the format."""
     block: tuple[int, int]
-    """Numbers of one block, and its bytes."""
+    """(numbers, bytes) of one block."""
     offset: int
-    """Bytes of the data before it."""
+    """Offset within the data section, in bytes."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all its blocks."""
+        """Bytes of all blocks."""
         return math.prod(self.shape) // self.block[0] * self.block[1]
 
 
-def _places(cursor: _Cursor, count: int) -> dict[str, _Place]:
-    """Tensors by name, not yet compared with the length of the file."""
+def _tensor_infos(cursor: _Cursor, count: int) -> dict[str, _TensorInfo]:
+    """Entries of the list of tensors, by name; not yet checked against the size of the file."""
     import gguf
 
-    places: dict[str, _Place] = {}
+    tensors: dict[str, _TensorInfo] = {}
     for _ in range(count):
         name = cursor.text()
-        if name in places:
+        if name in tensors:
             raise ValueError(f"two tensors {name!r:.80}")
         n_axes = cursor.integer("<I")
         if n_axes > _MOST_AXES:
@@ -254,36 +269,43 @@ def _places(cursor: _Cursor, count: int) -> dict[str, _Place]:
             raise ValueError(
                 f"rows of {shape[-1]} numbers in {name!r:.80}, no multiple of {block[0]} ({kind.name})"
             )
-        places[name] = _Place(shape, kind.name, block, cursor.integer("<Q"))
-    return places
+        tensors[name] = _TensorInfo(shape, kind.name, block, cursor.integer("<Q"))
+    return tensors
 
 
-def _mapped(path: Path, places: dict[str, _Place], start: int) -> dict[str, StoredTensor]:
-    """The tensors of a file, mapped.
+def _mapped(path: Path, tensors: dict[str, _TensorInfo], start: int) -> dict[str, StoredTensor]:
+    """Map the tensors of a file.
 
-    start: bytes of the file before the data.
-    Raises ValueError for a range that is not in the file, or overlaps another.
+    Arguments:
+        path: the file.
+        tensors: entries of its list of tensors.
+        start: offset of the data section.
+
+    Raises:
+        ValueError: for a tensor beyond the end of the file, or one that overlaps another.
     """
     data = np.memmap(path, np.uint8, "r")
-    end, before = start, ""
-    for name, place in sorted(places.items(), key=lambda item: (item[1].offset, item[1].nbytes)):
-        first = start + place.offset
-        # An axis of size 0 excuses no other: numpy has no array of such shapes.
-        if math.prod(size or 1 for size in place.shape) >= 1 << 60 or first + place.nbytes > len(data):
+    end, previous = start, ""
+    for name, info in sorted(tensors.items(), key=lambda item: (item[1].offset, item[1].nbytes)):
+        first = start + info.offset
+        # `size or 1`: numpy refuses such shapes even where another axis has length 0.
+        if math.prod(size or 1 for size in info.shape) >= 1 << 60 or first + info.nbytes > len(data):
             raise ValueError(
-                f"{place.nbytes} bytes at byte {first} for {name!r:.80}, in a file of {len(data)} bytes"
+                f"{info.nbytes} bytes at byte {first} for {name!r:.80}, in a file of {len(data)} bytes"
             )
         if first < end:
-            raise ValueError(f"{name!r:.80} at byte {first}, before the end of {before!r:.80} at byte {end}")
-        end, before = first + place.nbytes, name
+            raise ValueError(
+                f"{name!r:.80} at byte {first}, before the end of {previous!r:.80} at byte {end}"
+            )
+        end, previous = first + info.nbytes, name
     return {
-        name: StoredTensor(place.shape, place.kind, _array(data, place, start + place.offset))
-        for name, place in places.items()
+        name: StoredTensor(info.shape, info.kind, _array(data, info, start + info.offset))
+        for name, info in tensors.items()
     }
 
 
-def _array(data: npt.NDArray[np.uint8], place: _Place, first: int) -> npt.NDArray[Any]:
-    numbers = data[first : first + place.nbytes]
-    if place.kind in _PLAIN:
-        return numbers.view(_PLAIN[place.kind]).reshape(place.shape)
-    return numbers.reshape((*place.shape[:-1], place.shape[-1] // place.block[0] * place.block[1]))
+def _array(data: npt.NDArray[np.uint8], info: _TensorInfo, first: int) -> npt.NDArray[Any]:
+    numbers = data[first : first + info.nbytes]
+    if info.kind in _PLAIN:
+        return numbers.view(_PLAIN[info.kind]).reshape(info.shape)
+    return numbers.reshape((*info.shape[:-1], info.shape[-1] // info.block[0] * info.block[1]))

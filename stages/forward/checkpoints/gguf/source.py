@@ -1,7 +1,7 @@
-"""GGUF files as a source of tensors, under the names and in the order of the checkpoint they were made of.
+"""GGUF files as a source of tensors, with the names and layouts of the checkpoint they were converted from.
 
-Quantised rows are made plain in float32 when they are read, tensor by tensor, by the formula of the format
-(`gguf.dequantize`); of stacked experts one at a time. The quantised bytes are the identity.
+Quantised tensors are dequantised to float32 when they are read, one tensor or expert at a time, by
+`gguf.dequantize`. The identity of the model is that of the quantised bytes.
 """
 
 from __future__ import annotations
@@ -28,22 +28,28 @@ if TYPE_CHECKING:
 __all__ = ["VERSION", "GgufFiles", "config_of"]
 
 VERSION = 1
-"""Declared, of what reading computes: moves when a weight does."""
+"""Version of the numbers that reading gives; raised when a weight changes."""
 _IN_LAYER = re.compile(r"blk\.(\d{1,9})\.(.+)")
 _SETTINGS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
-"""Tensors that say how rotations are scaled; config.json has that."""
+"""Tensors that hold rope scaling, which goes into config.json."""
 Array = npt.NDArray[Any]
 Shape = tuple[int, ...]
 
 
 def config_of(files: tuple[Path, ...]) -> dict[str, Any]:
-    """The config.json of the checkpoint that files were made of. Raises ConfigError for a kind of model that
-    is not read."""
+    """The config.json of the checkpoint that GGUF files were converted from.
+
+    Arguments:
+        files: all files of a model.
+
+    Raises:
+        ConfigError: for an architecture without a row, or damaged metadata.
+    """
     header = header_of(files)
     family = family_of(header)
     try:
         return family.config(header)
-    # Metadata of other types than the format says, and tensors that are not there.
+    # Metadata of wrong types, and missing tensors, surface as these errors in the rows' functions.
     except (TypeError, KeyError, ValueError, IndexError, ZeroDivisionError, OverflowError) as error:
         if isinstance(error, ConfigError):
             raise
@@ -54,27 +60,32 @@ def config_of(files: tuple[Path, ...]) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class _Undo:
-    """What makes a stored tensor the checkpoint's."""
+class _Inverse:
+    """Inverse of the converter's transformation of a tensor."""
 
     numbers: Callable[[Array], Array] = lambda whole: whole
+    """Stored numbers -> the checkpoint's."""
     shape: Callable[[Shape], Shape] = lambda shape: shape
+    """Stored shape -> the checkpoint's."""
 
 
 @dataclass(frozen=True)
-class _Placed:
-    """Where one tensor of the checkpoint lies. expert: along the first axis of what is stored; None for all.
-    undo: what the converter did."""
+class _Location:
+    """Location of a checkpoint tensor in the GGUF file."""
 
     stored: str
+    """Name in the GGUF file."""
     expert: int | None
+    """Expert index along axis 0 of a stacked tensor; None for an unstacked tensor."""
     shape: Shape
-    undo: Callable[[Array], Array]
+    """Shape in the checkpoint."""
+    inverse: Callable[[Array], Array]
+    """Stored numbers -> the checkpoint's."""
 
 
 @dataclass(frozen=True)
 class GgufFiles:
-    """Tensors of the files of one checkpoint."""
+    """Tensors of the GGUF files of one checkpoint."""
 
     files: tuple[Path, ...]
 
@@ -83,10 +94,10 @@ class GgufFiles:
         return header_of(self.files)
 
     @cached_property
-    def _placed(self) -> dict[str, _Placed]:
+    def _locations(self) -> dict[str, _Location]:
         header = self._header
         family = family_of(header)
-        found: dict[str, _Placed] = {}
+        locations: dict[str, _Location] = {}
         for name, stored in header.tensors.items():
             if name in _SETTINGS:
                 continue
@@ -94,41 +105,45 @@ class GgufFiles:
             if target is None:
                 raise WeightsError(
                     f"expected tensors of {header.architecture!r} in {header.path}, found {name!r}, which "
-                    "nothing of it reads; use the checkpoint it was made of"
+                    "its row does not know; use the checkpoint it was made of"
                 )
-            undo = _undo(name, family, header)
+            inverse = _inverse(name, family, header)
             if "{}" in target:
+                # Stacked experts are separate tensors in the checkpoint, and are dequantised one at a time.
                 for expert in range(stored.shape[0]):
-                    found[target.format(expert)] = _Placed(name, expert, stored.shape[1:], undo.numbers)
+                    locations[target.format(expert)] = _Location(
+                        name, expert, stored.shape[1:], inverse.numbers
+                    )
             else:
-                found[target] = _Placed(name, None, undo.shape(stored.shape), undo.numbers)
-        return found
+                locations[target] = _Location(name, None, inverse.shape(stored.shape), inverse.numbers)
+        return locations
 
     @cached_property
     def entries(self) -> Mapping[str, TensorEntry]:
-        """As `TensorSource.entries`."""
+        """See `TensorSource.entries`."""
         tensors = self._header.tensors
         return {
-            name: TensorEntry(placed.shape, tensors[placed.stored].dtype)
-            for name, placed in self._placed.items()
+            name: TensorEntry(location.shape, tensors[location.stored].dtype)
+            for name, location in self._locations.items()
         }
 
     def mapped(self, name: str) -> None:
-        """As `TensorSource.mapped`: never, as most are quantised, and others moved about."""
+        """See `TensorSource.mapped`: None, as most tensors are quantised and others were reordered."""
 
     @contextmanager
     def opened(self) -> Iterator[Take]:
-        """As `TensorSource.opened`."""
+        """See `TensorSource.opened`."""
         import torch
 
         def take(name: str) -> Tensor:
-            placed = self._placed[name]
+            location = self._locations[name]
             try:
-                plain = placed.undo(tensors[placed.stored].plain(placed.expert))
+                plain = location.inverse(tensors[location.stored].plain(location.expert))
             except ValueError as error:
                 raise WeightsError(
-                    f"{self._header.path}: expected {placed.stored!r:.80} in blocks that can be dequantised, "
-                    f"found {tensors[placed.stored].kind} ({error!s:.80}); use another file of the model"
+                    f"{self._header.path}: expected {location.stored!r:.80} in blocks that can be "
+                    f"dequantised, found {tensors[location.stored].kind} ({error!s:.80}); use another file "
+                    "of the model"
                 ) from error
             return torch.from_numpy(np.ascontiguousarray(plain))
 
@@ -141,39 +156,40 @@ class GgufFiles:
 
 
 def _target(name: str, family: GgufFamily) -> str | None:
-    """What the checkpoint calls a tensor; None for one it does not have."""
+    """Checkpoint name of a GGUF tensor; None for an unknown name."""
     match = _IN_LAYER.fullmatch(name)
     stem, _, kind = (match[2] if match else name).rpartition(".")
-    found = (family.layer if match else family.outside).get(stem)
-    if found is None or kind not in ("weight", "bias"):
+    target = (family.layer if match else family.outside).get(stem)
+    if target is None or kind not in ("weight", "bias"):
         return None
-    return (family.prefix.format(match[1]) if match else "") + f"{found}.{kind}"
+    return (family.prefix.format(match[1]) if match else "") + f"{target}.{kind}"
 
 
-def _undo(name: str, family: GgufFamily, header: Header) -> _Undo:
+def _inverse(name: str, family: GgufFamily, header: Header) -> _Inverse:
     stem = name.removeprefix("blk.").partition(".")[2] if name.startswith("blk.") else name
-    if family.turned and stem.startswith(("attn_q.", "attn_k.")):
+    # llama.cpp rotates neighbouring channels of these families, transformers rotates halves.
+    if family.has_paired_rope and stem.startswith(("attn_q.", "attn_k.")):
         heads = header.require("attention.head_count")
         if stem.startswith("attn_k."):
             heads = header.get("attention.head_count_kv", heads)
         rows = header.tensors[name].shape[0]
         if type(heads) is not int or heads < 1 or rows % (2 * heads):
             raise WeightsError(
-                f"{header.path}: expected a number of heads that {name!r} of {rows} rows has, found "
+                f"{header.path}: expected a number of heads that divides {name!r} of {rows} rows, found "
                 f"{heads!r:.80}; fetch the file again"
             )
-        return _Undo(lambda rows: _halves(rows, heads))
-    if family.shifted and stem.endswith("norm.weight"):
-        return _Undo(lambda gains: gains - 1)
-    if family.transposed and name.startswith("blk.") and stem.endswith(".weight") and "norm" not in stem:
-        return _Undo(np.transpose, lambda shape: shape[::-1])
+        return _Inverse(lambda rows: _from_pairs(rows, heads))
+    if family.has_shifted_norms and stem.endswith("norm.weight"):
+        # The converter stores 1 + weight, as llama.cpp's norm multiplies by the stored value.
+        return _Inverse(lambda gains: gains - 1)
+    if family.is_transposed and name.startswith("blk.") and stem.endswith(".weight") and "norm" not in stem:
+        return _Inverse(np.transpose, lambda shape: shape[::-1])
     if stem == "ffn_gate_inp_shexp.weight":
-        return _Undo(lambda row: row.reshape(1, -1), lambda shape: (1, *shape))
-    return _Undo()
+        return _Inverse(lambda row: row.reshape(1, -1), lambda shape: (1, *shape))
+    return _Inverse()
 
 
-def _halves(rows: Array, heads: int) -> Array:
-    """Rows of each head from pairs of neighbours to two halves: llama.cpp turns neighbours, checkpoints have
-    what is turned together half a head apart."""
+def _from_pairs(rows: Array, heads: int) -> Array:
+    """Reorder the rows of each head: rope pairs that are neighbours become pairs half a head apart."""
     pairs = rows.reshape(heads, rows.shape[0] // heads // 2, 2, *rows.shape[1:])
     return pairs.swapaxes(1, 2).reshape(rows.shape)

@@ -1,1 +1,1 @@
-"""Quantised checkpoints: what of a checkpoint is packed how, and the plain weights it stands for."""
+"""Quantised checkpoints: which tensors are packed how, and how they are dequantised."""

@@ -1,9 +1,9 @@
-"""bitsandbytes: blocks of 4-bit codes with a largest absolute value each, and rows of int8.
+"""bitsandbytes: blocks of 4-bit codes with one absolute maximum each, and rows of int8.
 
-4 bits (Dettmers et al., QLoRA, 2023, section 3): w = code[q] absmax[block], two q in a byte, the first in the
+4 bits (Dettmers et al., QLoRA, 2023, section 3): w = code[q] absmax[block], two q per byte, the first in the
 high half; with double quantisation absmax = code2[q2] absmax2[block2] + offset. 8 bits (Dettmers et al.,
-LLM.int8(), 2022): w[o, i] = q[o, i] SCB[o] / 127; the library's own matrix product rounds activations as
-well, which is not done here.
+LLM.int8(), 2022): w[o, i] = q[o, i] SCB[o] / 127. The library's own int8 product also rounds activations,
+which is not done here.
 """
 
 from __future__ import annotations
@@ -27,7 +27,14 @@ _NESTED = ("weight.nested_absmax", "weight.nested_quant_map")
 
 
 def bitsandbytes(config: Mapping[str, Any]) -> Scheme:
-    """nf4, fp4 or int8. Raises ConfigError for a configuration that is neither of 4 nor of 8 bits."""
+    """Scheme of nf4, fp4 or int8 weights.
+
+    Arguments:
+        config: quantization_config of config.json.
+
+    Raises:
+        ConfigError: for settings that select neither or both of 4 and 8 bits, or another storage.
+    """
     four, eight = (bool(config.get(f"load_in_{bits}bit")) for bits in (4, 8))
     if four == eight:
         raise ConfigError(
@@ -45,48 +52,49 @@ def bitsandbytes(config: Mapping[str, Any]) -> Scheme:
 
 
 def _rows(source: TensorSource) -> dict[str, Packed]:
-    held = grouped(source, "SCB", ("weight",), ("weight_format",))
+    modules = grouped(source, "SCB", ("weight",), ("weight_format",))
     return {
         f"{module}.weight": Packed(source.entries[parts["weight"]].shape, parts)
-        for module, parts in held.items()
+        for module, parts in modules.items()
     }
 
 
 def _of_rows(packed: Packed, parts: Mapping[str, Tensor]) -> Tensor:
     layout = parts.get("weight_format")
     if layout is not None and int(layout) != 0:
+        # Other layouts are interleaved for tensor cores; rows would be read in the wrong order.
         raise ValueError(f"expected weight_format 0 (rows), found {int(layout)}")
     return parts["weight"].float() * (parts["SCB"].float() / 127)[:, None]
 
 
 def _blocks(source: TensorSource, kind: str) -> dict[str, Packed]:
     state = f"weight.quant_state.bitsandbytes__{kind}"
-    held = grouped(source, state, ("weight", "weight.absmax", "weight.quant_map"), _NESTED)
-    found = {}
-    for module, parts in held.items():
-        facts = _facts(source, parts[state])
-        found[f"{module}.weight"] = Packed(tuple(facts["shape"]), parts, facts)
-    return found
+    modules = grouped(source, state, ("weight", "weight.absmax", "weight.quant_map"), _NESTED)
+    weights = {}
+    for module, parts in modules.items():
+        facts = _state(source, parts[state])
+        weights[f"{module}.weight"] = Packed(tuple(facts["shape"]), parts, facts)
+    return weights
 
 
-def _facts(source: TensorSource, name: str) -> dict[str, Any]:
-    """The plain values of a quantisation state, which is JSON in the bytes of a tensor."""
-    held = source.mapped(name)
-    if held is None:
+def _state(source: TensorSource, name: str) -> dict[str, Any]:
+    """The quantisation state of a weight: JSON, stored as the bytes of a tensor."""
+    stored = source.mapped(name)
+    if stored is None:
         with source.opened() as take:
-            held = take(name).numpy()
+            stored = take(name).numpy()
     try:
-        found = json_value(bytes(held))
-        {
-            key: int(found[key])
-            for key in ("blocksize", *(("nested_blocksize",) if "nested_offset" in found else ()))
-        }
-        [int(size) for size in found["shape"]]
+        state = json_value(bytes(stored))
+        # Only checks: these are the numbers that dequantising reads later.
+        for key in ("blocksize", *(("nested_blocksize",) if "nested_offset" in state else ())):
+            int(state[key])
+        for size in state["shape"]:
+            int(size)
     except (ValueError, KeyError, TypeError, OverflowError) as error:
         raise WeightsError(
             f"expected a quantisation state as JSON in {name!r}, found {error!r}; fetch the checkpoint again"
         ) from error
-    return dict(found)
+    return dict(state)
 
 
 def _of_blocks(packed: Packed, parts: Mapping[str, Tensor]) -> Tensor:
@@ -100,5 +108,6 @@ def _of_blocks(packed: Packed, parts: Mapping[str, Tensor]) -> Tensor:
     pairs = parts["weight"].reshape(-1).long()
     count = torch.Size(packed.shape).numel()
     values = parts["weight.quant_map"].float()[torch.stack([pairs >> 4, pairs & 15], 1).reshape(-1)][:count]
+    # The last block may be incomplete, hence the cut to `count`.
     scales = absmax.float().repeat_interleave(facts["blocksize"])[:count]
     return (values * scales).reshape(packed.shape)

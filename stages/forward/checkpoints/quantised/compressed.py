@@ -1,8 +1,8 @@
-"""compressed-tensors, as llm-compressor and vLLM write it: integers, packed or not, and float8, with scales.
+"""compressed-tensors, written by llm-compressor and vLLM: integers, packed or not, and float8, with scales.
 
-w = scale (q - zero), a scale for the whole tensor, for each row, each group of a row's inputs, or each block
-of rows and columns. Packed integers lie along the inputs, 2^(bits - 1) added to each; packed zero points
-along the outputs. Activations may be quantised where such a model is served; here they are not.
+w = scale (q - zero), with a scale for the whole tensor, for each row, for each group of a row's inputs, or
+for each block of rows and columns. Packed integers run along the inputs, with 2^(bits - 1) added; packed zero
+points along the outputs. A server of such a model may also quantise activations; here they are not.
 """
 
 from __future__ import annotations
@@ -27,14 +27,22 @@ _REST = ("weight_zero_point", "weight_g_idx")
 
 
 def compressed(config: Mapping[str, Any]) -> Scheme:
-    """One kind of quantised weights throughout. Raises ConfigError for several, sparse ones, and formats that
-    are none of FORMATS."""
+    """Scheme of a checkpoint whose weights are all quantised alike.
+
+    Arguments:
+        config: quantization_config of config.json.
+
+    Raises:
+        ConfigError: for several kinds of weights, sparse weights, or a format that is not in FORMATS.
+    """
     method = "compressed-tensors"
     form = require(method, config, "format", FORMATS, None)
     for key in ("sparsity_config", "transform_config"):
-        held = config.get(key) or {}
-        if held and held.get("format") != "dense":
-            raise ConfigError(f"quantization_config: expected no {key} of {method}, found {held!r}; {ADVICE}")
+        setting = config.get(key) or {}
+        if setting and setting.get("format") != "dense":
+            raise ConfigError(
+                f"quantization_config: expected no {key} of {method}, found {setting!r}; {ADVICE}"
+            )
     groups = config.get("config_groups")
     kinds = [
         {
@@ -63,6 +71,7 @@ def compressed(config: Mapping[str, Any]) -> Scheme:
         values, zeros = parts.get("weight"), parts.get("weight_zero_point")
         if packs:
             offset = 1 << (bits - 1)
+            # Rows are padded to whole int32 words; the padding is cut off.
             values = (unpacked(parts["weight_packed"], bits, 1) - offset)[:, : packed.shape[1]]
             zeros = None if zeros is None else (unpacked(zeros, bits, 0) - offset)[: packed.shape[0]]
         assert values is not None  # one of the two is needed
@@ -74,34 +83,34 @@ def compressed(config: Mapping[str, Any]) -> Scheme:
 
 
 def _packed(source: TensorSource, bits: int) -> dict[str, Packed]:
-    found = {}
+    weights = {}
     for module, parts in grouped(source, "weight_packed", _SCALES, ("weight_shape", *_REST)).items():
         rows, words = source.entries[parts["weight_packed"]].shape
         columns = words * 32 // bits
         if "weight_shape" in parts:
             with source.opened() as take:
                 rows, columns = (int(size) for size in take(parts["weight_shape"]))
-        found[f"{module}.weight"] = Packed((rows, columns), parts)
-    return found
+        weights[f"{module}.weight"] = Packed((rows, columns), parts)
+    return weights
 
 
 def _whole(source: TensorSource) -> dict[str, Packed]:
-    held = grouped(source, "weight_scale", ("weight",), _REST)
+    modules = grouped(source, "weight_scale", ("weight",), _REST)
     return {
         f"{module}.weight": Packed(source.entries[parts["weight"]].shape, parts)
-        for module, parts in held.items()
+        for module, parts in modules.items()
     }
 
 
 def _scaled(values: Tensor, scales: Tensor, zeros: Tensor | None, group: Tensor | None) -> Tensor:
-    """values [out, in]; scales and zeros [1], [out, 1] or [out, group]."""
+    """Dequantise values [out, in] with scales and zeros [1], [out, 1] or [out, group]."""
     import torch
 
     numbers = values.float()
     if scales.ndim < 2 or scales.shape[1] == 1:
         return (numbers if zeros is None else numbers - zeros.float()) * scales.float()
     width = numbers.shape[1]
-    # An index that was never filled is -1 throughout.
+    # compressed-tensors initialises weight_g_idx with -1 and leaves it so without activation ordering.
     plain = group is None or bool((group < 0).any())
     index = torch.arange(width) // -(-width // scales.shape[1]) if plain or group is None else group.long()
     numbers = numbers if zeros is None else numbers - zeros.float()[:, index]

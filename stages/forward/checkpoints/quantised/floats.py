@@ -25,14 +25,14 @@ FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 def fp8(config: Mapping[str, Any]) -> Scheme:
-    """Blocks of float8. Raises ConfigError without the size of a block."""
+    """Scheme of float8 weights in blocks. Raises ConfigError without a block size."""
     block = block_size("fp8", config.get("weight_block_size"))
 
     def find(source: TensorSource) -> dict[str, Packed]:
-        held = grouped(source, "weight_scale_inv", ("weight",))
+        modules = grouped(source, "weight_scale_inv", ("weight",))
         return {
             f"{module}.weight": Packed(source.entries[parts["weight"]].shape, parts)
-            for module, parts in held.items()
+            for module, parts in modules.items()
         }
 
     def plain(packed: Packed, parts: Mapping[str, Tensor]) -> Tensor:
@@ -41,18 +41,26 @@ def fp8(config: Mapping[str, Any]) -> Scheme:
     return Scheme("fp8", 1, {"block": list(block)}, find, plain)
 
 
-def block_size(method: str, found: Any) -> tuple[int, ...]:
-    """(rows, columns) of a block, as a configuration lists them. Raises ConfigError for anything else."""
-    if not isinstance(found, list) or len(found) != 2 or not all(isinstance(n, int) and n > 0 for n in found):
+def block_size(method: str, value: Any) -> tuple[int, ...]:
+    """(rows, columns) of a block from a configuration.
+
+    Arguments:
+        method: name of the method, for the message.
+        value: the configured value.
+
+    Raises:
+        ConfigError: unless it is a list of two positive integers.
+    """
+    if not isinstance(value, list) or len(value) != 2 or not all(isinstance(n, int) and n > 0 for n in value):
         raise ConfigError(
             f"quantization_config: expected the block of {method} as [rows, columns], found "
-            f"{found!r}; {ADVICE}"
+            f"{value!r}; {ADVICE}"
         )
-    return tuple(found)
+    return tuple(value)
 
 
 def blocks_of(weight: Tensor, scales: Tensor, block: tuple[int, ...]) -> Tensor:
-    """A matrix multiplied by one scale for each block of its rows and columns; the last may be cut short."""
+    """A matrix times one scale per block of its rows and columns; blocks at the edges may be incomplete."""
     rows, columns = weight.shape[-2:]
     expected = (-(-rows // block[0]), -(-columns // block[1]))
     if tuple(scales.shape[-2:]) != expected:
@@ -62,12 +70,12 @@ def blocks_of(weight: Tensor, scales: Tensor, block: tuple[int, ...]) -> Tensor:
 
 
 def mxfp4(config: Mapping[str, Any]) -> Scheme:
-    """Matrices of experts [expert, in, out] as blocks and scales; there is nothing to set."""
+    """Scheme of mxfp4 expert matrices [expert, in, out]; the format has no settings."""
     return Scheme("mxfp4", 1, {}, _experts, _of_experts)
 
 
 def _experts(source: TensorSource) -> dict[str, Packed]:
-    found = {}
+    weights = {}
     for name, entry in source.entries.items():
         weight = name.removesuffix("_blocks")
         if weight == name:
@@ -79,9 +87,10 @@ def _experts(source: TensorSource) -> dict[str, Packed]:
                 f"{list(entry.shape)}; "
                 "fetch the checkpoint again"
             )
+        # Stored [expert, out, in / 32, 16 bytes of 2 values]; the model reads [expert, in, out].
         shape = (entry.shape[0], entry.shape[2] * 32, entry.shape[1])
-        found[weight] = Packed(shape, {"blocks": name, "scales": scales})
-    return found
+        weights[weight] = Packed(shape, {"blocks": name, "scales": scales})
+    return weights
 
 
 def _of_experts(packed: Packed, parts: Mapping[str, Tensor]) -> Tensor:
@@ -90,5 +99,6 @@ def _of_experts(packed: Packed, parts: Mapping[str, Tensor]) -> Tensor:
     pairs = parts["blocks"].long()
     codes = torch.stack([pairs & 15, pairs >> 4], -1).flatten(-2)
     values = torch.tensor([*FP4, *(-value for value in FP4)])[codes]
+    # e8m0 scales: an exponent with bias 127 and no mantissa, so `ldexp` is exact.
     powers = parts["scales"].to(torch.int32) - 127
     return torch.ldexp(values, powers.unsqueeze(-1)).flatten(-2).transpose(1, 2)

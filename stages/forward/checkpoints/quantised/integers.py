@@ -1,8 +1,8 @@
-"""GPTQ and AWQ: whole numbers of a few bits in words of int32, a scale and a zero for each group of inputs.
+"""GPTQ and AWQ: integers of few bits in int32 words, with a scale and a zero point per group of inputs.
 
-w[o, i] = scale[g, o] (q[i, o] - zero[g, o]), where g is the group of input i: that of g_idx, or
-i // group_size (Frantar et al., GPTQ, 2022; Lin et al., AWQ, 2023). GPTQ packs the inputs of q into words,
-AWQ its outputs, in an order of its own. The first format of GPTQ stores a zero point less one, modulo 2^bits.
+w[o, i] = scale[g, o] (q[i, o] - zero[g, o]), where g is the group of input i: g_idx[i], or i // group_size
+(Frantar et al., GPTQ, 2022; Lin et al., AWQ, 2023). GPTQ packs inputs into words; AWQ packs outputs, in an
+order of its own.
 """
 
 from __future__ import annotations
@@ -21,28 +21,37 @@ if TYPE_CHECKING:
 __all__ = ["awq", "gptq"]
 
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
-"""Where in a word of AWQ the outputs 0 to 7 lie."""
+"""Index within an AWQ word of outputs 0 to 7."""
 
 
 def gptq(config: Mapping[str, Any]) -> Scheme:
-    """GPTQ of 2, 4 or 8 bits, in either of its formats. Raises ConfigError for others."""
+    """Quantisation scheme of GPTQ weights: 2, 4 or 8 bits, format "gptq" or "gptq_v2".
+
+    Arguments:
+        config: quantization_config of config.json.
+
+    Raises:
+        ConfigError: for other settings.
+    """
     bits = require("gptq", config, "bits", (2, 4, 8), None)
     form = require("gptq", config, "checkpoint_format", ("gptq", "gptq_v2"), "gptq")
     if config.get("dynamic"):
         raise ConfigError(
             f"quantization_config: expected gptq without dynamic settings, found some; {ADVICE}"
         )
+    # The first format stores zero points minus one, modulo 2^bits.
     plus = 1 if form == "gptq" else 0
 
     def find(source: TensorSource) -> dict[str, Packed]:
-        held = grouped(source, "qweight", ("qzeros", "scales"), ("g_idx",))
-        shapes = {module: source.entries[parts["qweight"]].shape for module, parts in held.items()}
+        modules = grouped(source, "qweight", ("qzeros", "scales"), ("g_idx",))
+        shapes = {module: source.entries[parts["qweight"]].shape for module, parts in modules.items()}
         return {
             f"{module}.weight": Packed((shapes[module][1], shapes[module][0] * 32 // bits), parts)
-            for module, parts in held.items()
+            for module, parts in modules.items()
         }
 
     def plain(packed: Packed, parts: Mapping[str, Tensor]) -> Tensor:
+        # The stored zero point of the first format wraps around, hence the mask.
         zeros = (unpacked(parts["qzeros"], bits, 1) + plus) & ((1 << bits) - 1)
         return _of_groups(unpacked(parts["qweight"], bits, 0), zeros, parts["scales"], parts.get("g_idx"))
 
@@ -50,17 +59,17 @@ def gptq(config: Mapping[str, Any]) -> Scheme:
 
 
 def awq(config: Mapping[str, Any]) -> Scheme:
-    """AWQ of 4 bits as its "gemm" kernel packs it. Raises ConfigError for others."""
+    """Scheme of AWQ with 4 bits, as packed for its "gemm" kernel. Raises ConfigError for other settings."""
     bits = require("awq", config, "bits" if "bits" in config else "w_bit", (4,), None)
     require("awq", {"version": str(config.get("version") or "gemm").lower()}, "version", ("gemm",), "gemm")
     require("awq", config, "zero_point", (True,), True)
 
     def find(source: TensorSource) -> dict[str, Packed]:
-        held = grouped(source, "qweight", ("qzeros", "scales"))
-        shapes = {module: source.entries[parts["qweight"]].shape for module, parts in held.items()}
+        modules = grouped(source, "qweight", ("qzeros", "scales"))
+        shapes = {module: source.entries[parts["qweight"]].shape for module, parts in modules.items()}
         return {
             f"{module}.weight": Packed((shapes[module][1] * 8, shapes[module][0]), parts)
-            for module, parts in held.items()
+            for module, parts in modules.items()
         }
 
     def plain(packed: Packed, parts: Mapping[str, Tensor]) -> Tensor:
@@ -71,13 +80,13 @@ def awq(config: Mapping[str, Any]) -> Scheme:
 
 
 def _in_order(values: Tensor) -> Tensor:
-    """Columns of AWQ's words in the order of outputs."""
+    """Columns unpacked from AWQ words, reordered to the order of outputs."""
     words: Tensor = values.unflatten(1, (-1, 8))
     return words[..., list(AWQ_ORDER)].flatten(1)
 
 
 def _of_groups(values: Tensor, zeros: Tensor, scales: Tensor, group: Tensor | None) -> Tensor:
-    """values [in, out], zeros and scales [group, out] -> weight [out, in]."""
+    """Dequantise values [in, out] with zeros and scales [group, out] to a weight [out, in]."""
     import torch
 
     if group is None:

@@ -1,7 +1,4 @@
-"""From config.json to the way its checkpoint is quantised: a table of methods.
-
-Border: the one place that lists them. Torch-free.
-"""
+"""The quantisation scheme of a checkpoint, from its config.json: a table of methods. Never imports torch."""
 
 from __future__ import annotations
 
@@ -26,14 +23,23 @@ METHODS: dict[str, Callable[[Mapping[str, Any]], Scheme]] = {
     "mxfp4": mxfp4,
     "compressed-tensors": compressed,
 }
-"""quant_method -> its scheme."""
+"""quant_method -> function from quantization_config to its scheme."""
 KEYS = ("quantization_config", "compression_config")
-"""Where config.json says how it is quantised; the second is the older."""
+"""Keys of config.json with the quantisation settings; the second is an older spelling."""
 
 
 def scheme_of(raw: Mapping[str, Any]) -> Scheme | None:
-    """How the checkpoint of a config.json is quantised; None where it is not. Raises ConfigError for a method
-    or a setting that is not followed."""
+    """The quantisation scheme of a checkpoint.
+
+    Arguments:
+        raw: content of config.json.
+
+    Returns:
+        The scheme; None for a checkpoint that is not quantised.
+
+    Raises:
+        ConfigError: for an unknown method or setting.
+    """
     config = next((raw[key] for key in KEYS if raw.get(key) is not None), None)
     if config is None:
         return None

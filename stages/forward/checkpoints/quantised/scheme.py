@@ -1,11 +1,9 @@
-"""What a way to quantise says of a checkpoint, and a source whose packed weights are plain again.
+"""Scheme and Dequantised: how weights are packed, and a source of the dequantised weights.
 
-A scheme is made of config.json's quantization_config (reading.py), which is torch-free, and finds by names
-and shapes which tensors are parts of which weight. A weight is dequantised when it is read, alone, in
-float32, and rounded once to what the model computes in; nothing is ever computed in fewer bits, and
-activations are not quantised. The quantised bytes are the identity.
-
-Border: one weight at a time; which ones a model needs is not known here.
+A scheme is made from quantization_config in config.json (reading.py), without torch. It finds by names and
+shapes which tensors are parts of which weight. A weight is dequantised when it is read, in float32, and
+rounded once to the dtype of the model. Nothing is ever computed in fewer bits, and activations are not
+quantised. The identity of the model is that of the quantised bytes.
 """
 
 from __future__ import annotations
@@ -29,61 +27,65 @@ __all__ = ["Dequantised", "Packed", "Scheme", "grouped", "unpacked"]
 
 @dataclass(frozen=True)
 class Packed:
-    """One weight as a checkpoint holds it. shape: of the plain weight. parts: role -> name of a tensor.
-    facts: what else there is to know of it."""
+    """One quantised weight."""
 
     shape: tuple[int, ...]
+    """Shape of the dequantised weight."""
     parts: Mapping[str, str]
+    """Role -> name of the stored tensor."""
     facts: Mapping[str, Any] = field(default_factory=dict)
+    """Further values that dequantising needs, from its quantisation state."""
 
 
 @dataclass(frozen=True)
 class Scheme:
-    """A way to quantise, with its settings.
-
-    name: as quantization_config has it. version: declared, of what dequantising computes. settings: what of
-    the configuration decides a number. find: names of plain weights -> what they are packed in. plain: the
-    weight in float32 of its parts by role.
-    """
+    """A quantisation method with its settings."""
 
     name: str
+    """quant_method, as quantization_config spells it."""
     version: int
+    """Version of the dequantised numbers."""
     settings: Mapping[str, Any]
+    """Configuration values that change a weight."""
     find: Callable[[TensorSource], dict[str, Packed]]
+    """Source -> {name of the dequantised weight: its parts}."""
     plain: Callable[[Packed, Mapping[str, Tensor]], Tensor]
+    """(weight, tensors by role) -> the weight in float32."""
 
     @property
     def digest(self) -> str:
-        """Of everything but the bytes that decides a weight."""
+        """Digest of everything but the stored bytes that decides a weight."""
         return digest("quantised", self.name, self.version, dict(self.settings))
 
 
 @dataclass(frozen=True)
 class Dequantised:
-    """A source of the plain weights of a quantised one."""
+    """A source of the dequantised weights of another source."""
 
     base: TensorSource
+    """The stored tensors."""
     scheme: Scheme
+    """How they are packed."""
 
     @cached_property
     def packed(self) -> dict[str, Packed]:
-        """What is packed, by the name of the plain weight. Raises WeightsError for parts that are missing."""
+        """Name of each quantised weight -> its parts. Raises WeightsError for missing parts."""
         return self.scheme.find(self.base)
 
     @cached_property
     def entries(self) -> dict[str, TensorEntry]:
-        """As `TensorSource.entries`: plain weights in place of their parts."""
+        """See `TensorSource.entries`: dequantised weights in place of their parts."""
         parts = {name for packed in self.packed.values() for name in packed.parts.values()}
-        found = {name: entry for name, entry in self.base.entries.items() if name not in parts}
-        return found | {name: TensorEntry(packed.shape, "F32") for name, packed in self.packed.items()}
+        entries = {name: entry for name, entry in self.base.entries.items() if name not in parts}
+        return entries | {name: TensorEntry(packed.shape, "F32") for name, packed in self.packed.items()}
 
     def mapped(self, name: str) -> Array | None:
-        """As `TensorSource.mapped`."""
+        """See `TensorSource.mapped`."""
         return None if name in self.packed else self.base.mapped(name)
 
     @contextmanager
     def opened(self) -> Iterator[Take]:
-        """As `TensorSource.opened`. Raises WeightsError for parts that do not fit together."""
+        """See `TensorSource.opened`. Raises WeightsError for parts whose shapes do not fit together."""
         with self.base.opened() as take:
 
             def plain(name: str) -> Tensor:
@@ -92,18 +94,20 @@ class Dequantised:
                     return take(name)
                 parts = {role: take(part) for role, part in packed.parts.items()}
                 try:
-                    made = self.scheme.plain(packed, parts)
+                    weight = self.scheme.plain(packed, parts)
+                # Wrong shapes surface as any of these from tensor operations.
                 except (RuntimeError, IndexError, ValueError) as error:
-                    made, reason = None, f" ({str(error).splitlines()[0]})"
+                    weight, reason = None, f" ({str(error).splitlines()[0]})"
                 else:
                     reason = ""
-                if made is None or tuple(made.shape) != packed.shape:
+                if weight is None or tuple(weight.shape) != packed.shape:
                     shapes = ", ".join(f"{role} {list(part.shape)}" for role, part in parts.items())
                     raise WeightsError(
                         f"expected parts of {name!r} that fit together as {self.scheme.name} packs them, "
                         f"found {shapes}{reason}; is config.json of another checkpoint?"
                     )
-                return made.contiguous()
+                # Dequantising may transpose; readers of weights expect row-major memory.
+                return weight.contiguous()
 
             yield plain
 
@@ -111,29 +115,39 @@ class Dequantised:
 def grouped(
     source: TensorSource, mark: str, needed: Sequence[str], optional: Sequence[str] = ()
 ) -> dict[str, dict[str, str]]:
-    """Module -> role -> tensor, of every module that has a tensor named by the mark.
+    """Group tensor names by module, for every module with a tensor named `mark`.
 
-    Raises WeightsError for a module that lacks one of the needed ones.
+    Arguments:
+        source: the stored tensors.
+        mark: role that identifies a quantised module; a tensor is named module.role.
+        needed: further roles that such a module must have.
+        optional: roles that it may have.
+
+    Returns:
+        Module -> role -> name of the tensor.
+
+    Raises:
+        WeightsError: for a module without one of the needed roles.
     """
     names = source.entries
-    found: dict[str, dict[str, str]] = {}
+    modules: dict[str, dict[str, str]] = {}
     for name in names:
         module = name.removesuffix(f".{mark}")
         if module == name:
             continue
         roles = {role: f"{module}.{role}" for role in (mark, *needed, *optional)}
-        held = {role: part for role, part in roles.items() if part in names}
-        if missing := [role for role in needed if role not in held]:
+        present = {role: part for role, part in roles.items() if part in names}
+        if missing := [role for role in needed if role not in present]:
             raise WeightsError(
-                f"expected {roles[missing[0]]!r} beside {name!r}, found no such tensor; fetch the checkpoint "
-                "again"
+                f"expected {roles[missing[0]]!r} beside {name!r}, found no such tensor; fetch the "
+                "checkpoint again"
             )
-        found[module] = held
-    return found
+        modules[module] = present
+    return modules
 
 
 def unpacked(words: Tensor, bits: int, dim: int) -> Tensor:
-    """Whole numbers of `bits` bits, int32, that lie in the words of int32 along a dimension, lowest first."""
+    """Integers of `bits` bits, as int32, unpacked from int32 words along a dimension, lowest bits first."""
     import torch
 
     shifts = torch.arange(0, 32, bits, dtype=torch.int32)

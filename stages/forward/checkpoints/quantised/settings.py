@@ -1,7 +1,4 @@
-"""Settings of a way to quantise, read so that whatever is not followed is refused.
-
-Border: quantization_config as it stands in config.json; knows no scheme.
-"""
+"""Checks of quantisation settings: every value that is not implemented is refused."""
 
 from __future__ import annotations
 
@@ -16,12 +13,22 @@ ADVICE = "fetch the model's unquantised checkpoint"
 
 
 def require(method: str, config: Mapping[str, Any], key: str, allowed: Collection[Any], absent: Any) -> Any:
-    """The value of a key; ConfigError for one that is not allowed. absent: what it stands for where it is
-    not there, or null."""
+    """The value of a setting.
+
+    Arguments:
+        method: name of the method, for the message.
+        config: quantization_config, or a part of it.
+        key: name of the setting.
+        allowed: values that are implemented.
+        absent: value that a missing key or null stands for.
+
+    Raises:
+        ConfigError: for any other value.
+    """
     value = config.get(key)
     value = absent if value is None else value
-    # By type as well: True is 1 to Python.
-    if not any(value == each and type(value) is type(each) for each in allowed):
+    # Compared by type as well, because True == 1 in Python.
+    if not any(value == known and type(value) is type(known) for known in allowed):
         raise ConfigError(
             f"quantization_config: expected {key} of {method} to be one of "
             f"{', '.join(map(repr, allowed))}, found {value!r}; {ADVICE}"

@@ -30,7 +30,7 @@ from .....store.errors import ConfigError, MizarrError
 from .....store.exchange.outside import json_object
 from ...architectures.bridge.config import BridgeConfig
 from ...hooks.spec import BoundSpec, Capture
-from ...hooks.taps import EverythingHeld, RunTaps, Taps
+from ...hooks.taps import EarlyStop, RunTaps, Taps
 from ...hooks.wants import Logits
 from ..history import STREAM, Carried, History, Shares
 from ..kernels.products import product
@@ -101,13 +101,13 @@ class Bridged:
             handle.remove()
 
     def logits(self, ids: Tensor, taps: Taps) -> Tensor:
-        """Token ids [B, S] -> logits [B, S, V]. Raises EverythingHeld by way of the taps, and ConfigError
+        """Token ids [B, S] -> logits [B, S, V]. Raises EarlyStop by way of the taps, and ConfigError
         where the pass fails, or goes another way than it was found to go."""
         under_way = _Pass(self, taps, (ids.shape[0], ids.shape[1]))
         outer = _PASS.set(under_way)
         try:
             given_back = self.module(input_ids=ids)
-        except (EverythingHeld, MizarrError):
+        except (EarlyStop, MizarrError):
             raise
         except Exception as error:
             raise ConfigError(
@@ -163,7 +163,7 @@ class Bridged:
         taken: dict[Capture, Tensor] = {}
         (embed,) = (point for point in self.config.hook_points if point.kind == "embed")
         taps = RunTaps(BoundSpec((Capture(embed),)), taken.__setitem__, stop_early=True)
-        with contextlib.suppress(EverythingHeld):
+        with contextlib.suppress(EarlyStop):
             self.logits(ids, taps)
         return {STREAM: taken[Capture(embed)]}
 

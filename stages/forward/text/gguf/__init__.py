@@ -1,1 +1,1 @@
-"""The vocabulary inside a GGUF file, as the tokenizer.json it was made of."""
+"""The vocabulary in a GGUF file, converted back to the tokenizer.json it was made from."""

@@ -1,11 +1,9 @@
-"""How byte-level vocabularies cut a text into words before they merge bytes, by the name GGUF files give it.
+"""Splitting: how byte-level tokenizers cut a text into words before BPE, by their `tokenizer.ggml.pre` name.
 
-llama.cpp's converter names a vocabulary by the ids it gives to one long text (`tokenizer.ggml.pre`), so a
-name stands for one publisher's tokenizer, and for all of it that the file does not repeat: how words are cut,
-whether a word that is a token is taken whole, how characters are normalised. A row is what that
-tokenizer.json says. A name without a row is refused: a wrong cut gives other ids and no error.
-
-Border: descriptions in the form of tokenizer.json, as plain values.
+llama.cpp's converter recognises a vocabulary by the ids it gives to one long text. So a name stands for one
+publisher's tokenizer and for everything in it that the GGUF file does not repeat: how words are cut, whether
+a word that is a token skips the merges, how characters are normalised. A row repeats that tokenizer.json. A
+name without a row is refused, because a wrong cut gives other ids without any error.
 """
 
 from __future__ import annotations
@@ -29,32 +27,32 @@ _BY_CASE = tuple(rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}{many}{_LOWER}{few}" for many,
 
 @dataclass(frozen=True)
 class Splitting:
-    """What one name stands for.
-
-    cuts: one after the other, each within what those before left whole. takes_words: a word that is a token
-    is that token, whatever merges would give. adds_bos: unless the file says otherwise. adds_sep: likewise, a
-    closing token. normalizer: of characters, before all else.
-    """
+    """Pre-tokenizers, normaliser and special-token defaults of one publisher's tokenizer."""
 
     cuts: tuple[Part, ...]
+    """Pre-tokenizers in order; each one splits the words that the one before it leaves."""
     takes_words: bool = False
+    """Whether a word that is a token is that token, whatever the merges give (`ignore_merges`)."""
     adds_bos: bool = False
+    """Whether BOS is added to a text, unless the file says otherwise."""
     adds_sep: bool = False
+    """Whether a closing token is added, unless the file says otherwise."""
     normalizer: Part | None = None
+    """Unicode normaliser applied to a text first; None for no normalisation."""
 
 
 def _cut(pattern: str) -> Part:
-    """Matches, and what lies between them, are words."""
+    """Pre-tokenizer that makes a word of each match, and of the text between matches."""
     return {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
 
 
 def _bytes(*, cuts: bool) -> Part:
-    """Bytes as printable characters; cuts: after a cut by GPT-2's pattern."""
+    """Pre-tokenizer that writes bytes as printable characters; `cuts`: after splitting by GPT-2's pattern."""
     return {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": cuts}
 
 
 AS_BYTES = _bytes(cuts=False)
-"""Bytes as printable characters, and back."""
+"""Pre-tokenizer that only writes bytes as printable characters."""
 _GPT2 = Splitting((_bytes(cuts=True),))
 _LLAMA3 = (_cut(rf"{_ENDINGS}|{_WORD}|\p{{N}}{{1,3}}|{_MARKS}[\r\n]*|{_SPACES}"), AS_BYTES)
 _QWEN2 = (_cut(rf"{_ENDINGS}|{_WORD}|\p{{N}}|{_MARKS}[\r\n]*|{_SPACES}"), AS_BYTES)
@@ -99,4 +97,4 @@ SPLITTINGS: dict[str, Splitting] = {
     "deepseek-coder": Splitting(_DEEPSEEK_CODER),
     "deepseek-v3": Splitting(_DEEPSEEK_3),
 }
-"""tokenizer.ggml.pre -> what it stands for."""
+"""tokenizer.ggml.pre -> the tokenizer it stands for."""

@@ -1,19 +1,20 @@
-"""Metadata of a GGUF file as the tokenizer.json and tokenizer_config.json it was made of.
+"""Words: the tokenizer.json and tokenizer_config.json that a GGUF file's vocabulary was made from.
 
-Vocabulary and merges stay apart from the rest of tokenizer.json: Gemma 3's are 262,144 tokens and 514,847
-merges, which take a second to make, and a tokenizer that encodes nothing new needs neither.
+Vocabulary and merges are kept apart from the rest of tokenizer.json: Gemma 3 has 262,144 tokens and 514,847
+merges, which take a second to build, and a tokenizer that encodes nothing new needs neither.
 
-Three kinds of vocabulary: byte-level BPE with its merges ("gpt2"), SentencePiece's BPE, where the score of
-what two pieces make decides which are joined first ("llama"), and WordPiece ("bert"). What llama.cpp's
-converter did is undone; what it left out is what llama.cpp takes for granted, or an error.
+There are three kinds of vocabulary: byte-level BPE with its merges ("gpt2"), SentencePiece BPE, where the
+score of the joined piece decides which pair is joined first ("llama"), and WordPiece ("bert"). What
+llama.cpp's converter did is undone. What it left out is a constant that llama.cpp assumes, or an error.
 
-* SentencePiece: a space is put before a text, and behind every special token, unless the file says otherwise.
-  Characters that no piece has are bytes. Of two pairs that make pieces of one score the leftmost is joined;
-  of two ways to make the same piece, the one of lower ids, as in transformers' conversion.
-* WordPiece: a vocabulary without a capital letter is of a model that reads none, and lower-cases and strips
-  accents; llama.cpp does so whatever the vocabulary.
+* SentencePiece: a space is put before a text and after every special token, unless the file says otherwise.
+  Characters without a piece become bytes. Of two pairs whose pieces have one score the leftmost is joined; of
+  two pairs that make the same piece, the one with lower ids, as in transformers' conversion.
+* WordPiece: a vocabulary without capital letters lower-cases its text and strips accents; llama.cpp does so
+for
+  every vocabulary.
 
-Border: values in, values out; knows neither gguf nor the `tokenizers` library (library.py).
+Works on values; knows neither gguf nor the `tokenizers` library (library.py).
 """
 
 from __future__ import annotations
@@ -36,14 +37,14 @@ from .splitting import SPLITTINGS, Splitting
 __all__ = ["Words", "words_of"]
 
 VERSION = 1
-"""Declared, of how merges follow from metadata: moves when ids do that nothing else in a digest shows."""
+"""Version of how merges follow from metadata; raised when ids change with nothing else in the digest."""
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
-"""Types of tokens, as the format counts them."""
+"""Token types of the format."""
 _NAMED = ("bos", "eos", "unk", "sep", "pad", "mask")
 _KEYS = {"unk": "unknown", "sep": "seperator", "pad": "padding"}
-"""The format's words for them, one in its own spelling."""
+"""Role -> the format's word for it, one with the format's own spelling."""
 _SPACE = "\u2581"
-"""What SentencePiece writes for a space."""
+"""SentencePiece's character for a space."""
 _NONE = ("no_vocab", "none")
 _LONGEST = 256  # characters of a piece; Gemma 3 has 31, SentencePiece's own default is 16
 _INSTEAD = "put the tokenizer.json of the checkpoint it was made of beside the file"
@@ -51,41 +52,41 @@ _INSTEAD = "put the tokenizer.json of the checkpoint it was made of beside the f
 
 @dataclass(frozen=True, eq=False)
 class Words:
-    """A tokenizer as values: what a tokenizer.json and a tokenizer_config.json would hold."""
+    """A tokenizer as values: the content of a tokenizer.json and a tokenizer_config.json."""
 
     description: Mapping[str, Any]
-    """Keys of tokenizer.json; `model` without `vocab` and `merges`."""
+    """Content of tokenizer.json; `model` without `vocab` and `merges`."""
     settings: Mapping[str, Any]
-    """Keys of tokenizer_config.json."""
+    """Content of tokenizer_config.json."""
     ids: Mapping[str, int]
     """`vocab` of the model: token -> id."""
     merges: Callable[[], list[tuple[str, str]]] | None
-    """`merges` of the model, first to last; None for a model that has none."""
+    """Builds `merges` of the model, first to last; None for a model without merges."""
     digest: str
-    """`sha256:…` of all that decides ids, which is not the file: settings are no part of it."""
+    """`sha256:…` of everything that decides ids; independent of the file and of settings."""
 
 
 @dataclass(frozen=True)
 class _Rules:
-    """What kinds of vocabulary differ in."""
+    """Model, normaliser, pre-tokenizer, decoder and merges of one vocabulary kind."""
 
     described: Mapping[str, Any]
     """Keys of tokenizer.json; `model` without `vocab` and `merges`."""
     adds: tuple[str, ...] = ()
-    """Of bos, sep and eos, those that are put around a text where the file says nothing."""
+    """Default special tokens ("bos", "sep", "eos") added to a text, where metadata set none."""
     merges: Callable[[], list[tuple[str, str]]] | None = None
-    """As `Words.merges`."""
+    """See `Words.merges`."""
     decides: tuple[bytes, ...] = ()
-    """What merges are made of, for the digest."""
+    """Bytes from which merges are built, for the digest."""
 
 
 def words_of(header: Header) -> Words | None:
-    """The tokenizer of a file; None for one without a vocabulary.
+    """The tokenizer of a GGUF file; None for a file without vocabulary.
 
-    Raises TokenizerError for a vocabulary that is not read, naming what it is, and for one that contradicts
-    itself.
+    Raises:
+        TokenizerError: for an unsupported or contradictory vocabulary.
     """
-    kind = header.told("tokenizer.ggml.model")
+    kind = header.metadata("tokenizer.ggml.model")
     if kind is None or kind in _NONE:
         return None
     if kind not in _KINDS:
@@ -93,13 +94,13 @@ def words_of(header: Header) -> Words | None:
             f"{header.path}: expected tokenizer.ggml.model to be {', '.join(_KINDS)}, found {kind!r}; "
             f"{_INSTEAD}"
         )
-    with _in_one_line(header):
+    with _as_tokenizer_error(header):
         return _words(header, kind)
 
 
 @contextmanager
-def _in_one_line(header: Header) -> Iterator[None]:
-    """TokenizerError for metadata of other types than the format says."""
+def _as_tokenizer_error(header: Header) -> Iterator[None]:
+    """Turn errors of metadata with unexpected types into a TokenizerError."""
     try:
         yield
     except (AttributeError, LookupError, OverflowError, TypeError, ValueError) as error:
@@ -112,7 +113,7 @@ def _in_one_line(header: Header) -> Iterator[None]:
 
 
 def _words(header: Header, kind: str) -> Words:
-    """As `words_of`, of a kind of vocabulary that is read."""
+    """Build tokenizer.json content and digest for a supported vocabulary kind."""
     vocabulary = _Vocabulary(header, _marked if kind == "bert" else None)
     rules = _KINDS[kind](vocabulary)
     description = {
@@ -126,6 +127,7 @@ def _words(header: Header, kind: str) -> Words:
         "post_processor": _around(vocabulary, rules.adds),
     }
     parts = (_json(["gguf", VERSION, description]), _json(vocabulary.tokens), vocabulary.types.tobytes())
+    # Merges themselves are not hashed: they would have to be built, and follow from these parts.
     digest = content_digest(*parts, *rules.decides)
     return Words(description, _settings(vocabulary), vocabulary.ids, rules.merges, digest)
 
@@ -136,56 +138,58 @@ def _json(value: Any) -> bytes:
 
 @dataclass(frozen=True)
 class _Vocabulary:
-    """Tokens of a file, by id. unmarked: what the converter's spelling of a token, of a type, stands for."""
+    """Tokens of a file, by id."""
 
     header: Header
+    """Metadata of the file."""
     unmarked: Callable[[str, int], str] | None = None
+    """(stored token, type) -> the checkpoint's spelling; None where the two are equal."""
 
-    def told(self, name: str) -> Any:
-        return self.header.told(f"tokenizer.ggml.{name}")
+    def metadata(self, name: str) -> Any:
+        return self.header.metadata(f"tokenizer.ggml.{name}")
 
     def numbers(self, name: str, dtype: str) -> npt.NDArray[Any]:
-        """One number per token. Raises TokenizerError where there is none, or of another number."""
-        found = self.told(name)
-        if not isinstance(found, np.ndarray) or len(found) != len(self.stored):
-            what = f"{len(found)}" if isinstance(found, np.ndarray) else "none"
+        """One number per token. Raises TokenizerError if they are missing or of another count."""
+        values = self.metadata(name)
+        if not isinstance(values, np.ndarray) or len(values) != len(self.stored):
+            count = f"{len(values)}" if isinstance(values, np.ndarray) else "none"
             raise TokenizerError(
                 f"{self.header.path}: expected tokenizer.ggml.{name} for each of {len(self.stored)} tokens, "
-                f"found {what}; fetch the file again"
+                f"found {count}; fetch the file again"
             )
-        return found.astype(dtype)
+        return values.astype(dtype)
 
     @cached_property
     def tokens(self) -> list[str]:
-        """As the checkpoint's tokenizer spells them."""
+        """Tokens in the spelling of the checkpoint's tokenizer."""
         if self.unmarked is None:
             return self.stored
         return [self.unmarked(token, kind) for token, kind in zip(self.stored, self.kinds, strict=True)]
 
     @cached_property
     def stored(self) -> list[str]:
-        found = self.told("tokens")
-        if not isinstance(found, list) or not found or len(set(found)) != len(found):
+        tokens = self.metadata("tokens")
+        if not isinstance(tokens, list) or not tokens or len(set(tokens)) != len(tokens):
             raise TokenizerError(
                 f"{self.header.path}: expected tokenizer.ggml.tokens, all of them different, found "
-                f"{'some twice' if found else 'none'}; fetch the file again"
+                f"{'some twice' if tokens else 'none'}; fetch the file again"
             )
-        return found
+        return tokens
 
     @cached_property
     def types(self) -> npt.NDArray[np.int32]:
-        """Type of each token, as the format counts them."""
+        """Type of each token in the format."""
         return self.numbers("token_type", "<i4")
 
     @cached_property
     def kinds(self) -> list[int]:
-        """`types` as Python's own integers."""
+        """`types` as Python integers, which are faster to compare one by one."""
         kinds: list[int] = self.types.tolist()
         return kinds
 
     @cached_property
     def ids(self) -> dict[str, int]:
-        """Tokens, without those that only fill the rows of an embedding."""
+        """Token -> id, without placeholders that only fill the rows of an embedding."""
         return {
             token: i
             for i, (token, kind) in enumerate(zip(self.tokens, self.kinds, strict=True))
@@ -194,7 +198,7 @@ class _Vocabulary:
 
     @property
     def added(self) -> list[dict[str, Any]]:
-        """Tokens that are found in a text before it is cut into words."""
+        """Tokens that are matched before a text is cut into words, as in tokenizer.json."""
         plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
         return [
             {"id": i, "content": self.tokens[i], **plain, "special": kind != USER_DEFINED}
@@ -203,19 +207,19 @@ class _Vocabulary:
         ]
 
     def named(self, role: str) -> int | None:
-        """Id of a special token. Raises TokenizerError for one beyond the vocabulary."""
-        found = self.told(f"{_KEYS.get(role, role)}_token_id")
-        if found is not None and not 0 <= int(found) < len(self.tokens):
+        """Id of a special token; None without one. Raises TokenizerError for an id beyond the vocabulary."""
+        token = self.metadata(f"{_KEYS.get(role, role)}_token_id")
+        if token is not None and not 0 <= int(token) < len(self.tokens):
             raise TokenizerError(
-                f"{self.header.path}: expected the id of {role} in 0..{len(self.tokens) - 1}, found {found}; "
+                f"{self.header.path}: expected the id of {role} in 0..{len(self.tokens) - 1}, found {token}; "
                 "fetch the file again"
             )
-        return None if found is None else int(found)
+        return None if token is None else int(token)
 
 
 def _byte_level(vocabulary: _Vocabulary) -> _Rules:
     splitting = _splitting(vocabulary)
-    merges = vocabulary.told("merges")
+    merges = vocabulary.metadata("merges")
     if not isinstance(merges, list):
         raise TokenizerError(
             f"{vocabulary.header.path}: expected tokenizer.ggml.merges beside its tokens, found none; fetch "
@@ -250,34 +254,34 @@ def _pair(vocabulary: _Vocabulary, merge: str) -> tuple[str, str]:
 
 
 def _splitting(vocabulary: _Vocabulary) -> Splitting:
-    name = vocabulary.told("pre")
+    name = vocabulary.metadata("pre")
     if name not in SPLITTINGS:
         near = nearest(str(name), SPLITTINGS)
         raise TokenizerError(
             f"{vocabulary.header.path}: expected tokenizer.ggml.pre to be one of {', '.join(SPLITTINGS)}, "
-            f"found {name!r}{f' (nearest is {near!r})' if near else ''}, of which nothing says how it cuts "
-            f"words; {_INSTEAD}"
+            f"found {name!r}{f' (nearest is {near!r})' if near else ''}, whose rule for cutting words is not "
+            f"known; {_INSTEAD}"
         )
     return SPLITTINGS[name]
 
 
 def _sentence_piece(vocabulary: _Vocabulary) -> _Rules:
-    has_prefix = vocabulary.told("add_space_prefix") is not False
+    has_prefix = vocabulary.metadata("add_space_prefix") is not False
     space = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
-    before: list[Mapping[str, Any]] = [{"type": "Prepend", "prepend": _SPACE}] if has_prefix else []
-    behind: list[Mapping[str, Any]] = [
+    prepended: list[Mapping[str, Any]] = [{"type": "Prepend", "prepend": _SPACE}] if has_prefix else []
+    decoders: list[Mapping[str, Any]] = [
         {"type": "Replace", "pattern": {"String": _SPACE}, "content": " "},
         {"type": "ByteFallback"},
         {"type": "Fuse"},
     ]
     if has_prefix:
-        behind.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
+        decoders.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
     unknown = next((i for i, kind in enumerate(vocabulary.kinds) if kind == UNKNOWN), None)
     scores = vocabulary.numbers("scores", "<f4")
     return _Rules(
         {
-            "normalizer": {"type": "Sequence", "normalizers": [*before, space]},
-            "decoder": {"type": "Sequence", "decoders": behind},
+            "normalizer": {"type": "Sequence", "normalizers": [*prepended, space]},
+            "decoder": {"type": "Sequence", "decoders": decoders},
             "model": {
                 **_BPE,
                 "unk_token": None if unknown is None else vocabulary.tokens[unknown],
@@ -286,16 +290,20 @@ def _sentence_piece(vocabulary: _Vocabulary) -> _Rules:
             },
         },
         ("bos",),
-        lambda: _joined_first(vocabulary, scores),
+        lambda: _merges_by_score(vocabulary, scores),
         (scores.tobytes(),),
     )
 
 
-def _joined_first(vocabulary: _Vocabulary, scores: npt.NDArray[np.float32]) -> list[tuple[str, str]]:
-    """Pairs of pieces that are a piece together, that of the highest score first. Raises TokenizerError for
-    pieces so long that to look at all their pairs would take forever."""
+def _merges_by_score(vocabulary: _Vocabulary, scores: npt.NDArray[np.float32]) -> list[tuple[str, str]]:
+    """Pairs of pieces that join to a piece, by descending score of that piece.
+
+    Raises:
+        TokenizerError: for pieces so long that trying all their splits would take forever.
+    """
     tokens, kinds = vocabulary.tokens, vocabulary.kinds
     pieces = {token: i for i, token in enumerate(tokens) if kinds[i] in (NORMAL, USER_DEFINED)}
+    # All splits of every piece are tried, so the cost is quadratic in the length of a piece.
     if (longest := max(map(len, pieces), default=0)) > _LONGEST:
         raise TokenizerError(
             f"{vocabulary.header.path}: expected pieces of at most {_LONGEST} characters, found one of "
@@ -312,6 +320,7 @@ def _joined_first(vocabulary: _Vocabulary, scores: npt.NDArray[np.float32]) -> l
                 joined.append(i)
                 lefts.append(left)
                 rights.append(right)
+    # The last key sorts first: by score, then by ids of the two pieces, as transformers' conversion does.
     order = np.lexsort((np.array(rights), np.array(lefts), -scores[joined])).tolist()
     return [(tokens[lefts[n]], tokens[rights[n]]) for n in order]
 
@@ -346,8 +355,8 @@ def _word_piece(vocabulary: _Vocabulary) -> _Rules:
 
 
 def _marked(token: str, kind: int) -> str:
-    """A piece with a mark if it goes on, where the format has one if it begins; what stands in brackets
-    ([unused7]) the converter once left as it is."""
+    """WordPiece's spelling: "##" marks a continuation, where the format marks the start of a word."""
+    # The converter leaves tokens in brackets, such as [unused7], unmarked.
     if token.startswith(_SPACE):
         return token[1:]
     is_plain = kind == NORMAL and not (token.startswith("[") and token.endswith("]"))
@@ -355,13 +364,13 @@ def _marked(token: str, kind: int) -> str:
 
 
 def _around(vocabulary: _Vocabulary, adds: Sequence[str]) -> dict[str, Any] | None:
-    """What puts special tokens around a text. Raises TokenizerError for one the file does not name."""
-    wanted = {role: vocabulary.told(f"add_{role}_token") for role in ("bos", "sep", "eos")}
-    chosen = {role: role in adds if said is None else bool(said) for role, said in wanted.items()}
-    # One closing token: BERT's separator, where both are asked for.
-    chosen["eos"] = chosen["eos"] and not chosen["sep"]
+    """Post-processor that adds special tokens to a text. Raises TokenizerError for one without an id."""
+    settings = {role: vocabulary.metadata(f"add_{role}_token") for role in ("bos", "sep", "eos")}
+    added = {role: role in adds if setting is None else bool(setting) for role, setting in settings.items()}
+    # BERT's files may ask for both closing tokens; its tokenizer adds the separator only.
+    added["eos"] = added["eos"] and not added["sep"]
     tokens = {}
-    for role in (role for role, is_chosen in chosen.items() if is_chosen):
+    for role in (role for role, is_added in added.items() if is_added):
         token = vocabulary.named(role)
         if token is None:
             raise TokenizerError(
@@ -397,12 +406,12 @@ def _settings(vocabulary: _Vocabulary) -> dict[str, Any]:
         token = vocabulary.named(role)
         if token is not None:
             settings[f"{role}_token"] = vocabulary.tokens[token]
-    template = vocabulary.header.told("tokenizer.chat_template")
-    others = vocabulary.header.told("tokenizer.chat_templates") or []
+    template = vocabulary.header.metadata("tokenizer.chat_template")
+    others = vocabulary.header.metadata("tokenizer.chat_templates") or []
     if template is not None:
         settings["chat_template"] = template
     if others:
-        named = {name: vocabulary.header.told(f"tokenizer.chat_template.{name}") for name in others}
+        named = {name: vocabulary.header.metadata(f"tokenizer.chat_template.{name}") for name in others}
         named = ({} if template is None else {"default": template}) | named
         settings["chat_template"] = [{"name": name, "template": text} for name, text in named.items()]
     return settings

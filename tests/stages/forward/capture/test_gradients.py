@@ -252,7 +252,7 @@ def test_every_hook_point_of_a_recurrent_model_can_be_stored(tmp_path, store):
 @pytest.mark.parametrize(
     ("hooks", "error", "told"),
     [
-        (HookSpec().capture(STREAM), HookPointNotFound, r"found no metric; add \.gradient_of"),
+        (HookSpec().capture(STREAM), HookPointNotFound, r"found none; add \.gradient_of"),
         (
             HookSpec().capture("hook_embed").gradient_of(METRIC),
             HookPointNotFound,
@@ -280,9 +280,9 @@ def test_what_cannot_be_is_said_in_one_line_and_nothing_is_written(
 
 def test_passes_that_go_no_way_back_say_so(folder, prompts):
     model = Model.from_pretrained(folder)
-    with pytest.raises(HookPointNotFound, match="the planner of runs goes no way back"):
+    with pytest.raises(HookPointNotFound, match="the planner of runs has no backward pass"):
         mizarr.run(model, [mizarr.Run(prompts[0], spec())])
-    with pytest.raises(HookPointNotFound, match="generation goes no way back"):
+    with pytest.raises(HookPointNotFound, match="generation has no backward pass"):
         mizarr.generate(model, [prompts[0]], spec(), max_tokens=1)
 
 

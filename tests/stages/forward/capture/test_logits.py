@@ -109,7 +109,7 @@ class Given:
 def of(logits, *asked) -> list[np.ndarray]:
     from mizarr.stages.forward.hooks.reductions import as_reduction
 
-    found = [each for told in asked for each in (as_reduction(told), *as_reduction(told).beside)]
+    found = [each for told in asked for each in (as_reduction(told), *as_reduction(told).companions)]
     network: Network = Given(torch.from_numpy(logits))  # type: ignore[assignment]
     made = vocabulary.of_logits(network, torch.empty(1, len(logits), 1), found)
     return [made[each][0].numpy() for each in found]
@@ -275,7 +275,7 @@ def test_what_cannot_be_kept_is_refused_in_one_line(model, tokens, tmp_path, cap
         (HookSpec().capture(RESID, reduce="topk:3"), "'hook_logits' to keep the topk:3 of"),
         (HookSpec().capture(LOGITS, reduce="norm"), "'topk:K' or 'logsumexp'"),
         (HookSpec().capture(LOGITS), "a reduction of 'hook_logits'"),
-        (HookSpec().capture(f"grad:{LOGITS}", reduce="logsumexp"), "point the pass goes on from"),
+        (HookSpec().capture(f"grad:{LOGITS}", reduce="logsumexp"), "point that later operations read"),
     ]:
         with pytest.raises(HookPointNotFound, match=said):
             capture(model, tokens, spec, store=store, **OPTIONS)

@@ -232,7 +232,7 @@ def test_an_adapter_of_another_model_is_refused(base, tmp_path):
     save_adapter(tmp_path / "adapter", base, PLAIN)
     other = tmp_path / "other"
     random_models.save_random_model(other, "phi3", 1)
-    with pytest.raises(WeightsError, match="which it does not hold; is it an adapter of another model"):
+    with pytest.raises(WeightsError, match="which is not in it; is it an adapter of another model"):
         resolve(other, adapter=tmp_path / "adapter").identity()
     with pytest.raises(ModelNotFound, match=r"found no adapter_config\.json"):
         resolve(base, adapter=other)

@@ -15,7 +15,7 @@ from mizarr import Add, AddAtPositions, HookSpec, Knockout, Replace, Scale, SetV
 from mizarr.stages.forward.architectures.points import HookPoint
 from mizarr.stages.forward.generation.continuations import GenerationSettings
 from mizarr.stages.forward.generation.generate import NewToken, TokenStream, generate, narrowed
-from mizarr.stages.forward.generation.growing import so_far, why_read_anew
+from mizarr.stages.forward.generation.growing import so_far, why_uncached
 from mizarr.stages.forward.generation.stopping import GeneratedText, Stop
 from mizarr.stages.forward.hooks.interventions import Intervention
 from mizarr.stages.forward.models.model import Model
@@ -459,7 +459,7 @@ SCORES = "blocks.0.attn.hook_attn_scores"
 def test_how_steps_read_is_told_with_the_reason(point, change, why):
     spec = HookSpec() if point is None else HookSpec().intervene(point, change)
     points = [HookPoint.parse(name) for name in (STREAM, PATTERN, SCORES)]
-    found = why_read_anew(spec.bind(points))
+    found = why_uncached(spec.bind(points))
     assert (found is None) == (why is None)
     assert why is None or why in found
 
@@ -474,7 +474,7 @@ def test_an_intervention_of_an_unknown_kind_is_in_the_way(is_said, why):
         is_positionwise = is_said
 
     spec = HookSpec().intervene(STREAM, Doubled()).bind([HookPoint.parse(STREAM)])
-    assert why_read_anew(spec) == f"Doubled at '{STREAM}' {why}"
+    assert why_uncached(spec) == f"Doubled at '{STREAM}' {why}"
 
 
 def test_a_generation_tells_how_it_read(model):
@@ -597,7 +597,7 @@ def test_without_a_tokenizer_ids_are_continued(tmp_path):
         ({"temperature": 1.0}, "expected a seed"),
         ({"temperature": 1.0, "seed": 0, "top_k": 0}, "expected top_k of at least 1"),
         ({"temperature": 1.0, "seed": 0, "top_p": 1.5}, r"expected top_p in \(0, 1\], found 1.5"),
-        ({"top_k": 3}, "give a temperature > 0"),
+        ({"top_k": 3}, "set a temperature > 0"),
         ({"stop": ""}, "expected stop to hold texts and token ids"),
         ({"stop": [1.5]}, "expected stop to hold texts and token ids"),
         ({"stop": -1}, "expected stop ids counted from 0, found -1"),
@@ -619,7 +619,7 @@ def test_prompts_and_specs_that_do_not_fit_are_refused_before_anything_runs(mode
     (ids,) = draw_ids(1, PROMPT)
     resid, pattern = "blocks.0.hook_resid_post", "blocks.0.attn.hook_pattern"
     reach = PROMPT + 4 - 1
-    with pytest.raises(PromptError, match="no room to generate"):
+    with pytest.raises(PromptError, match="leaves room to generate"):
         generate(model, [3] * model.config.context_length)
     with pytest.raises(PromptError, match="expected one seed, or one for each of 1 prompts, found 2"):
         generate(model, ids, temperature=1.0, seed=[1, 2])

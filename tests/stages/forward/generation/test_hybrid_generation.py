@@ -104,7 +104,7 @@ def test_thirteen_tokens_and_twenty_seven_more_are_forty_in_as_much_memory(famil
 def test_attention_to_tokens_of_which_the_state_alone_is_kept_is_refused(tmp_path):
     save_random_hybrid(tmp_path, "mamba2", 0)
     model, hooks = Model.from_pretrained(tmp_path), HookSpec().capture("blocks.0.ssm.hook_effective_attn")
-    with pytest.raises(InterventionError, match="only states of earlier tokens are kept; generate first"):
+    with pytest.raises(InterventionError, match="only the state of earlier tokens is cached; generate first"):
         generate(model, draw_ids(1, PROMPT), hooks, max_tokens=3, eos=(), cache=True)
 
 

@@ -251,7 +251,7 @@ def test_a_spec_knows_what_it_asks_for_by_name_and_by_glob():
 @pytest.mark.parametrize(
     ("point", "instead"),
     [
-        (HookPoint.router_probs(0), "change a point it is made of$"),
+        (HookPoint.router_probs(0), "change a point from which it is computed$"),
         (HookPoint.ssm_state(0), r"change 'blocks\.0\.ssm\.hook_state_seq' or 'blocks\.0\.ssm\.hook_write'$"),
     ],
 )

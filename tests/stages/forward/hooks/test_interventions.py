@@ -66,7 +66,7 @@ def test_neurons_are_chosen_beside_positions(positions):
     Replace(np.zeros((2, 2)), neurons=(0, 5), positions=(1, 3)).check(point, sizes)
     with pytest.raises(InterventionError, match=r"expected neurons in 0\.\.5"):
         Zero(neurons=(6,)).check(point, sizes)
-    with pytest.raises(InterventionError, match="it has no neurons to choose"):
+    with pytest.raises(InterventionError, match="with neurons to select"):
         Zero(neurons=(0,)).check(RESID, sizes)
 
 
@@ -135,7 +135,7 @@ def test_set_value_shares_the_rest_in_proportion():
 
 
 def test_set_value_of_more_than_a_row_holds_is_refused():
-    with pytest.raises(InterventionError, match="exceeds a total weight of 1"):
+    with pytest.raises(InterventionError, match="expected weights that sum to at most 1"):
         SetValue([(3, 0), (3, 1)], 0.7).apply(uniform_pattern(), PATTERN, CAUSAL)
 
 
@@ -166,7 +166,7 @@ def test_an_open_edge_means_every_position():
         (Replace(np.zeros((3, 2, 4, 3), np.float32)), RESID, "broadcasts to"),
         (Zero(positions=(4,)), RESID, r"expected positions in 0..3 .*found 4"),
         (Zero(heads=(2,)), HEADS, r"expected heads in 0..1 .*found 2"),
-        (Zero(heads=(0,)), RESID, "has no heads to choose"),
+        (Zero(heads=(0,)), RESID, "with heads to select"),
         (AddAtPositions([(4, [0.0, 0.0, 0.0])]), RESID, "found 4"),
         (AddAtPositions([(0, [0.0, 0.0])]), RESID, "vector of length 3"),
         (AddAtPositions([(0, [0.0, 0.0, 0.0])]), HEADS, "found it at"),

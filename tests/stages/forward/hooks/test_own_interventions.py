@@ -51,7 +51,7 @@ class Own(Intervention):
         """The changed activation."""
         raise NotImplementedError
 
-    def apply(self, x, point, allowed=None, held=None):
+    def apply(self, x, point, allowed=None, subset=None):
         """See `Intervention`."""
         return self.work(x)
 
@@ -97,7 +97,7 @@ class Half(Scale):
     version: ClassVar[int] = 1
     factor: float = 0.5
 
-    def change(self, part, chosen=None):
+    def change(self, part, positions=None):
         """See `Scale`."""
         return part - self.factor * part.mean(-2, keepdim=True)
 

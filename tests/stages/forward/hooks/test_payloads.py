@@ -38,7 +38,7 @@ class Pushed(Intervention):
     vector: Any
     more: Any = ()
 
-    def apply(self, x, point, allowed=None, held=None):
+    def apply(self, x, point, allowed=None, subset=None):
         """See `Intervention`."""
         parts = [part.tolist() for part in (self.vector, *self.more)]
         return sum((torch.tensor(part).to(x) for part in parts), x)

@@ -257,7 +257,7 @@ def test_a_tokenizer_reads_texts_alone(model):
 
 
 def test_pages_of_messages_make_their_ids_by_the_chat_template():
-    with pytest.raises(MizarrError, match=r"model\.chat\(messages\) makes token ids"):
+    with pytest.raises(MizarrError, match=r"model\.chat\(messages\) turns a conversation into token ids"):
         as_rows([{"role": "user", "content": "hello"}])
 
 
