@@ -13,7 +13,7 @@ from typing import Any
 from .....store.errors import ConfigError
 from ..composed import ComposedArchitecture
 from ..families import ACTIVATIONS, read_activation
-from ..layer_tensors import Spelling
+from ..layer_tensors import EncoderNames, Spelling
 from ..mixers import RelativeSpec
 from ..transformer import ConfigReader, RopeConfig
 from . import builders as build
@@ -30,10 +30,12 @@ def of_bert(root: str) -> Spelling:
     return Spelling(
         embed=f"{root}embeddings.word_embeddings",
         head="cls.predictions.decoder",
-        head_bias="cls.predictions.bias",
-        transform=("cls.predictions.transform.dense", "cls.predictions.transform.LayerNorm"),
+        encoder=EncoderNames(
+            head_bias="cls.predictions.bias",
+            transform=("cls.predictions.transform.dense", "cls.predictions.transform.LayerNorm"),
+            token_types=f"{root}embeddings.token_type_embeddings",
+        ),
         positions=f"{root}embeddings.position_embeddings",
-        token_types=f"{root}embeddings.token_type_embeddings",
         embed_norm=f"{root}embeddings.LayerNorm",
         layer=f"{root}encoder.layer.{{}}.",
         ln1="attention.output.LayerNorm",
@@ -60,8 +62,9 @@ def of_roberta(root: str) -> Spelling:
     return replace(
         bert,
         head="lm_head.decoder",
-        head_bias="lm_head.bias",
-        transform=("lm_head.dense", "lm_head.layer_norm"),
+        encoder=replace(
+            bert.encoder, head_bias="lm_head.bias", transform=("lm_head.dense", "lm_head.layer_norm")
+        ),
         unread=(*bert.unread, "lm_head.bias"),
     )
 
@@ -103,7 +106,7 @@ def bert_like(
     if looks_ahead is None:
         looks_ahead = not config.flag("is_decoder", False)
     if any(name.endswith("LayerNorm.gamma") for name in shapes):
-        spelling = replace(spelling, has_old_norms=True)
+        spelling = replace(spelling, encoder=replace(spelling.encoder, has_old_norms=True))
     found = read_activation(config, act) if reads_act else ACTIVATIONS[act]
     if "transform" not in options:
         width = options.get("embedding_width") or config.integer("hidden_size")
@@ -151,9 +154,7 @@ def bert_generation(config: ConfigReader, shapes: TensorShapes) -> ComposedArchi
     spelling = replace(
         OF_BERT,
         head="lm_head.decoder",
-        head_bias="lm_head.bias",
-        transform=("", ""),
-        token_types="",
+        encoder=replace(OF_BERT.encoder, head_bias="lm_head.bias", transform=("", ""), token_types=""),
         unread=("bert.embeddings.position_ids", "lm_head.bias"),
     )
     return bert_like(config, shapes, spelling, token_types=None, transform=None)
@@ -179,12 +180,16 @@ def _mapped(width: int, hidden: int) -> int | None:
 @bert_family("electra", "ELECTRA, its generator", never=UNWRITTEN)
 def electra(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
     width = config.integer("embedding_size", 128)
+    bert = of_bert("electra.")
     spelling = replace(
-        of_bert("electra."),
-        embed_in="electra.embeddings_project",
+        bert,
+        encoder=replace(
+            bert.encoder,
+            embed_in="electra.embeddings_project",
+            head_bias="",
+            transform=("generator_predictions.dense", "generator_predictions.LayerNorm"),
+        ),
         head="generator_lm_head",
-        head_bias="",
-        transform=("generator_predictions.dense", "generator_predictions.LayerNorm"),
     )
     return bert_like(
         config,
@@ -201,7 +206,7 @@ def roformer(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture
     bert = of_bert("roformer.")
     spelling = replace(
         bert,
-        embed_in="roformer.embeddings_project",
+        encoder=replace(bert.encoder, embed_in="roformer.embeddings_project"),
         positions="",
         # Sines and cosines, always these: the angles of rope are computed.
         unread=(*bert.unread, "roformer.encoder.embed_positions.weight"),
@@ -222,11 +227,15 @@ def roformer(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture
 @bert_family("rembert", "RemBERT")
 def rembert(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
     eps = config.number("layer_norm_eps", 1e-12)
+    bert = of_bert("rembert.")
     spelling = replace(
-        of_bert("rembert."),
-        embed_in="rembert.encoder.embedding_hidden_mapping_in",
-        head_bias="",
-        transform=("cls.predictions.dense", "cls.predictions.LayerNorm"),
+        bert,
+        encoder=replace(
+            bert.encoder,
+            embed_in="rembert.encoder.embedding_hidden_mapping_in",
+            head_bias="",
+            transform=("cls.predictions.dense", "cls.predictions.LayerNorm"),
+        ),
     )
     width = config.integer("output_embedding_size")
     return bert_like(
@@ -243,12 +252,16 @@ def rembert(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
 def albert(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
     """Layers in groups, each of which shares all weights."""
     layers, groups = build.layers_of(config), config.integer("num_hidden_groups", 1)
+    bert = of_bert("albert.")
     spelling = replace(
-        of_bert("albert."),
-        embed_in="albert.encoder.embedding_hidden_mapping_in",
+        bert,
+        encoder=replace(
+            bert.encoder,
+            embed_in="albert.encoder.embedding_hidden_mapping_in",
+            head_bias="predictions.bias",
+            transform=("predictions.dense", "predictions.LayerNorm"),
+        ),
         head="predictions.decoder",
-        head_bias="predictions.bias",
-        transform=("predictions.dense", "predictions.LayerNorm"),
         layer="albert.encoder.albert_layer_groups.{}.albert_layers.0.",
         ln1="attention.LayerNorm",
         ln2="full_layer_layer_norm",
@@ -286,11 +299,11 @@ def albert(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
     },
 )
 def distilbert(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    bert = of_bert("distilbert.")
     spelling = replace(
-        of_bert("distilbert."),
+        bert,
         head="vocab_projector",
-        head_bias="",
-        transform=("vocab_transform", "vocab_layer_norm"),
+        encoder=replace(bert.encoder, head_bias="", transform=("vocab_transform", "vocab_layer_norm")),
         layer="distilbert.transformer.layer.{}.",
         ln1="sa_layer_norm",
         ln2="output_layer_norm",
@@ -419,14 +432,14 @@ def luke(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
 @bert_family("mpnet", "MPNet", always={"pad_token_id": 1})
 def mpnet(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
     """T5's bias by distance, whatever the config says of buckets."""
+    roberta = of_roberta("mpnet.")
     spelling = replace(
-        of_roberta("mpnet."),
+        roberta,
         attention="attention.attn.",
         attention_parts=("q", "k", "v"),
         attention_out="o",
-        relative="mpnet.encoder.relative_attention_bias",
+        encoder=replace(roberta.encoder, relative="mpnet.encoder.relative_attention_bias", token_types=""),
         ln1="attention.LayerNorm",
-        token_types="",
     )
     return roberta_like(
         config,
@@ -450,12 +463,13 @@ def esm(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
             f"{kind!r}; this model cannot run here"
         )
     is_dropped = config.flag("token_dropout", False)
+    roberta = of_roberta("esm.")
     spelling = replace(
-        of_roberta("esm."),
+        roberta,
         embed_norm="esm.embeddings.layer_norm",
         ln1="attention.LayerNorm",
         ln2="LayerNorm",
-        own_head_bias="lm_head.bias",
+        encoder=replace(roberta.encoder, own_head_bias="lm_head.bias"),
         final_norm="esm.encoder.emb_layer_norm_after",
         unread=(
             "esm.embeddings.position_ids",
@@ -470,7 +484,7 @@ def esm(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
     if kind == "rotary":
         ending = "rotary_embeddings.inv_freq"
         stored = next((name for name in sorted(shapes) if name.endswith(ending)), "")
-        spelling = replace(spelling, frequencies=stored)
+        spelling = replace(spelling, encoder=replace(spelling.encoder, frequencies=stored))
         theta = config.number("rope_theta", 10000.0)
         options = {
             "positions": {},

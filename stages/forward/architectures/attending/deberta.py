@@ -61,12 +61,16 @@ def _relative(config: ConfigReader, *, is_first: bool) -> RelativeSpec | None:
 def _spelling(config: ConfigReader, shapes: TensorShapes) -> Spelling:
     """The first head's names, or those of version 3, which always unembeds by the embedding. Its files do not
     say that they have it; the reference then draws a head at random."""
+    bert = of_bert("deberta.")
     first = replace(
-        of_bert("deberta."),
+        bert,
         attention_parts=("self.query_proj", "self.key_proj", "self.value_proj"),
-        relative="deberta.encoder.rel_embeddings",
-        relative_norm="deberta.encoder.LayerNorm",
-        relative_parts=("self.pos_query_proj", "self.pos_key_proj"),
+        encoder=replace(
+            bert.encoder,
+            relative="deberta.encoder.rel_embeddings",
+            relative_norm="deberta.encoder.LayerNorm",
+            relative_parts=("self.pos_query_proj", "self.pos_key_proj"),
+        ),
         unread=(
             *OF_BERT.unread,
             "deberta.embeddings.position_embeddings.weight",
@@ -88,7 +92,11 @@ def _spelling(config: ConfigReader, shapes: TensorShapes) -> Spelling:
             "model unembeds by its embedding, found false; correct the file"
         )
     return replace(
-        first, head=head, head_bias=f"{head}.bias", transform=(f"{head}.dense", f"{head}.LayerNorm")
+        first,
+        head=head,
+        encoder=replace(
+            first.encoder, head_bias=f"{head}.bias", transform=(f"{head}.dense", f"{head}.LayerNorm")
+        ),
     )
 
 
@@ -124,11 +132,15 @@ def deberta_v2(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitectu
 @bert_family("deberta", "DeBERTa 1", never=(*NEVER_IN_DEBERTA, "talking_head"), always={})
 def deberta(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
     """Queries, keys and values in one tensor; biases of queries and values alone."""
+    second = _spelling(config, shapes)
     spelling = replace(
-        _spelling(config, shapes),
+        second,
         attention_in="self.in_proj",
-        attention_biases=("self.q_bias", "self.v_bias"),
-        relative_parts=("self.pos_q_proj", "self.pos_proj"),
+        encoder=replace(
+            second.encoder,
+            attention_biases=("self.q_bias", "self.v_bias"),
+            relative_parts=("self.pos_q_proj", "self.pos_proj"),
+        ),
     )
     relative = _relative(config, is_first=True)
     return _deberta(config, shapes, spelling, relative, qkv_bias=False, layout="by head")

@@ -3,9 +3,7 @@
 Border: never imports torch.
 """
 
-from __future__ import annotations
-
-from . import (
+from . import (  # noqa: F401 - to be imported is to enter their families
     bert,
     cohere,
     deberta,
@@ -25,10 +23,4 @@ from . import (
 )
 from .builders import ATTENDING
 
-__all__ = ["ATTENDING", "LINEAGES"]
-
-LINEAGES = (
-    *(llama, qwen, mistral, gemma, olmo, granite, cohere, glm, deepseek, exaone_hunyuan_ernie, mixtures),
-    *(gpt, opt_bloom_falcon, bert, deberta, modernbert),
-)
-"""Modules of families, which enter them in `ATTENDING` when they are imported."""
+__all__ = ["ATTENDING"]

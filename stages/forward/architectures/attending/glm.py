@@ -13,7 +13,7 @@ from ..mixers import ChannelMixerSpec, QkNorm
 from ..transformer import ConfigReader
 from . import builders as build
 from .builders import TensorShapes, family
-from .experts import sigmoid_experts
+from .experts import SHARED, sigmoid_experts
 
 GATE_UP = ("gate_up_proj", "down_proj")
 """Gate and up projection as one, and the down projection."""
@@ -69,5 +69,5 @@ def glm4_moe(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture
         rope=build.rope_everywhere(share=0.5),
         eps=eps,
         max_positions=131072,
-        spelling=replace(LLAMA, shared="mlp.shared_experts."),
+        spelling=SHARED,
     )

@@ -11,19 +11,21 @@ from typing import Any
 from .....store.errors import ConfigError
 from ..composed import ComposedArchitecture
 from ..families import read_activation
-from ..layer_tensors import LLAMA
+from ..layer_tensors import LLAMA, ExpertNames
 from ..mixers import AttentionSpec, ExpertsSpec
 from ..transformer import ConfigReader, RopeConfig
 from . import builders as build
-from .builders import Ropes, TensorShapes, Windows, family
+from .builders import TensorShapes, Windows, family
 
 OF_GRANITE = replace(
     LLAMA,
     mlp_parts=("input_linear", "output_linear"),
-    experts="block_sparse_moe.",
-    router="router.layer",
-    expert_parts=("input_linear", "output_linear"),
-    shared="shared_mlp.",
+    experts=ExpertNames(
+        room="block_sparse_moe.",
+        router="router.layer",
+        parts=("input_linear", "output_linear"),
+        shared="shared_mlp.",
+    ),
 )
 
 
@@ -79,25 +81,13 @@ def granite(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
     )
 
 
+@family("granitemoeshared", "Granite 3.1 MoE with a shared expert")
 @family("granitemoe", "Granite 3 MoE")
 def granitemoe(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
     return build.decoder(
         config,
         _attention(config),
-        _experts(config, has_shared=False),
-        eps=config.number("rms_norm_eps", 1e-6),
-        max_positions=2048,
-        spelling=OF_GRANITE,
-        **_ends(config),
-    )
-
-
-@family("granitemoeshared", "Granite 3.1 MoE with a shared expert")
-def granitemoeshared(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    return build.decoder(
-        config,
-        _attention(config),
-        _experts(config),
+        _experts(config, has_shared=config.raw["model_type"] == "granitemoeshared"),
         eps=config.number("rms_norm_eps", 1e-6),
         max_positions=2048,
         spelling=OF_GRANITE,
@@ -126,16 +116,13 @@ def _rope_by_theta(config: ConfigReader, head_dim: int, most: int | None, window
     return [by_theta.get(theta) for theta in thetas]
 
 
-BY_THETA: Ropes = _rope_by_theta
-
-
 @family("granite_swa", "Granite with windows and sinks")
 def granite_swa(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
     return build.decoder(
         config,
         _attention(config, kv_heads=4, attention_sinks=True),
         build.mlp(config, bias=config.flag("mlp_bias", False), factors=(1.0, _residual(config))),
-        rope=BY_THETA,
+        rope=_rope_by_theta,
         windows=build.windows_by_type(config, build.first_of_four_full, 128),
         eps=config.number("rms_norm_eps", 1e-5),
         max_positions=8192,
@@ -150,15 +137,18 @@ def granitemoe_swa(config: ConfigReader, shapes: TensorShapes) -> ComposedArchit
         config,
         _attention(config, attention_sinks=True),
         _experts(config),
-        rope=BY_THETA,
+        rope=_rope_by_theta,
         windows=build.windows_by_type(config, build.first_of_four_full, 128),
         eps=config.number("rms_norm_eps", 1e-6),
         max_positions=2048,
         spelling=replace(
             OF_GRANITE,
-            router="router",
-            expert_parts=("experts.gate_up_proj", "experts.down_proj"),
-            expert_ending="",
+            experts=replace(
+                OF_GRANITE.experts,
+                router="router",
+                parts=("experts.gate_up_proj", "experts.down_proj"),
+                ending="",
+            ),
         ),
         **_ends(config),
     )
