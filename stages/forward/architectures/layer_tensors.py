@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from .architecture import HeadTransform, Stored, Tensors
 from .linear_mixers import (
@@ -33,14 +33,12 @@ from .mixers import (
     LatentAttentionSpec,
     Mamba2Spec,
     MambaSpec,
+    MixerSpec,
     MlpAndExpertsSpec,
     MlpSpec,
     RoutedAttentionSpec,
     SharedBlockSpec,
 )
-
-if TYPE_CHECKING:
-    from .composed import ComposedArchitecture, LayerSpec
 
 __all__ = ["LLAMA", "EncoderNames", "ExpertNames", "Spelling", "composed_tensors"]
 
@@ -153,7 +151,67 @@ LLAMA = Spelling(
 """Names of tensors in Llama's checkpoints, which most families follow."""
 
 
-def composed_tensors(config: ComposedArchitecture) -> Tensors:
+class _Block(Protocol):
+    @property
+    def mixers(self) -> Sequence[MixerSpec]: ...
+    @property
+    def channel_mixer(self) -> Any: ...
+    @property
+    def norm_names(self) -> Sequence[str]: ...
+    @property
+    def shared(self) -> SharedBlockSpec | None: ...
+    @property
+    def post_factor(self) -> float: ...
+    @property
+    def source(self) -> int | None: ...
+    @property
+    def has_gains(self) -> bool: ...
+
+
+class HybridShapes(Protocol):
+    """What of a configuration decides which tensors there are, and their shapes."""
+
+    @property
+    def blocks(self) -> Sequence[_Block]: ...
+    @property
+    def spelling(self) -> Spelling: ...
+    @property
+    def hidden_size(self) -> int: ...
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def norm_type(self) -> str: ...
+    @property
+    def norm_biases(self) -> str: ...
+    @property
+    def logit_factor(self) -> float: ...
+    @property
+    def position_rows(self) -> int: ...
+    @property
+    def tie_word_embeddings(self) -> bool: ...
+    @property
+    def has_position_waves(self) -> bool: ...
+    @property
+    def has_embedding_norm(self) -> bool: ...
+    @property
+    def has_norm_weights(self) -> bool: ...
+    @property
+    def has_unit_norms(self) -> bool: ...
+    @property
+    def has_head_bias(self) -> bool: ...
+    @property
+    def embedding_width(self) -> int | None: ...
+    @property
+    def token_types(self) -> int: ...
+    @property
+    def has_final_norm(self) -> bool: ...
+    @property
+    def has_final_norm_bias(self) -> bool: ...
+    @property
+    def transform(self) -> HeadTransform | None: ...
+
+
+def composed_tensors(config: HybridShapes) -> Tensors:
     """Names and shapes of all tensors; "head" is the embedding's where the two are tied."""
     c, spelling = config, config.spelling
     outside = _embeddings(c)
@@ -185,7 +243,7 @@ def composed_tensors(config: ComposedArchitecture) -> Tensors:
     return replace(found, unread=(unread | named) - found.shapes.keys())
 
 
-def _embeddings(config: ComposedArchitecture) -> dict[str, Stored]:
+def _embeddings(config: HybridShapes) -> dict[str, Stored]:
     """Of tokens, their types and positions; their norm, and their map to the stream."""
     c, spelling = config, config.spelling
     width = c.embedding_width or c.hidden_size
@@ -201,7 +259,7 @@ def _embeddings(config: ComposedArchitecture) -> dict[str, Stored]:
     return found
 
 
-def _relative_table(config: ComposedArchitecture) -> dict[str, Stored]:
+def _relative_table(config: HybridShapes) -> dict[str, Stored]:
     """What scores have by distance is made of, for all layers, and its norm."""
     mixer, spelling = next(iter(config.blocks[0].mixers), None), config.spelling
     if not isinstance(mixer, AttentionSpec) or (shape := mixer.relative) is None:
@@ -213,7 +271,7 @@ def _relative_table(config: ComposedArchitecture) -> dict[str, Stored]:
     return found | _norm("relative_norm", spelling.encoder.relative_norm, config, has_bias=True)
 
 
-def _transform(config: ComposedArchitecture, transform: HeadTransform) -> dict[str, Stored]:
+def _transform(config: HybridShapes, transform: HeadTransform) -> dict[str, Stored]:
     """The dense map before the LM head, and its norm."""
     dense, norm = config.spelling.encoder.transform
     size = (transform.width, config.hidden_size)
@@ -222,7 +280,7 @@ def _transform(config: ComposedArchitecture, transform: HeadTransform) -> dict[s
     return found | _norm("transform_norm", norm, config, has_bias=biased, width=transform.width)
 
 
-def _repeated(config: ComposedArchitecture) -> tuple[dict[str, str], set[str]]:
+def _repeated(config: HybridShapes) -> tuple[dict[str, str], set[str]]:
     """Of blocks that layers share: what a checkpoint may repeat in the room of each of these layers, as copy
     -> original; and all that may stand in the room of a layer that shares with none."""
     copies, whole = {}, set()
@@ -244,7 +302,7 @@ def _all(rows: int, factor: float) -> Factors:
     return () if factor == 1 else ((rows, factor),)
 
 
-def _has_biased_norms(config: ComposedArchitecture) -> bool:
+def _has_biased_norms(config: HybridShapes) -> bool:
     """Whether they are layer norms with a bias."""
     return config.norm_type == "layer" and config.norm_biases != "none"
 
@@ -252,7 +310,7 @@ def _has_biased_norms(config: ComposedArchitecture) -> bool:
 def _norm(
     weight: str,
     name: str,
-    config: ComposedArchitecture,
+    config: HybridShapes,
     *,
     has_bias: bool,
     factor: float = 1.0,
@@ -270,12 +328,12 @@ def _norm(
     return found
 
 
-def _block(config: ComposedArchitecture, block: LayerSpec) -> Named:
+def _block(config: HybridShapes, block: _Block) -> Named:
     for weight, stored in _inside(config, block):
         yield weight, stored if block.source is None else replace(stored, layer=block.source)
 
 
-def _inside(config: ComposedArchitecture, block: LayerSpec) -> Named:
+def _inside(config: HybridShapes, block: _Block) -> Named:
     spelling, hidden = config.spelling, config.hidden_size
     if block.shared is not None:
         yield from _shared_block(block.shared, spelling, hidden)

@@ -18,7 +18,7 @@ from ..transformer import ConfigReader, RopeConfig
 from . import builders as build
 from .builders import TensorShapes, family
 from .experts import SHARED, is_listed_dense, sigmoid_experts
-from .granite import unless_one
+from .olmo_granite import unless_one
 
 
 def _latent_decoder(

@@ -5,19 +5,16 @@ Border: never imports torch.
 
 from . import (  # noqa: F401 - to be imported is to enter their families
     bert,
-    cohere,
-    deberta,
+    cohere_glm,
     deepseek,
     exaone_hunyuan_ernie,
     gemma,
-    glm,
     gpt,
-    granite,
     llama,
     mistral,
     mixtures,
     modernbert,
-    olmo,
+    olmo_granite,
     opt_bloom_falcon,
     qwen,
 )

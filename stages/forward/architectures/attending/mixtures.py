@@ -17,7 +17,7 @@ from ..transformer import ConfigReader, RopeConfig
 from . import builders as build
 from .builders import TensorShapes, family
 from .experts import SHARED, is_listed_dense, qwen_experts, sigmoid_experts
-from .granite import unless_one
+from .olmo_granite import unless_one
 
 YARN_OF_GPT_OSS = {
     "rope_type": "yarn",
