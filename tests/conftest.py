@@ -124,7 +124,7 @@ def checkpoint(tmp_path: Path) -> Callable[..., str]:
         from tokenizers.models import WordLevel
         from tokenizers.pre_tokenizers import Whitespace
 
-        from mizarr.stages.forward.architectures.families import from_hf_config
+        from mizarr.stages.forward.architectures.known import from_hf_config
         from mizarr.stages.forward.networks.weights import expected_tensors
 
         folder = tmp_path / "tiny"

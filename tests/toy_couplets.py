@@ -18,7 +18,7 @@ import numpy as np
 from safetensors.numpy import save_file
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 
-from mizarr.stages.forward.architectures.families import from_hf_config
+from mizarr.stages.forward.architectures.known import from_hf_config
 from mizarr.stages.forward.networks.weights import expected_tensors
 from mizarr.workflows.material.samples.couplets import COUPLETS, FAMILIES
 

@@ -18,7 +18,7 @@ import numpy as np
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from mizarr.stages.forward.architectures.families import from_hf_config
+from mizarr.stages.forward.architectures.known import from_hf_config
 from mizarr.stages.forward.networks.weights import expected_tensors
 
 __all__ = ["CITIES", "FACT", "SUBJECTS", "contracting", "local", "routed"]

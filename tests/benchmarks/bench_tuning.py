@@ -54,7 +54,7 @@ def checkpoint(folder: Path) -> Path:
     import numpy as np
     from safetensors.numpy import save_file
 
-    from mizarr.stages.forward.architectures.families import from_hf_config
+    from mizarr.stages.forward.architectures.known import from_hf_config
     from mizarr.stages.forward.networks.weights import expected_tensors
 
     (folder / "config.json").write_text(json.dumps(CONFIG))

@@ -14,7 +14,7 @@ def write_llama(
     folder: Path, *, layers: int, hidden: int, inner: int, heads: int, vocab: int, seed: int = 0
 ) -> int:
     """Writes config.json and model.safetensors in float32; returns the bytes of its weights."""
-    from mizarr.stages.forward.architectures.families import from_hf_config
+    from mizarr.stages.forward.architectures.known import from_hf_config
     from mizarr.stages.forward.networks.weights import expected_tensors
 
     config = {

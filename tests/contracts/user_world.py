@@ -66,7 +66,7 @@ def replaced(path: Path, data: bytes, how: str) -> None:
 
 def weights_file(seed: int) -> bytes:
     """A checkpoint's model.safetensors; all of one size."""
-    from mizarr.stages.forward.architectures.families import from_hf_config
+    from mizarr.stages.forward.architectures.known import from_hf_config
     from mizarr.stages.forward.networks.weights import expected_tensors
 
     draw = np.random.default_rng(seed)

@@ -15,7 +15,7 @@ import pytest
 import xarray as xr
 
 import mizarr
-from mizarr.stages.forward.architectures.families import from_hf_config
+from mizarr.stages.forward.architectures.known import from_hf_config
 from mizarr.stages.logits.attribution import component_attribution, logit_attrs
 from mizarr.stages.logits.attribution_units import head_attribution, neuron_attribution
 from mizarr.stages.logits.component_weights import component_weights

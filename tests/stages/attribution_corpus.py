@@ -10,7 +10,7 @@ import numpy as np
 import xarray as xr
 
 import mizarr
-from mizarr.stages.forward.architectures.families import from_hf_config
+from mizarr.stages.forward.architectures.known import from_hf_config
 from mizarr.stages.logits.component_weights import component_weights
 from mizarr.stages.logits.readout import readout_from_files
 

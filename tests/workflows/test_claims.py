@@ -16,7 +16,7 @@ from scipy.stats import binom
 
 import mizarr
 from mizarr.stages.causal.controls import CHANCE
-from mizarr.stages.forward.architectures.families import from_hf_config
+from mizarr.stages.forward.architectures.known import from_hf_config
 from mizarr.stages.forward.networks.weights import expected_tensors
 from mizarr.store.errors import ConfigError
 from mizarr.workflows import WORKFLOWS, compute, kind_of

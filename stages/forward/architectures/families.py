@@ -11,8 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ....store.errors import ConfigError, nearest
-from .architecture import Architecture
+from ....store.errors import ConfigError
 from .transformer import ActivationName, ConfigReader, RopeConfig, RopeScheme
 
 ACTIVATIONS: dict[str, ActivationName] = {
@@ -29,25 +28,6 @@ ACTIVATIONS: dict[str, ActivationName] = {
 }
 ROPE_SCHEMES: tuple[RopeScheme, ...] = ("default", "linear", "dynamic", "llama3", "longrope", "yarn")
 LAYER_TYPES = {"full_attention", "sliding_attention"}
-
-
-def from_hf_config(raw: dict[str, Any], source: str = "config.json") -> Architecture:
-    """The architecture that the config.json of a known family describes, without a look at its tensors.
-
-    Raises ConfigError for a missing or unknown model_type, a missing required key, a value of the wrong type,
-    an unknown rope scheme, and for settings no part of the forward pass follows (quantised weights, attention
-    to later tokens).
-    """
-    from .known import KNOWN  # which imports this module
-
-    model_type = model_type_of(raw, source)
-    if model_type not in KNOWN:
-        near = nearest(model_type, KNOWN)
-        raise ConfigError(
-            f"{source}: expected a model_type that `mizarr models families` lists, found {model_type!r}"
-            + (f"; nearest is {near!r}" if near else "")
-        )
-    return KNOWN[model_type].read(ConfigReader(raw, source), {})
 
 
 def model_type_of(raw: dict[str, Any], source: str = "config.json") -> str:

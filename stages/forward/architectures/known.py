@@ -10,13 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from ....store.errors import ConfigError, nearest
 from .architecture import Architecture
-from .attending.described import described_attending
 from .attending.families import ATTENDING
 from .attending.towers import TOWERS, read_tower, text_section
 from .carrying.families import CARRYING
+from .described import described_attending
+from .families import model_type_of
 from .linear_families import KIN, LINEAR
 from .mamba_families import HYBRIDS, FamilyReader
 from .pairs.families import PAIRS, PairFamily
@@ -25,7 +27,7 @@ from .rwkv_families import RWKV, read_rwkv
 from .transformer import ConfigReader
 from .zamba_families import ZAMBA
 
-__all__ = ["KNOWN", "SECOND_NAMES", "KnownFamily"]
+__all__ = ["KNOWN", "SECOND_NAMES", "KnownFamily", "from_hf_config"]
 
 TensorShapes = Mapping[str, tuple[int, ...]]
 
@@ -216,3 +218,20 @@ KNOWN: dict[str, KnownFamily] = {
     **{model_type: _hybrid(model_type, family) for model_type, family in OF_MIXERS.items()},
 }
 """Every family known by name."""
+
+
+def from_hf_config(raw: dict[str, Any], source: str = "config.json") -> Architecture:
+    """The architecture that the config.json of a known family describes, without a look at its tensors.
+
+    Raises ConfigError for a missing or unknown model_type, a missing required key, a value of the wrong type,
+    an unknown rope scheme, and for settings no part of the forward pass follows (quantised weights, attention
+    to later tokens).
+    """
+    model_type = model_type_of(raw, source)
+    if model_type not in KNOWN:
+        near = nearest(model_type, KNOWN)
+        raise ConfigError(
+            f"{source}: expected a model_type that `mizarr models families` lists, found {model_type!r}"
+            + (f"; nearest is {near!r}" if near else "")
+        )
+    return KNOWN[model_type].read(ConfigReader(raw, source), {})

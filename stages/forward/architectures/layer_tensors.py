@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from .architecture import HeadTransform, Stored, Tensors
 from .linear_mixers import (
@@ -33,16 +33,14 @@ from .mixers import (
     LatentAttentionSpec,
     Mamba2Spec,
     MambaSpec,
+    MixerSpec,
     MlpAndExpertsSpec,
     MlpSpec,
     RoutedAttentionSpec,
     SharedBlockSpec,
 )
 
-if TYPE_CHECKING:
-    from .composed import ComposedArchitecture, LayerSpec
-
-__all__ = ["LLAMA", "Spelling", "composed_tensors"]
+__all__ = ["LLAMA", "EncoderNames", "ExpertNames", "Spelling", "composed_tensors"]
 
 Named = Iterator[tuple[str, Stored]]
 Factors = tuple[tuple[int, float], ...]
@@ -51,75 +49,96 @@ CORRECTED = ("sigmoid", "sigmoid of chosen", "chosen of corrected softmax")
 
 
 @dataclass(frozen=True)
-class Spelling:
-    """How a checkpoint names its rooms; each of a layer with the dot behind it.
+class ExpertNames:
+    """Names of experts in a layer."""
 
-    head, positions, embed_norm: the LM head, learned positions, the norm of embeddings. head_bias: the bias
-    of a tied head, where that is not the head's; own_head_bias: of its own head, likewise. frequencies: what
-    rope turns by, where a checkpoint tells. token_types, embed_in: the table of token types, the map from
-    embeddings to the stream. transform: dense map and norm before the LM head. has_old_norms: whether norms
-    called LayerNorm have gamma and beta, as their first code named weight and bias. unread: tensors that come
-    with such a checkpoint, and no layer reads; "{}" for the number of each. layer: "{}" for its number.
-    ln1_post, ln2_post: norms that stand behind what they norm. mixer: of every mixer but attention;
-    mixer_norm: of what it has read. attention_norms: of queries and keys. attention_in, attention_out:
-    queries, keys and values as one, and the output projection; attention_parts: of queries, keys and values
-    apart. attention_biases: of queries and values, where these are beside one tensor of all. gains: what the
-    stream is multiplied by, where attention and MLP add to it. inner_norms: of what heads have read, and of
-    what an MLP has inside. relative, relative_norm: a table by distance, and its norm; relative_parts: what
-    makes queries and keys of it. mlp_parts: gate and up projection (or both as one, or only up), and down
-    projection. expert_ending: behind the names of tensors that hold all experts. correction: of the scores of
-    experts, behind the router's name if it begins with a dot. router_gains: of experts beside an MLP, what
-    their router multiplies what it reads by, and what it multiplies the weight of each by; beside_norms: of
-    what that MLP gives, of what experts read, and of what they give. block, after_block: of a block that
-    layers share; of what is a layer's own behind one. is_transposed: whether matrices of attention and MLP
-    are kept as [in, out].
-    """
+    room: str = "mlp."
+    router: str = "gate"
+    parts: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
+    """Projections of an expert; or the two tensors of all experts."""
+    ending: str = ".weight"
+    """Behind the names of tensors that hold all experts."""
+    correction: str = ".e_score_correction_bias"
+    """Of scores: behind the router's name if it begins with a dot, in the layer if it begins with a slash."""
+    router_gains: tuple[str, str] = ("", "")
+    """Beside an MLP: what the router multiplies its input by, and each expert's weight."""
+    beside_norms: tuple[str, str, str] = ("", "", "")
+    """Beside an MLP: of its output, of the experts' input, and of their output."""
+    shared: str = ""
+    """Room of the expert that all tokens go through."""
+    shared_gate: str = ""
+
+
+@dataclass(frozen=True)
+class EncoderNames:
+    """Names of what few models but encoders have."""
+
+    token_types: str = ""
+    embed_in: str = ""
+    """The map from embeddings to the stream."""
+    transform: tuple[str, str] = ("", "")
+    """Dense map and norm before the head."""
+    head_bias: str = ""
+    """Bias of a tied head, where that is not the head's."""
+    own_head_bias: str = ""
+    """Bias of a head of its own, where that is not the head's."""
+    frequencies: str = ""
+    """Of rope, where a checkpoint holds them."""
+    has_old_norms: bool = False
+    """Whether norms called LayerNorm have gamma and beta, as their first code named weight and bias."""
+    attention_biases: tuple[str, ...] = ()
+    """Of queries and values, where these are beside one tensor of all."""
+    relative: str = ""
+    """A table by distance."""
+    relative_norm: str = ""
+    relative_parts: tuple[str, str] = ("", "")
+    """What makes queries and keys of that table."""
+
+
+@dataclass(frozen=True)
+class Spelling:
+    """How a checkpoint names its rooms; each of a layer with the dot behind it."""
 
     embed: str = "model.embed_tokens"
     head: str = "lm_head"
     positions: str = ""
-    head_bias: str = ""
-    own_head_bias: str = ""
-    frequencies: str = ""
+    """Learned positions."""
     embed_norm: str = ""
-    token_types: str = ""
-    embed_in: str = ""
-    transform: tuple[str, str] = ("", "")
-    has_old_norms: bool = False
     unread: tuple[str, ...] = ()
+    """Tensors that come with such a checkpoint, and no layer reads; "{}" for the number of each layer."""
     final_norm: str = "model.final_layernorm"
     layer: str = "model.layers.{}."
+    """"{}" for its number."""
     ln1: str = "input_layernorm"
     ln2: str = "pre_ff_layernorm"
     ln1_post: str = "post_attention_layernorm"
     ln2_post: str = "post_feedforward_layernorm"
+    """Norms that stand behind what they norm."""
     mixer: str = "mamba."
+    """Of every mixer but attention."""
     mixer_norm: str = "norm"
+    """Of what a mixer has read."""
     attention: str = "self_attn."
     attention_norms: tuple[str, str] = ("q_norm", "k_norm")
     attention_out: str = "o_proj"
     attention_in: str = ""
+    """Queries, keys and values as one."""
     attention_parts: tuple[str, str, str] = ("q_proj", "k_proj", "v_proj")
-    attention_biases: tuple[str, ...] = ()
     gains: tuple[str, str] = ("", "")
+    """What the stream is multiplied by, where attention and MLP add to it."""
     inner_norms: tuple[str, str] = ("", "")
-    relative: str = ""
-    relative_norm: str = ""
-    relative_parts: tuple[str, str] = ("", "")
+    """Before the output projection, and before the down projection."""
     mlp: str = "feed_forward."
     mlp_parts: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
-    experts: str = "feed_forward."
-    router: str = "router"
-    expert_parts: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
-    expert_ending: str = ".weight"
-    correction: str = ".e_score_correction_bias"
-    router_gains: tuple[str, str] = ("", "")
-    beside_norms: tuple[str, str, str] = ("", "", "")
-    shared: str = ""
-    shared_gate: str = ""
+    """Gate and up projection (or both as one, or only up), and down projection."""
+    experts: ExpertNames = ExpertNames("feed_forward.", "router")
+    encoder: EncoderNames = EncoderNames()
     is_transposed: bool = False
+    """Whether matrices of attention and MLP are kept as [in, out]."""
     block: str = "shared_transformer."
+    """Of a block that layers share."""
     after_block: str = "mamba_decoder."
+    """Of what is a layer's own behind one."""
 
 
 LLAMA = Spelling(
@@ -127,13 +146,72 @@ LLAMA = Spelling(
     ln2="post_attention_layernorm",
     mixer="linear_attn.",
     mlp="mlp.",
-    experts="mlp.",
-    router="gate",
+    experts=ExpertNames(),
 )
 """Names of tensors in Llama's checkpoints, which most families follow."""
 
 
-def composed_tensors(config: ComposedArchitecture) -> Tensors:
+class _Block(Protocol):
+    @property
+    def mixers(self) -> Sequence[MixerSpec]: ...
+    @property
+    def channel_mixer(self) -> Any: ...
+    @property
+    def norm_names(self) -> Sequence[str]: ...
+    @property
+    def shared(self) -> SharedBlockSpec | None: ...
+    @property
+    def post_factor(self) -> float: ...
+    @property
+    def source(self) -> int | None: ...
+    @property
+    def has_gains(self) -> bool: ...
+
+
+class HybridShapes(Protocol):
+    """What of a configuration decides which tensors there are, and their shapes."""
+
+    @property
+    def blocks(self) -> Sequence[_Block]: ...
+    @property
+    def spelling(self) -> Spelling: ...
+    @property
+    def hidden_size(self) -> int: ...
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def norm_type(self) -> str: ...
+    @property
+    def norm_biases(self) -> str: ...
+    @property
+    def logit_factor(self) -> float: ...
+    @property
+    def position_rows(self) -> int: ...
+    @property
+    def tie_word_embeddings(self) -> bool: ...
+    @property
+    def has_position_waves(self) -> bool: ...
+    @property
+    def has_embedding_norm(self) -> bool: ...
+    @property
+    def has_norm_weights(self) -> bool: ...
+    @property
+    def has_unit_norms(self) -> bool: ...
+    @property
+    def has_head_bias(self) -> bool: ...
+    @property
+    def embedding_width(self) -> int | None: ...
+    @property
+    def token_types(self) -> int: ...
+    @property
+    def has_final_norm(self) -> bool: ...
+    @property
+    def has_final_norm_bias(self) -> bool: ...
+    @property
+    def transform(self) -> HeadTransform | None: ...
+
+
+def composed_tensors(config: HybridShapes) -> Tensors:
     """Names and shapes of all tensors; "head" is the embedding's where the two are tied."""
     c, spelling = config, config.spelling
     outside = _embeddings(c)
@@ -150,13 +228,13 @@ def composed_tensors(config: ComposedArchitecture) -> Tensors:
     outside["head"] = Stored(head, (c.vocab_size, read), factors=rows)
     copies = {own: head} if tied else {}
     if c.has_head_bias:
-        own = spelling.own_head_bias or f"{spelling.head}.bias"
-        bias = (spelling.head_bias or own) if tied else own
+        own = spelling.encoder.own_head_bias or f"{spelling.head}.bias"
+        bias = (spelling.encoder.head_bias or own) if tied else own
         outside["head.bias"] = Stored(bias, (c.vocab_size,), factors=rows)
         copies |= {own: bias} if bias != own else {}
-    if spelling.frequencies:
+    if spelling.encoder.frequencies:
         turning = c.blocks[0].mixers[0].axis_sizes["d_head"]
-        outside["frequencies"] = Stored(spelling.frequencies, (turning // 2,))
+        outside["frequencies"] = Stored(spelling.encoder.frequencies, (turning // 2,))
     outside |= _relative_table(c)
     layers = [dict(_block(c, block)) for block in c.blocks]
     repeated, unread = _repeated(c)
@@ -165,7 +243,7 @@ def composed_tensors(config: ComposedArchitecture) -> Tensors:
     return replace(found, unread=(unread | named) - found.shapes.keys())
 
 
-def _embeddings(config: ComposedArchitecture) -> dict[str, Stored]:
+def _embeddings(config: HybridShapes) -> dict[str, Stored]:
     """Of tokens, their types and positions; their norm, and their map to the stream."""
     c, spelling = config, config.spelling
     width = c.embedding_width or c.hidden_size
@@ -175,34 +253,34 @@ def _embeddings(config: ComposedArchitecture) -> dict[str, Stored]:
     if c.position_rows and not c.has_position_waves:
         found["positions"] = Stored(f"{spelling.positions}.weight", (c.position_rows, width))
     if c.token_types:
-        found["token_types"] = Stored(f"{spelling.token_types}.weight", (c.token_types, width))
+        found["token_types"] = Stored(f"{spelling.encoder.token_types}.weight", (c.token_types, width))
     if c.embedding_width is not None:
-        found |= dict(_linear("embed_in", spelling.embed_in, (c.hidden_size, width), bias=True))
+        found |= dict(_linear("embed_in", spelling.encoder.embed_in, (c.hidden_size, width), bias=True))
     return found
 
 
-def _relative_table(config: ComposedArchitecture) -> dict[str, Stored]:
+def _relative_table(config: HybridShapes) -> dict[str, Stored]:
     """What scores have by distance is made of, for all layers, and its norm."""
     mixer, spelling = next(iter(config.blocks[0].mixers), None), config.spelling
     if not isinstance(mixer, AttentionSpec) or (shape := mixer.relative) is None:
         return {}
     width = mixer.num_attention_heads if shape.terms == ("bias",) else config.hidden_size
-    found = {"relative": Stored(f"{spelling.relative}.weight", (shape.rows, width))}
+    found = {"relative": Stored(f"{spelling.encoder.relative}.weight", (shape.rows, width))}
     if shape.norm_eps is None:
         return found
-    return found | _norm("relative_norm", spelling.relative_norm, config, has_bias=True)
+    return found | _norm("relative_norm", spelling.encoder.relative_norm, config, has_bias=True)
 
 
-def _transform(config: ComposedArchitecture, transform: HeadTransform) -> dict[str, Stored]:
+def _transform(config: HybridShapes, transform: HeadTransform) -> dict[str, Stored]:
     """The dense map before the LM head, and its norm."""
-    dense, norm = config.spelling.transform
+    dense, norm = config.spelling.encoder.transform
     size = (transform.width, config.hidden_size)
     found = dict(_linear("transform", dense, size, bias=transform.has_bias))
     biased = transform.has_norm_bias
     return found | _norm("transform_norm", norm, config, has_bias=biased, width=transform.width)
 
 
-def _repeated(config: ComposedArchitecture) -> tuple[dict[str, str], set[str]]:
+def _repeated(config: HybridShapes) -> tuple[dict[str, str], set[str]]:
     """Of blocks that layers share: what a checkpoint may repeat in the room of each of these layers, as copy
     -> original; and all that may stand in the room of a layer that shares with none."""
     copies, whole = {}, set()
@@ -224,7 +302,7 @@ def _all(rows: int, factor: float) -> Factors:
     return () if factor == 1 else ((rows, factor),)
 
 
-def _has_biased_norms(config: ComposedArchitecture) -> bool:
+def _has_biased_norms(config: HybridShapes) -> bool:
     """Whether they are layer norms with a bias."""
     return config.norm_type == "layer" and config.norm_biases != "none"
 
@@ -232,7 +310,7 @@ def _has_biased_norms(config: ComposedArchitecture) -> bool:
 def _norm(
     weight: str,
     name: str,
-    config: ComposedArchitecture,
+    config: HybridShapes,
     *,
     has_bias: bool,
     factor: float = 1.0,
@@ -240,7 +318,7 @@ def _norm(
 ) -> dict[str, Stored]:
     """factor: what the norm's output is multiplied by. width: of what it norms, None for the stream's."""
     width = width or config.hidden_size
-    is_old = config.spelling.has_old_norms and name.endswith("LayerNorm")
+    is_old = config.spelling.encoder.has_old_norms and name.endswith("LayerNorm")
     scale, bias = ("gamma", "beta") if is_old else ("weight", "bias")
     constant, plus = None if config.has_norm_weights else 1.0, 1.0 if config.has_unit_norms else 0.0
     stored = Stored(f"{name}.{scale}", (width,), factors=_all(width, factor), plus=plus, constant=constant)
@@ -250,12 +328,12 @@ def _norm(
     return found
 
 
-def _block(config: ComposedArchitecture, block: LayerSpec) -> Named:
+def _block(config: HybridShapes, block: _Block) -> Named:
     for weight, stored in _inside(config, block):
         yield weight, stored if block.source is None else replace(stored, layer=block.source)
 
 
-def _inside(config: ComposedArchitecture, block: LayerSpec) -> Named:
+def _inside(config: HybridShapes, block: _Block) -> Named:
     spelling, hidden = config.spelling, config.hidden_size
     if block.shared is not None:
         yield from _shared_block(block.shared, spelling, hidden)
@@ -323,7 +401,7 @@ def _attention(shape: AttentionSpec, spelling: Spelling, hidden: int) -> Named:
     else:
         name, rows = f"{room}{spelling.attention_in}", queries + 2 * keys
         yield from _linear("qkv", name, (rows, hidden), bias=shape.qkv_bias, transposed=turned)
-    for weight, name in zip("qv", spelling.attention_biases, strict=False):
+    for weight, name in zip("qv", spelling.encoder.attention_biases, strict=False):
         yield f"{weight}.bias", Stored(f"{room}{name}", (queries if weight == "q" else keys,))
     name = f"{room}{spelling.attention_out}"
     factors = _all(hidden, out)
@@ -350,7 +428,7 @@ def _attention(shape: AttentionSpec, spelling: Spelling, hidden: int) -> Named:
         # Positions make keys of their own for queries, and queries for keys.
         for term, weight in (("content to position", "k"), ("position to content", "q")):
             if term in shape.relative.terms:
-                name = f"{room}{spelling.relative_parts['qk'.index(weight)]}"
+                name = f"{room}{spelling.encoder.relative_parts['qk'.index(weight)]}"
                 has_bias = weight == "q" or shape.relative.has_key_bias
                 yield from _linear(f"relative.{weight}", name, (queries, hidden), bias=has_bias)
     if shape.attention_sinks:
@@ -508,19 +586,19 @@ def _mlp(shape: MlpSpec, spelling: Spelling, hidden: int) -> Named:
 
 def _experts(shape: ExpertsSpec, spelling: Spelling, hidden: int) -> Named:
     room, parts, inner, bias = (
-        spelling.experts,
-        spelling.expert_parts,
+        spelling.experts.room,
+        spelling.experts.parts,
         shape.intermediate_size,
         shape.has_bias,
     )
     width, out = shape.latent_size or hidden, shape.factor
-    yield "experts.router", Stored(f"{room}{spelling.router}.weight", (shape.count, hidden))
+    yield "experts.router", Stored(f"{room}{spelling.experts.router}.weight", (shape.count, hidden))
     if shape.has_routed_bias:
-        yield "experts.router.bias", Stored(f"{room}{spelling.router}.bias", (shape.count,))
+        yield "experts.router.bias", Stored(f"{room}{spelling.experts.router}.bias", (shape.count,))
     if shape.routing in CORRECTED and shape.has_correction:
-        beside = room + (spelling.router if spelling.correction.startswith(".") else "")
-        name = spelling.correction.removeprefix("/")
-        beside = "" if name != spelling.correction else beside
+        beside = room + (spelling.experts.router if spelling.experts.correction.startswith(".") else "")
+        name = spelling.experts.correction.removeprefix("/")
+        beside = "" if name != spelling.experts.correction else beside
         size = (1, shape.count) if shape.routing == "chosen of corrected softmax" else (shape.count,)
         yield "experts.correction", Stored(f"{beside}{name}", size)
     last = 1.0 if shape.latent_size else out
@@ -534,7 +612,7 @@ def _experts(shape: ExpertsSpec, spelling: Spelling, hidden: int) -> Named:
                 yield f"experts.{expert}.{word}", Stored(name, size, factors=factors)
     else:
         both = 2 * inner if shape.is_gated else inner
-        ending = spelling.expert_ending
+        ending = spelling.experts.ending
         up, down = (both, width), (width, inner)
         if shape.limits is not None or shape.is_transposed:
             up, down = up[::-1], down[::-1]
@@ -561,10 +639,10 @@ def _experts(shape: ExpertsSpec, spelling: Spelling, hidden: int) -> Named:
             has_bias=bias,
             factors=(1.0, out),
         )
-        own = Spelling(mlp=spelling.shared, mlp_parts=spelling.mlp_parts)
+        own = Spelling(mlp=spelling.experts.shared, mlp_parts=spelling.mlp_parts)
         yield from ((f"experts.shared.{weight}", stored) for weight, stored in _mlp(shared, own, hidden))
     if shape.has_shared_gate:
-        yield "experts.shared_gate", Stored(f"{room}{spelling.shared_gate}.weight", (1, hidden))
+        yield "experts.shared_gate", Stored(f"{room}{spelling.experts.shared_gate}.weight", (1, hidden))
 
 
 def _gated_delta(shape: GatedDeltaSpec, spelling: Spelling, hidden: int) -> Named:
@@ -682,12 +760,17 @@ def _short_convolution(shape: ShortConvolutionSpec, spelling: Spelling, hidden: 
 def _mlp_and_experts(shape: MlpAndExpertsSpec, spelling: Spelling, hidden: int) -> Named:
     yield from _mlp(shape.mlp, spelling, hidden)
     yield from _experts(shape.experts, spelling, hidden)
-    yield "beside.router_gain", Stored(f"{spelling.experts}{spelling.router_gains[0]}", (hidden,))
+    yield (
+        "beside.router_gain",
+        Stored(f"{spelling.experts.room}{spelling.experts.router_gains[0]}", (hidden,)),
+    )
     yield (
         "beside.expert_gains",
-        Stored(f"{spelling.experts}{spelling.router_gains[1]}", (shape.experts.count,)),
+        Stored(f"{spelling.experts.room}{spelling.experts.router_gains[1]}", (shape.experts.count,)),
     )
-    for weight, name in zip(("mlp_post", "experts", "experts_post"), spelling.beside_norms, strict=True):
+    for weight, name in zip(
+        ("mlp_post", "experts", "experts_post"), spelling.experts.beside_norms, strict=True
+    ):
         yield f"beside.{weight}", Stored(f"{name}.weight", (hidden,))
 
 

@@ -16,7 +16,7 @@ from typing import Literal
 from ....store.errors import ConfigError
 from .composed import ComposedArchitecture, LayerSpec
 from .families import read_activation, read_rope
-from .layer_tensors import LLAMA, Spelling
+from .layer_tensors import LLAMA, ExpertNames, Spelling
 from .linear_mixers import GatedDeltaSpec, LightningSpec, LinearUnitSpec, ShortConvolutionSpec
 from .mamba_families import FamilyReader, TensorShapes, checked, require_silu, rope_of
 from .mixers import (
@@ -78,12 +78,14 @@ def _qwen(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
         embed=f"{root}embed_tokens",
         final_norm=f"{root}norm",
         layer=f"{root}layers.{{}}.",
-        shared="mlp.shared_expert.",
-        shared_gate="shared_expert_gate",
+        experts=ExpertNames(shared="mlp.shared_expert.", shared_gate="shared_expert_gate"),
     )
     if not is_listed:
         parts = ("experts.gate_up_proj", "experts.down_proj")
-        spelling = replace(spelling, expert_parts=parts, expert_ending="")
+        spelling = replace(
+            spelling,
+            experts=replace(spelling.experts, parts=parts, ending=""),
+        )
     return replace(_config(reader, blocks, spelling, context=32768), norm_type="gemma_rms")
 
 
@@ -221,9 +223,9 @@ def _kimi(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
         LLAMA,
         mixer="self_attn.",
         mlp="block_sparse_moe." if is_moved else "mlp.",
-        experts="block_sparse_moe.",
-        expert_parts=OF_MIXTRAL,
-        shared="block_sparse_moe.shared_experts.",
+        experts=ExpertNames(
+            room="block_sparse_moe.", parts=OF_MIXTRAL, shared="block_sparse_moe.shared_experts."
+        ),
     )
     context = either(reader, "model_max_length", "max_position_embeddings", 1048576)
     found = _config(reader, blocks, spelling, eps=1e-5, context=None)
@@ -290,9 +292,7 @@ def _lfm2(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
         attention_norms=("q_layernorm", "k_layernorm"),
         attention_out="out_proj",
         mlp_parts=OF_MIXTRAL,
-        router="gate",
-        expert_parts=OF_MIXTRAL,
-        correction="expert_bias",
+        experts=ExpertNames(router="gate", parts=OF_MIXTRAL, correction="expert_bias", room="feed_forward."),
     )
     tied = reader.flag("tie_embedding", reader.flag("tie_word_embeddings", True))
     found = _config(reader, blocks, spelling, context=128_000)
@@ -414,7 +414,11 @@ def _minimax(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture
 
     types = _layer_types(reader, _alternating(layers))
     blocks = tuple(block(layer, kind) for layer, kind in enumerate(types))
-    spelling = replace(LLAMA, mixer="self_attn.", experts="block_sparse_moe.", expert_parts=OF_MIXTRAL)
+    spelling = replace(
+        LLAMA,
+        mixer="self_attn.",
+        experts=ExpertNames(room="block_sparse_moe.", parts=OF_MIXTRAL),
+    )
     return _config(reader, blocks, spelling, eps=1e-5, context=131072)
 
 
@@ -443,7 +447,8 @@ def _minimax_m2(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitect
     )
     blocks = (LayerSpec((attention,), experts),) * reader.integer("num_hidden_layers", 62)
     spelling = replace(
-        LLAMA, experts="block_sparse_moe.", expert_parts=OF_MIXTRAL, correction="e_score_correction_bias"
+        LLAMA,
+        experts=ExpertNames(room="block_sparse_moe.", parts=OF_MIXTRAL, correction="e_score_correction_bias"),
     )
     return _config(reader, blocks, spelling, context=196608)
 

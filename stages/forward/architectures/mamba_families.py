@@ -17,7 +17,7 @@ from typing import Any, Literal
 from ....store.errors import ConfigError
 from .composed import ComposedArchitecture, LayerSpec
 from .families import ACTIVATIONS, read_rope, refuse_unfollowed
-from .layer_tensors import Spelling
+from .layer_tensors import ExpertNames, Spelling
 from .mixers import AttentionSpec, ExpertsSpec, Mamba2Spec, MambaSpec, MlpSpec
 from .transformer import ActivationName, ConfigReader, RopeConfig
 
@@ -219,10 +219,12 @@ def _granite(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture
         ln2="post_attention_layernorm",
         mlp="shared_mlp.",
         mlp_parts=("input_linear", "output_linear"),
-        experts="block_sparse_moe.",
-        router="router.layer",
-        expert_parts=("input_linear", "output_linear"),
-        shared="shared_mlp.",
+        experts=ExpertNames(
+            room="block_sparse_moe.",
+            router="router.layer",
+            parts=("input_linear", "output_linear"),
+            shared="shared_mlp.",
+        ),
     )
     blocks = tuple(LayerSpec((attention if kind == "attention" else mamba,), channel_mixer) for kind in types)
     return replace(
@@ -323,10 +325,7 @@ def _nemotron_h(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitect
         final_norm=f"{root}.norm_f",
         layer=f"{root}.layers.{{}}.",
         mlp_parts=parts,
-        experts="mixer.",
-        router="gate",
-        expert_parts=parts,
-        shared="mixer.shared_experts.",
+        experts=ExpertNames("mixer.", parts=parts, shared="mixer.shared_experts."),
     )
     pattern = reader.text("hybrid_override_pattern", "")
     letters = {"M": "mamba", "E": "moe", "*": "attention", "-": "mlp"}

@@ -174,7 +174,7 @@ class TemperatureTuning:
 
 @dataclass(frozen=True)
 class AttentionSpec(MixerSpec):
-    """Attention with grouped queries (`AttentionSizes` in networks/attention.py)."""
+    """Attention with grouped queries."""
 
     kind: ClassVar[str] = "attention"
     points: ClassVar[tuple[str, ...]] = _ATTENTION

@@ -13,18 +13,50 @@ Border: names and shapes; never imports torch.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Literal
+from typing import Literal, Protocol
 
 from .architecture import Stored, Tensors
-
-if TYPE_CHECKING:
-    from .rwkv import RwkvConfig
 
 __all__ = ["Spelling", "rwkv_tensors"]
 
 Spelling = Literal["hf", "fla", "fla, one x_x", "native"]
 MIXES = ("r", "w", "k", "v", "a", "g")
 """What the time mix of version 7 makes of the token before, in the order in which x_x has them."""
+
+
+class RwkvShapes(Protocol):
+    """What of a configuration decides which tensors there are, and their shapes."""
+
+    @property
+    def generation(self) -> Literal[4, 5, 6, 7]: ...
+    @property
+    def hidden_size(self) -> int: ...
+    @property
+    def attention_size(self) -> int: ...
+    @property
+    def intermediate_size(self) -> int: ...
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def num_layers(self) -> int: ...
+    @property
+    def num_heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+    @property
+    def ranks(self) -> tuple[tuple[str, int], ...]: ...
+    @property
+    def spelling(self) -> Spelling: ...
+    @property
+    def has_gate(self) -> bool: ...
+    @property
+    def has_norm_bias(self) -> bool: ...
+    @property
+    def norm_first(self) -> bool: ...
+    @property
+    def decays_per_head(self) -> bool: ...
+    @property
+    def tie_word_embeddings(self) -> bool: ...
 
 
 LAYER = {"hf": "rwkv.blocks.{}.", "fla": "model.layers.{}.", "native": "blocks.{}."}
@@ -41,7 +73,7 @@ NORMS = {
 MATRICES = {"r": "receptance", "k": "key", "v": "value", "g": "gate", "o": "output"}
 
 
-def rwkv_tensors(config: RwkvConfig) -> Tensors:
+def rwkv_tensors(config: RwkvShapes) -> Tensors:
     """The map of an RWKV checkpoint; "head" is the embedding's where the two are tied."""
     c, style = config, config.spelling.partition(",")[0]
     embed, final, head = OUTSIDE[style]
@@ -55,7 +87,7 @@ def rwkv_tensors(config: RwkvConfig) -> Tensors:
     return Tensors(outside, layers, LAYER[style], copies, _left_over(c, style))
 
 
-def _left_over(config: RwkvConfig, style: str) -> list[str]:
+def _left_over(config: RwkvShapes, style: str) -> list[str]:
     """Tensors that old files of version 7 hold and no layer reads: a map of the values of layer 0, which
     mixes in none from before."""
     if config.generation < 7:
@@ -69,7 +101,7 @@ def _norm(weight: str, name: str, size: int, *, has_bias: bool) -> dict[str, Sto
     return found | ({f"{weight}.bias": Stored(f"{name}.bias", (size,))} if has_bias else {})
 
 
-def _layer(config: RwkvConfig, style: str, layer: int) -> Iterator[tuple[str, Stored]]:
+def _layer(config: RwkvShapes, style: str, layer: int) -> Iterator[tuple[str, Stored]]:
     c, names = config, NORMS[style]
     for norm in ("pre_norm", "ln1", "ln2"):
         if norm != "pre_norm" or (layer == 0 and c.norm_first):
@@ -85,7 +117,7 @@ def _layer(config: RwkvConfig, style: str, layer: int) -> Iterator[tuple[str, St
     yield from _channel_mix(c, style)
 
 
-def _matrices(config: RwkvConfig, style: str) -> Iterator[tuple[str, Stored]]:
+def _matrices(config: RwkvShapes, style: str) -> Iterator[tuple[str, Stored]]:
     """Projections [out, in] of the time mix."""
     c = config
     has_gate = c.has_gate and c.generation < 7  # there it is of low rank
@@ -96,7 +128,7 @@ def _matrices(config: RwkvConfig, style: str) -> Iterator[tuple[str, Stored]]:
         yield weight, Stored(f"{name}.weight", shape)
 
 
-def _time_mix(config: RwkvConfig, style: str) -> Iterator[tuple[str, Stored]]:
+def _time_mix(config: RwkvShapes, style: str) -> Iterator[tuple[str, Stored]]:
     """Mixes, decay and bonus of versions 4 to 6, which share a spelling."""
     c, room = config, _attention(style)
     flat, ranks = (1, 1, c.hidden_size), dict(c.ranks)
@@ -121,7 +153,7 @@ def _time_mix(config: RwkvConfig, style: str) -> Iterator[tuple[str, Stored]]:
     yield "bonus", Stored(f"{room}.{bonus}", channels)
 
 
-def _time_mix_7(config: RwkvConfig, style: str, layer: int) -> Iterator[tuple[str, Stored]]:
+def _time_mix_7(config: RwkvShapes, style: str, layer: int) -> Iterator[tuple[str, Stored]]:
     """Mixes and low-rank maps of version 7."""
     c, room, ranks = config, _attention(style), dict(config.ranks)
     if config.spelling == "fla, one x_x":
@@ -149,7 +181,7 @@ def _time_mix_7(config: RwkvConfig, style: str, layer: int) -> Iterator[tuple[st
                 yield f"{map_}0", Stored(f"{room}.{map_}0", one)
 
 
-def _channel_mix(config: RwkvConfig, style: str) -> Iterator[tuple[str, Stored]]:
+def _channel_mix(config: RwkvShapes, style: str) -> Iterator[tuple[str, Stored]]:
     c = config
     room = "feed_forward" if style == "hf" else "ffn"
     hidden, inner = c.hidden_size, c.intermediate_size

@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache, partial
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -23,7 +22,7 @@ from torch import Tensor
 
 from ....store.errors import InterventionError
 from ..architectures.architecture import AttentionMixer
-from ..architectures.mixers import QkNorm, TemperatureTuning
+from ..architectures.mixers import AttentionSpec, TemperatureTuning
 from ..architectures.points import SPLIT_INPUTS
 from ..architectures.transformer import RopeConfig
 from ..hooks.taps import AttentionTaps, Taps
@@ -52,55 +51,6 @@ _TILES = ((64, 32), (512, 64))
 _LARGEST_TILE = 256
 """Of all later ones. Over the kernel that is given prompts whole, with 8 heads of 64: 1.0 to 1.08 for 100 to
 1,024 tokens, 1.75 for 20, where attention is a thirtieth of a pass."""
-
-
-class AttentionSizes(Protocol):
-    """What attention must know of the layer it is in: heads, rope (None for none), and norms of q and k."""
-
-    @property
-    def num_attention_heads(self) -> int:
-        """Heads that ask: of queries."""
-        ...
-
-    @property
-    def num_kv_heads(self) -> int:
-        """Heads of keys and values, each of which several of queries may read."""
-        ...
-
-    @property
-    def head_dim(self) -> int:
-        """Width of one head."""
-        ...
-
-    @property
-    def rope(self) -> RopeConfig | None:
-        """How queries and keys turn."""
-        ...
-
-    @property
-    def qk_norm(self) -> QkNorm | None:
-        """Norms of queries and keys; None for none."""
-        ...
-
-    @property
-    def clip_qkv(self) -> float | None:
-        """Largest absolute entry of queries, keys and values; None for no clip."""
-        ...
-
-    @property
-    def alibi_slopes(self) -> tuple[float, ...]:
-        """What scores rise by with each position of a key, one per head; empty for no ALiBi."""
-        ...
-
-    @property
-    def temperature_tuning(self) -> TemperatureTuning | None:
-        """How queries are scaled by their positions; None for not."""
-        ...
-
-    @property
-    def inner_norm_eps(self) -> float | None:
-        """Of the norm of what all heads have read; None for none."""
-        ...
 
 
 def linear(x: Tensor, part: Linear | None) -> Tensor:
@@ -155,7 +105,7 @@ def plainly(length: int, how: AttentionMixer, device: torch.device) -> Tensor:
 def attention(
     x: Tensor,
     weights: AttentionWeights,
-    sizes: AttentionSizes,
+    sizes: AttentionSpec,
     how: AttentionMixer,
     layer: int,
     history: History,
@@ -196,7 +146,7 @@ class StreamRead:
 def project(
     x: Tensor,
     weights: AttentionWeights,
-    sizes: AttentionSizes,
+    sizes: AttentionSpec,
     layer: int,
     taps: Taps,
     source: StreamRead | None = None,
@@ -217,7 +167,7 @@ def _from_inputs(
     flat: Sequence[Tensor],
     source: StreamRead,
     weights: AttentionWeights,
-    sizes: AttentionSizes,
+    sizes: AttentionSpec,
     layer: int,
     taps: Taps,
 ) -> tuple[Tensor, ...]:
@@ -256,7 +206,7 @@ def _from_inputs(
     return tuple(found)
 
 
-def _by_heads(x: Tensor, norm: NormWeights | None, sizes: AttentionSizes) -> Tensor:
+def _by_heads(x: Tensor, norm: NormWeights | None, sizes: AttentionSpec) -> Tensor:
     """x [B, S, heads * dh] as [B, heads, S, dh]; normed over each head, or all of them at once if the norm is
     as wide."""
     if norm is not None and norm.weight.shape[0] != sizes.head_dim:
@@ -264,7 +214,7 @@ def _by_heads(x: Tensor, norm: NormWeights | None, sizes: AttentionSizes) -> Ten
     return _normed(x.unflatten(-1, (-1, sizes.head_dim)).transpose(1, 2), norm, sizes)
 
 
-def _normed(x: Tensor, norm: NormWeights | None, sizes: AttentionSizes) -> Tensor:
+def _normed(x: Tensor, norm: NormWeights | None, sizes: AttentionSpec) -> Tensor:
     """x [..., dh], or of all heads, normed, where there is a norm."""
     if norm is None or sizes.qk_norm is None:
         return x
@@ -285,7 +235,7 @@ def _tempered(q: Tensor, tuning: TemperatureTuning, history: History) -> Tensor:
 
 
 def _sloped(
-    q: Tensor, k: Tensor, sizes: AttentionSizes, scale: float, history: History
+    q: Tensor, k: Tensor, sizes: AttentionSpec, scale: float, history: History
 ) -> tuple[Tensor, Tensor]:
     """Queries and keys with one entry more, whose product times the scale is what a score rises by with the
     position of its key (Press et al., Train Short, Test Long, 2021). Relative to each query's own position it

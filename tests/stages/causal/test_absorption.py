@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from mizarr.stages.causal.absorption import Fate, fate, first_reached, label, share_left
-from mizarr.stages.forward.architectures.families import from_hf_config
+from mizarr.stages.forward.architectures.known import from_hf_config
 
 from ...conftest import TINY
 

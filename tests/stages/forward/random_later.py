@@ -1,5 +1,4 @@
-"""Small random configurations of the decoders of gpt_bloom_falcon.py, dense_decoders.py, expert_decoders.py,
-latent.py, by axis and seed."""
+"""Small random configurations of decoders with attention in every layer, by axis and seed."""
 
 from __future__ import annotations
 

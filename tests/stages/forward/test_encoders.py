@@ -39,7 +39,7 @@ from .random_hybrids import save_random_hybrid
 from .random_models import save_random_model
 
 pytest.importorskip("transformers")
-LINEAGES = ("bert", "deberta", "modernbert")
+LINEAGES = ("bert", "modernbert")
 """Modules of encoders, and of two decoders made like them."""
 
 

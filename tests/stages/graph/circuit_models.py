@@ -67,7 +67,7 @@ CONVERTERS = {
 
 def save_model(folder: Path, family: str, seed: int, **sizes: int) -> Path:
     """Write config, weights and a tokenizer of a random model of a family of OWN; returns the folder."""
-    from mizarr.stages.forward.architectures.families import from_hf_config
+    from mizarr.stages.forward.architectures.known import from_hf_config
     from mizarr.stages.forward.networks.weights import expected_tensors
 
     from ..forward.random_models import save_tokenizer

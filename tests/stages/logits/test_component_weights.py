@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from mizarr.pipeline import run
-from mizarr.stages.forward.architectures.families import from_hf_config
+from mizarr.stages.forward.architectures.known import from_hf_config
 from mizarr.stages.forward.models.files import resolve
 from mizarr.stages.logits.component_weights import component_weights, component_weights_node
 from mizarr.store import open_store

@@ -21,7 +21,7 @@ from transformers import (
     Starcoder2ForCausalLM,
 )
 
-from mizarr.stages.forward.architectures.families import from_hf_config
+from mizarr.stages.forward.architectures.known import from_hf_config
 from mizarr.stages.forward.checkpoints.checkpoint import checkpoint_of
 from mizarr.stages.logits.lens import logits
 from mizarr.stages.logits.readout import readout, readout_from_files

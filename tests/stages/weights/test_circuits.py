@@ -369,7 +369,7 @@ print({PEAK})
 
 
 def resolve_shapes(config: dict) -> dict[str, tuple[int, ...]]:
-    from mizarr.stages.forward.architectures.families import from_hf_config
+    from mizarr.stages.forward.architectures.known import from_hf_config
     from mizarr.stages.forward.networks.weights import expected_tensors
 
     return expected_tensors(from_hf_config(config))

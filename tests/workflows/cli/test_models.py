@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 import mizarr
-from mizarr.stages.forward.architectures.families import from_hf_config
-from mizarr.stages.forward.architectures.known import KNOWN
+from mizarr.stages.forward.architectures.known import KNOWN, from_hf_config
 from mizarr.stages.forward.models.files import ModelFiles
 from mizarr.stages.forward.networks.weights import expected_tensors
 from mizarr.workflows.cli import run

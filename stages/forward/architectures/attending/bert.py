@@ -6,6 +6,7 @@ Border: never imports torch.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 from .....store.errors import ConfigError
 from ..composed import ComposedArchitecture
 from ..families import ACTIVATIONS, read_activation
-from ..layer_tensors import Spelling
+from ..layer_tensors import EncoderNames, Spelling
 from ..mixers import RelativeSpec
 from ..transformer import ConfigReader, RopeConfig
 from . import builders as build
@@ -30,10 +31,12 @@ def of_bert(root: str) -> Spelling:
     return Spelling(
         embed=f"{root}embeddings.word_embeddings",
         head="cls.predictions.decoder",
-        head_bias="cls.predictions.bias",
-        transform=("cls.predictions.transform.dense", "cls.predictions.transform.LayerNorm"),
+        encoder=EncoderNames(
+            head_bias="cls.predictions.bias",
+            transform=("cls.predictions.transform.dense", "cls.predictions.transform.LayerNorm"),
+            token_types=f"{root}embeddings.token_type_embeddings",
+        ),
         positions=f"{root}embeddings.position_embeddings",
-        token_types=f"{root}embeddings.token_type_embeddings",
         embed_norm=f"{root}embeddings.LayerNorm",
         layer=f"{root}encoder.layer.{{}}.",
         ln1="attention.output.LayerNorm",
@@ -60,8 +63,9 @@ def of_roberta(root: str) -> Spelling:
     return replace(
         bert,
         head="lm_head.decoder",
-        head_bias="lm_head.bias",
-        transform=("lm_head.dense", "lm_head.layer_norm"),
+        encoder=replace(
+            bert.encoder, head_bias="lm_head.bias", transform=("lm_head.dense", "lm_head.layer_norm")
+        ),
         unread=(*bert.unread, "lm_head.bias"),
     )
 
@@ -103,7 +107,7 @@ def bert_like(
     if looks_ahead is None:
         looks_ahead = not config.flag("is_decoder", False)
     if any(name.endswith("LayerNorm.gamma") for name in shapes):
-        spelling = replace(spelling, has_old_norms=True)
+        spelling = replace(spelling, encoder=replace(spelling.encoder, has_old_norms=True))
     found = read_activation(config, act) if reads_act else ACTIVATIONS[act]
     if "transform" not in options:
         width = options.get("embedding_width") or config.integer("hidden_size")
@@ -151,9 +155,7 @@ def bert_generation(config: ConfigReader, shapes: TensorShapes) -> ComposedArchi
     spelling = replace(
         OF_BERT,
         head="lm_head.decoder",
-        head_bias="lm_head.bias",
-        transform=("", ""),
-        token_types="",
+        encoder=replace(OF_BERT.encoder, head_bias="lm_head.bias", transform=("", ""), token_types=""),
         unread=("bert.embeddings.position_ids", "lm_head.bias"),
     )
     return bert_like(config, shapes, spelling, token_types=None, transform=None)
@@ -179,12 +181,16 @@ def _mapped(width: int, hidden: int) -> int | None:
 @bert_family("electra", "ELECTRA, its generator", never=UNWRITTEN)
 def electra(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
     width = config.integer("embedding_size", 128)
+    bert = of_bert("electra.")
     spelling = replace(
-        of_bert("electra."),
-        embed_in="electra.embeddings_project",
+        bert,
+        encoder=replace(
+            bert.encoder,
+            embed_in="electra.embeddings_project",
+            head_bias="",
+            transform=("generator_predictions.dense", "generator_predictions.LayerNorm"),
+        ),
         head="generator_lm_head",
-        head_bias="",
-        transform=("generator_predictions.dense", "generator_predictions.LayerNorm"),
     )
     return bert_like(
         config,
@@ -201,7 +207,7 @@ def roformer(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture
     bert = of_bert("roformer.")
     spelling = replace(
         bert,
-        embed_in="roformer.embeddings_project",
+        encoder=replace(bert.encoder, embed_in="roformer.embeddings_project"),
         positions="",
         # Sines and cosines, always these: the angles of rope are computed.
         unread=(*bert.unread, "roformer.encoder.embed_positions.weight"),
@@ -222,11 +228,15 @@ def roformer(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture
 @bert_family("rembert", "RemBERT")
 def rembert(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
     eps = config.number("layer_norm_eps", 1e-12)
+    bert = of_bert("rembert.")
     spelling = replace(
-        of_bert("rembert."),
-        embed_in="rembert.encoder.embedding_hidden_mapping_in",
-        head_bias="",
-        transform=("cls.predictions.dense", "cls.predictions.LayerNorm"),
+        bert,
+        encoder=replace(
+            bert.encoder,
+            embed_in="rembert.encoder.embedding_hidden_mapping_in",
+            head_bias="",
+            transform=("cls.predictions.dense", "cls.predictions.LayerNorm"),
+        ),
     )
     width = config.integer("output_embedding_size")
     return bert_like(
@@ -243,12 +253,16 @@ def rembert(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
 def albert(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
     """Layers in groups, each of which shares all weights."""
     layers, groups = build.layers_of(config), config.integer("num_hidden_groups", 1)
+    bert = of_bert("albert.")
     spelling = replace(
-        of_bert("albert."),
-        embed_in="albert.encoder.embedding_hidden_mapping_in",
+        bert,
+        encoder=replace(
+            bert.encoder,
+            embed_in="albert.encoder.embedding_hidden_mapping_in",
+            head_bias="predictions.bias",
+            transform=("predictions.dense", "predictions.LayerNorm"),
+        ),
         head="predictions.decoder",
-        head_bias="predictions.bias",
-        transform=("predictions.dense", "predictions.LayerNorm"),
         layer="albert.encoder.albert_layer_groups.{}.albert_layers.0.",
         ln1="attention.LayerNorm",
         ln2="full_layer_layer_norm",
@@ -286,11 +300,11 @@ def albert(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
     },
 )
 def distilbert(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    bert = of_bert("distilbert.")
     spelling = replace(
-        of_bert("distilbert."),
+        bert,
         head="vocab_projector",
-        head_bias="",
-        transform=("vocab_transform", "vocab_layer_norm"),
+        encoder=replace(bert.encoder, head_bias="", transform=("vocab_transform", "vocab_layer_norm")),
         layer="distilbert.transformer.layer.{}.",
         ln1="sa_layer_norm",
         ln2="output_layer_norm",
@@ -419,14 +433,14 @@ def luke(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
 @bert_family("mpnet", "MPNet", always={"pad_token_id": 1})
 def mpnet(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
     """T5's bias by distance, whatever the config says of buckets."""
+    roberta = of_roberta("mpnet.")
     spelling = replace(
-        of_roberta("mpnet."),
+        roberta,
         attention="attention.attn.",
         attention_parts=("q", "k", "v"),
         attention_out="o",
-        relative="mpnet.encoder.relative_attention_bias",
+        encoder=replace(roberta.encoder, relative="mpnet.encoder.relative_attention_bias", token_types=""),
         ln1="attention.LayerNorm",
-        token_types="",
     )
     return roberta_like(
         config,
@@ -450,12 +464,13 @@ def esm(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
             f"{kind!r}; this model cannot run here"
         )
     is_dropped = config.flag("token_dropout", False)
+    roberta = of_roberta("esm.")
     spelling = replace(
-        of_roberta("esm."),
+        roberta,
         embed_norm="esm.embeddings.layer_norm",
         ln1="attention.LayerNorm",
         ln2="LayerNorm",
-        own_head_bias="lm_head.bias",
+        encoder=replace(roberta.encoder, own_head_bias="lm_head.bias"),
         final_norm="esm.encoder.emb_layer_norm_after",
         unread=(
             "esm.embeddings.position_ids",
@@ -470,7 +485,7 @@ def esm(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
     if kind == "rotary":
         ending = "rotary_embeddings.inv_freq"
         stored = next((name for name in sorted(shapes) if name.endswith(ending)), "")
-        spelling = replace(spelling, frequencies=stored)
+        spelling = replace(spelling, encoder=replace(spelling.encoder, frequencies=stored))
         theta = config.number("rope_theta", 10000.0)
         options = {
             "positions": {},
@@ -490,3 +505,133 @@ def esm(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
         max_positions=1026,
         **options,
     )
+
+
+# -- DeBERTa: scores by content and by distance
+
+NEVER_IN_DEBERTA = (*NEVER, "attention_head_size", "z_steps")
+
+
+def _terms(config: ConfigReader) -> list[str]:
+    """Of scores besides content: c2p, p2c; older configs list them in one string."""
+    told = config.raw.get("pos_att_type") or []
+    terms = [part.strip() for part in told.lower().split("|")] if isinstance(told, str) else list(told)
+    if not set(terms) <= {"c2p", "p2c"} or len(set(terms)) < len(terms):
+        raise ConfigError(
+            f"{config.source}: expected pos_att_type of c2p and p2c, each once, found {told!r}; this model "
+            "cannot run here"
+        )
+    return terms
+
+
+def _relative(config: ConfigReader, *, is_first: bool) -> RelativeSpec | None:
+    """Disentangled attention, by distances that share rows where there are buckets of them. The first DeBERTa
+    has no buckets, no norm, and maps of its own."""
+    terms = _terms(config)
+    if not config.flag("relative_attention", False) or not terms:
+        return None
+    farthest = config.integer("max_relative_positions", -1, least=-1)
+    farthest = farthest if farthest > 0 else config.integer("max_position_embeddings", 512)
+    named = {"c2p": "content to position", "p2c": "position to content"}
+    told: tuple[Any, ...] = tuple(words for name, words in named.items() if name in terms)
+    if is_first:
+        return RelativeSpec(2 * farthest, farthest, farthest, told, has_key_bias=False)
+    buckets = config.integer("position_buckets", -1, least=-1)
+    norms = config.text("norm_rel_ebd", "none").lower().split("|")
+    has_norm = "layer_norm" in map(str.strip, norms)
+    return RelativeSpec(
+        2 * (buckets if buckets > 0 else farthest),
+        buckets // 2 if buckets > 0 else farthest,
+        farthest,
+        told,
+        shares_maps=config.flag("share_att_key", False),
+        norm_eps=config.number("layer_norm_eps", 1e-7) if has_norm else None,
+    )
+
+
+def _spelling(config: ConfigReader, shapes: TensorShapes) -> Spelling:
+    """The first head's names, or those of version 3, which always unembeds by the embedding. Its files do not
+    say that they have it; the reference then draws a head at random."""
+    bert = of_bert("deberta.")
+    first = replace(
+        bert,
+        attention_parts=("self.query_proj", "self.key_proj", "self.value_proj"),
+        encoder=replace(
+            bert.encoder,
+            relative="deberta.encoder.rel_embeddings",
+            relative_norm="deberta.encoder.LayerNorm",
+            relative_parts=("self.pos_query_proj", "self.pos_key_proj"),
+        ),
+        unread=(
+            *OF_BERT.unread,
+            "deberta.embeddings.position_embeddings.weight",
+            "deberta.embeddings.position_ids",
+            # What version 3 tells replaced tokens by.
+            *(
+                f"mask_predictions.{part}.{end}"
+                for part in ("dense", "LayerNorm", "classifier")
+                for end in ("weight", "bias")
+            ),
+        ),
+    )
+    head = "lm_predictions.lm_head"
+    if config.flag("legacy", f"{head}.dense.weight" not in shapes):
+        return first
+    if not config.flag("tie_word_embeddings", True):
+        raise ConfigError(
+            f"{config.source}: expected tie_word_embeddings to be true where legacy is false, as such a "
+            "model unembeds by its embedding, found false; correct the file"
+        )
+    return replace(
+        first,
+        head=head,
+        encoder=replace(
+            first.encoder, head_bias=f"{head}.bias", transform=(f"{head}.dense", f"{head}.LayerNorm")
+        ),
+    )
+
+
+def _deberta(
+    config: ConfigReader,
+    shapes: TensorShapes,
+    spelling: Spelling,
+    relative: RelativeSpec | None,
+    **heads: Any,
+) -> ComposedArchitecture:
+    """Scores are scaled by the width of heads and how many terms they may have."""
+    head_dim = build.attention(config).head_dim
+    scale = 1 / math.sqrt(head_dim * (1 + len(set(_terms(config)))))
+    has_table = config.flag("position_biased_input", True)
+    return bert_like(
+        config,
+        shapes,
+        spelling,
+        eps=config.number("layer_norm_eps", 1e-7),
+        looks_ahead=True,
+        token_types=0,
+        positions=None if has_table else {},
+        heads={"scale": scale, "relative": relative, **heads},
+    )
+
+
+@bert_family("deberta-v2", "DeBERTa 2 and 3", never=NEVER_IN_DEBERTA, always={"conv_kernel_size": 0})
+def deberta_v2(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    spelling = _spelling(config, shapes)
+    return _deberta(config, shapes, spelling, _relative(config, is_first=False))
+
+
+@bert_family("deberta", "DeBERTa 1", never=(*NEVER_IN_DEBERTA, "talking_head"), always={})
+def deberta(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    """Queries, keys and values in one tensor; biases of queries and values alone."""
+    second = _spelling(config, shapes)
+    spelling = replace(
+        second,
+        attention_in="self.in_proj",
+        encoder=replace(
+            second.encoder,
+            attention_biases=("self.q_bias", "self.v_bias"),
+            relative_parts=("self.pos_q_proj", "self.pos_proj"),
+        ),
+    )
+    relative = _relative(config, is_first=True)
+    return _deberta(config, shapes, spelling, relative, qkv_bias=False, layout="by head")

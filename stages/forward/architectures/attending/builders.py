@@ -32,39 +32,6 @@ from ..mamba_families import checked
 from ..mixers import AttentionSpec, ChannelMixerSpec, MixerSpec, MlpSpec
 from ..transformer import ActivationName, ConfigReader, RopeConfig
 
-__all__ = [
-    "ATTENDING",
-    "AttendingFamily",
-    "Build",
-    "Ropes",
-    "TensorShapes",
-    "Windows",
-    "attention",
-    "attention_bias",
-    "decoder",
-    "every_layer_full",
-    "every_nth_full",
-    "family",
-    "first_of_four_full",
-    "full_then_windows",
-    "head_transform",
-    "layers_of",
-    "mlp",
-    "position_table",
-    "rooted",
-    "rope",
-    "rope_everywhere",
-    "rope_flags",
-    "rope_in_windows",
-    "rope_where_flagged",
-    "two_ropes",
-    "upper_windows",
-    "window_everywhere",
-    "windows_by_type",
-    "windows_where_listed",
-    "with_layers",
-]
-
 TensorShapes = Mapping[str, tuple[int, ...]]
 Windows = Sequence[int | None]
 """By layer: how many keys back a query sees, itself included; None for all."""
@@ -460,7 +427,7 @@ def rooted(spelling: Spelling, root: str, shapes: TensorShapes) -> Spelling:
     """Names of tensors without their root where no tensor of the checkpoint begins with it."""
     if not shapes or any(name.startswith(root) for name in shapes):
         return spelling
-    names = ("embed", "final_norm", "layer", "positions", "embed_norm", "token_types", "embed_in")
+    names = ("embed", "final_norm", "layer", "positions", "embed_norm")
     return replace(spelling, **{name: getattr(spelling, name).removeprefix(root) for name in names})
 
 

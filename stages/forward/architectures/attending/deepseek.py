@@ -13,15 +13,12 @@ from typing import Any
 from .....store.errors import ConfigError
 from ..composed import ComposedArchitecture
 from ..families import read_activation, yarn_magnitude
-from ..layer_tensors import LLAMA
 from ..mixers import ChannelMixerSpec, ExpertsSpec, LatentAttentionSpec
 from ..transformer import ConfigReader, RopeConfig
 from . import builders as build
 from .builders import TensorShapes, family
-from .experts import is_listed_dense, sigmoid_experts
-from .granite import unless_one
-
-SHARED = replace(LLAMA, shared="mlp.shared_experts.")
+from .experts import SHARED, is_listed_dense, sigmoid_experts
+from .olmo_granite import unless_one
 
 
 def _latent_decoder(
@@ -84,13 +81,13 @@ def _sharpened(config: ConfigReader) -> float:
     return yarn_magnitude(rope.number("factor"), share) if share and kind != "default" else 1.0
 
 
-def _require_head_dim(config: ConfigReader, shared: int = 64) -> None:
+def _require_head_dim(config: ConfigReader) -> None:
     """The reference makes rotary angles of head_dim where config.json has it. DeepSeek-V3 and Kimi K2 have
     none; what transformers saves is the width of the shared keys."""
     if "head_dim" not in config.raw:
         return
     usual = config.integer("hidden_size") // config.integer("num_attention_heads")
-    rotated, width = config.optional_integer("head_dim") or usual, config.integer("qk_rope_head_dim", shared)
+    rotated, width = config.optional_integer("head_dim") or usual, config.integer("qk_rope_head_dim", 64)
     if rotated != width:
         raise ConfigError(
             f"{config.source}: expected head_dim, by which angles are made, to be qk_rope_head_dim={width}, "

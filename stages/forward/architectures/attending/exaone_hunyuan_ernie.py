@@ -9,15 +9,13 @@ from dataclasses import replace
 
 from ..composed import ComposedArchitecture
 from ..families import read_activation
-from ..layer_tensors import LLAMA
+from ..layer_tensors import LLAMA, ExpertNames
 from ..mixers import ChannelMixerSpec, ExpertsSpec, QkNorm
 from ..transformer import ConfigReader, RopeConfig
 from . import builders as build
-from .builders import Ropes, TensorShapes, Windows, family
-from .experts import is_listed_dense, sigmoid_experts
+from .builders import TensorShapes, Windows, family
+from .experts import SHARED, is_listed_dense, sigmoid_experts
 from .qwen import SHAPED_AS_GPT2
-
-SHARED = replace(LLAMA, shared="mlp.shared_experts.")
 
 
 @family(
@@ -89,7 +87,7 @@ def exaone_moe(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitectu
         windows=build.windows_by_type(config, build.every_nth_full(4, "sliding_window_pattern")),
         eps=eps,
         max_positions=2048,
-        spelling=replace(SHARED, correction="e_score_correction_bias"),
+        spelling=replace(SHARED, experts=replace(SHARED.experts, correction="e_score_correction_bias")),
     )
 
 
@@ -111,9 +109,6 @@ def _stretched_by_alpha(
     return (RopeConfig(stretched, head_dim),) * len(windows)
 
 
-BY_ALPHA: Ropes = _stretched_by_alpha
-
-
 @family("hunyuan_v1_dense", "Hunyuan, dense")
 def hunyuan_v1_dense(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
     eps = config.number("rms_norm_eps", 1e-5)
@@ -123,7 +118,7 @@ def hunyuan_v1_dense(config: ConfigReader, shapes: TensorShapes) -> ComposedArch
             config, bias=build.attention_bias(config), qk_norm=QkNorm("head", eps, after_rope=True)
         ),
         build.mlp(config),
-        rope=BY_ALPHA,
+        rope=_stretched_by_alpha,
         eps=eps,
         max_positions=2048,
         spelling=OF_HUNYUAN,
@@ -156,10 +151,13 @@ def hunyuan_v1_moe(config: ConfigReader, shapes: TensorShapes) -> ComposedArchit
             config, bias=build.attention_bias(config), qk_norm=QkNorm("head", eps, after_rope=True)
         ),
         experts,
-        rope=BY_ALPHA,
+        rope=_stretched_by_alpha,
         eps=eps,
         max_positions=2048,
-        spelling=replace(OF_HUNYUAN, router="gate.wg", shared="mlp.shared_mlp."),
+        spelling=replace(
+            OF_HUNYUAN,
+            experts=replace(OF_HUNYUAN.experts, router="gate.wg", shared="mlp.shared_mlp."),
+        ),
     )
 
 
@@ -193,7 +191,10 @@ def hy_v3(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
         rope=build.rope_everywhere(11158840.0),
         eps=eps,
         max_positions=131072,
-        spelling=replace(LLAMA, router="router.gate", shared="mlp.shared_mlp.", correction="expert_bias"),
+        spelling=replace(
+            LLAMA,
+            experts=ExpertNames(router="router.gate", shared="mlp.shared_mlp.", correction="expert_bias"),
+        ),
     )
 
 
@@ -248,5 +249,7 @@ def ernie4_5_moe(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitec
         max_positions=131072,
         has_head_bias=bias,
         tied=True,
-        spelling=replace(SHARED, correction="moe_statics.e_score_correction_bias"),
+        spelling=replace(
+            SHARED, experts=replace(SHARED.experts, correction="moe_statics.e_score_correction_bias")
+        ),
     )

@@ -5,13 +5,19 @@ Border: one config; never imports torch.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from .....store.errors import ConfigError
 from ..families import read_activation
+from ..layer_tensors import LLAMA, ExpertNames
 from ..mixers import ExpertsSpec
-from ..transformer import ActivationName, ConfigReader
+from ..transformer import ConfigReader
 from . import builders as build
 
-__all__ = ["is_listed_dense", "mixtral_experts", "qwen_experts", "sigmoid_experts"]
+__all__ = ["SHARED", "is_listed_dense", "qwen_experts", "sigmoid_experts"]
+
+SHARED = replace(LLAMA, experts=ExpertNames(shared="mlp.shared_experts."))
+"""Names of tensors with experts that all tokens go through, as DeepSeek has them."""
 
 
 def is_listed_dense(config: ConfigReader, layer: int) -> bool | None:
@@ -25,20 +31,6 @@ def is_listed_dense(config: ConfigReader, layer: int) -> bool | None:
             f"found {listed!r}; correct the file, or fetch it again"
         )
     return listed[layer] == "dense"
-
-
-def mixtral_experts(
-    config: ConfigReader, *, width: int | None = None, act: ActivationName | None = None
-) -> ExpertsSpec:
-    """Experts weighed among the chosen (Jiang et al., Mixtral of Experts, 2024). width: default of
-    intermediate_size."""
-    return ExpertsSpec(
-        config.integer("num_local_experts", 8),
-        config.integer("num_experts_per_tok", 2),
-        config.integer("intermediate_size", width),
-        read_activation(config) if act is None else act,
-        routing="softmax of chosen",
-    )
 
 
 def qwen_experts(

@@ -3,32 +3,21 @@
 Border: never imports torch.
 """
 
-from __future__ import annotations
-
-from . import (
+from . import (  # noqa: F401 - to be imported is to enter their families
     bert,
-    cohere,
-    deberta,
+    cohere_glm,
     deepseek,
     exaone_hunyuan_ernie,
     gemma,
-    glm,
     gpt,
-    granite,
     llama,
     mistral,
     mixtures,
     modernbert,
-    olmo,
+    olmo_granite,
     opt_bloom_falcon,
     qwen,
 )
 from .builders import ATTENDING
 
-__all__ = ["ATTENDING", "LINEAGES"]
-
-LINEAGES = (
-    *(llama, qwen, mistral, gemma, olmo, granite, cohere, glm, deepseek, exaone_hunyuan_ernie, mixtures),
-    *(gpt, opt_bloom_falcon, bert, deberta, modernbert),
-)
-"""Modules of families, which enter them in `ATTENDING` when they are imported."""
+__all__ = ["ATTENDING"]

@@ -16,7 +16,7 @@ from ..layer_tensors import LLAMA, Spelling
 from ..mixers import QkNorm
 from ..transformer import ConfigReader, RopeConfig
 from . import builders as build
-from .builders import Ropes, TensorShapes, Windows, family
+from .builders import TensorShapes, Windows, family
 
 KEYS_OF_GPT2 = {
     "hidden_size": "n_embd",
@@ -205,16 +205,13 @@ def _rope_of_gptj(
     return (RopeConfig(10000.0, config.integer("rotary_dim", 64), interleaved=True),) * len(windows)
 
 
-ROPE_OF_GPTJ: Ropes = _rope_of_gptj
-
-
 def _gptj(config: ConfigReader, **fields: Any) -> ComposedArchitecture:
     act = read_activation(config, "gelu_new")
     return build.decoder(
         config,
         build.attention(config, **fields),
         build.mlp(config, act, default_width=_four_times(config), is_gated=False, bias=True),
-        rope=ROPE_OF_GPTJ,
+        rope=_rope_of_gptj,
         is_parallel=True,
         norm_type="layer",
         eps=config.number("layer_norm_epsilon", 1e-5),

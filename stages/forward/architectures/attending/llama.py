@@ -11,25 +11,15 @@ from dataclasses import replace
 from .....store.errors import ConfigError
 from ..composed import ComposedArchitecture
 from ..families import read_activation
-from ..layer_tensors import LLAMA
+from ..layer_tensors import LLAMA, ExpertNames
 from ..linear_families import OF_MIXTRAL
 from ..mixers import AttentionSpec, DifferentialSpec, ExpertsSpec, MlpSpec, QkNorm, TemperatureTuning
 from ..transformer import ConfigReader, RopeConfig
 from . import builders as build
 from .builders import TensorShapes, Windows, family
 
-LLAMA3_OF_APERTUS = {
+LLAMA3 = {
     "rope_type": "llama3",
-    "rope_theta": 12000000.0,
-    "factor": 8.0,
-    "original_max_position_embeddings": 8192,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-}
-LLAMA3_OF_CWM = {
-    "rope_type": "llama3",
-    "rope_theta": 1_000_000.0,
-    "factor": 16.0,
     "original_max_position_embeddings": 8192,
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
@@ -136,7 +126,7 @@ def apertus(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
         config,
         build.attention(config, bias=build.attention_bias(config), qk_norm=QkNorm("head", eps)),
         build.mlp(config, read_activation(config, "xielu"), is_gated=False),
-        rope=build.rope_everywhere(12000000.0, default=LLAMA3_OF_APERTUS),
+        rope=build.rope_everywhere(12000000.0, default={**LLAMA3, "rope_theta": 12000000.0, "factor": 8.0}),
         eps=eps,
         max_positions=65536,
         spelling=replace(LLAMA, ln1="attention_layernorm", ln2="feedforward_layernorm"),
@@ -164,7 +154,7 @@ def cwm(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
         config,
         build.attention(config, head_dim=128, kv_heads=8),
         build.mlp(config, bias=_mlp_bias(config)),
-        rope=build.rope_everywhere(1000000.0, default=LLAMA3_OF_CWM),
+        rope=build.rope_everywhere(1000000.0, default={**LLAMA3, "rope_theta": 1000000.0, "factor": 16.0}),
         windows=build.windows_by_type(config, build.first_of_four_full, 8192),
         eps=config.number("rms_norm_eps", 1e-5),
         max_positions=131072,
@@ -395,11 +385,13 @@ def llama4_text(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitect
         spelling=replace(
             LLAMA,
             mlp="feed_forward.",
-            experts="feed_forward.",
-            expert_parts=("experts.gate_up_proj", "experts.down_proj"),
-            expert_ending="",
-            shared="feed_forward.shared_expert.",
-            router="router",
+            experts=ExpertNames(
+                room="feed_forward.",
+                parts=("experts.gate_up_proj", "experts.down_proj"),
+                ending="",
+                shared="feed_forward.shared_expert.",
+                router="router",
+            ),
         ),
     )
 

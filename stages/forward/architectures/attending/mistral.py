@@ -10,13 +10,12 @@ from dataclasses import replace
 from .....store.errors import ConfigError
 from ..composed import ComposedArchitecture
 from ..families import read_activation
-from ..layer_tensors import LLAMA
+from ..layer_tensors import LLAMA, ExpertNames
 from ..linear_families import OF_MIXTRAL
 from ..mixers import ExpertsSpec, TemperatureTuning
 from ..transformer import ConfigReader
 from . import builders as build
 from .builders import TensorShapes, family
-from .experts import mixtral_experts
 
 YARN_OF_MINISTRAL = {
     "rope_type": "yarn",
@@ -29,7 +28,10 @@ YARN_OF_MINISTRAL = {
     "mscale": 1.0,
     "llama_4_scaling_beta": 0.1,
 }
-OF_MIXTRAL_EXPERTS = replace(LLAMA, experts="block_sparse_moe.", expert_parts=OF_MIXTRAL)
+OF_MIXTRAL_EXPERTS = replace(
+    LLAMA,
+    experts=ExpertNames(room="block_sparse_moe.", parts=OF_MIXTRAL),
+)
 
 
 @family("ministral", "Ministral 8B", reports_unread_keys=True)
@@ -51,7 +53,13 @@ def mixtral(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
     return build.decoder(
         config,
         build.attention(config, kv_heads=8),
-        mixtral_experts(config),
+        ExpertsSpec(
+            config.integer("num_local_experts", 8),
+            config.integer("num_experts_per_tok", 2),
+            config.integer("intermediate_size"),
+            read_activation(config),
+            routing="softmax of chosen",
+        ),
         rope=build.rope_everywhere(1000000.0),
         windows=build.window_everywhere(config),
         eps=config.number("rms_norm_eps", 1e-5),

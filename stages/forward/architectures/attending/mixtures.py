@@ -11,15 +11,14 @@ from dataclasses import replace
 
 from ..composed import ComposedArchitecture
 from ..families import read_activation
-from ..layer_tensors import LLAMA
+from ..layer_tensors import LLAMA, ExpertNames
 from ..mixers import ChannelMixerSpec, ExpertsSpec, GatedAttentionSpec, QkNorm, RoutedAttentionSpec
 from ..transformer import ConfigReader, RopeConfig
 from . import builders as build
 from .builders import TensorShapes, family
-from .experts import is_listed_dense, qwen_experts, sigmoid_experts
-from .granite import unless_one
+from .experts import SHARED, is_listed_dense, qwen_experts, sigmoid_experts
+from .olmo_granite import unless_one
 
-SHARED = replace(LLAMA, shared="mlp.shared_experts.")
 YARN_OF_GPT_OSS = {
     "rope_type": "yarn",
     "factor": 32.0,
@@ -55,9 +54,9 @@ def gpt_oss(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
         max_positions=131072,
         spelling=replace(
             LLAMA,
-            router="router",
-            expert_parts=("experts.gate_up_proj", "experts.down_proj"),
-            expert_ending="",
+            experts=ExpertNames(
+                router="router", parts=("experts.gate_up_proj", "experts.down_proj"), ending=""
+            ),
         ),
     )
 
@@ -99,9 +98,7 @@ def afmoe(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
             LLAMA,
             ln2="pre_mlp_layernorm",
             ln2_post="post_mlp_layernorm",
-            router="router.gate",
-            shared="mlp.shared_experts.",
-            correction="expert_bias",
+            experts=ExpertNames(router="router.gate", shared="mlp.shared_experts.", correction="expert_bias"),
         ),
     )
 
@@ -163,9 +160,7 @@ def jetmoe(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
         spelling=replace(
             LLAMA,
             attention="self_attention.",
-            experts="mlp.",
-            router="router.layer",
-            expert_parts=("input_linear", "output_linear"),
+            experts=ExpertNames(room="mlp.", router="router.layer", parts=("input_linear", "output_linear")),
         ),
     )
 
@@ -197,7 +192,7 @@ def kolibri1(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture
             SHARED,
             ln1_post="post_attn_norm",
             ln2_post="post_ffn_norm",
-            correction="/moe.router.expert_bias",
+            experts=replace(SHARED.experts, correction="/moe.router.expert_bias"),
         ),
     )
 

@@ -12,7 +12,7 @@ from typing import Any
 from .....store.errors import ConfigError
 from ..composed import ComposedArchitecture
 from ..families import listed_windows, read_activation
-from ..layer_tensors import LLAMA, Spelling
+from ..layer_tensors import LLAMA, EncoderNames, Spelling
 from ..mixers import QkNorm
 from ..transformer import ConfigReader
 from . import builders as build
@@ -23,7 +23,7 @@ OF_MODERNBERT = Spelling(
     embed="model.embeddings.tok_embeddings",
     embed_norm="model.embeddings.norm",
     head="decoder",
-    transform=("head.dense", "head.norm"),
+    encoder=EncoderNames(transform=("head.dense", "head.norm")),
     final_norm="model.final_norm",
     ln1="attn_norm",
     ln2="mlp_norm",
@@ -97,7 +97,11 @@ def modernbert(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitectu
 @family("modernbert-decoder", "Ettin, its decoders", aliases={"rope_theta": "global_rope_theta"})
 def modernbert_decoder(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
     """Half of what the encoder sees on both sides, and the query itself is one of them."""
-    spelling = replace(OF_MODERNBERT, attention_in="", transform=("lm_head.dense", "lm_head.norm"))
+    spelling = replace(
+        OF_MODERNBERT,
+        attention_in="",
+        encoder=replace(OF_MODERNBERT.encoder, transform=("lm_head.dense", "lm_head.norm")),
+    )
     windows = _windows(config, itself=0)
     return _modernbert(config, spelling, windows, looks_ahead=None, layout="separate")
 
@@ -138,7 +142,7 @@ def esmc(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
             LLAMA,
             embed="esmc.embed_tokens",
             head="lm_head.decoder",
-            transform=("lm_head.dense", "lm_head.layer_norm"),
+            encoder=replace(LLAMA.encoder, transform=("lm_head.dense", "lm_head.layer_norm")),
             final_norm="esmc.norm",
             layer="esmc.layers.{}.",
         ),
@@ -168,10 +172,14 @@ def _rotary_bert(
 @family("nomic_bert", "Nomic Embed")
 def nomic_bert(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
     eps = config.number("layer_norm_eps", 1e-12)
+    bert = of_bert("nomic_bert.")
     spelling = replace(
-        of_bert("nomic_bert."),
+        bert,
         embed_norm="nomic_bert.emb_ln",
-        transform=("cls.predictions.transform.dense", "cls.predictions.transform.layer_norm"),
+        encoder=replace(
+            bert.encoder,
+            transform=("cls.predictions.transform.dense", "cls.predictions.transform.layer_norm"),
+        ),
         layer="nomic_bert.encoder.layers.{}.",
         attention="attn.",
         mlp="mlp.",

@@ -15,7 +15,7 @@ from ..layer_tensors import LLAMA, Spelling
 from ..transformer import ConfigReader
 from . import builders as build
 from .builders import TensorShapes, family
-from .granite import unless_one
+from .olmo_granite import unless_one
 
 FIRST_ROW = 2
 """Of positions in tables as fairseq makes them."""

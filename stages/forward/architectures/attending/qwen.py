@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from .....store.errors import ConfigError
 from ..composed import ComposedArchitecture
-from ..layer_tensors import LLAMA
+from ..layer_tensors import LLAMA, ExpertNames
 from ..mixers import ChannelMixerSpec, ExpertsSpec, QkNorm
 from ..transformer import ConfigReader
 from . import builders as build
@@ -128,7 +128,10 @@ def qwen2_moe(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitectur
         windows=build.windows_by_type(config, types, has_flag=True),
         eps=config.number("rms_norm_eps", 1e-6),
         max_positions=32768,
-        spelling=replace(LLAMA, shared="mlp.shared_expert.", shared_gate="shared_expert_gate"),
+        spelling=replace(
+            LLAMA,
+            experts=ExpertNames(shared="mlp.shared_expert.", shared_gate="shared_expert_gate"),
+        ),
     )
 
 

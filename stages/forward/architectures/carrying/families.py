@@ -16,7 +16,7 @@ from typing import Any
 from .....store.errors import ConfigError
 from ..composed import LayerSpec
 from ..families import listed_windows, read_activation, read_rope
-from ..layer_tensors import LLAMA
+from ..layer_tensors import LLAMA, ExpertNames
 from ..mamba_families import FamilyReader, TensorShapes, checked
 from ..mixers import AttentionSpec, ChannelMixerSpec, ExpertsSpec, MlpAndExpertsSpec, MlpSpec, QkNorm
 from ..transformer import ConfigReader, RopeConfig
@@ -28,15 +28,17 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 _SPELLING = replace(
     LLAMA,
     ln2="pre_feedforward_layernorm",
-    experts="",
-    router="router.proj",
-    router_gains=("router.scale", "router.per_expert_scale"),
-    expert_parts=("experts.gate_up_proj", "experts.down_proj"),
-    expert_ending="",
-    beside_norms=(
-        "post_feedforward_layernorm_1",
-        "pre_feedforward_layernorm_2",
-        "post_feedforward_layernorm_2",
+    experts=ExpertNames(
+        room="",
+        router="router.proj",
+        router_gains=("router.scale", "router.per_expert_scale"),
+        parts=("experts.gate_up_proj", "experts.down_proj"),
+        ending="",
+        beside_norms=(
+            "post_feedforward_layernorm_1",
+            "pre_feedforward_layernorm_2",
+            "post_feedforward_layernorm_2",
+        ),
     ),
 )
 

@@ -11,13 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from ..architecture import BESIDE, Stored, Tensors
-from ..layer_tensors import composed_tensors
-
-if TYPE_CHECKING:
-    from .config import CarryingConfig
+from ..layer_tensors import HybridShapes, composed_tensors
+from ..mixers import AttentionSpec
 
 __all__ = ["carrying_tensors"]
 
@@ -25,7 +23,27 @@ _OWN_KEYS = ("k_proj.weight", "v_proj.weight", "k_norm.weight", "k_proj.bias", "
 """What checkpoints may hold of layers that read keys of others."""
 
 
-def carrying_tensors(config: CarryingConfig) -> Tensors:
+class _Shapes(HybridShapes, Protocol):
+    """What of a configuration decides which tensors there are, and their shapes."""
+
+    @property
+    def num_layers(self) -> int: ...
+    @property
+    def input_size(self) -> int: ...
+    @property
+    def input_rows(self) -> int: ...
+    @property
+    def has_scalars(self) -> bool: ...
+    @property
+    def streams(self) -> int: ...
+    @property
+    def scales_corrected(self) -> bool: ...
+    @property
+    def laurel_rank(self) -> int: ...
+    def attention(self, layer: int) -> AttentionSpec: ...
+
+
+def carrying_tensors(config: _Shapes) -> Tensors:
     """The map of such a decoder."""
     found = composed_tensors(config)
     own = dict(_in_layer(config))
@@ -49,7 +67,7 @@ def carrying_tensors(config: CarryingConfig) -> Tensors:
 _SCALE = "altup.correct_output_scale"
 
 
-def _outside(config: CarryingConfig) -> Iterator[tuple[str, Stored]]:
+def _outside(config: _Shapes) -> Iterator[tuple[str, Stored]]:
     # These stand beside the embedding, under whatever prefix that has.
     root = config.spelling.embed.removesuffix("embed_tokens")
     c, hidden = config, config.hidden_size
@@ -63,7 +81,7 @@ def _outside(config: CarryingConfig) -> Iterator[tuple[str, Stored]]:
             yield f"{way}.{stream}", Stored(f"{root}{name}.{stream - 1}.weight", (hidden, hidden))
 
 
-def _in_layer(config: CarryingConfig) -> Iterator[tuple[str, Stored]]:
+def _in_layer(config: _Shapes) -> Iterator[tuple[str, Stored]]:
     c, hidden, streams, rank = config, config.hidden_size, config.streams, config.laurel_rank
     if c.input_size:
         yield "input.gate", Stored("per_layer_input_gate.weight", (c.input_size, hidden))

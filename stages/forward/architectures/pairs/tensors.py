@@ -11,12 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from ..architecture import Stored, Tensors
-
-if TYPE_CHECKING:
-    from .config import PairConfig
 
 __all__ = ["PairTensors", "pair_tensors"]
 
@@ -27,6 +24,52 @@ _T5 = {
 }
 _BART_PARTS = {"q": "q_proj", "k": "k_proj", "v": "v_proj", "o": "out_proj"}
 _BART = {"attn": ("self_attn.", _BART_PARTS), "cross": ("encoder_attn.", _BART_PARTS)}
+
+
+class PairShapes(Protocol):
+    """What of a configuration decides which tensors there are, and their shapes."""
+
+    @property
+    def spelling(self) -> str: ...
+    @property
+    def hidden_size(self) -> int: ...
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def encoder_layers(self) -> int: ...
+    @property
+    def num_layers(self) -> int: ...
+    @property
+    def heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+    @property
+    def mlp_size(self) -> int: ...
+    @property
+    def norm_type(self) -> str: ...
+    @property
+    def is_gated(self) -> bool: ...
+    @property
+    def has_biases(self) -> bool: ...
+    @property
+    def buckets(self) -> int | None: ...
+    @property
+    def bias_in_each(self) -> bool: ...
+    @property
+    def position_rows(self) -> int: ...
+    @property
+    def has_position_waves(self) -> bool: ...
+    @property
+    def has_embedding_norm(self) -> bool: ...
+    @property
+    def has_final_norm(self) -> bool: ...
+    @property
+    def logit_factor(self) -> float: ...
+    @property
+    def has_head_bias(self) -> bool: ...
+    @property
+    def tie_word_embeddings(self) -> bool: ...
+    def is_decoder(self, layer: int) -> bool: ...
 
 
 @dataclass(frozen=True)
@@ -57,7 +100,7 @@ class PairTensors(Tensors):
         return None, name
 
 
-def pair_tensors(config: PairConfig) -> PairTensors:
+def pair_tensors(config: PairShapes) -> PairTensors:
     """The map of a configuration."""
     c, is_t5 = config, config.spelling == "t5"
     root = "" if is_t5 else "model."
@@ -89,7 +132,7 @@ def pair_tensors(config: PairConfig) -> PairTensors:
     )
 
 
-def _layer(c: PairConfig, layer: int) -> Iterator[tuple[str, Stored]]:
+def _layer(c: PairShapes, layer: int) -> Iterator[tuple[str, Stored]]:
     is_decoder, is_t5 = c.is_decoder(layer), c.spelling == "t5"
     inner, hidden = c.heads * c.head_dim, c.hidden_size
     rooms = _T5 if is_t5 else _BART
@@ -123,7 +166,7 @@ def _layer(c: PairConfig, layer: int) -> Iterator[tuple[str, Stored]]:
         yield from _outer(c, is_decoder=is_decoder)
 
 
-def _outer(c: PairConfig, *, is_decoder: bool) -> Iterator[tuple[str, Stored]]:
+def _outer(c: PairShapes, *, is_decoder: bool) -> Iterator[tuple[str, Stored]]:
     """What stands outside of layers, and its first layer is given."""
     root = "" if c.spelling == "t5" else "model."
     side = "decoder" if is_decoder else "encoder"
@@ -137,13 +180,13 @@ def _outer(c: PairConfig, *, is_decoder: bool) -> Iterator[tuple[str, Stored]]:
         yield from _norm(c, f"{OUTER}memory_norm", f"{root}encoder.{name}").items()
 
 
-def _map(c: PairConfig, weight: str, name: str, shape: tuple[int, int]) -> Iterator[tuple[str, Stored]]:
+def _map(c: PairShapes, weight: str, name: str, shape: tuple[int, int]) -> Iterator[tuple[str, Stored]]:
     yield weight, Stored(f"{name}.weight", shape)
     if c.has_biases:
         yield f"{weight}.bias", Stored(f"{name}.bias", shape[:1])
 
 
-def _norm(c: PairConfig, weight: str, name: str) -> dict[str, Stored]:
+def _norm(c: PairShapes, weight: str, name: str) -> dict[str, Stored]:
     found = {weight: Stored(f"{name}.weight", (c.hidden_size,))}
     return found | (
         {f"{weight}.bias": Stored(f"{name}.bias", (c.hidden_size,))} if c.norm_type == "layer" else {}

@@ -12,7 +12,7 @@ import torch
 
 from mizarr.stages.forward.architectures.architecture import Reach
 from mizarr.stages.forward.architectures.composed import ComposedArchitecture
-from mizarr.stages.forward.architectures.families import from_hf_config
+from mizarr.stages.forward.architectures.known import from_hf_config
 from mizarr.stages.forward.architectures.points import BY_NAME, SPLIT_INPUTS, HookPoint
 from mizarr.stages.forward.architectures.transformer import RopeConfig
 from mizarr.stages.forward.hooks.interventions import Add, Scale

@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from mizarr.stages.forward.architectures.families import from_hf_config
+from mizarr.stages.forward.architectures.known import from_hf_config
 from mizarr.store.errors import ConfigError
 
 from .. import random_models

@@ -14,7 +14,7 @@ import pytest
 
 import mizarr
 from mizarr.stages.causal.grids.patching_metrics import LogitDifference, Probability
-from mizarr.stages.forward.architectures.families import from_hf_config
+from mizarr.stages.forward.architectures.known import from_hf_config
 from mizarr.stages.forward.architectures.points import KINDS, HookPoint
 from mizarr.stages.forward.hooks.interventions import Add, Replace, Scale, Zero
 from mizarr.stages.forward.hooks.spec import HookSpec

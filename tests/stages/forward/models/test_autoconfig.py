@@ -8,7 +8,7 @@ import json
 
 import pytest
 
-from mizarr.stages.forward.architectures.families import from_hf_config
+from mizarr.stages.forward.architectures.known import from_hf_config
 from mizarr.stages.forward.architectures.transformer import ConfigReader
 from mizarr.stages.forward.models.autoconfig import architecture_of, examine, inferred, report
 from mizarr.stages.forward.networks import weights

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from mizarr.stages.forward.architectures.families import from_hf_config
+from mizarr.stages.forward.architectures.known import from_hf_config
 from mizarr.stages.forward.models.files import resolve
 from mizarr.stages.forward.networks import composed, weights
 from mizarr.stages.logits.readout import readout_from_files

@@ -1,4 +1,4 @@
-"""Granite's lineage, which multiplies embeddings, scores, what is added to the stream, and logits.
+"""OLMo, and Granite, which multiplies embeddings, scores, what is added to the stream, and logits.
 
 Border: never imports torch.
 """
@@ -11,19 +11,94 @@ from typing import Any
 from .....store.errors import ConfigError
 from ..composed import ComposedArchitecture
 from ..families import read_activation
-from ..layer_tensors import LLAMA
-from ..mixers import AttentionSpec, ExpertsSpec
+from ..layer_tensors import LLAMA, ExpertNames
+from ..mixers import AttentionSpec, ExpertsSpec, QkNorm
 from ..transformer import ConfigReader, RopeConfig
 from . import builders as build
-from .builders import Ropes, TensorShapes, Windows, family
+from .builders import TensorShapes, Windows, family
+from .experts import qwen_experts
+
+
+@family("olmo", "OLMo 1")
+def olmo(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    """Layer norms without weights or biases; queries, keys and values are clipped where clip_qkv says so."""
+    return build.decoder(
+        config,
+        build.attention(
+            config, bias=build.attention_bias(config), clip_qkv=config.optional_number("clip_qkv")
+        ),
+        build.mlp(config),
+        norm_type="layer",
+        norm_biases="none",
+        has_norm_weights=False,
+        eps=1e-5,
+        max_positions=2048,
+    )
+
+
+@family("olmo2", "OLMo 2")
+def olmo2(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    eps = config.number("rms_norm_eps", 1e-5)
+    return build.decoder(
+        config,
+        build.attention(config, bias=build.attention_bias(config), qk_norm=QkNorm("all", eps)),
+        build.mlp(config),
+        norms="after",
+        eps=eps,
+        max_positions=2048,
+    )
+
+
+@family("olmo3", "Olmo 3")
+def olmo3(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    eps = config.number("rms_norm_eps", 1e-5)
+    return build.decoder(
+        config,
+        build.attention(config, bias=build.attention_bias(config), qk_norm=QkNorm("all", eps)),
+        build.mlp(config),
+        rope=build.two_ropes(500000.0, 500000.0),
+        windows=build.windows_by_type(config, build.every_nth_full(4)),
+        norms="after",
+        eps=eps,
+        max_positions=2048,
+    )
+
+
+@family("olmoe", "OLMoE", never=("clip_qkv",))
+def olmoe(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    eps = config.number("rms_norm_eps", 1e-5)
+    return build.decoder(
+        config,
+        build.attention(config, bias=build.attention_bias(config), qk_norm=QkNorm("all", eps)),
+        qwen_experts(config, count=64, chosen=8, width=2048, width_key="intermediate_size"),
+        eps=eps,
+        max_positions=4096,
+    )
+
+
+@family("flex_olmo", "FlexOlmo")
+def flex_olmo(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    eps = config.number("rms_norm_eps", 1e-6)
+    return build.decoder(
+        config,
+        build.attention(config, bias=build.attention_bias(config), qk_norm=QkNorm("all", eps)),
+        qwen_experts(config, count=7, chosen=5, width=11008, width_key="intermediate_size"),
+        rope=build.rope_everywhere(500000.0),
+        norms="after",
+        eps=eps,
+        max_positions=4096,
+    )
+
 
 OF_GRANITE = replace(
     LLAMA,
     mlp_parts=("input_linear", "output_linear"),
-    experts="block_sparse_moe.",
-    router="router.layer",
-    expert_parts=("input_linear", "output_linear"),
-    shared="shared_mlp.",
+    experts=ExpertNames(
+        room="block_sparse_moe.",
+        router="router.layer",
+        parts=("input_linear", "output_linear"),
+        shared="shared_mlp.",
+    ),
 )
 
 
@@ -79,25 +154,13 @@ def granite(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
     )
 
 
+@family("granitemoeshared", "Granite 3.1 MoE with a shared expert")
 @family("granitemoe", "Granite 3 MoE")
 def granitemoe(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
     return build.decoder(
         config,
         _attention(config),
-        _experts(config, has_shared=False),
-        eps=config.number("rms_norm_eps", 1e-6),
-        max_positions=2048,
-        spelling=OF_GRANITE,
-        **_ends(config),
-    )
-
-
-@family("granitemoeshared", "Granite 3.1 MoE with a shared expert")
-def granitemoeshared(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    return build.decoder(
-        config,
-        _attention(config),
-        _experts(config),
+        _experts(config, has_shared=config.raw["model_type"] == "granitemoeshared"),
         eps=config.number("rms_norm_eps", 1e-6),
         max_positions=2048,
         spelling=OF_GRANITE,
@@ -126,16 +189,13 @@ def _rope_by_theta(config: ConfigReader, head_dim: int, most: int | None, window
     return [by_theta.get(theta) for theta in thetas]
 
 
-BY_THETA: Ropes = _rope_by_theta
-
-
 @family("granite_swa", "Granite with windows and sinks")
 def granite_swa(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
     return build.decoder(
         config,
         _attention(config, kv_heads=4, attention_sinks=True),
         build.mlp(config, bias=config.flag("mlp_bias", False), factors=(1.0, _residual(config))),
-        rope=BY_THETA,
+        rope=_rope_by_theta,
         windows=build.windows_by_type(config, build.first_of_four_full, 128),
         eps=config.number("rms_norm_eps", 1e-5),
         max_positions=8192,
@@ -150,15 +210,18 @@ def granitemoe_swa(config: ConfigReader, shapes: TensorShapes) -> ComposedArchit
         config,
         _attention(config, attention_sinks=True),
         _experts(config),
-        rope=BY_THETA,
+        rope=_rope_by_theta,
         windows=build.windows_by_type(config, build.first_of_four_full, 128),
         eps=config.number("rms_norm_eps", 1e-6),
         max_positions=2048,
         spelling=replace(
             OF_GRANITE,
-            router="router",
-            expert_parts=("experts.gate_up_proj", "experts.down_proj"),
-            expert_ending="",
+            experts=replace(
+                OF_GRANITE.experts,
+                router="router",
+                parts=("experts.gate_up_proj", "experts.down_proj"),
+                ending="",
+            ),
         ),
         **_ends(config),
     )

@@ -1,4 +1,5 @@
-"""GLM's lineage, but for GLM 4.7 Flash, whose attention is DeepSeek's.
+"""Cohere's Command models (parallel layers, layer norms without biases, scaled logits), and GLM but for
+GLM 4.7 Flash, whose attention is DeepSeek's.
 
 Border: never imports torch.
 """
@@ -13,7 +14,44 @@ from ..mixers import ChannelMixerSpec, QkNorm
 from ..transformer import ConfigReader
 from . import builders as build
 from .builders import TensorShapes, family
-from .experts import sigmoid_experts
+from .experts import SHARED, sigmoid_experts
+
+
+@family("cohere", "Command R", never=("use_qk_norm",))
+def cohere(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    return build.decoder(
+        config,
+        build.attention(config, bias=build.attention_bias(config)),
+        build.mlp(config),
+        rope=build.rope_everywhere(500000.0, interleaved=True),
+        is_parallel=True,
+        norm_type="layer",
+        norm_biases="none",
+        eps=config.number("layer_norm_eps", 1e-5),
+        max_positions=8192,
+        logit_factor=config.number("logit_scale", 0.0625),
+        tied=True,
+    )
+
+
+@family("cohere2", "Command R7B and A")
+def cohere2(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    """Rope in layers with a window alone."""
+    return build.decoder(
+        config,
+        build.attention(config, bias=build.attention_bias(config)),
+        build.mlp(config),
+        rope=build.rope_in_windows(interleaved=True),
+        windows=build.windows_by_type(config, build.every_nth_full(4, "sliding_window_pattern")),
+        is_parallel=True,
+        norm_type="layer",
+        norm_biases="none",
+        eps=config.number("layer_norm_eps", 1e-5),
+        max_positions=8192,
+        logit_factor=config.number("logit_scale", 0.0625),
+        tied=True,
+    )
+
 
 GATE_UP = ("gate_up_proj", "down_proj")
 """Gate and up projection as one, and the down projection."""
@@ -69,5 +107,5 @@ def glm4_moe(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture
         rope=build.rope_everywhere(share=0.5),
         eps=eps,
         max_positions=131072,
-        spelling=replace(LLAMA, shared="mlp.shared_experts."),
+        spelling=SHARED,
     )

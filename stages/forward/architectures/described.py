@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..composed import ComposedArchitecture
-from ..mixers import (
+from .attending.builders import AttendingFamily
+from .composed import ComposedArchitecture
+from .mixers import (
     AttentionSpec,
     DifferentialSpec,
     ExpertsSpec,
@@ -17,8 +18,7 @@ from ..mixers import (
     MlpSpec,
     RoutedAttentionSpec,
 )
-from ..transformer import ConfigReader
-from .builders import AttendingFamily
+from .transformer import ConfigReader
 
 __all__ = ["described_attending"]
 
