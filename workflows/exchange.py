@@ -87,11 +87,11 @@ def import_activations(
         as_count(n_layers, "n_layers")
     if strange := [path for path in paths if path.suffix not in (".safetensors", ".npz")]:
         raise ConfigError(f"expected a .safetensors or .npz file, found {strange[0].name!r}; convert it")
-    files = PinnedFiles("what is imported", "it was written over meanwhile; start again once it is whole")
+    pinned = PinnedFiles("what is imported", "it was written over meanwhile; start again once it is whole")
     for path in paths:
         if not require_content(path, ConfigError, "write it again"):
             raise ConfigError(f"expected a file at {str(path)!r}, found none; check the path")
-        files.note(path)
+        pinned.note(path)
     held, note = _read(paths, skip)
     arrays, labels = _sorted_out(held, names or {}, dtype)
     if not arrays:
@@ -105,7 +105,7 @@ def import_activations(
     packed, known = pack_imported(arrays, ids, _row_size(labels, arrays), known_texts, spans)
     _expect_whole(labels, packed.position_of(slice(None)))
     content: dict[str, Any] = {
-        "files": sorted(map(files.digest, paths)),
+        "files": sorted(map(pinned.digest, paths)),
         # Pairs in their order: of two patterns that fit an array the first one counts.
         "names": [list(pair) for pair in (names or {}).items()],
         "skip": sorted(skip),
@@ -120,7 +120,7 @@ def import_activations(
 
     # Opened last, as this may create a folder: input that is no good leaves nothing behind.
     with nullcontext(store) if isinstance(store, Store) else requested_store(store) as opened:
-        return store_imported(opened, run, packed, arrays, specs, about, files.check).open()
+        return store_imported(opened, run, packed, arrays, specs, about, pinned.check).open()
 
 
 def _read(paths: Sequence[Path], skip: Sequence[str]) -> tuple[dict[str, Array], dict[str, Any]]:

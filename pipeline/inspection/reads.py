@@ -69,7 +69,8 @@ def _chain(following: Sequence[dis.Instruction]) -> tuple[str, ...]:
 def global_of(function: types.FunctionType, name: str) -> Any:
     """What a global of a function, or a built-in, stands for now."""
     found = function.__globals__.get(name, NOTHING)
-    return function.__builtins__.get(name, NOTHING) if found is NOTHING else found
+    untyped: Any = function  # mypy leaves the name __builtins__ out of its cache
+    return untyped.__builtins__.get(name, NOTHING) if found is NOTHING else found
 
 
 def cells_of(function: types.FunctionType) -> list[tuple[str, Any]]:
