@@ -630,7 +630,7 @@ def test_prompts_and_specs_that_do_not_fit_are_refused_before_anything_runs(mode
         (resid, Zero(positions=(-PROMPT - 1,)), f"found -{PROMPT + 1}"),
         (pattern, SetValue([(reach, 0)], 0.5), f"found {reach}"),
         (resid, Replace(torch.zeros(1, PROMPT, model.config.hidden_size)), f"position={reach}"),
-        (resid, Scale(2.0, heads=(0,)), "no heads"),
+        (resid, Scale(2.0, heads=(0,)), "with heads to select"),
     ):
         for cache in (False, True):
             with pytest.raises(InterventionError, match=message):
