@@ -87,7 +87,7 @@ def import_activations(
         as_count(n_layers, "n_layers")
     if strange := [path for path in paths if path.suffix not in (".safetensors", ".npz")]:
         raise ConfigError(f"expected a .safetensors or .npz file, found {strange[0].name!r}; convert it")
-    pinned = PinnedFiles("what is imported", "it was written over meanwhile; start again once it is whole")
+    pinned = PinnedFiles("what is imported", "it was overwritten meanwhile; start again once it is whole")
     for path in paths:
         if not require_content(path, ConfigError, "write it again"):
             raise ConfigError(f"expected a file at {str(path)!r}, found none; check the path")

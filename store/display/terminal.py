@@ -35,8 +35,8 @@ def escaped(text: str, *, one_line: bool = False) -> str:
         text: Any text.
         one_line: Whether newlines and tabs are escaped as well.
 
-    >>> escaped("a\\x1b[2Jb")
-    'a\\\\x1b[2Jb'
+    >>> escaped("a\x1b[2Jb")
+    'a\\x1b[2Jb'
     """
     # Bidirectional marks are included: they can display a file name in an order that hides its suffix.
     text = _STEERING.sub(_spelt, text)

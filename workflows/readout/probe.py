@@ -1,4 +1,4 @@
-"""At which layer can a linear probe read a label from the residual stream?
+"""At which layer can a label be read linearly from the residual stream?
 
 Linear probes on stored activations, with a shuffled control.
 
@@ -88,7 +88,7 @@ class Probe(ModelWorkflow):
     """Linear probes of every layer for one or several targets."""
 
     name = "probe"
-    question = "At which layer can a linear probe read a label from the residual stream?"
+    question = "At which layer can a label be read linearly from the residual stream?"
     descriptive = "How well a linear probe predicts the target from the states, beside shuffled targets."
     settings_type = ProbeSettings
     extra = "probing"

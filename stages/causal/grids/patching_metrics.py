@@ -97,7 +97,7 @@ class Metric(ABC):
         defined.
         """
         raise StageError(
-            f"metric {self.name!r}: expected one with a gradient, found {type(self).__name__}; take "
+            f"metric {self.name!r}: expected one with a gradient, found {type(self).__name__}; use "
             "LogitDifference, LogProbability, Probability or KL"
         )
 

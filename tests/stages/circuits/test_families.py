@@ -109,7 +109,9 @@ def test_what_is_no_sum_is_refused_in_one_line(family, tmp_path):
     make = save_random_model if family in FAMILIES else save_random_hybrid
     make(tmp_path, family, 1, tokenizer=False)
     config = Model.from_pretrained(tmp_path).config
-    with pytest.raises(ConfigError, match=rf"found {SUMS[family]}.* in layer \d of \w+; edges") as caught:
+    with pytest.raises(
+        ConfigError, match=rf"found {SUMS[family]}.* in layer \d of \w+; its parts are not connected by edges"
+    ) as caught:
         Layout.of(config)
     assert "\n" not in str(caught.value)
 

@@ -233,7 +233,7 @@ def test_another_order_is_what_a_checkpoint_in_that_order_computes(tmp_path):
 def test_orders_that_make_no_sense_are_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"every layer 0\.\.5 once, found \(0, 0\)"):
         asked(LayerOrders(prompts(5), ((0, 0),)), "specimen", tmp_path)
-    with pytest.raises(ConfigError, match="expected layer 0 first of rwkv7"):
+    with pytest.raises(ConfigError, match="expected layer 0 first in rwkv7"):
         asked(LayerOrders(prompts(5), swaps(6, 100)), "specimen-rwkv", tmp_path)
     assert len(swaps(6, 100, first=1)) == 11
     assert len(swaps(30, 8, seed=1)) == 9 and swaps(30, 8, seed=1) != swaps(30, 8, seed=2)

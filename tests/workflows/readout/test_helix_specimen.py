@@ -21,7 +21,7 @@ def helix(tmp_path_factory: pytest.TempPathFactory):
 
 def test_means_lie_in_far_fewer_dimensions_than_shuffled_ones(helix):
     for layer in (2, 3):
-        told = helix.told(layer)
+        told = helix.document(layer)
         missed, missed_shuffled = 1 - told["total_variance_top6"], 1 - told["total_variance_top6_shuffled"]
         assert missed < missed_shuffled / 3
 

@@ -327,7 +327,7 @@ def test_the_headline_is_what_plain_passes_leave_of_chosen_and_random_pushes(at_
     vectors = [(one[name] - other[name])[0, -1] for name in sorted(map(str, one))]
     (claim,) = at_the_end.to_json()["findings"]
     assert claim["effect"] == pytest.approx(left_of(model, vectors, (1.0, 6.0)), abs=1e-4)
-    null = at_the_end.fates[0].finding.null
+    null = at_the_end.fates[0].claim.null
     drawn = []
     for seed in np.random.SeedSequence(0).generate_state(20)[:4]:
         noise = np.random.default_rng(int(seed)).standard_normal((1, 3, 32))[0]
@@ -348,7 +348,7 @@ def test_settings_of_the_controls_move_the_null_and_its_key_alone(at_the_end, st
     other = build("steering_convergence", **given | {name: value}).run(mizarr.open_store(store))
     keys = [each.to_json()["provenance"]["keys"] for each in (at_the_end, other)]
     assert {key for key in keys[0] if keys[0][key] != keys[1][key]} == {"controls"}
-    nulls = [each.fates[0].finding.null.values.tolist() for each in (at_the_end, other)]
+    nulls = [each.fates[0].claim.null.values.tolist() for each in (at_the_end, other)]
     assert nulls[0] != nulls[1]
     assert (nulls[1] == nulls[0][:3]) == (name == "controls"), "fewer draws are the first of them"
     effects = [each.to_json()["findings"][0]["effect"] for each in (at_the_end, other)]

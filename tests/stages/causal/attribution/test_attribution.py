@@ -382,12 +382,12 @@ def test_scores_by_hand():
     assert gradient_attribution(*neurons).values.tolist() == [[[10.0, 2.0], [3.0, -4.0]]]
     with pytest.raises(ShapeError, match="found 1 and 2 along 'token'"):
         patch_attribution(clean.isel(token=[0]), corrupted, gradient)
-    with pytest.raises(ShapeError, match="at the same layers, found others"):
+    with pytest.raises(ShapeError, match="at the same layers, found different"):
         gradient_attribution(clean.assign_coords(layer=[5]), gradient)
     shifted = [
         each.assign_coords(position=("token", row)) for each, row in ((clean, [0, 1]), (gradient, [0, 0]))
     ]
-    with pytest.raises(ShapeError, match="at the same positions, found others"):
+    with pytest.raises(ShapeError, match="at the same positions, found different"):
         gradient_attribution(*shifted)
 
 
