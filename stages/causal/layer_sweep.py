@@ -5,7 +5,7 @@ unchanged run (effects.py).
 
 Border: token ids and numbers; subclasses define the intervention. Torch is imported when it runs.
 
-Axes: layer, then those of the subclass; rank.
+Axes: layer, then those of the subclass; rank = place in a list of tokens, the largest value first.
 """
 
 from __future__ import annotations

@@ -109,7 +109,7 @@ class LayerSpec:
 
     @property
     def summary(self) -> Layer:
-        """Torch-free summary of this mixer, as `Architecture.layers` shows it."""
+        """Torch-free summary of this layer, as `Architecture.layers` shows it."""
         channel_mixer = None if self.channel_mixer is None else self.channel_mixer.summary
         norms = "of stream" if self.norms == "of sums" or self.has_gains else self.norms
         return Layer(self.mixer, channel_mixer, norms, self.is_parallel)

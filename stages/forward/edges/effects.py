@@ -5,8 +5,7 @@ after it are recomputed (path patching of one edge; Goldowsky-Dill et al., 2023,
 destination nothing differs from the clean pass, so for an edge only this is computed:
 
 1. the output of its destination on the changed stream. Queries, keys and values of all heads are computed
-from
-   clean + (change of the source) at once: a row per source, not per edge;
+   from clean + (change of the source) at once: a row per source, not per edge;
 2. the change of the stream by this, and the rest of the model: the MLP of the layer, later layers, and of the
    last layer only the last position. All edges into a layer continue together.
 

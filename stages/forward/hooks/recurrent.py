@@ -12,8 +12,7 @@ This is the recurrent feedback of candle-mi's "anacrousis". The loop itself is n
 to two simpler computations:
 
 * With feedback, every pass from the second on starts from the same x0 and gives the same result, so all
-passes
-  but the last are discarded. Any depth above 1 is one plain pass with strength * vector added to
+  passes but the last are discarded. Any depth above 1 is one plain pass with strength * vector added to
   `hook_resid_pre` of `loop_start`, whatever `loop_end` is: ordinary interventions, which every driver
   supports.
 * Without feedback, it is another order of layers, which the loop over layers takes as an argument.

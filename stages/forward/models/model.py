@@ -1,7 +1,7 @@
 """Model: a language model whose every activation has a name.
 
 Joins an architecture (how a forward pass is computed), a tokenizer and an identity (what its results are
-keyed by). Knows nothing of stores; `capture.py` brings the two together.
+keyed by). Knows nothing of stores; `capture/capture.py` stores what a model computes.
 """
 
 from __future__ import annotations

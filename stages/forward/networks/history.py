@@ -1,16 +1,14 @@
-"""History: what the tokens of a pass know of one another.
+"""History: which earlier tokens the tokens of a pass can see, and where these are.
 
-A layer is arithmetic on single tokens, but for its mixer, through which a token sees others. Which tokens a
-pass computes, and where those lie that they see - beside them in whole prompts, kept from when a text was
-shorter, in the branch of an ancestor - is known to a history and to nobody else. So one decoder reads a batch
-of prompts, the newest token of a text, and a thousand variants of a prompt side by side.
+A layer computes each token by itself, except for its mixer, which reads other tokens. They may be in the same
+batch (whole prompts), in a cache (generation), or in the parent branch (planned runs). Only the history knows
+which, so one network computes a batch of prompts, the newest token of a text, and thousands of variants of a
+prompt side by side.
 
-Each way to mix positions is one method. `attend` is the only one the present families need; the DESIGN.md of
-this room tells how the next ones fit.
+Each way of mixing positions is one method: `attend` (attention), `before` (token shift, short convolutions)
+and `scan` (recurrences). This file has the protocol; the implementations are in passes/.
 
-Border: a protocol; the histories there are lie in passes/.
-
-Axes: as in passes/; kept = those tokens whose output of a layer anyone needs.
+Axes: as in passes/; kept = the tokens whose output of a layer is needed later.
 """
 
 from __future__ import annotations

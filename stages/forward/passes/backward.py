@@ -1,8 +1,7 @@
 """A forward and a backward pass: gradients of a metric of the logits at any hook points.
 
 The forward pass is recorded from the first gradient capture on, and differentiated once. Metrics are not
-known
-here: the caller passes a function from logits to the gradient of its metric with respect to them, the
+known here: the caller passes a function from logits to the gradient of its metric with respect to them, the
 cotangent. Everything before the logits is autograd through the one loop over layers, for every architecture
 computed by it. Rows of a batch do not interact, so a prompt's gradients are those of its own metric alone.
 

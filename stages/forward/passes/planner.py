@@ -4,8 +4,7 @@
    each branch computes only positions that its interventions can reach, no layer runs after the last capture,
    and in the last layer only positions whose logits are wanted go through MLP and LM head.
 2. Branches are packed, in order, into blocks whose widest layer fits into memory. A block is one sweep over
-the
-   layers (passes/sweep.py), after which its runs are done.
+   the layers (passes/sweep.py), after which its runs are done.
 3. Ancestors of a branch that lie in an earlier block are computed again in its own; they are few.
 
 Planned results equal plain forward passes within rounding. Never imports torch.

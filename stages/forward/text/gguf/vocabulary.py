@@ -10,9 +10,8 @@ llama.cpp's converter did is undone. What it left out is a constant that llama.c
 * SentencePiece: a space is put before a text and after every special token, unless the file says otherwise.
   Characters without a piece become bytes. Of two pairs whose pieces have one score the leftmost is joined; of
   two pairs that make the same piece, the one with lower ids, as in transformers' conversion.
-* WordPiece: a vocabulary without capital letters lower-cases its text and strips accents; llama.cpp does so
-for
-  every vocabulary.
+* WordPiece: a vocabulary without capital letters lower-cases its text and strips accents; llama.cpp does
+  so for every vocabulary.
 
 Works on values; knows neither gguf nor the `tokenizers` library (library.py).
 """
