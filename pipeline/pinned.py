@@ -28,10 +28,10 @@ MOST_OPEN = 2
 
 
 class Pinned(Protocol):
-    """What a node reads beside its inputs, and what must stay as it is."""
+    """Protocol of a resource (files, or weights in memory) that must not change while a command runs."""
 
     def check(self) -> None:
-        """Raise SourceChanged unless it is still what the keys of the command say."""
+        """Raise SourceChanged if its content is no longer that in the keys of the command."""
         ...
 
 
@@ -51,17 +51,17 @@ class PinnedResource(Pinned, Protocol):
 
 
 class _Noted(NamedTuple):
-    """What a file is known by."""
+    """Fingerprint of a file."""
 
     state: str
     """Stamp (device, inode, size, mtime, ctime) and a digest of blocks of it."""
     content: str | None
-    """Digest of all of it where a change might not show in `state`; else None."""
+    """Digest of the whole file, if a later change might leave `state` as it is; else None."""
 
 
 class PinnedFiles:
-    """Files that must stay as they are. Each is noted before it is first read, so that all that is read of it
-    until `check` is of one content: a change that was undone moves the stamp as well."""
+    """Files that must not change until `check`. Each is fingerprinted before its first read, so everything
+    read of it until then is of one content: also a change that was undone moves the stamp."""
 
     def __init__(self, name: str, advice: str = "start again with the files as they are now") -> None:
         """name: whose files they are, for messages. advice: what to do once one has changed."""
@@ -72,8 +72,8 @@ class PinnedFiles:
     def note(self, path: Path) -> Path:
         """The path of a file that is about to be read. One that cannot be is its reader's business. Raises
         OSError for a file that is being written."""
-        if path not in self._noted and (found := _state(path)) is not None:
-            state, is_settled = found
+        if path not in self._noted and (current := _state(path)) is not None:
+            state, is_settled = current
             self._noted[path] = _Noted(state, None if is_settled else file_digests().digest(path))
         return path
 
@@ -105,8 +105,8 @@ class PinnedFiles:
 
 
 def _is_same(path: Path, noted: _Noted) -> bool:
-    found = _state(path)
-    if found is None or found[0] != noted.state:
+    current = _state(path)
+    if current is None or current[0] != noted.state:
         return False
     with suppress(OSError):
         return noted.content is None or noted.content == file_digests().digest(path)
@@ -114,7 +114,7 @@ def _is_same(path: Path, noted: _Noted) -> bool:
 
 
 def _state(path: Path) -> tuple[str, bool] | None:
-    """As `FileDigests.state`; None for a file that cannot be read, and for what is none, such as a pipe."""
+    """`FileDigests.state` of a regular file; None for an unreadable file, a folder or a pipe."""
     with suppress(OSError):
         return FileDigests.state(path) if path.is_file() else None
     return None

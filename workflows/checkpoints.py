@@ -100,7 +100,7 @@ class Checkpoints(Workflow):
 
     @cached_property
     def claims_of(self) -> dict[str, tuple[Claim, ...]]:
-        """The claims of each revision; () where it makes none."""
+        """Claims of each revision of the model; () for a revision without claims."""
         return {
             revision: workflow.findings.findings if workflow.makes_claims else ()
             for revision, workflow in self.each.items()

@@ -313,7 +313,7 @@ class CandidateEffects:
     """Effects of each candidate's control causes on the held-out prompts, [prompt, control, ...]; None: the
     other candidates are the controls."""
     among: npt.NDArray[np.bool_] | None = None
-    """Candidates that may be chosen, bool [...]; None: all."""
+    """Mask of the candidates that may be chosen, bool, of the shape of `mean`; None for all."""
 
     @property
     def mean(self) -> Floats:

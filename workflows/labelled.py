@@ -34,7 +34,7 @@ def record(found: xr.Dataset, *names: str, **renamed: str) -> dict[str, Any]:
 
 
 def records(found: xr.Dataset, dim: str, *names: str, **renamed: str) -> list[dict[str, Any]]:
-    """A `record` for each place along a dim; variables without that dim are the same in all of them."""
+    """One `record` per index along a dimension; variables without the dimension are repeated in each."""
     columns = _columns(names, renamed)
     arrays = [found[of] for of in columns.values()]
     values = [
@@ -60,7 +60,7 @@ def ranked(array: xr.DataArray, count: int | None = None) -> list[dict[str, Any]
 def largest(
     found: xr.Dataset, by: xr.DataArray, count: int | None, *names: str, **renamed: str
 ) -> list[dict[str, Any]]:
-    """A `record` for each of the largest cells of `by`, behind the labels of the cell."""
+    """One `record` per cell of `by`, for its `count` largest cells, with the labels of the cell first."""
     return [place | record(found.sel(place), *names, **renamed) for place in ranked(by, count)]
 
 

@@ -259,7 +259,7 @@ class CircuitSettings(TaskSettings):
 
 
 def require_together(settings: Any, *names: str) -> None:
-    """ConfigError unless all of these settings are given, or none of them."""
+    """Raise ConfigError if some of these settings are set and others are not."""
     given = [name for name in names if getattr(settings, name)]
     if given and len(given) < len(names):
         missing = [name for name in names if name not in given]

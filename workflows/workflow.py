@@ -226,10 +226,16 @@ class Workflow:
         """The claims as a view, or the reason why nothing is claimed."""
         from .views import Findings
 
-        sources = self.claim_sources or tuple(self.nodes)
         if self.not_claimed:
-            return Findings.none(self.not_claimed, sources)
+            return self.unclaimed()
+        sources = self.claim_sources or tuple(self.nodes)
         return Findings.of(*self.claims(), caption=self.claims_caption(), sources=sources)
+
+    def unclaimed(self) -> Findings:
+        """The view that gives the reason why nothing is claimed."""
+        from .views import Findings
+
+        return Findings.none(self.not_claimed, self.claim_sources or tuple(self.nodes))
 
     @property
     def makes_claims(self) -> bool:

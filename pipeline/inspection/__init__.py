@@ -1,1 +1,1 @@
-"""What the code of a user's function reads, and which of it is the user's own."""
+"""Inspection of a user's function: variables that its code reads, and which packages these belong to."""

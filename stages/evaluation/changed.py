@@ -166,7 +166,7 @@ class ChangedModelExperiment(Experiment):
 
     @property
     def pinned(self) -> Sequence[Pinned]:
-        """The dictionary, where there is one."""
+        """The dictionary's files, if the change reads a dictionary."""
         return (self._resource,) if self.dictionary else ()
 
     @property

@@ -201,13 +201,13 @@ class Dictionary:
         return StoredDictionary(self.name, self.identity, device).opened_as(opened)
 
     def _copy(self) -> Dictionary:
-        """The same, of tensors that nobody else holds, and so nobody edits."""
+        """Copy of this dictionary with tensors of its own, which no user can edit."""
         copy = Dictionary(self.files, self.layout, self._open_layer)
         copy.reference, copy.device = self.reference, self.device
         return copy
 
     def on(self, device: torch.device | str | None) -> Dictionary:
-        """The same, computed on a device: None for a GPU if there is one."""
+        """This dictionary with computation on a device (None: a GPU if there is one, else the CPU)."""
         if device is None:
             import torch
 

@@ -99,7 +99,7 @@ class GraphNode(ResultNode):
 
     @property
     def pinned(self) -> Sequence[Pinned]:
-        """The dictionary; the model is looked at when it is loaded."""
+        """The dictionary's files. Those of the model are checked when it is loaded into memory."""
         return (self.resource,)
 
     # -- identity

@@ -119,7 +119,7 @@ class TaskWorkflow(ModelWorkflow):
 
     @cached_property
     def done(self) -> list[str]:
-        """Tasks that the model does, the only ones of which anything is claimed."""
+        """Names of the tasks that the model does; claims are made about these only."""
         return [task for task in self.tasks if self.is_done(self.result(f"{task}_{self.done_node}"))]
 
     @property

@@ -81,7 +81,7 @@ class PlacedPair:
 
     @property
     def ways(self) -> tuple[Way, ...]:
-        """Ways in the order of `WAYS`."""
+        """Sets of patched positions (`Way`), in the order of `WAYS`."""
         between = tuple(range(self.at + 1, len(self.ids) - 1))
         early = tuple(at for role in PLAN for at in self.roles[role])
         return (early, ()), (between, ()), (self.roles[END], between)

@@ -28,7 +28,7 @@ class Reported(Protocol):
 
     @property
     def nodes(self) -> Mapping[str, ResultNode]:
-        """What was computed, by the names of the results."""
+        """Computed nodes by the names of their results."""
         ...
 
     @property

@@ -44,7 +44,7 @@ def points(share: float) -> str:
 
 
 def dash(value: Any, how: Any = str) -> str:
-    """A value as `how` says it (see `Table.of`), or a dash for one there is not: None or NaN."""
+    """A value formatted by `how` (see `Table.of`); a dash for None and NaN."""
     if value is None or value != value:  # noqa: PLR0124 - NaN alone differs from itself
         return "–"
     return str(how(value)) if callable(how) else format(value, how)

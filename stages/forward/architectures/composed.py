@@ -68,9 +68,9 @@ class LayerSpec:
     shared: SharedBlockSpec | None = None
     """A block ahead of the mixers that adds to what they read."""
     post_factor: float = 1.0
-    """Factor of what is added, behind its norm."""
+    """Factor of each half's output after its post-norm, before it is added to the stream."""
     source: int | None = None
-    """Number under which its tensors lie, of a layer that shares another's; None for its own."""
+    """Number of the layer whose tensors this layer shares (ALBERT); None if it has its own."""
     reads_normed: bool = True
     """Whether mixers read the stream through a norm, where norms stand before them."""
     has_gains: bool = False
@@ -201,8 +201,8 @@ class ComposedArchitecture(Architecture):
     """Whether 1 is added to these weights."""
     has_head_bias: bool = False
     embedding_width: int | None = None
-    """Of embeddings, and of what is added to and normed with them, where a linear map takes them to the width
-    of the stream; None where there is no such map."""
+    """Embedding width, if a linear projection maps embeddings (with positions and norm) to the hidden size;
+    None without such a projection."""
     token_types: int = 0
     """Rows of a table whose first is added to every embedding, as prompts are of one type; 0 for no table."""
     unknown_token: int | None = None

@@ -53,51 +53,53 @@ class ExpertNames:
     """Names of experts in a layer."""
 
     room: str = "mlp."
+    """Prefix of the tensors of the experts, below the layer."""
     router: str = "gate"
     parts: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
     """Projections of an expert; or the two tensors of all experts."""
     ending: str = ".weight"
-    """Behind the names of tensors that hold all experts."""
+    """Suffix of the names of tensors that hold all experts."""
     correction: str = ".e_score_correction_bias"
-    """Of scores: behind the router's name if it begins with a dot, in the layer if it begins with a slash."""
+    """Correction bias of the router scores: a suffix of the router's name if it begins with a dot, a name in
+    the layer if it begins with a slash."""
     router_gains: tuple[str, str] = ("", "")
     """Beside an MLP: what the router multiplies its input by, and each expert's weight."""
     beside_norms: tuple[str, str, str] = ("", "", "")
     """Beside an MLP: of its output, of the experts' input, and of their output."""
     shared: str = ""
-    """Room of the expert that all tokens go through."""
+    """Prefix of the shared expert's tensors; "" for no shared expert."""
     shared_gate: str = ""
 
 
 @dataclass(frozen=True)
 class EncoderNames:
-    """Names of what few models but encoders have."""
+    """Tensor names of parts that mostly encoders have: token types, head transform, relative positions."""
 
     token_types: str = ""
     embed_in: str = ""
-    """The map from embeddings to the stream."""
+    """Projection from the embedding width to the hidden size."""
     transform: tuple[str, str] = ("", "")
     """Dense map and norm before the head."""
     head_bias: str = ""
-    """Bias of a tied head, where that is not the head's."""
+    """Bias of a tied language head, if it is stored under another name than the head."""
     own_head_bias: str = ""
-    """Bias of a head of its own, where that is not the head's."""
+    """Bias of an untied language head, if it is stored under another name than the head."""
     frequencies: str = ""
-    """Of rope, where a checkpoint holds them."""
+    """Stored rope frequencies; "" if the checkpoint has none."""
     has_old_norms: bool = False
     """Whether norms called LayerNorm have gamma and beta, as their first code named weight and bias."""
     attention_biases: tuple[str, ...] = ()
-    """Of queries and values, where these are beside one tensor of all."""
+    """Query and value biases, if they are stored apart from a fused projection."""
     relative: str = ""
-    """A table by distance."""
+    """Table of relative position embeddings, by distance."""
     relative_norm: str = ""
     relative_parts: tuple[str, str] = ("", "")
-    """What makes queries and keys of that table."""
+    """Query and key projections of the relative position table."""
 
 
 @dataclass(frozen=True)
 class Spelling:
-    """How a checkpoint names its rooms; each of a layer with the dot behind it."""
+    """Tensor names of a checkpoint. Names of modules inside a layer end with a dot."""
 
     embed: str = "model.embed_tokens"
     head: str = "lm_head"
@@ -105,19 +107,19 @@ class Spelling:
     """Learned positions."""
     embed_norm: str = ""
     unread: tuple[str, ...] = ()
-    """Tensors that come with such a checkpoint, and no layer reads; "{}" for the number of each layer."""
+    """Tensors of the checkpoint that no layer reads; "{}" stands for the number of each layer."""
     final_norm: str = "model.final_layernorm"
     layer: str = "model.layers.{}."
-    """"{}" for its number."""
+    """Prefix of a layer; "{}" stands for its number."""
     ln1: str = "input_layernorm"
     ln2: str = "pre_ff_layernorm"
     ln1_post: str = "post_attention_layernorm"
     ln2_post: str = "post_feedforward_layernorm"
-    """Norms that stand behind what they norm."""
+    """Norm of the channel mixer's output; `ln1_post` is that of the mixer's output."""
     mixer: str = "mamba."
-    """Of every mixer but attention."""
+    """Prefix of mixers other than attention."""
     mixer_norm: str = "norm"
-    """Of what a mixer has read."""
+    """Norm of a mixer's inner output, before its output projection."""
     attention: str = "self_attn."
     attention_norms: tuple[str, str] = ("q_norm", "k_norm")
     attention_out: str = "o_proj"
@@ -125,20 +127,20 @@ class Spelling:
     """Queries, keys and values as one."""
     attention_parts: tuple[str, str, str] = ("q_proj", "k_proj", "v_proj")
     gains: tuple[str, str] = ("", "")
-    """What the stream is multiplied by, where attention and MLP add to it."""
+    """Weights [hidden] that scale the stream where attention and MLP are added."""
     inner_norms: tuple[str, str] = ("", "")
-    """Before the output projection, and before the down projection."""
+    """Norms before the attention output projection and before the MLP down projection."""
     mlp: str = "feed_forward."
     mlp_parts: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
-    """Gate and up projection (or both as one, or only up), and down projection."""
+    """MLP projections: gate, up and down; or fused gate_up and down; or up and down."""
     experts: ExpertNames = ExpertNames("feed_forward.", "router")
     encoder: EncoderNames = EncoderNames()
     is_transposed: bool = False
-    """Whether matrices of attention and MLP are kept as [in, out]."""
+    """Whether attention and MLP weights are stored as [in, out] instead of [out, in]."""
     block: str = "shared_transformer."
-    """Of a block that layers share."""
+    """Prefix of a block that several layers share (Zamba)."""
     after_block: str = "mamba_decoder."
-    """Of what is a layer's own behind one."""
+    """Prefix of a layer's own mixer after a shared block (Zamba)."""
 
 
 LLAMA = Spelling(

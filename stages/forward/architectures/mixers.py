@@ -149,13 +149,15 @@ class QkNorm:
     """Norms of queries and keys."""
 
     per: Literal["head", "all"]
-    """What each runs over: one head, or all heads together."""
+    """Entries that one norm covers: those of one head, or of all heads together."""
     eps: float
     """Added to the mean square, or the variance."""
     kind: Literal["rms", "gemma_rms", "layer"] = "rms"
+    """RMS norm, RMS norm with 1 + weight, or layer norm."""
     has_weights: bool = True
+    """Whether the norms have learned weights."""
     has_bias: bool = True
-    """Of layer norms; others have none."""
+    """Whether layer norms have a bias; RMS norms never have one."""
     after_rope: bool = False
     """Whether they run after rope instead of before it."""
 
@@ -184,25 +186,26 @@ class AttentionSpec(MixerSpec):
     num_kv_heads: int
     head_dim: int
     rope: RopeConfig | None = None
-    """Of queries and keys; None for none."""
+    """Rotary position embedding of queries and keys; None for no rope."""
     scale: float | None = None
-    """What q k^T is multiplied by; None for 1 / sqrt(head_dim)."""
+    """Factor of the scores q k^T; None for 1 / sqrt(head_dim)."""
     window: int | None = None
     """Keys that a query sees, itself included; None for all."""
     qkv_bias: bool = False
     o_bias: bool = False
     qk_norm: QkNorm | None = None
     factors: tuple[float, float, float] = (1.0, 1.0, 1.0)
-    """What its input, its keys and its output are multiplied by."""
+    """Factors of the layer input, of the keys and of the attention output."""
     layout: Literal["separate", "by part", "by head", "by fourths"] = "separate"
     """Tensors of the projections: one each, or one of all. "by part": all queries before all keys; "by head":
     queries that share a key head before its key and value; "by fourths" of heads, values before keys."""
     clip_qkv: float | None = None
     """Largest absolute entry of queries, keys and values; None for no clip."""
     logit_softcap: float | None = None
-    """Of scores, before the mask; None for none."""
+    """Cap c of the scores before the mask, c tanh(score / c) (Gemma 2); None for no cap."""
     alibi_slopes: tuple[float, ...] = ()
-    """One per head: what scores rise by with each position of a key (Press et al., 2022); () for no ALiBi."""
+    """ALiBi slopes, one per head: added to the scores per position of the key (Press et al., 2022); () for no
+    ALiBi."""
     attention_sinks: bool = False
     """Whether each head has a learned logit of a sink (gpt-oss)."""
     temperature_tuning: TemperatureTuning | None = None
@@ -211,19 +214,20 @@ class AttentionSpec(MixerSpec):
     has_stored_frequencies: bool = False
     """Whether a checkpoint holds the frequencies of rope."""
     relative: RelativeSpec | None = None
-    """What scores have besides, by distance."""
+    """Relative position terms of the scores (T5, DeBERTa); None for no such terms."""
     inner_norm_eps: float | None = None
     """Epsilon of the RMS norm of the heads' outputs together, before they are projected; None for no norm."""
     groups: tuple[int, ...] | None = None
-    """Of the convolutions of width 1 that make queries, keys, values and output; None for linear maps."""
+    """Number of groups of the width-1 convolutions that project queries, keys, values and output
+    (SqueezeBERT); None for linear projections."""
     is_chunked: bool = False
     """Whether a window is a chunk that begins at a multiple of its size."""
     has_value_scores: bool = False
     """Whether scores have a term by the value of a key (Doge's dynamic mask)."""
     source: int | None = None
-    """The layer whose keys and values it reads, having none of its own; None for its own."""
+    """Number of the earlier layer whose keys and values this layer reads; None if it has its own."""
     values_from_keys: bool = False
-    """Whether values are the projection that keys are made of, before their norm."""
+    """Whether values are the key projection before the key norm, instead of a projection of their own."""
     has_v_norm: bool = False
     """Whether values are normed over each head, without weights."""
 
@@ -419,9 +423,9 @@ class LatentAttentionSpec(MixerSpec):
     """Entries behind them that all heads share, and that rope rotates."""
     value_size: int
     rank: int
-    """Of the latent."""
+    """Rank of the latent of keys and values."""
     query_rank: int | None = None
-    """Of the map to queries; None where it has none."""
+    """Rank of the query projection; None for a full-rank one."""
     has_bias: bool = False
     norm_eps: float = 1e-6
     rope: RopeConfig | None = None
@@ -574,11 +578,12 @@ class MlpSpec(ChannelMixerSpec):
     """Whether gate and up projection are one tensor."""
     has_bias: bool = False
     factors: tuple[float, float] = (1.0, 1.0)
-    """Of the gate and of the output."""
+    """Factors of the gate and of the MLP output."""
     inner_norm_eps: float | None = None
     """Epsilon of an RMS norm before the down projection; None for no norm."""
     groups: tuple[int, ...] | None = None
-    """Of convolutions in place of up and down projection; None for linear maps."""
+    """Number of groups of the width-1 convolutions that replace up and down projection (SqueezeBERT); None
+    for linear projections."""
     sparsity: float = 0.0
     """Share of the inside that is to be 0, as if gates were drawn from a normal distribution (Gemma 3n)."""
 
@@ -604,46 +609,47 @@ class MlpSpec(ChannelMixerSpec):
 
 @dataclass(frozen=True)
 class ExpertsSpec(ChannelMixerSpec):
-    """Experts of which every token is sent to a few, and perhaps one that all tokens go through."""
+    """Routed experts, of which each token uses the top k, and optionally one shared expert."""
 
     kind: ClassVar[str] = "experts"
 
     count: int
+    """Number of routed experts."""
     chosen: int
-    """Experts that a token is sent to."""
+    """Number of routed experts per token (top k)."""
     intermediate_size: int
     activation: ActivationName
     routing: Routing
     shared_size: int = 0
-    """Width of the expert that all tokens go through; 0 for none."""
+    """Hidden width of the shared expert; 0 for no shared expert."""
     has_shared_gate: bool = False
-    """Whether its output is multiplied by a sigmoid."""
+    """Whether the shared expert's output is multiplied by a sigmoid gate."""
     is_gated: bool = True
     is_listed: bool = True
-    """Whether each expert has tensors of its own, not all of them one."""
+    """Whether the checkpoint has one tensor per expert, instead of one tensor of all experts."""
     groups: int = 1
     chosen_groups: int = 1
     has_correction: bool = True
-    """Whether something is added to scores to choose by, in routings that have it."""
+    """Whether a correction bias is added to the router scores for the choice of experts."""
     sums_to_one: bool = False
-    """Whether weights of the chosen are divided by their sum."""
+    """Whether the weights of the top-k experts are normalised to sum to 1."""
     sum_eps: float = 1e-20
-    """Added to that sum."""
+    """Epsilon added to the sum by which they are divided."""
     routed_factor: float = 1.0
     latent_size: int | None = None
     """Width of what routed experts read and write, between two linear maps; None for the stream's."""
     has_bias: bool = False
     factor: float = 1.0
-    """Of the output."""
+    """Factor of the output of routed and shared experts together."""
     has_routed_bias: bool = False
-    """Of the router and of routed experts."""
+    """Whether the router and the routed experts have biases."""
     limits: tuple[float, float] | None = None
     """Of experts whose gate is x sigmoid(a x): a, and how large gate and up projection may be. Their rows
     take turns in tensors kept as [in, out]."""
     jitter: float = 0.0
     """Of sparse mixing: how near another score may be and count."""
     is_transposed: bool = False
-    """Whether tensors of all experts are kept as [in, out]."""
+    """Whether the checkpoint stores expert weights as [in, out] instead of [out, in]."""
     has_output_bias: bool = False
 
     def __post_init__(self) -> None:

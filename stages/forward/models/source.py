@@ -204,8 +204,14 @@ _LOADING = threading.Lock()
 def _loaded(
     about: _About, files: ModelFiles | None, max_memory: int | None, allowed: Callable[[], int | None]
 ) -> Model:
-    """The model, loaded or kept. files: its own, where they are known; else they are found by its name.
-    allowed: what its weights may take, asked if it is loaded."""
+    """The last loaded model if it is the one described, else the model loaded now.
+
+    Arguments:
+        about: name, identity and tokenizer digest.
+        files: resolved files of the model; None to resolve its name.
+        max_memory: memory limit in bytes that was asked for; part of the comparison.
+        allowed: gives the bytes that the weights may take; called only to load.
+    """
     with _LOADING:
         if not (_kept and _kept[0].serves(about, max_memory)):
             _kept.clear()  # before another one is read: two may be more than there is room for

@@ -95,13 +95,8 @@ class KnownWorkflow(ModelWorkflow):
             "model alone with controls=0."
         )
 
-    @cached_property
-    def findings(self) -> Findings:
-        """The claims, or the reason why nothing is claimed."""
-        return self.unclaimed() if self.not_claimed else super().findings
-
     def unclaimed(self) -> Findings:
-        """The reason why nothing is claimed, in place of claims."""
+        """See `Workflow`; read from the ranks of the answers, if these were computed."""
         return Findings.none(self.not_claimed, (NODE,) if NODE in self.nodes else ())
 
     def first_nodes(self) -> Nodes:

@@ -89,18 +89,18 @@ def bert_like(
     looks_ahead: bool | None = None,
     **options: Any,
 ) -> ComposedArchitecture:
-    """BERT, but for what is given.
+    """Architecture of BERT, with the differences of a related family.
 
     Args:
-        eps: Of all norms; None reads layer_norm_eps, 1e-12 where it is absent.
+        eps: Epsilon of all norms; None reads layer_norm_eps, with default 1e-12.
         act: Default of hidden_act.
-        reads_act: Whether hidden_act is read; `act` always otherwise.
-        transform_key: Of the activation before the head; "" for GELU always.
+        reads_act: Whether hidden_act is read; otherwise the activation is `act`.
+        transform_key: Config key of the activation before the language head; "" for GELU.
         positions: None for a table of 512 positions whose first row is that of the first position.
         token_types: Default of type_vocab_size; None for families without token types.
         heads: Fields of `AttentionSpec`.
         mlp_fields: Fields of `MlpSpec`.
-        looks_ahead: None for all but decoders.
+        looks_ahead: Whether queries see later keys; None unless the config says is_decoder.
         options: Of `decoder`.
     """
     eps = config.number("layer_norm_eps", 1e-12) if eps is None else eps
@@ -135,7 +135,7 @@ def bert_like(
 
 
 def bert_family(model_type: str, examples: str, **options: Any) -> Callable[[Build], Build]:
-    """`family` with what all of these refuse."""
+    """Decorator `family` with the config values that all relatives of BERT refuse."""
     usual = {"never": NEVER, "always": ABSOLUTE, "reads_tensors": True}
     return family(model_type, examples, **{**usual, **options})
 
@@ -350,7 +350,7 @@ def squeezebert(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitect
 def roberta_like(
     config: ConfigReader, shapes: TensorShapes, spelling: Spelling, **options: Any
 ) -> ComposedArchitecture:
-    """RoBERTa, but for what is given. options: of `bert_like`."""
+    """Architecture of RoBERTa, with the differences of a related family. options: of `bert_like`."""
     if "positions" not in options:
         options["positions"] = build.position_table(config, options.get("max_positions", 512))
     return bert_like(config, shapes, spelling, transform_key="", **options)

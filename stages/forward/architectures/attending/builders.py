@@ -41,7 +41,7 @@ max_position_embeddings and the windows of the layers."""
 LayerMixer = Callable[[RopeConfig | None, int | None, int], MixerSpec]
 """Mixer of a layer, from its rope, its window and its number."""
 LayerTypes = Callable[[ConfigReader, int], list[str]]
-"""layer_types of so many layers, where a config does not list them."""
+"""Function from a config and a number of layers to layer_types, used if the config does not list them."""
 
 
 # -- the table of families
@@ -58,9 +58,9 @@ class AttendingFamily:
     aliases: Mapping[str, str] = field(default_factory=dict)
     """Usual name of a key -> what this family calls it."""
     never: tuple[str, ...] = ()
-    """Keys that must be absent, null or false, as they change numbers in a way that is not followed."""
+    """Config keys that must be absent, null or false: what they switch on is not implemented."""
     always: Mapping[str, Any] = field(default_factory=dict)
-    """Values that keys must have where they are present, for the same reason."""
+    """Config keys with the only value that is implemented; any other value is refused."""
     reads_tensors: bool = False
     """Whether names of tensors decide how the others are spelled."""
     reports_unread_keys: bool = False
@@ -156,7 +156,7 @@ def attention(
 
 
 def attention_bias(config: ConfigReader) -> bool:
-    """Whether attention_bias is on; off where it is absent."""
+    """Value of the config key attention_bias, with default False."""
     return config.flag("attention_bias", False)
 
 
@@ -384,7 +384,7 @@ def every_layer_full(config: ConfigReader, layers: int) -> list[str]:
 
 
 def first_of_four_full(config: ConfigReader, layers: int) -> list[str]:
-    """A window in all layers but the first of every four."""
+    """layer_types with a sliding window in all layers except the first of every four."""
     return _types(lambda layer: bool(layer % 4), layers)
 
 
@@ -437,7 +437,7 @@ def rooted(spelling: Spelling, root: str, shapes: TensorShapes) -> Spelling:
 def with_layers(
     model: ComposedArchitecture, changes: Callable[[int], Mapping[str, Any]]
 ) -> ComposedArchitecture:
-    """A model whose layers have other values of these fields, by the number of a layer."""
+    """Copy of a model with some fields of its `LayerSpec`s changed; changes: from a layer's number."""
     blocks = (replace(block, **changes(number)) for number, block in enumerate(model.blocks))
     return replace(model, blocks=tuple(blocks))
 
@@ -464,10 +464,10 @@ def decoder(
     """An architecture whose layers all attend.
 
     Args:
-        attention: Of all layers, but for rope and window; or what makes the mixer of a layer.
-        mlp: Channel mixer of all layers; or what makes that of a layer.
-        eps: Of the norms of the stream.
-        max_positions: Default of max_position_embeddings; None where nothing bounds the context.
+        attention: Attention of all layers without rope and window; or a function that makes a layer's mixer.
+        mlp: Channel mixer of all layers; or a function from a layer's number to its channel mixer.
+        eps: Epsilon of the norms of the residual stream.
+        max_positions: Default of max_position_embeddings; None for an unbounded context.
         rope: None for none.
         head_dim: Entries of a head that rope may rotate, where `attention` makes the mixer of a layer.
         windows: By layer; None for none.
@@ -475,16 +475,16 @@ def decoder(
         is_parallel: Whether attention and MLP both read the stream that enters.
         has_two_norms: Whether each of them then reads it through a norm of its own.
         looks_ahead: Whether queries see later keys; None for what is_causal says.
-        longest: A length beyond which what the reference does is not followed.
+        longest: Largest context, if longer prompts are computed otherwise by the reference.
         tied: Default of tie_word_embeddings; None for a head of its own, whatever the config says.
         fields: Of `ComposedArchitecture`.
     """
     hidden, layers, ahead = config.integer("hidden_size"), layers_of(config), asks_to_look_ahead(config)
     windows = (None,) * layers if windows is None else windows
     windows = both_ways(windows) if ahead else windows
-    if is_split := config.flag("use_bidirectional_attention", False):
+    if is_bidirectional := config.flag("use_bidirectional_attention", False):
         windows = [window and window // 2 + 1 for window in windows]
-    looks_ahead = is_split or (ahead if looks_ahead is None else looks_ahead)
+    looks_ahead = is_bidirectional or (ahead if looks_ahead is None else looks_ahead)
     width = attention.head_dim if isinstance(attention, AttentionSpec) else head_dim
     ropes: Sequence[RopeConfig | None] = (None,) * layers
     if rope is not None:
@@ -492,11 +492,13 @@ def decoder(
         ropes = rope(config, width, max_positions, windows)
 
     def layer(number: int) -> LayerSpec:
-        own_rope, window = ropes[number], windows[number]
+        layer_rope, window = ropes[number], windows[number]
         if isinstance(attention, AttentionSpec):
-            mixer: MixerSpec = replace(attention, rope=own_rope, window=window, is_bidirectional=looks_ahead)
+            mixer: MixerSpec = replace(
+                attention, rope=layer_rope, window=window, is_bidirectional=looks_ahead
+            )
         else:
-            mixer = attention(own_rope, window, number)
+            mixer = attention(layer_rope, window, number)
         return LayerSpec(
             (mixer,),
             mlp(number) if callable(mlp) else mlp,

@@ -37,11 +37,12 @@ def _latent_decoder(
     """A decoder with latent attention (DeepSeek-V2, 2024, section 2.1).
 
     Args:
-        own, shared: Defaults of how many entries of a head's keys are its own, and how many all heads share.
+        own, shared: Defaults of qk_nope_head_dim (key entries per head) and qk_rope_head_dim (shared by all
+            heads, with rope).
         values: Default of the entries of its values; None divides hidden_size by the number of heads.
         rank, query_rank: Defaults of the rank of the latent, and of the map to queries.
         may_interleave: Whether rope_interleave is read, on where it is absent.
-        factor: Of what attention adds to the stream.
+        factor: Factor of the attention output.
         options: Of `decoder`.
     """
     heads = config.integer("num_attention_heads")

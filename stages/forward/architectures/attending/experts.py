@@ -1,4 +1,4 @@
-"""Experts as configs of several families describe them: builders of `ExpertsSpec`.
+"""Builders of `ExpertsSpec`: routed and shared experts as configs of several families describe them.
 
 Border: one config; never imports torch.
 """
@@ -17,11 +17,11 @@ from . import builders as build
 __all__ = ["SHARED", "is_listed_dense", "qwen_experts", "sigmoid_experts"]
 
 SHARED = replace(LLAMA, experts=ExpertNames(shared="mlp.shared_experts."))
-"""Names of tensors with experts that all tokens go through, as DeepSeek has them."""
+"""Tensor names of Llama with DeepSeek's shared experts."""
 
 
 def is_listed_dense(config: ConfigReader, layer: int) -> bool | None:
-    """Whether mlp_layer_types says that a layer has an MLP; None where there is no such list."""
+    """Whether mlp_layer_types lists a layer as dense (an MLP without experts); None without that list."""
     listed, layers = config.strings("mlp_layer_types"), build.layers_of(config)
     if listed is None:
         return None
@@ -43,12 +43,12 @@ def qwen_experts(
     shared: int = 0,
     sums_to_one: bool = False,
 ) -> ExpertsSpec:
-    """Experts chosen by a softmax over all of them, and perhaps a gated one that all tokens go through.
+    """Experts routed by a softmax over all router logits, and optionally a gated shared expert (Qwen 2 MoE).
 
     Args:
-        count, chosen, width, shared: Defaults of the number of experts, of how many a token is sent to, of
-            their width, and of the width of the shared expert; shared=0 for none.
-        width_key: Of their width.
+        count, chosen, width: Defaults of the number of experts, of experts per token, and of their width.
+        shared: Default of the shared expert's width; 0 for no shared expert.
+        width_key: Config key of the experts' width.
         sums_to_one: Default of norm_topk_prob.
     """
     shared = config.integer("shared_expert_intermediate_size", shared) if shared else 0
@@ -78,14 +78,17 @@ def sigmoid_experts(
     shared_key: str = "n_shared_experts",
     bias: bool = False,
 ) -> ExpertsSpec:
-    """Experts chosen by sigmoids, in groups (DeepSeek-V3, 2024, section 2.1.2).
+    """Experts routed by sigmoid scores within groups, and shared experts (DeepSeek-V3, 2024, section 2.1.2).
 
     Args:
-        count, chosen, width, shared, groups, factor: Defaults of the number of experts, of how many a token
-            is sent to, of their width, of the number of experts that all tokens go through, of (n_group,
-            topk_group), and of what the routed output is multiplied by; None where the config must say.
-        sums_to_one: Default of norm_topk_prob; None for always.
-        factor_key, count_key, shared_key: Keys of these.
+        count, chosen, width: Defaults of the number of experts, of experts per token, and of their width;
+            None if the config must have the key.
+        shared: Default of the number of shared experts; None if the config must have the key.
+        groups: Defaults of n_group and topk_group.
+        sums_to_one: Default of norm_topk_prob; None to normalise always.
+        factor: Default of the factor of the routed output.
+        factor_key, count_key, shared_key: Config keys of that factor and of the two numbers of experts.
+        bias: Whether experts have biases.
     """
     inner = config.integer("moe_intermediate_size", width)
     key = next((name for name in (count_key, "num_local_experts") if config.has(name)), count_key)
