@@ -640,7 +640,7 @@ class ExpertsSpec(ChannelMixerSpec):
     """Width of what routed experts read and write, between two linear maps; None for the stream's."""
     has_bias: bool = False
     factor: float = 1.0
-    """Factor of the output of routed and shared experts together."""
+    """Factor of the experts' output, applied to their last weights on loading."""
     has_routed_bias: bool = False
     """Whether the router and the routed experts have biases."""
     limits: tuple[float, float] | None = None
