@@ -6,7 +6,9 @@ A Llama of the shape of 1 B parameters (16 layers of 2048), random weights, bflo
 than the slower of the two, so each is measured where it is what holds it up: tokens per second with every
 16th position of all `resid_post` stored durably, over those of the passes alone (target: 0.9); and bytes per
 second with all positions stored, over those of files written and synced one by one (target: 0.8). Beside
-them the pass over transformers' with sdpa, and with every hook point shown to somebody who keeps nothing.
+them the pass over transformers' with sdpa, with every hook point shown to somebody who keeps nothing, and
+with all `resid_post` kept in the memory of the device and in that of the machine. Then 128 tokens generated
+from one prompt, over transformers with its growing cache and with a compiled static one.
 --tiny is a shape for looking whether all of this runs, on any device.
 """
 
@@ -35,6 +37,8 @@ HOOKS = "blocks.*.hook_resid_post"
 SELECTED = "::16"
 BATCH = 8192
 """Tokens of a pass."""
+PROMPT, NEW = 16, 128
+"""Tokens of the prompt that is continued, and new ones."""
 SHARD = 64 << 20
 """Bytes of a file the disk is measured by: about that of a shard."""
 
@@ -62,24 +66,41 @@ def main(
             "plain": lambda: passes(model, ids, last),
             "transformers": reference(Path(folder) / "m", model.device, ids),
             "every hook point": lambda: passes(model, ids, "*"),
+            "on the device": lambda: kept(model, ids, "device"),
+            "in memory": lambda: kept(model, ids, "cpu"),
             "selected": lambda: harvest(selected),
             "harvest": lambda: harvest(whole),
             "disk": lambda: synced(Path(folder) / "disk", written),
         }
         seconds = alternate(contestants, rounds)
+        print_passes(seconds, ids.size, written, shape, device)
+        generated = alternate(generators(Path(folder) / "m", model, ids[0, :PROMPT].tolist()), rounds)
+    rows = [
+        (name, f"{statistics.median(each):.3f}", f"{ratio(each, generated['mizarr']):.3f}")
+        for name, each in generated.items()
+    ]
+    print_table(
+        f"{NEW} tokens behind {PROMPT}, target 0.9 of compiled", ("", "s", "time over mizarr's"), rows
+    )
+
+
+def print_passes(
+    seconds: dict[str, list[float]], tokens: int, written: int, shape: dict[str, int], device: str
+) -> None:
+    """The table of passes and harvests; printed before anything is compiled, which takes minutes."""
     plain = seconds["plain"]
     rows = [(name, f"{statistics.median(each):.2f}") for name, each in seconds.items()]
     rows += [
-        ("plain, tokens/s", f"{ids.size / statistics.median(plain):,.0f}"),
+        ("plain, tokens/s", f"{tokens / statistics.median(plain):,.0f}"),
         ("plain over transformers: time", f"{ratio(plain, seconds['transformers']):.3f}"),
         ("every hook point over plain: time", f"{ratio(seconds['every hook point'], plain):.3f}"),
+        ("kept on the device, tokens/s over those of plain", f"{ratio(plain, seconds['on the device']):.3f}"),
+        ("kept in memory, tokens/s over those of plain (0.95)", f"{ratio(plain, seconds['in memory']):.3f}"),
         ("selected, tokens/s over those of plain (0.9)", f"{ratio(plain, seconds['selected']):.3f}"),
         ("harvest, bytes/s over those of disk (0.8)", f"{ratio(seconds['disk'], seconds['harvest']):.3f}"),
     ]
     name = torch.cuda.get_device_name() if device.startswith("cuda") else device
-    title = (
-        f"{name}, torch {torch.__version__}: {ids.size:,} tokens, {written / 2**30:.2f} GiB stored, {shape}"
-    )
+    title = f"{name}, torch {torch.__version__}: {tokens:,} tokens, {written / 2**30:.2f} GiB stored, {shape}"
     print_table(title, ("", "s"), rows)
 
 
@@ -95,6 +116,51 @@ def passes(model: Model, ids: np.ndarray, hooks: str) -> None:
     for rows in batches(ids):
         model.stream_batch(rows.tolist(), spec, None, lambda capture, value: None)
     finish(model.device)
+
+
+def kept(model: Model, ids: np.ndarray, where: str) -> None:
+    """The passes of the harvest, all `resid_post` kept on the device of the model or on "cpu"."""
+    spec = HookSpec().capture(HOOKS).bind(model.config.hook_points, model.name)
+    found = []
+
+    def keep(capture: object, value: torch.Tensor) -> None:
+        found.append(value if where == "device" else value.to("cpu", non_blocking=True))
+
+    for rows in batches(ids):
+        model.stream_batch(rows.tolist(), spec, None, keep)
+    finish(model.device)
+
+
+def generators(folder: Path, model: Model, prompt: list[int]) -> dict[str, Callable[[], None]]:
+    """Greedy generation of NEW tokens by mizarr and by transformers."""
+    from transformers import AutoModelForCausalLM
+
+    theirs = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.bfloat16, attn_implementation="sdpa"
+    ).to(model.device)
+    ids = torch.tensor([prompt], device=model.device)
+
+    def generate(**options: object) -> None:
+        theirs.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            max_new_tokens=NEW,
+            min_new_tokens=NEW,
+            pad_token_id=0,
+            **options,
+        )
+        finish(model.device)
+
+    def ours() -> None:
+        mizarr.generate(model, prompt, max_tokens=NEW, eos=())
+        finish(model.device)
+
+    return {
+        "mizarr": ours,
+        "transformers, growing cache": generate,
+        "transformers, compiled static cache": lambda: generate(cache_implementation="static"),
+    }
 
 
 def reference(folder: Path, device: torch.device, ids: np.ndarray) -> Callable[[], None]:

@@ -3,7 +3,7 @@
 A key made of files says nothing about weights that were edited after they were loaded: by a training step,
 by `mul_`, through `.data` or a numpy view (neither of which counts as a new version of the tensor), by
 assigning another tensor, a hook or an adapter. So the state of a model is looked at itself: every tensor by
-dtype, shape and checksum of its bytes (crc32c, 12 GB/s), everything else by value, and what has no value
+dtype, shape and checksum of its bytes (`_checksum`), everything else by value, and what has no value
 (functions, objects of a kind unknown here) by being the same object.
 
 Border: Python objects and tensors; what an identity is made of stands in model.py.
@@ -24,6 +24,7 @@ import google_crc32c
 import numpy as np
 import numpy.typing as npt
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ....store.digest import content_digest, digest
@@ -36,6 +37,10 @@ _VALUES = (
     *(torch.dtype, torch.device, torch.Size),
 )
 _CODE = (types.FunctionType, types.MethodType, types.BuiltinFunctionType, functools.partial, type)
+_WORDS = 1 << 24
+"""Words of 4 bytes that are weighted at a time."""
+_SPREAD = 0x1E3779B97F4A7C15
+"""An odd number whose multiples are spread evenly over 64 bits (Fibonacci hashing, Knuth 1973, 6.4)."""
 _WHOLE = (Tensor, np.ndarray, set, frozenset, *_VALUES, *_CODE)
 
 
@@ -52,8 +57,8 @@ class ComesAndGoes(Protocol):
 class Fingerprint:
     """What was found below an object, by path.
 
-    tensors: (dtype, shape, crc32c). others: values, or the objects themselves where they have none; they are
-    held, so that no other object gets their place in memory.
+    tensors: (dtype, shape, checksum). others: values, or the objects themselves where they have none; they
+    are held, so that no other object gets their place in memory.
     """
 
     tensors: Mapping[str, tuple[str, tuple[int, ...], int]]
@@ -80,7 +85,7 @@ def fingerprint(root: object) -> Fingerprint:
     others: dict[str, Any] = {}
     for path, found in _leaves(root):
         if isinstance(found, Tensor | np.ndarray):
-            tensors[path] = (str(found.dtype), tuple(found.shape), google_crc32c.value(_bytes(path, found)))
+            tensors[path] = (str(found.dtype), tuple(found.shape), _checksum(path, found))
         else:
             others[path] = found
     return Fingerprint(tensors, others)
@@ -147,6 +152,35 @@ def _slots(kind: type) -> tuple[str, ...]:
 def _same(before: Any, after: Any) -> bool:
     by_value = isinstance(before, (tuple, *_VALUES)) and type(before) is type(after)
     return before is after or (by_value and bool(before == after))
+
+
+def _checksum(path: str, found: Tensor | npt.NDArray[Any]) -> int:
+    """A number that changes with the bytes of a tensor: on the CPU its crc32c (12 GB/s), on a GPU a sum that
+    the GPU computes itself, because copying the weights of a model from it takes longer than a pass.
+
+    Tensors that moved to another device since they were loaded therefore count as changed.
+    """
+    if not isinstance(found, Tensor) or found.device.type != "cuda":
+        return google_crc32c.value(_bytes(path, found))
+    return _weighted_sum(found)
+
+
+def _weighted_sum(tensor: Tensor) -> int:
+    """The words of a tensor, each times an odd number of its own, summed modulo 2^64.
+
+    A change of one word always changes the sum, as odd numbers have inverses modulo 2^64; that changes of
+    several words cancel has the odds of 1 in 2^64.
+    """
+    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    if missing := -flat.numel() % 4:
+        flat = F.pad(flat, (0, missing))
+    flat = flat.view(torch.int32)
+    total = torch.zeros((), dtype=torch.int64, device=flat.device)
+    for start in range(0, flat.numel(), _WORDS):
+        words = flat[start : start + _WORDS]
+        places = torch.arange(start, start + words.numel(), dtype=torch.int64, device=flat.device)
+        total += (words * (places * _SPREAD | 1)).sum()
+    return int(total.item())
 
 
 def _bytes(path: str, found: Tensor | npt.NDArray[Any]) -> npt.NDArray[np.uint8]:

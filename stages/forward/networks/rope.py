@@ -10,6 +10,7 @@ to float32, step by step.
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -29,11 +30,25 @@ def rope_tables(
     one.
     """
     computed_in = torch.float32 if dtype == torch.float64 else torch.float64
+    # Frequencies that come from a checkpoint are not compared when two configurations are, so their tables
+    # are not cached.
+    compute = _tables if rope.frequencies is not None else _cached_tables
+    cos, sin = compute(rope, length, computed_in)
+    return to_device(cos, device), to_device(sin, device)
+
+
+def _tables(rope: RopeConfig, length: int, computed_in: torch.dtype) -> tuple[Tensor, Tensor]:
+    """`rope_tables` on the CPU, with angles computed in a dtype."""
     positions = torch.arange(length, dtype=computed_in)
     angles = torch.outer(positions, inverse_frequencies(rope, length, computed_in)).float()
     magnitude = rope.magnitude
     turning = -magnitude if rope.is_backwards else magnitude
-    return to_device(angles.cos() * magnitude, device), to_device(angles.sin() * turning, device)
+    return angles.cos() * magnitude, angles.sin() * turning
+
+
+# A batch follows another of the same length. Measured beside a GPU: sines and cosines of 512 positions wake
+# all threads of the CPU and take 3 ms, a fifteenth of the batch they are for.
+_cached_tables = lru_cache(maxsize=4)(_tables)
 
 
 def inverse_frequencies(rope: RopeConfig, length: int, dtype: torch.dtype = torch.float64) -> Tensor:

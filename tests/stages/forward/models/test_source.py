@@ -23,7 +23,7 @@ from mizarr.stages.causal.grids.ablation import Ablation
 from mizarr.stages.causal.grids.patching_metrics import LogitDifference
 from mizarr.stages.forward.capture.capture import CaptureNode
 from mizarr.stages.forward.models.files import ModelFiles, resolve
-from mizarr.stages.forward.models.fingerprint import fingerprint
+from mizarr.stages.forward.models.fingerprint import _weighted_sum, fingerprint
 from mizarr.stages.forward.models.model import Model
 from mizarr.stages.forward.models.source import ModelSource
 from mizarr.stages.forward.runs.experiment import ExperimentNode
@@ -394,6 +394,20 @@ def test_a_workflow_refuses_a_model_that_is_not_its_files(folder, store):
     _mul(model)
     with pytest.raises(SourceChanged, match="replaced meanwhile"):
         mizarr.compute("logit_lens", model=model, store=store, prompts=["w1 w2 w3"])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.uint8, torch.float64])
+def test_the_checksum_of_a_gpu_changes_with_any_element(dtype: torch.dtype):
+    generator = torch.Generator().manual_seed(1)
+    tensor = torch.randint(0, 100, (31, 7), generator=generator).to(dtype)
+    found = _weighted_sum(tensor)
+    assert _weighted_sum(tensor.clone()) == found
+    others = [torch.zeros_like(tensor), tensor.flip(0), tensor[torch.randperm(31, generator=generator)]]
+    for row, column in ((0, 0), (17, 3), (30, 6)):
+        changed = tensor.clone()
+        changed[row, column] += 1
+        others.append(changed)
+    assert len({found, *map(_weighted_sum, others)}) == 1 + len(others)
 
 
 def test_a_fingerprint_tells_where_two_states_differ():
