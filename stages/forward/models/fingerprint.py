@@ -161,7 +161,8 @@ def _checksum(path: str, found: Tensor | npt.NDArray[Any]) -> int:
     Tensors that moved to another device since they were loaded therefore count as changed.
     """
     if not isinstance(found, Tensor) or found.device.type != "cuda":
-        return google_crc32c.value(_bytes(path, found))
+        checksum: int = google_crc32c.value(_bytes(path, found))
+        return checksum
     return _weighted_sum(found)
 
 
