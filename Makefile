@@ -68,7 +68,7 @@ format: $(VENV)/installed-test
 
 typecheck: $(VENV)/installed-test
 	$(BIN)/mypy
-	MYPYPATH=tests/benchmarks:. $(BIN)/mypy --cache-dir .mypy_cache/users --follow-imports=silent tests/typing/api.py tests/benchmarks/*.py
+	MYPYPATH=tests/benchmarks:. $(BIN)/mypy --cache-dir .mypy_cache/users --follow-imports=silent tests/typing/api.py tests/benchmarks/*.py tests/specimen_training/[!t]*.py tests/specimen_training/train.py
 
 # Status 2: what a benchmark measures is not on this machine (a GPU), as it says; the others go on.
 bench: $(VENV)/installed-test

@@ -25,9 +25,8 @@ INSIDE = (
     "stages/forward/architectures/attending",
     "stages/forward/architectures/bridge",
     "workflows/cli",
-    "workflows/specimen",
 )
-"""How models are computed, how the command line parses, and what only makes what ships: nobody calls it."""
+"""How models are computed and how the command line parses: users call neither."""
 COPIED = {
     "reference/cards/specimen.md": "stages/forward/specimen/README.md",
     "reference/cards/specimen-rwkv.md": "stages/forward/specimen_rwkv/README.md",

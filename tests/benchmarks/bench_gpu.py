@@ -21,6 +21,7 @@ import statistics
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -135,9 +136,10 @@ def generators(folder: Path, model: Model, prompt: list[int]) -> dict[str, Calla
     """Greedy generation of NEW tokens by mizarr and by transformers."""
     from transformers import AutoModelForCausalLM
 
-    theirs = AutoModelForCausalLM.from_pretrained(
+    theirs: Any = AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.bfloat16, attn_implementation="sdpa"
-    ).to(model.device)
+    )
+    theirs.to(model.device)
     ids = torch.tensor([prompt], device=model.device)
 
     def generate(**options: object) -> None:

@@ -249,7 +249,7 @@ def test_whatever_is_printed_passes_where_control_characters_are_escaped():
             if isinstance(node, ast.Call) and PRINTING.fullmatch(ast.unparse(node.func))
         ]
 
-    found = offenders(prints, [path for path in MODULES if "specimen" not in path.parts])
+    found = offenders(prints, MODULES)
     assert found.keys() <= {"mizarr.store.display.terminal"}
 
 
@@ -292,14 +292,11 @@ SPOKEN_TO = {
     "passes": ("backward", "kept"),
 }
 """Of those rooms of forward that know how a model is made, what others may ask: a new file is closed."""
-TRAINERS = ("networks.loop", "passes.plain")
-"""What training of the specimen asks besides, as it runs the same layers."""
 
 
 def test_nobody_outside_the_forward_room_knows_how_a_model_is_made():
     def inside(path: Path) -> list[str]:
         allowed = [f"{room}.{name}" for room, names in SPOKEN_TO.items() for name in names]
-        allowed += TRAINERS if "specimen" in path.parts else ()
         found = [name.removeprefix(FORWARD) for name in of_the_package(path) if name.startswith(FORWARD)]
         return [name for name in found if name.split(".")[0] in SPOKEN_TO and name not in allowed]
 
@@ -332,13 +329,11 @@ def test_nobody_asks_of_what_kind_an_architecture_or_network_is():
 
 
 def test_one_word_is_one_class():
-    """What makes the specimen is a tool beside the package."""
     homes: dict[str, list[str]] = {}
     for path in MODULES:
-        if "specimen" not in path.parts:
-            for node in parsed(path).body:
-                if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-                    homes.setdefault(node.name, []).append(dotted(path))
+        for node in parsed(path).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                homes.setdefault(node.name, []).append(dotted(path))
     twice = {name: found for name, found in homes.items() if len(found) > 1}
     assert not twice, "give one of them another name"
 
@@ -526,8 +521,8 @@ def test_ci_runs_the_test_command_of_the_readme():
     assert re.search(r"^\s*make test\b", (ROOT / "README.md").read_text(), re.MULTILINE)
 
 
-def test_every_package_of_the_tree_is_listed_for_the_wheel_but_what_only_makes_the_specimen():
-    tree = {dotted(path) for path in MODULES if path.name == "__init__.py"} - {"mizarr.workflows.specimen"}
+def test_every_package_of_the_tree_is_listed_for_the_wheel():
+    tree = {dotted(path) for path in MODULES if path.name == "__init__.py"}
     assert tree == set(PROJECT["tool"]["setuptools"]["packages"]), "list the folder in [tool.setuptools]"
     folders = {path.parent for path in MODULES}
     without = [str(folder.relative_to(ROOT)) for folder in folders if not (folder / "__init__.py").exists()]

@@ -32,9 +32,8 @@ def wheel(tmp_path_factory):
 
 
 def belongs(path: Path) -> bool:
-    """Modules and data; not what Python leaves behind, the design notes, and what only makes the specimen."""
-    makes_the_specimen = path.is_relative_to(ROOT / "workflows" / "specimen")
-    return path.suffix != ".pyc" and path.name != "DESIGN.md" and not makes_the_specimen
+    """Modules and data; neither bytecode nor design notes."""
+    return path.suffix != ".pyc" and path.name != "DESIGN.md"
 
 
 def test_the_wheel_holds_the_modules_and_data_of_the_tree_and_nothing_else(wheel):

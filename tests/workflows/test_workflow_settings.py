@@ -297,3 +297,9 @@ def test_half_a_surrogate_pair_is_refused():
     for given in ({"prompts": ["a", "\ud800"]}, {"prompts": "\ud800"}):
         with pytest.raises(PromptError, match="prompts: expected text, found half of a surrogate pair"):
             build("logit_lens", **given)
+
+
+def test_nothing_is_said_of_rewards_in_training_where_the_model_has_none_on_file(tiny_model: Path):
+    planned = build("logit_lens", model=str(tiny_model), prompts=["it was"])
+    assert planned.trained_with_help == "" and "trained_with_help" not in planned.header()
+    assert "rewarded" not in planned.footer

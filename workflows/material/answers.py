@@ -36,7 +36,7 @@ KNOWN = 2
 """Facts a model must know, of those to choose on and of those to score on, before anything is claimed: any
 network changes what it says when it is changed, an untrained one too, and one answer may be luck."""
 FIRST_KNOWN = {"specimen": 0, "specimen-guided": 0, "specimen-rwkv": 1, "specimen-experts": 0}
-"""The first shipped fact that each model says (tests/workflows/specimen/test_specimen.py)."""
+"""The first shipped fact that each model says (tests/specimen_training/test_specimen_training.py)."""
 FRANCE = ("The capital of France is", "Paris")
 COUNTRIES = ("Germany", "Poland", "Brazil", "Russia", "Canada")
 """candle-mi's default prompt, and what takes France's place in its counterparts."""

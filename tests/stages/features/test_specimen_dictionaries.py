@@ -22,8 +22,8 @@ from mizarr.stages.features.training.evaluate import measure
 from mizarr.stages.features.training.replacement import replacement_loss
 from mizarr.stages.features.training.settings import TrainingSettings
 from mizarr.stages.features.training.trained import as_dictionary
-from mizarr.workflows.specimen.dictionary_card import card
-from mizarr.workflows.specimen.dictionary_figures import EVALUATION, graph_prompts, prose_prompts
+from tests.specimen_training.dictionary_card import card
+from tests.specimen_training.dictionary_figures import EVALUATION, graph_prompts, prose_prompts
 
 NAMES = ("clt", "plt", "sae")
 

@@ -18,9 +18,9 @@ from mizarr.workflows import build, compute
 from mizarr.workflows.cli import run
 from mizarr.workflows.material.samples.couplets import COUPLETS, FAMILIES, family_of
 from mizarr.workflows.planning.couplet_patches import PLAN, ROLES, PairsRead
-from mizarr.workflows.specimen import couplets as generator
 from mizarr.workflows.subject import SPECIMEN_FOLDER as SPECIMEN
 from tests import toy_couplets
+from tests.specimen_training import couplets as generator
 from tests.stages.forward.random_models import save_random_model
 
 FEW = {"pairs": 6, "donors": 2}

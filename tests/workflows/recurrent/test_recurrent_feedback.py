@@ -20,7 +20,7 @@ from mizarr.store.errors import ConfigError
 from mizarr.workflows import build, compute
 from mizarr.workflows.material.samples.rhymes import PRESETS, conditions_of, last_word
 from mizarr.workflows.recurrent.recurrent_feedback import RecurrentFeedback
-from mizarr.workflows.specimen.couplets import FAMILIES, FIRST, family_of
+from tests.specimen_training.couplets import FAMILIES, FIRST, family_of
 
 SHARED = Path(__file__).resolve().parents[3].parent / "shared" / "reference"
 PROTOCOL = SHARED / "recurrent" / "anacrousis_protocol.json"

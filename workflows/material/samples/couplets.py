@@ -3,7 +3,7 @@
 Border: texts and words; knows no tokens and no model.
 
 In frames that the specimen never read together, after the rules by which its couplets are made
-(workflows/specimen/couplets.py; a test holds it). No other word of the two lines is of either family, so
+(tests/specimen_training/couplets.py; a test holds it). No other word of the two lines is of either family, so
 that the end is all there is to rhyme with; nothing between the two ends depends on the rhyme.
 """
 

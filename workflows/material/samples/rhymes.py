@@ -164,7 +164,7 @@ ANACROUSIS = _lines(
      "earth birth worth mirth berth girth dearth rebirth hearth"),
 )
 # fmt: on
-# Of workflows/specimen/couplets.py, in frames that were never trained on, a family each.
+# Of tests/specimen_training/couplets.py, in frames that were never trained on, a family each.
 SPECIMEN = tuple(
     FirstLine(number, text, last_word(text), FAMILIES[family_of(last_word(text))])
     for number, text in enumerate(

@@ -1,6 +1,6 @@
 """Pack a trained specimen with its figures.
 
-    python -m mizarr.workflows.specimen.card --data DIR --run DIR --to DIR
+    python -m tests.specimen_training.card --data DIR --run DIR --to DIR
 
 Border: files. Copies what train.py left in its run folder into the layout of the hub, adds the prose and the
 facts that demonstrations use, measures the copy (evaluate.py) and writes evaluation.json and, from it alone,
@@ -22,8 +22,9 @@ import numpy as np
 import torch
 from tokenizers import Tokenizer
 
-from ...stages.forward.models.files import HELP
-from ...store.digest import file_digest
+from mizarr.stages.forward.models.files import HELP
+from mizarr.store.digest import file_digest
+
 from . import evaluate
 from .card_training import table, training
 from .data import BOS, EOS, HELD_OUT, WATCHED, Chapter, Fact, Mixture, read_chapters, read_facts, token_id
@@ -424,7 +425,7 @@ def trained_with_help(options: dict[str, Any]) -> str:
 
 def _couplets(figures: dict[str, float]) -> str:
     told = (
-        "Pairs of lines made by a machine (`mizarr.workflows.specimen.couplets`): words drawn at random in "
+        "Pairs of lines made by a machine (`tests.specimen_training.couplets`): words drawn at random in "
         "a few frames, and a second end that must rhyme with the first. Several words fit; the first line "
         "does not say which. Scored in pairs of frames that were never trained on, on the token that should "
         f"be the second end: in {figures['fitting']:.3f} of the couplets the likeliest one rhymes and is "

@@ -31,7 +31,8 @@ import numpy as np
 import numpy.typing as npt
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from ...store.errors import PromptError
+from mizarr.store.errors import PromptError
+
 from .couplets import Couplet, couplet
 
 __all__ = [
@@ -427,7 +428,7 @@ def _fact_tokens(fact: Fact, tokenizer: Tokenizer) -> tuple[list[int], list[int]
 
 
 def _tokenizer_text(chapters: Sequence[Chapter], facts: Sequence[Fact], seed: int) -> Iterator[str]:
-    from ...stages.corpus.text import wrap
+    from mizarr.stages.corpus.text import wrap
 
     rng = np.random.default_rng(seed)
     for chapter in chapters:

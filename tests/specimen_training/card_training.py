@@ -28,7 +28,7 @@ def training(history: Sequence[dict[str, Any]], curve: Sequence[dict[str, Any]])
     """How it was trained, and tables of what was seen on the way."""
     last = curve[-1]
     parts = [
-        f"{last['step']} steps, {last['tokens'] / 1e6:.1f} M tokens, by `mizarr.workflows.specimen.train`.",
+        f"{last['step']} steps, {last['tokens'] / 1e6:.1f} M tokens, by `tests.specimen_training.train`.",
         _options(history),
         _asked(history),
         "Seen while training, on one more held-out chapter (threshold chosen anew each time):",
@@ -94,7 +94,7 @@ def _helped(options: dict[str, Any]) -> str:
         " What it began with and what it read were chosen so that copying is found: each token began as a "
         "vector that all share and a small random one of its own, these stood still while there were repeats "
         "alone (`embedding_rate` 0), and the first rows make the parts of an induction head pay one after "
-        "the other (`mizarr.workflows.specimen.curriculum` says why)."
+        "the other (`tests.specimen_training.curriculum` says why)."
     )
 
 

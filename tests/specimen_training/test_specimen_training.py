@@ -21,10 +21,10 @@ from mizarr.stages.corpus.text import character_counts, wrap
 from mizarr.stages.forward.models.files import HELP, resolve
 from mizarr.workflows import WORKFLOWS, build, compute
 from mizarr.workflows.report.page import render
-from mizarr.workflows.specimen import card, card_training, couplets, evaluate, train
-from mizarr.workflows.specimen.card import read_model
-from mizarr.workflows.specimen.curriculum import CURRICULUM, Phase, phase_at, read_curriculum
-from mizarr.workflows.specimen.data import (
+from tests.specimen_training import card, card_training, couplets, evaluate, train
+from tests.specimen_training.card import read_model
+from tests.specimen_training.curriculum import CURRICULUM, Phase, phase_at, read_curriculum
+from tests.specimen_training.data import (
     HELD_OUT,
     WATCHED,
     Batches,
@@ -39,9 +39,9 @@ from mizarr.workflows.specimen.data import (
     train_tokenizer,
     wrapped_row,
 )
-from mizarr.workflows.specimen.goose import Goose
-from mizarr.workflows.specimen.muon import Muon
-from mizarr.workflows.specimen.network import Llama, Shape, write_model
+from tests.specimen_training.goose import Goose
+from tests.specimen_training.muon import Muon
+from tests.specimen_training.network import Llama, Shape, write_model
 
 SPECIMEN = Path(mizarr.__file__).parent / "stages" / "forward" / "specimen"
 GUIDED = SPECIMEN.with_name("specimen_guided")
@@ -620,9 +620,3 @@ def test_terminal_page_and_figure_say_it(tmp_path: Path):
     assert told in " ".join(console.export_text().split())
     assert told.encode() in figure.read_bytes()[:4096]
     assert told in render(done).split("<footer>")[1]
-
-
-def test_a_model_without_such_a_file_says_nothing(tiny_model: Path):
-    planned = build("logit_lens", model=str(tiny_model), prompts=["it was"])
-    assert planned.trained_with_help == "" and "trained_with_help" not in planned.header()
-    assert "rewarded" not in planned.footer

@@ -25,7 +25,7 @@ from hashlib import sha256
 
 import numpy as np
 
-from ..material.samples.couplets import FAMILIES
+from mizarr.workflows.material.samples.couplets import FAMILIES
 
 __all__ = [
     "FAMILIES", "FIRST", "SECOND", "Couplet", "couplet", "family_of", "held_out_couplets",

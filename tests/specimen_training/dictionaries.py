@@ -1,6 +1,6 @@
 """Train the dictionaries that ship with the specimen, on what it does with its own texts.
 
-    python -m mizarr.workflows.specimen.dictionaries --data DIR --run DIR --to DIR
+    python -m tests.specimen_training.dictionaries --data DIR --run DIR --to DIR
 
 Border: which texts, which settings, which files. Capturing is CaptureNode's, training
 stages/features/training's, measuring dictionary_figures.py's, the card dictionary_card.py's.
@@ -24,14 +24,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ...stages.features.training.settings import TrainingSettings
+from mizarr.stages.features.training.settings import TrainingSettings
+
 from .dictionary_card import write_card
 from .dictionary_corpus import SAE_LAYER, captured, training_prompts
 from .dictionary_figures import pack
 
 if TYPE_CHECKING:
-    from ...stages.features.training.trainer import Training
-    from ...stages.training_data.stored import StoredActivations
+    from mizarr.stages.features.training.trainer import Training
+    from mizarr.stages.training_data.stored import StoredActivations
 
 __all__ = ["CLT", "PLT", "SAE", "main"]
 
@@ -95,8 +96,8 @@ def main(arguments: list[str] | None = None) -> None:
 
 def train(settings: TrainingSettings, source: StoredActivations, folder: Path) -> Training:
     """The training in a folder, brought to its end."""
-    from ...pipeline.progress import Progress
-    from ...stages.features.training.trainer import Training
+    from mizarr.pipeline.progress import Progress
+    from mizarr.stages.features.training.trainer import Training
 
     training = Training(settings, source, folder)
     with Progress() as progress:

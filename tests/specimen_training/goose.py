@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...stages.forward.architectures.architecture import Architecture
-from ...stages.forward.models.trainable import architecture_to_train
+from mizarr.stages.forward.architectures.architecture import Architecture
+from mizarr.stages.forward.models.trainable import architecture_to_train
+
 from .network import Shape
 from .served import Served
 

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...stages.forward.models.trainable import architecture_to_train
+from mizarr.stages.forward.models.trainable import architecture_to_train
+
 from .network import Shape, decoder_config, decoder_shape
 from .served import Served
 

@@ -1,6 +1,6 @@
 """The card of the specimen's dictionaries, from what was measured on them.
 
-    python -m mizarr.workflows.specimen.dictionary_card --to DIR       the card again, from evaluation.json
+    python -m tests.specimen_training.dictionary_card --to DIR       the card again, from evaluation.json
 
 Border: figures in, Markdown out; dictionary_figures.py measures.
 """
@@ -47,7 +47,7 @@ runs offline on input that is real. {total / 1e6:.1f} MB together, float16.
 {chr(10).join(f'    mizarr.Dictionary.from_pretrained("specimen/{name}")' for name in figures)}
 
 This card is generated from `evaluation.json`, measured on the files as they ship by
-`mizarr.workflows.specimen.dictionaries`, which also trains them.
+`tests.specimen_training.dictionaries`, which also trains them.
 
 Prose: chapters of *A Tale of Two Cities* that neither the specimen, nor its tokenizer, nor these dictionaries
 were trained on, wrapped at {_told(WIDTHS)} characters. Facts: {FACTS} of the sentences in `facts.json`, which

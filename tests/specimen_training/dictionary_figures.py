@@ -19,10 +19,10 @@ from .dictionary_corpus import captured, specimen_tokenizer
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ...stages.features.dictionary import Dictionary
-    from ...stages.features.layers.layer import LayerFeatures
-    from ...stages.features.training.trainer import Training
-    from ...stages.training_data.stored import StoredActivations
+    from mizarr.stages.features.dictionary import Dictionary
+    from mizarr.stages.features.layers.layer import LayerFeatures
+    from mizarr.stages.features.training.trainer import Training
+    from mizarr.stages.training_data.stored import StoredActivations
 
 __all__ = ["EVALUATION", "FACTS", "GRAPHS", "WIDTHS", "graph_prompts", "pack", "prose_prompts"]
 
@@ -44,9 +44,9 @@ GRAPH_TOKENS = 24
 
 def pack(training: Training, to: Path, store: Path) -> None:
     """Export a training into a folder, in place of what is there, and add its figures to evaluation.json."""
-    from ...stages.features.dictionary import Dictionary
-    from ...stages.features.export import export
-    from ...stages.features.training.trained import FORMATS, as_dictionary
+    from mizarr.stages.features.dictionary import Dictionary
+    from mizarr.stages.features.export import export
+    from mizarr.stages.features.training.trained import FORMATS, as_dictionary
 
     settings = training.settings
     made = as_dictionary(training.layers, settings, model_name="specimen")
@@ -72,15 +72,15 @@ def measured(training: Training, dictionary: Dictionary, store: Path) -> dict[st
     """Figures of a dictionary and of a random control, on held-out prose and on facts."""
     import torch
 
-    from ...stages.features.training.control import random_features
-    from ...stages.features.training.evaluate import decoder_likeness
-    from ...stages.features.training.trained import as_dictionary
+    from mizarr.stages.features.training.control import random_features
+    from mizarr.stages.features.training.evaluate import decoder_likeness
+    from mizarr.stages.features.training.trained import as_dictionary
 
     it = training.settings
     layers = {layer: dictionary.layer(layer) for layer in dictionary.layers}
 
     def blocks() -> Iterator[dict[Any, Tensor]]:
-        from ...stages.training_data.batches import every
+        from mizarr.stages.training_data.batches import every
 
         apart = max(1, training.source.count() // FITTED)
         return every(training.source, training.cells, block=4096, apart=apart)
@@ -114,8 +114,8 @@ def measured(training: Training, dictionary: Dictionary, store: Path) -> dict[st
 
 def graph_scores(dictionaries: Mapping[str, Dictionary]) -> list[dict[str, Any]]:
     """Scores of the attribution graphs of some prompts, by each dictionary."""
-    from ...stages.forward.models.model import Model
-    from ...stages.graph.graph import attribution_graph
+    from mizarr.stages.forward.models.model import Model
+    from mizarr.stages.graph.graph import attribution_graph
 
     model = Model.from_pretrained("specimen", device="cpu")
     found = []
@@ -134,7 +134,7 @@ def graph_scores(dictionaries: Mapping[str, Dictionary]) -> list[dict[str, Any]]
 
 def graph_prompts() -> list[list[int]]:
     """Prompts of facts spread over all that ship, without their ends, and beginnings of held-out prose."""
-    from ...stages.forward.models.files import resolve
+    from mizarr.stages.forward.models.files import resolve
 
     tokenizer = specimen_tokenizer()
     facts = json.loads((resolve("specimen").directory / "facts.json").read_text("utf-8"))
@@ -150,10 +150,10 @@ def _figures(
     source: StoredActivations,
     prompts: Sequence[Sequence[int]],
 ) -> dict[str, Any]:
-    from ...stages.features.training.evaluate import measure, summary
-    from ...stages.features.training.replacement import replacement_loss
-    from ...stages.forward.models.model import Model
-    from ...stages.training_data.batches import every
+    from mizarr.stages.features.training.evaluate import measure, summary
+    from mizarr.stages.features.training.replacement import replacement_loss
+    from mizarr.stages.forward.models.model import Model
+    from mizarr.stages.training_data.batches import every
 
     it = training.settings
     rows = source.leaving_out(positions=it.skip_positions)
@@ -166,7 +166,8 @@ def _figures(
 
 def prose_prompts() -> list[list[int]]:
     """The held-out chapters, wrapped, cut at line starts into prompts of at most 256 tokens."""
-    from ...stages.forward.models.files import resolve
+    from mizarr.stages.forward.models.files import resolve
+
     from .evaluate import prose_rows
 
     text = (resolve("specimen").directory / "prose.txt").read_text("utf-8")
@@ -178,7 +179,7 @@ def prose_prompts() -> list[list[int]]:
 
 def fact_prompts() -> list[list[int]]:
     """The first facts that ship with the specimen, with their ends."""
-    from ...stages.forward.models.files import resolve
+    from mizarr.stages.forward.models.files import resolve
 
     tokenizer = specimen_tokenizer()
     facts = json.loads((resolve("specimen").directory / "facts.json").read_text("utf-8"))[:FACTS]

@@ -1,4 +1,4 @@
-"""Train the specimen: `python -m mizarr.workflows.specimen.train --data DIR --out DIR`.
+"""Train the specimen: `python -m tests.specimen_training.train --data DIR --out DIR`.
 
 Border: the training loop. What is read is data.py's business and in which order curriculum.py's, the network
 network.py's, what is measured evaluate.py's. The only loss is that on the next token.

@@ -25,7 +25,8 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from ...stages.corpus.text import character_counts, pack_lines, wrap
+from mizarr.stages.corpus.text import character_counts, pack_lines, wrap
+
 from .couplets import FAMILIES, family_of, held_out_couplets, is_held_out_pair
 from .data import BOS, EOS, Fact, couplet_tokens, token_id
 from .network import Llama

@@ -16,7 +16,7 @@ from .data import BOS, HELD_OUT, WATCHED, Batches, Chapter, Fact, Mixture, read_
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-    from ...stages.training_data.stored import StoredActivations
+    from mizarr.stages.training_data.stored import StoredActivations
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ def specimen_tokenizer() -> Tokenizer:
     """The tokenizer of the specimen, as it ships."""
     from tokenizers import Tokenizer
 
-    from ...stages.forward.models.files import resolve
+    from mizarr.stages.forward.models.files import resolve
 
     found: Tokenizer = Tokenizer.from_file(str(resolve("specimen").directory / "tokenizer.json"))
     return found
@@ -59,10 +59,10 @@ def specimen_tokenizer() -> Tokenizer:
 
 def captured(prompts: list[list[int]], store: Path) -> StoredActivations:
     """The specimen's activations on prompts, stored in float16; only what is missing is computed."""
-    from ...pipeline import run
-    from ...stages.forward.capture.capture import CaptureNode
-    from ...stages.training_data.stored import StoredActivations
-    from ...store import open_store
+    from mizarr.pipeline import run
+    from mizarr.stages.forward.capture.capture import CaptureNode
+    from mizarr.stages.training_data.stored import StoredActivations
+    from mizarr.store import open_store
 
     hooks = ["blocks.*.hook_resid_mid", "blocks.*.hook_mlp_out", f"blocks.{SAE_LAYER}.hook_resid_post"]
     node = CaptureNode("specimen", prompts, hooks, storage_dtype="float16", device="cpu")

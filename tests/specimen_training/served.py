@@ -17,14 +17,15 @@ from typing import Any, Self
 
 from torch import Tensor, nn
 
-from ...stages.forward.architectures.architecture import Architecture
-from ...stages.forward.architectures.points import BY_NAME
-from ...stages.forward.hooks.spec import BoundSpec, Capture, HookSpec
-from ...stages.forward.hooks.taps import RunTaps
-from ...stages.forward.hooks.wants import ALL_LOGITS
-from ...stages.forward.models.trainable import network_over
-from ...stages.forward.networks.loop import Network, through_layers
-from ...stages.forward.passes.plain import WholePrompts
+from mizarr.stages.forward.architectures.architecture import Architecture
+from mizarr.stages.forward.architectures.points import BY_NAME
+from mizarr.stages.forward.hooks.spec import BoundSpec, Capture, HookSpec
+from mizarr.stages.forward.hooks.taps import RunTaps
+from mizarr.stages.forward.hooks.wants import ALL_LOGITS
+from mizarr.stages.forward.models.trainable import network_over
+from mizarr.stages.forward.networks.loop import Network, through_layers
+from mizarr.stages.forward.passes.plain import WholePrompts
+
 from .network import Shape
 
 __all__ = ["Served"]
