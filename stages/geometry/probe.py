@@ -39,6 +39,8 @@ PENALTIES = (1e-4, 1e-3, 1e-2, 1e-1, 1.0)
 """Penalties on the squared weights, relative to the mean loss per example; states are standardised."""
 FEWEST = 3
 """Minimum number of prompts: one each for fit, validation and test."""
+VALIDATION_SHARE = 0.25
+"""Share of the prompts outside the test on which the penalty is chosen."""
 STEPS = 500
 """Maximum iterations of a logistic regression; the validation score decides whether an unconverged fit is
 used."""
@@ -72,7 +74,6 @@ def probe(
     *,
     kind: str,
     test_share: float = 0.25,
-    validation_share: float = 0.25,
     penalties: Sequence[float] = PENALTIES,
     resamples: int = 1000,
     seed: int = 0,
@@ -86,7 +87,6 @@ def probe(
         prompt: int [token], prompt of each token.
         kind: "label" or "number".
         test_share: Share of the prompts for the test.
-        validation_share: Share of the remaining prompts for the choice of the penalty.
         penalties: Candidates.
         resamples: Bootstrap resamples.
         seed: Of splits, shuffling and bootstrap.
@@ -102,7 +102,7 @@ def probe(
     """
     import xarray as xr
 
-    settings = _Settings(kind, test_share, validation_share, tuple(penalties), resamples, seed)
+    settings = _Settings(kind, test_share, tuple(penalties), resamples, seed)
     values, prompt_index = (np.asarray(layer_result.values) for layer_result in (target, prompt))
     if len(values) != states.sizes["token"] or len(prompt_index) != len(values):
         raise ShapeError(
@@ -137,7 +137,6 @@ def probe(
 class _Settings:
     kind: str
     test_share: float
-    validation_share: float
     penalties: tuple[float, ...]
     resamples: int
     seed: int
@@ -145,9 +144,8 @@ class _Settings:
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise ConfigError(f"expected kind 'label' or 'number', found {self.kind!r}")
-        for name in ("test_share", "validation_share"):
-            if not 0 < getattr(self, name) < 1:
-                raise ConfigError(f"expected {name} between 0 and 1, found {getattr(self, name)}")
+        if not 0 < self.test_share < 1:
+            raise ConfigError(f"expected test_share between 0 and 1, found {self.test_share}")
         if not self.penalties or min(self.penalties) <= 0:
             raise ConfigError(f"expected penalties above 0, found {list(self.penalties)}")
 
@@ -186,7 +184,7 @@ class _Examples:
         # Prompts are permuted, not examples, so that no prompt is in two parts.
         order = rng.permutation(prompts)
         n_test = _share(len(order), settings.test_share, 2)
-        n_validation = _share(len(order) - n_test, settings.validation_share, 1)
+        n_validation = _share(len(order) - n_test, VALIDATION_SHARE, 1)
         test, validation, fit = np.split(order, [n_test, n_test + n_validation])
         parts = [np.flatnonzero(np.isin(prompt, part)) for part in (fit, validation, test)]
         if settings.is_label and len(np.unique(target[parts[0]])) < 2:

@@ -263,8 +263,6 @@ def logit_attrs(
     require_linear(readout)
     unembed = readout["unembed"]
     direction = _rows(unembed, token) - (0 if against is None else _rows(unembed, against))
-    # Cohere and others scale logits after the unembedding.
-    direction = direction * float(readout.attrs.get("logit_scale", 1.0))
     parts = apply_ln_to_stack(stack, scale, norm=readout.attrs["norm"], weight=readout["norm_weight"])
     shares: xr.DataArray = xr.dot(parts.astype(np.float64), direction, dim="hidden")
     named = shares.transpose("component", ...).rename("logit_attrs")
@@ -282,14 +280,13 @@ def constant_share(
     rows = _rows(readout["unembed"], token)
     if against is not None:
         rows = rows - _rows(readout["unembed"], against)
-    total = xr.zeros_like(rows.isel(hidden=0, drop=True))
+    total: xr.DataArray = xr.zeros_like(rows.isel(hidden=0, drop=True))
     if "norm_bias" in readout:
         total = total + xr.dot(rows, readout["norm_bias"].astype(np.float64), dim="hidden")
     if "unembed_bias" in readout:
         bias = readout["unembed_bias"]
         total = total + _rows(bias, token) - (0 if against is None else _rows(bias, against))
-    scaled: xr.DataArray = total * float(readout.attrs.get("logit_scale", 1.0))
-    return scaled
+    return total
 
 
 def _rows(table: xr.DataArray, token: xr.DataArray | int) -> xr.DataArray:

@@ -271,7 +271,7 @@ def format_text(text: str) -> str:
 
 
 class _Head:
-    """Final norm, unembedding, scale and soft cap, with the unembedding in memory."""
+    """Final norm, unembedding and soft cap, with the unembedding in memory."""
 
     def __init__(self, readout: xr.Dataset, soft_cap: bool) -> None:
         self.readout = readout
@@ -279,7 +279,6 @@ class _Head:
         # Read once: lazily it would be read from disk for every block.
         self.unembed = np.asarray(readout["unembed"].transpose("vocab", read).values, np.float32)
         self.bias = readout["unembed_bias"].values.astype(np.float32) if "unembed_bias" in readout else None
-        self.scale = np.float32(readout.attrs.get("logit_scale", 1.0))
         self.cap = np.float32(readout.attrs.get("soft_cap", 0.0) if soft_cap else 0.0)
 
     def logits(self, states: Array) -> Array:
@@ -287,8 +286,6 @@ class _Head:
         values: Array = before_head(states, self.readout) @ self.unembed.T
         if self.bias is not None:
             values += self.bias
-        if self.scale != 1:
-            values *= self.scale
         if self.cap:
             values /= self.cap
             np.tanh(values, out=values)

@@ -100,12 +100,11 @@ class Directions:
 
 
 def _weighted(readout: xr.Dataset, ids: Array) -> tuple[Array, Array]:
-    """Rows of the unembedding times norm weight and scale, centred for LayerNorm; and their constants."""
+    """Rows of the unembedding times norm weight, centred for LayerNorm; and their constants."""
     require_linear(readout)
     norm = readout.attrs["norm"]
     if norm not in ("rms", "layer"):
         raise ShapeError(f"expected a readout with norm 'rms' or 'layer', found {norm!r}")
-    factor = float(readout.attrs.get("logit_scale", 1.0))
     plain = readout["unembed"].transpose("vocab", "hidden").isel(vocab=ids).values.astype(np.float32)
     constants = np.zeros(len(ids))
     if "norm_bias" in readout:
@@ -113,8 +112,8 @@ def _weighted(readout: xr.Dataset, ids: Array) -> tuple[Array, Array]:
         constants += plain.astype(np.float64) @ readout["norm_bias"].values.astype(np.float64)
     if "unembed_bias" in readout:
         constants += readout["unembed_bias"].isel(vocab=ids).values
-    rows = plain * (readout["norm_weight"].values.astype(np.float32) * np.float32(factor))
+    rows = plain * (readout["norm_weight"].values.astype(np.float32))
     if norm == "layer":
         # Centring the direction equals centring the state: (x - mean(x)) . d = x . (d - mean(d)).
         rows -= rows.mean(axis=1, keepdims=True)
-    return rows, constants * factor
+    return rows, constants

@@ -5,11 +5,11 @@ These few tensors turn a residual stream into logits. Read straight from checkpo
 analyses of a store need neither torch nor the model.
 
 Variables and attributes:
-  unembed float32 [vocab, hidden]         row = direction of a token
+  unembed float32 [vocab, hidden]         row = direction of a token, times the model's logit scale (Cohere)
   norm_weight float32 [hidden]            effective factor (Gemma's 1 + w is added here)
   norm_bias [hidden], unembed_bias [vocab]  float32, if the model has them
   token str [vocab]                       text of each token, "" where the tokenizer has none
-  attrs: norm "rms" | "layer" | "none", eps, soft_cap (0 = none), logit_scale
+  attrs: norm "rms" | "layer" | "none", eps, soft_cap (0 = none)
 
 Encoders with a transform before the head (`HeadTransform`), whose logits are not linear in the state:
   unembed [vocab, embedding], transform_weight [embedding, hidden], transform_bias [embedding]
@@ -49,7 +49,6 @@ def readout(
     norm: str,
     eps: float,
     soft_cap: float | None = None,
-    logit_scale: float = 1.0,
     norm_bias: Array | None = None,
     unembed_bias: Array | None = None,
     vocabulary: Sequence[str] = (),
@@ -62,7 +61,6 @@ def readout(
         norm: "rms", "gemma_rms" (the factor is 1 + weight) or "layer".
         eps: Epsilon of the norm.
         soft_cap: Final soft cap; None for none.
-        logit_scale: Factor of the logits.
         norm_bias: [hidden].
         unembed_bias: [vocab].
         vocabulary: Text by token id; may be shorter than vocab, as models often have unused rows.
@@ -95,7 +93,6 @@ def readout(
         "norm": "layer" if norm == "layer" else "rms",
         "eps": float(eps),
         "soft_cap": float(soft_cap or 0.0),
-        "logit_scale": float(logit_scale),
     }
     return xr.Dataset(data, attrs=attrs)
 
@@ -176,7 +173,6 @@ def _transformed(
         "norm": norm if "norm_weight" in data else "none",
         "eps": float(config.final_norm_eps),
         "soft_cap": float(config.final_logit_softcapping or 0.0),
-        "logit_scale": 1.0,
         "transform_activation": transform.activation,
         "transform_norm": norm,
         "transform_eps": float(transform.eps),

@@ -135,7 +135,7 @@ def test_scores_of_summed_columns_are_those_on_paper():
 
 
 def test_the_interval_holds_the_score_and_is_empty_where_prompts_agree():
-    settings = _Settings("label", 0.25, 0.25, (1.0,), 500, 0)
+    settings = _Settings("label", 0.25, (1.0,), 500, 0)
     same = np.array([[3.0, 4.0]] * 10)
     assert _interval(same, settings) == (0.75, 0.75)
     low, high = _interval(np.array([[4.0, 4.0], [2.0, 4.0]] * 5), settings)

@@ -41,7 +41,6 @@ def head(norm: str) -> xr.Dataset:
         eps=0.01,
         norm_bias=rng.normal(size=HIDDEN) if norm == "layer" else None,
         unembed_bias=rng.normal(size=VOCAB) if norm == "layer" else None,
-        logit_scale=0.5,
     )
 
 

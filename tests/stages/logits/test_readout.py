@@ -102,7 +102,7 @@ def test_rows_beyond_the_tokenizer_have_no_text():
     found = readout(np.eye(4, 2), np.ones(2), norm="gemma_rms", eps=1e-6, vocabulary=["a", "b"])
     assert found["token"].values.tolist() == ["a", "b", "", ""]
     assert found["norm_weight"].values.tolist() == [2, 2]
-    assert found.attrs == {"norm": "rms", "eps": 1e-6, "soft_cap": 0.0, "logit_scale": 1.0}
+    assert found.attrs == {"norm": "rms", "eps": 1e-6, "soft_cap": 0.0}
 
 
 def test_parts_that_do_not_fit_are_refused():

@@ -89,7 +89,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
             "norm_weight": ("hidden", rng.uniform(0.5, 2, HIDDEN).astype(np.float32)),
             "token": ("vocab", np.array(words, object)),
         },
-        attrs={"norm": "rms", "eps": 1e-5, "soft_cap": 0.0, "logit_scale": 1.0},
+        attrs={"norm": "rms", "eps": 1e-5, "soft_cap": 0.0},
     )
     asked = {"weights": "sha256:w", "config": "c", "tokenizer": "t", "dtype": "float32"}
     lens_words = store.put_result(ResultKey("readout", 1, asked, {}), readout)
