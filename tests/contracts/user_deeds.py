@@ -175,9 +175,13 @@ def flipped(path: Path, place: float, bit: int) -> None:
         path.write_bytes(data)
 
 
-def same_files(one: Path, other: Path) -> bool:
-    """Whether two folders hold the same."""
-    return all((other / file.name).read_bytes() == file.read_bytes() for file in one.iterdir())
+def stamps(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Inode, size and times of each file of a folder: any write moves them, also one of the same bytes."""
+    states = {file.name: file.stat() for file in folder.iterdir()}
+    return {
+        name: (state.st_ino, state.st_size, state.st_mtime_ns, state.st_ctime_ns)
+        for name, state in states.items()
+    }
 
 
 # -- files of activations
