@@ -42,18 +42,18 @@ from .mixers.linear_attention import LinearAttention
 from .mixers.linear_unit import LinearUnit
 from .mixers.mamba import Mamba
 from .mixers.mamba2 import Mamba2
-from .mixers.mixer import ChannelMixer, LayerTensors, Mixer, own
+from .mixers.mixer import ChannelMixer, LayerTensors, PositionMixer, strip_prefix
 from .mixers.mlp import Mlp
 from .mixers.mlstm import Mlstm
 from .mixers.routed_attention import RoutedAttention
 from .mixers.shared_block import SharedBlock
 from .mixers.short_convolution import ShortConvolution
 from .norms import apply_norm, normalise
-from .weights import NormWeights, Weights, made, parts_of
+from .weights import NormWeights, Weights, parts_of, read_weight
 
 __all__ = ["ComposedNetwork", "LayerModules", "block", "tensors_of"]
 
-MIXERS: dict[str, Callable[[Any, LayerTensors], Mixer]] = {
+MIXERS: dict[str, Callable[[Any, LayerTensors], PositionMixer]] = {
     "attention": SelfAttention,
     "differential_attention": DifferentialAttention,
     "gated_attention": GatedAttention,
@@ -80,7 +80,7 @@ START = "start"
 class LayerModules:
     """One layer's mixers and norms; norms by their names in architectures/layer_tensors.py."""
 
-    mixers: tuple[Mixer, ...]
+    mixers: tuple[PositionMixer, ...]
     channel_mixer: ChannelMixer | None
     norms: Mapping[str, NormWeights]
     shared: SharedBlock | None = None
@@ -95,7 +95,7 @@ def tensors_of(take: Take, config: ComposedArchitecture, layer: int) -> dict[str
     found = {weight: take(stored.name) for weight, stored in lent.items()}
     stored = tensors.layers[layer]
     for weight, where in sorted(stored.items(), key=lambda item: item[1].constant is not None):
-        found[weight] = made(take, where, tensors.in_layer(layer, weight), found)
+        found[weight] = read_weight(take, where, tensors.in_layer(layer, weight), found)
     return found
 
 
@@ -107,7 +107,7 @@ def block(take: Take, config: ComposedArchitecture, layer: int) -> LayerModules:
     channel = shape.channel_mixer
     channel_mixer = None if channel is None else CHANNEL_MIXERS[channel.kind](channel, found)
     shared = None if shape.shared is None else SharedBlock(shape.shared, found)
-    return LayerModules(mixers, channel_mixer, norms, shared, own(found, "carry."))
+    return LayerModules(mixers, channel_mixer, norms, shared, strip_prefix(found, "carry."))
 
 
 class ComposedNetwork(Ends[ComposedArchitecture, LayerModules]):
@@ -161,19 +161,19 @@ class ComposedNetwork(Ends[ComposedArchitecture, LayerModules]):
             h, x = self._read(x, "ln1", layer, taps, ahead)
             each = [self._mixed(mixer, h, entering, layer, history, taps) for mixer in part.mixers]
             added = self._added(sum(each[1:], each[0]), "ln1_post", layer, taps)
-            x = self._carried(history.kept(x), "1", layer) + taps("attn_out", layer, added)
+            x = self._carried(history.needed(x), "1", layer) + taps("attn_out", layer, added)
             x = self._summed(x, "ln1", layer, taps)
         else:
-            x = history.kept(x)
+            x = history.needed(x)
         if part.channel_mixer is not None:
             if block.is_parallel:
                 own = "ln2" in block.norm_names
-                h = self._normed(history.kept(entering), "ln2", layer, taps) if own else history.kept(h)
+                h = self._normed(history.needed(entering), "ln2", layer, taps) if own else history.needed(h)
             else:
                 x = taps("resid_mid", layer, x) if part.mixers else x
                 h, x = self._read(x, "ln2", layer, taps)
             x = self._summed(self._carried(x, "2", layer) + self._written(h, layer, taps), "ln2", layer, taps)
-        return {STREAM: x} | {name: history.kept(each) for name, each in beside.items()}
+        return {STREAM: x} | {name: history.needed(each) for name, each in beside.items()}
 
     def fed(self, layer: int, x: Tensor, taps: Taps) -> Tensor:
         """What the channel mixer adds [B, token, D], of the stream that it reads; where norms stand before
@@ -189,7 +189,7 @@ class ComposedNetwork(Ends[ComposedArchitecture, LayerModules]):
         return taps("mlp_out", layer, self._added(taps("mlp_post", layer, h), "ln2_post", layer, taps))
 
     def _mixed(
-        self, mixer: Mixer, h: Tensor, stream: Tensor, layer: int, history: History, taps: Taps
+        self, mixer: PositionMixer, h: Tensor, stream: Tensor, layer: int, history: History, taps: Taps
     ) -> Tensor:
         """What a mixer gives of normed h; attention is told which stream that is the norm of, as its heads
         may be shown others."""

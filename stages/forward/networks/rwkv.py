@@ -85,9 +85,9 @@ class Rwkv(Ends[RwkvConfig, LayerTensors]):
         z = normalise(x, self.norm_of("ln2", layer), c.norm_type, c.norm_eps, taps, "ln2", layer)
         z = taps("mlp_pre", layer, z)
         previous = history.before(layer, "channel mix", z, 1)[:, :, 0]
-        mixed = self._channel_mix(history.kept(z), history.kept(previous), layer, taps)
-        kept = {name: history.kept(each) for name, each in beside.items()}
-        return {**kept, STREAM: history.kept(x) + taps("mlp_out", layer, mixed)}
+        mixed = self._channel_mix(history.needed(z), history.needed(previous), layer, taps)
+        kept = {name: history.needed(each) for name, each in beside.items()}
+        return {**kept, STREAM: history.needed(x) + taps("mlp_out", layer, mixed)}
 
     # -- time mix
 

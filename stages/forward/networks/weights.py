@@ -170,7 +170,7 @@ def load(
     """
     from ....pipeline.progress import Progress
 
-    checkpoint = fitting(files, config)
+    checkpoint = checked_checkpoint(files, config)
     total = checkpoint.nbytes
     quiet = not progress if progress is not None else total < 1 << 30
     with checkpoint.opened() as tensors, Progress(quiet=quiet) as bars:
@@ -195,7 +195,7 @@ def as_computed(tensors: Take, dtype: torch.dtype, device: torch.device) -> Take
     return take
 
 
-def fitting(files: Files, config: Architecture) -> Checkpoint:
+def checked_checkpoint(files: Files, config: Architecture) -> Checkpoint:
     """A checkpoint whose tensors are those an architecture needs, as far as can be told without making any of
     them a weight. Raises WeightsError naming the tensor or file, also for one inside a layer that nothing
     would read; ConfigError for a copy that differs."""
@@ -227,7 +227,9 @@ def assemble(take: Take, config: Config, layer_of: Callable[[Take, Config, int],
     each = shared_once(take, config)
     layers = tuple(layer_of(each, config, layer) for layer in range(config.num_layers))
     table = take(config.tensors.outside["embed"].name)
-    return Weights(table, layers, lm_head=own_head(take, config, table), **small_ends(take, config, table))
+    return Weights(
+        table, layers, lm_head=separate_head(take, config, table), **outer_weights(take, config, table)
+    )
 
 
 def shared_once(take: Take, config: Architecture, held: dict[str, Tensor] | None = None) -> Take:
@@ -245,23 +247,23 @@ def shared_once(take: Take, config: Architecture, held: dict[str, Tensor] | None
     return once
 
 
-def own_head(take: Take, config: Architecture, table: Tensor | None = None) -> Tensor | None:
+def separate_head(take: Take, config: Architecture, table: Tensor | None = None) -> Tensor | None:
     """What the LM head multiplies by, where it is not the embedding. table: the embedding, where it is held;
-    a head that is the embedding's tensor, multiplied, is a matrix of its own."""
+    a head that is the embedding's tensor, scale_rows, is a matrix of its own."""
     embed, head = config.tensors.outside["embed"], config.tensors.outside["head"]
     if head == embed:
         return None
     own = table if head.name == embed.name and table is not None else take(head.name)
-    return multiplied(own, head.factors)
+    return scale_rows(own, head.factors)
 
 
-def small_ends(take: Take, config: Architecture, like: Tensor) -> dict[str, Any]:
+def outer_weights(take: Take, config: Architecture, like: Tensor) -> dict[str, Any]:
     """What stands outside of layers beside embedding and head, as fields of `Weights`. like: dtype and device
     of what no checkpoint holds."""
     outside = config.tensors.outside
 
     def held(name: str) -> Tensor | None:
-        return made(take, outside[name], outside[name].name, {"": like}) if name in outside else None
+        return read_weight(take, outside[name], outside[name].name, {"": like}) if name in outside else None
 
     def norm(name: str) -> NormWeights | None:
         weight = held(name)
@@ -274,7 +276,7 @@ def small_ends(take: Take, config: Architecture, like: Tensor) -> dict[str, Any]
     types = held("token_types")
     return {
         "final_norm": norm("final_norm"),
-        "positions": waves(config, like) if config.has_position_waves else held("positions"),
+        "positions": sinusoidal_positions(config, like) if config.has_position_waves else held("positions"),
         "head_bias": held("head.bias"),
         "embed_norm": norm("embed_norm"),
         "embed_in": linear("embed_in"),
@@ -289,7 +291,7 @@ def small_ends(take: Take, config: Architecture, like: Tensor) -> dict[str, Any]
     }
 
 
-def waves(config: Architecture, like: Tensor) -> Tensor:
+def sinusoidal_positions(config: Architecture, like: Tensor) -> Tensor:
     """Positions as sines and cosines of falling frequency [position, hidden], all sines first (Vaswani et
     al., Attention Is All You Need, 2017, section 3.5; `Architecture.ends_with_slowest_wave` tells the two
     ways apart)."""
@@ -304,7 +306,7 @@ def waves(config: Architecture, like: Tensor) -> Tensor:
     return torch.cat([angles.sin(), angles.cos()], dim=1).to(like)
 
 
-def made(take: Take, stored: Stored, name: str, others: Mapping[str, Tensor]) -> Tensor:
+def read_weight(take: Take, stored: Stored, name: str, others: Mapping[str, Tensor]) -> Tensor:
     """A weight as a model holds it; where no checkpoint has it, in the dtype and on the device of others."""
     if stored.constant is not None:
         return next(iter(others.values())).new_full(stored.shape, stored.constant)
@@ -312,7 +314,7 @@ def made(take: Take, stored: Stored, name: str, others: Mapping[str, Tensor]) ->
     tensor = tensor.T.contiguous() if stored.is_transposed else tensor
     if stored.groups is not None:
         tensor = stored.on_diagonal(tensor, tensor.new_zeros(len(tensor), tensor.shape[1] * stored.groups))
-    return multiplied(tensor + stored.plus if stored.plus else tensor, stored.factors)
+    return scale_rows(tensor + stored.plus if stored.plus else tensor, stored.factors)
 
 
 def parts_of(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
@@ -331,8 +333,8 @@ def parts_of(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     return parts
 
 
-def multiplied(tensor: Tensor, factors: Sequence[tuple[int, float]]) -> Tensor:
-    """A weight with its rows multiplied by what a model multiplies their products by (`Stored.factors`)."""
+def scale_rows(tensor: Tensor, factors: Sequence[tuple[int, float]]) -> Tensor:
+    """A weight with its rows scale_rows by what a model multiplies their products by (`Stored.factors`)."""
     if not factors:
         return tensor
     import torch

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from ...architectures.mixers import AttentionSpec
 from ...hooks.taps import Taps
-from ..attention import linear, output, turned
+from ..attention import apply_rope, linear, output
 from ..history import Carried, History
-from ..mixers.mixer import LayerTensors, by_heads, flat
+from ..mixers.mixer import LayerTensors, merge_heads, split_heads
 from ..norms import apply_norm
 from ..rope import rotate
 from ..weights import parts_of
@@ -40,18 +40,18 @@ class CarriedAttention:
         values that the layer has made [B, token, head * width], by name. carried: what earlier ones have
         made."""
         s = self.shape
-        q = history.kept(taps("q", layer, self._normed(linear(x, self.parts["q"]), "q_norm")))
+        q = history.needed(taps("q", layer, self._normed(linear(x, self.parts["q"]), "q_norm")))
         made: Carried = {}
         if s.source is None:
             k, v = self._made(x, layer, taps)
-            q, k = turned(q, k, s.rope, history)
+            q, k = apply_rope(q, k, s.rope, history)
             q, k = taps("rot_q", layer, q), taps("rot_k", layer, k)
-            made = dict(zip(_lent(layer), (flat(k), flat(v)), strict=True))
+            made = dict(zip(_lent(layer), (merge_heads(k), merge_heads(v)), strict=True))
         else:
-            k, v = (by_heads(carried[name], s.head_dim) for name in _lent(s.source))
+            k, v = (split_heads(carried[name], s.head_dim) for name in _lent(s.source))
             if s.rope is not None:
                 cos, sin = history.rotation(s.rope, q.dtype)
-                q = rotate(q, history.kept(cos), history.kept(sin))
+                q = rotate(q, history.needed(cos), history.needed(sin))
             q = taps("rot_q", layer, q)
         z = taps("z", layer, history.attend(layer, q, k, v, self._how))
         return output(z, self.parts["o"], layer, taps), made
@@ -66,7 +66,9 @@ class CarriedAttention:
     def _normed(self, x: Tensor, norm: str) -> Tensor:
         """x [B, token, head * width] as heads, each normed."""
         assert self.shape.qk_norm is not None  # in all families of this kind
-        return apply_norm(by_heads(x, self.shape.head_dim), self.parts[norm], "rms", self.shape.qk_norm.eps)
+        return apply_norm(
+            split_heads(x, self.shape.head_dim), self.parts[norm], "rms", self.shape.qk_norm.eps
+        )
 
 
 def _lent(layer: int) -> tuple[str, str]:

@@ -17,7 +17,7 @@ from torch import Tensor
 from ...architectures.mixers import MlpAndExpertsSpec
 from ...hooks.taps import Taps
 from ..mixers.experts import Experts, Given
-from ..mixers.mixer import LayerTensors, own
+from ..mixers.mixer import LayerTensors, strip_prefix
 from ..mixers.mlp import Mlp
 from ..norms import apply_norm
 from ..weights import NormWeights
@@ -29,7 +29,7 @@ class MlpAndExperts:
     """The MLP and the experts of one layer."""
 
     def __init__(self, shape: MlpAndExpertsSpec, tensors: LayerTensors) -> None:
-        found = own(tensors, "beside.")
+        found = strip_prefix(tensors, "beside.")
         self._mlp, self._eps = Mlp(shape.mlp, tensors), shape.norm_eps
         self._experts = _Experts(shape, tensors)
         self._mlp_post, self._experts_post = (
@@ -50,7 +50,7 @@ class _Experts(Experts):
 
     def __init__(self, shape: MlpAndExpertsSpec, tensors: LayerTensors) -> None:
         super().__init__(shape.experts, tensors)
-        found = own(tensors, "beside.")
+        found = strip_prefix(tensors, "beside.")
         self._gain, self._gains = found["experts"], found["expert_gains"]
         reads = found["router_gain"] * len(found["router_gain"]) ** -0.5
         self.weights["router"] = self.weights["router"] * reads

@@ -30,7 +30,7 @@ from ..composed import ComposedNetwork, LayerModules, tensors_of
 from ..history import STREAM, Carried, History, Shares
 from ..kernels.functions import evenly
 from ..kernels.products import product
-from ..mixers.mixer import by_heads, flat, own
+from ..mixers.mixer import merge_heads, split_heads, strip_prefix
 from ..mixers.mlp import Mlp
 from ..mlp import ACTIVATIONS
 from ..norms import apply_norm, normalise
@@ -65,7 +65,7 @@ class CarryingLayer(LayerModules):
 def block(take: Take, config: CarryingConfig, layer: int) -> CarryingLayer:
     """One layer from a function that gives a tensor by its checkpoint name."""
     found, channel = tensors_of(take, config, layer), config.blocks[layer].channel_mixer
-    altup = own(found, "altup.")
+    altup = strip_prefix(found, "altup.")
     return CarryingLayer(
         (),
         Mlp(channel, found) if isinstance(channel, MlpSpec) else None,
@@ -105,16 +105,16 @@ class Carrying(ComposedNetwork):
         h = self._normed(x, "ln1", layer, taps)
         made, lent = self._part(layer).attention(h, layer, history, taps, carried)
         added = taps("attn_out", layer, self._normed(made, "ln1_post", layer, taps))
-        x = self._with_laurel(history.kept(x) + added, history.kept(h), layer, taps)
+        x = self._with_laurel(history.needed(x) + added, history.needed(h), layer, taps)
         x = taps("resid_mid", layer, x)
         x = x + self._fed(x, layer, taps)
         beside = {name: each for name, each in carried.items() if name not in (STREAM, STREAMS)} | lent
-        beside = {name: history.kept(each) for name, each in beside.items()}
+        beside = {name: history.needed(each) for name, each in beside.items()}
         streams = None
         if predicted is not None:
             altup = self._part(layer).altup
             assert altup is not None  # where there are several streams
-            streams = taps("altup_corrected", layer, altup.corrected(history.kept(predicted), x))
+            streams = taps("altup_corrected", layer, altup.corrected(history.needed(predicted), x))
             x = streams[:, self.config.active]
         if self.config.input_size:
             given = self._given(x, beside[INPUTS], layer, taps)
@@ -199,7 +199,7 @@ class Carrying(ComposedNetwork):
 
     def _together(self, carried: Carried) -> Tensor:
         """All streams [B, stream, token, D] of what is carried."""
-        others = by_heads(carried[STREAMS], self.config.hidden_size)
+        others = split_heads(carried[STREAMS], self.config.hidden_size)
         own, active = carried[STREAM].unsqueeze(1), self.config.active
         return torch.cat([others[:, :active], own, others[:, active:]], dim=1)
 
@@ -208,7 +208,7 @@ class Carrying(ComposedNetwork):
         active = self.config.active
         others = torch.cat([streams[:, :active], streams[:, active + 1 :]], dim=1)
         # A copy: somebody may write over the stream.
-        return {STREAM: streams[:, active].clone(), STREAMS: flat(others)}
+        return {STREAM: streams[:, active].clone(), STREAMS: merge_heads(others)}
 
     def _part(self, layer: int) -> CarryingLayer:
         return cast(CarryingLayer, self.weights.layers[layer])  # as `block` makes them

@@ -62,7 +62,7 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return _in_full_blocks(x, weight, bias) if _is_chosen_by_size(x) else F.linear(x, weight, bias)
 
 
-def each_product(x: Tensor, y: Tensor) -> Tensor:
+def batched_product(x: Tensor, y: Tensor) -> Tensor:
     """Matrices x [n, row, in] with matrices y [n, in, column], [n, row, column]: as `product`, the same on
     any number of threads, which share one matrix where there are few."""
     if not _is_chosen_by_size(x):

@@ -19,13 +19,13 @@ from ..kernels.functions import evenly
 from ..kernels.products import product
 from ..relative import Relative
 from ..weights import AttentionWeights, parts_of
-from .mixer import LayerTensors, by_heads
+from .mixer import LayerTensors, split_heads
 
 __all__ = ["GatedAttention", "SelfAttention"]
 
 
 class SelfAttention:
-    """Grouped-query attention of one layer (`Mixer`)."""
+    """Grouped-query attention of one layer (`PositionMixer`)."""
 
     def __init__(self, shape: AttentionSpec, tensors: LayerTensors) -> None:
         parts, known = (
@@ -44,7 +44,7 @@ class SelfAttention:
     def __call__(
         self, x: Tensor, layer: int, history: History, taps: Taps, source: StreamRead | None = None
     ) -> Tensor:
-        """See `Mixer`; source: what x is the norm of."""
+        """See `PositionMixer`; source: what x is the norm of."""
         return attention(x, self.weights, self.shape, self._how, layer, history, taps, source=source)
 
 
@@ -70,7 +70,7 @@ def _separated(tensors: LayerTensors, shape: AttentionSpec) -> LayerTensors:
 
 
 class GatedAttention(SelfAttention):
-    """The same with gated heads (`Mixer`)."""
+    """The same with gated heads (`PositionMixer`)."""
 
     def __init__(self, shape: AttentionSpec, tensors: LayerTensors) -> None:
         found, gate = dict(tensors), "gate_of_heads"
@@ -83,7 +83,7 @@ class GatedAttention(SelfAttention):
     def __call__(
         self, x: Tensor, layer: int, history: History, taps: Taps, source: StreamRead | None = None
     ) -> Tensor:
-        """See `Mixer`; source: what x is the norm of."""
-        gate = evenly(torch.sigmoid, product(history.kept(x), self._gate, self._gate_bias))
-        gate = taps("attn_gate", layer, by_heads(gate, self.shape.head_dim))
+        """See `PositionMixer`; source: what x is the norm of."""
+        gate = evenly(torch.sigmoid, product(history.needed(x), self._gate, self._gate_bias))
+        gate = taps("attn_gate", layer, split_heads(gate, self.shape.head_dim))
         return attention(x, self.weights, self.shape, self._how, layer, history, taps, gate, source)

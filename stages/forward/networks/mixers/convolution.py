@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..history import History
-from .mixer import wide
+from .mixer import upcast
 
 __all__ = ["convolve"]
 
@@ -19,10 +19,10 @@ def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, layer: int, history
 
     Tokens before the first are zeros. Summed in float32 whatever the dtype, as kernels do.
     """
-    *earlier, own = wide(weight).squeeze(1).unbind(-1)
-    found = wide(x) * own
+    *earlier, own = upcast(weight).squeeze(1).unbind(-1)
+    found = upcast(x) * own
     if earlier:
         before = history.before(layer, "convolution", x, len(earlier))
         for place, factor in enumerate(earlier):
-            found = torch.addcmul(found, wide(before[:, :, place]), factor)
-    return (found if bias is None else found + wide(bias)).to(x.dtype)
+            found = torch.addcmul(found, upcast(before[:, :, place]), factor)
+    return (found if bias is None else found + upcast(bias)).to(x.dtype)

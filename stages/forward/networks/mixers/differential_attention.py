@@ -19,36 +19,36 @@ from torch import Tensor
 
 from ...architectures.mixers import DifferentialSpec
 from ...hooks.taps import Taps
-from ..attention import linear, project, turned
+from ..attention import apply_rope, linear, project
 from ..history import History
 from ..weights import AttentionWeights, parts_of
-from .mixer import LayerTensors, flat, own, wide
+from .mixer import LayerTensors, merge_heads, strip_prefix, upcast
 
 __all__ = ["DifferentialAttention"]
 
 
 class DifferentialAttention:
-    """The differential attention of one layer (`Mixer`)."""
+    """The differential attention of one layer (`PositionMixer`)."""
 
     def __init__(self, shape: DifferentialSpec, tensors: LayerTensors) -> None:
         parts, known = parts_of(tensors), {field.name for field in fields(AttentionWeights)}
-        self.shape, self._how, self._learned = shape, shape.summary, own(tensors, "diff.")
+        self.shape, self._how, self._learned = shape, shape.summary, strip_prefix(tensors, "diff.")
         self.weights = AttentionWeights(**{name: part for name, part in parts.items() if name in known})
 
     def __call__(self, x: Tensor, layer: int, history: History, taps: Taps) -> Tensor:
-        """See `Mixer`."""
+        """See `PositionMixer`."""
         s = self.shape
         q, k, v = project(x, self.weights, s.attention, layer, taps)
-        q, k = turned(history.kept(q), k, s.rope, history)
+        q, k = apply_rope(history.needed(q), k, s.rope, history)
         q, k = taps("rot_q", layer, q), taps("rot_k", layer, k)
         values = torch.cat(v.chunk(2, dim=1), dim=-1).repeat(1, 2, 1, 1)
         read = taps("diff_read", layer, history.attend(layer, q, k, values, self._how))
         one, other = read.chunk(2, dim=1)
         left = F.rms_norm(one - self._share(x.dtype) * other, (read.shape[-1],), eps=s.norm_eps)
-        return linear(flat(taps("diff_z", layer, (1 - s.start) * left)), self.weights.o)
+        return linear(merge_heads(taps("diff_z", layer, (1 - s.start) * left)), self.weights.o)
 
     def _share(self, dtype: torch.dtype) -> Tensor:
         """Lambda: how much of the second pattern is taken away."""
         w = self._learned
-        first, second = (torch.exp(wide(w[f"q{i}"] * w[f"k{i}"]).sum()).to(dtype) for i in "12")
+        first, second = (torch.exp(upcast(w[f"q{i}"] * w[f"k{i}"]).sum()).to(dtype) for i in "12")
         return first - second + self.shape.start

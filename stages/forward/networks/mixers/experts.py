@@ -31,7 +31,7 @@ from ..kernels import FEW_ROWS
 from ..kernels.functions import evenly
 from ..kernels.products import product
 from ..mlp import ACTIVATIONS
-from .mixer import LayerTensors, own
+from .mixer import LayerTensors, strip_prefix
 
 __all__ = ["Experts"]
 
@@ -43,7 +43,7 @@ class Experts:
     """The experts of one layer (`ChannelMixer`)."""
 
     def __init__(self, shape: ExpertsSpec, tensors: LayerTensors) -> None:
-        found = own(tensors, "experts.")
+        found = strip_prefix(tensors, "experts.")
         self.shape = shape
         self.weights = {name: tensor for name, tensor in found.items() if not name[0].isdigit()}
         if shape.is_listed:

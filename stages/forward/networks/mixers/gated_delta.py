@@ -27,7 +27,7 @@ from ..kernels.products import product
 from ..recurrences.linear import LinearRecurrence
 from ..scan import scan_decayed, shown_decay
 from .convolution import convolve
-from .mixer import LayerTensors, by_heads, flat, own, wide
+from .mixer import LayerTensors, merge_heads, split_heads, strip_prefix, upcast
 
 __all__ = ["GatedDelta"]
 
@@ -36,23 +36,25 @@ _EPS = 1e-6
 
 
 class GatedDelta:
-    """The gated delta net of one layer (`Mixer`)."""
+    """The gated delta net of one layer (`PositionMixer`)."""
 
     def __init__(self, shape: GatedDeltaSpec, tensors: LayerTensors) -> None:
-        self.shape, self.weights = shape, _arranged(own(tensors, "linear."), shape)
+        self.shape, self.weights = shape, _arranged(strip_prefix(tensors, "linear."), shape)
 
     def __call__(self, x: Tensor, layer: int, history: History, taps: Taps) -> Tensor:
-        """See `Mixer`."""
+        """See `PositionMixer`."""
         s, w = self.shape, self.weights
-        gate = self._gate(history.kept(x), layer, taps)
+        gate = self._gate(history.needed(x), layer, taps)
         inner = product(x, w["qkv"])
         inner = F.silu(convolve(inner, w["conv"], None, layer, history) if s.conv_size else inner)
         inner = taps("linear_conv", layer, inner) if s.conv_size else inner
         queries, keys, values = inner.split(s.parts, dim=-1)
-        queries = taps("linear_q", layer, _unit(by_heads(queries, s.key_size)) * s.key_size**-0.5)
-        keys = self._of_heads(taps("linear_k", layer, _unit(by_heads(keys, s.key_size))))
-        values = taps("linear_v", layer, by_heads(values, s.value_size))
-        beta = taps("linear_beta", layer, by_heads(wide(product(x, w["b"])).sigmoid() * s.beta_factor, 1))
+        queries = taps("linear_q", layer, _unit(split_heads(queries, s.key_size)) * s.key_size**-0.5)
+        keys = self._of_heads(taps("linear_k", layer, _unit(split_heads(keys, s.key_size))))
+        values = taps("linear_v", layer, split_heads(values, s.value_size))
+        beta = taps(
+            "linear_beta", layer, split_heads(upcast(product(x, w["b"])).sigmoid() * s.beta_factor, 1)
+        )
         log_decay = torch.zeros_like(beta)
         if s.decays is not None:
             log_decay = shown_decay(self._log_decay(x), layer, taps, "linear")
@@ -61,16 +63,16 @@ class GatedDelta:
         # What is taken away is what the decayed state holds under the key.
         tokens |= {"alpha": keys * log_decay.exp(), "beta": -replaced}
         read = scan_decayed(LinearRecurrence("after"), tokens, layer, history, taps, "linear")
-        read = self._normed(history.kept(taps("linear_out", layer, read)), x.dtype)
-        return product(flat(read if gate is None else read * gate).to(x.dtype), w["out"])
+        read = self._normed(history.needed(taps("linear_out", layer, read)), x.dtype)
+        return product(merge_heads(read if gate is None else read * gate).to(x.dtype), w["out"])
 
     def _gate(self, x: Tensor, layer: int, taps: Taps) -> Tensor | None:
         """What multiplies what was read [B, head, kept, V], in float32."""
         if self.shape.gate is None:
             return None
-        gate = wide(self._projected(x, "z"))
+        gate = upcast(self._projected(x, "z"))
         gate = F.silu(gate) if self.shape.gate == "silu" else gate.sigmoid()
-        return taps("linear_gate", layer, by_heads(gate, self.shape.value_size))
+        return taps("linear_gate", layer, split_heads(gate, self.shape.value_size))
 
     def _projected(self, x: Tensor, name: str) -> Tensor:
         """x by one map, or by two that meet in few channels."""
@@ -80,8 +82,8 @@ class GatedDelta:
     def _log_decay(self, x: Tensor) -> Tensor:
         """[B, head, token, K or 1]."""
         w, width = self.weights, self.shape.axis_sizes["linear_decay"]
-        step = F.softplus(wide(self._projected(x, "a")) + wide(w["dt_bias"]))
-        return by_heads(step, width) * -torch.exp(wide(w["A_log"])).view(-1, 1, 1)
+        step = F.softplus(upcast(self._projected(x, "a")) + upcast(w["dt_bias"]))
+        return split_heads(step, width) * -torch.exp(upcast(w["A_log"])).view(-1, 1, 1)
 
     def _of_heads(self, x: Tensor) -> Tensor:
         """What groups share, [B, G, token, K], for each of their heads [B, head, token, K]."""
@@ -89,14 +91,14 @@ class GatedDelta:
 
     def _normed(self, read: Tensor, dtype: torch.dtype) -> Tensor:
         """What was read [B, head, token, V] over its root mean square, in float32."""
-        read = wide(read.to(dtype))
+        read = upcast(read.to(dtype))
         unit = read * torch.rsqrt(read.pow(2).mean(-1, keepdim=True) + self.shape.norm_eps)
-        return wide(self.weights["norm"] * unit.to(dtype))
+        return upcast(self.weights["norm"] * unit.to(dtype))
 
 
 def _unit(x: Tensor) -> Tensor:
     """x [..., K] over its length."""
-    x = wide(x)
+    x = upcast(x)
     return x * torch.rsqrt(x.pow(2).sum(-1, keepdim=True) + _EPS)
 
 

@@ -28,34 +28,34 @@ from ..recurrences.linear import LinearRecurrence
 from ..rope import rotate
 from ..scan import scan
 from .convolution import convolve
-from .mixer import LayerTensors, by_heads, flat, own, wide
+from .mixer import LayerTensors, merge_heads, split_heads, strip_prefix, upcast
 
 __all__ = ["LinearAttention"]
 
 
 class LinearAttention:
-    """The linear attention of one layer (`Mixer`)."""
+    """The linear attention of one layer (`PositionMixer`)."""
 
     def __init__(self, shape: LinearAttentionSpec, tensors: LayerTensors) -> None:
-        self.shape, self.weights = shape, _arranged(own(tensors, "linear."))
+        self.shape, self.weights = shape, _arranged(strip_prefix(tensors, "linear."))
         left = -(2.0 ** (-5 - torch.arange(shape.heads, dtype=torch.float64)))
         self._fixed = torch.log1p(left).to(self.weights["out"].device).view(1, -1, 1, 1)
 
     def __call__(self, x: Tensor, layer: int, history: History, taps: Taps) -> Tensor:
-        """See `Mixer`."""
+        """See `PositionMixer`."""
         s, w = self.shape, self.weights
         gate = None
         if s.has_gate:
-            gate = F.silu(wide(product(history.kept(x), w["gate"])))
-            gate = taps("linear_gate", layer, by_heads(gate, s.value_size))
+            gate = F.silu(upcast(product(history.needed(x), w["gate"])))
+            gate = taps("linear_gate", layer, split_heads(gate, s.value_size))
         queries, keys, values = self._projected(x, layer, history, taps)
         queries = taps("linear_q", layer, queries * s.key_size**-0.5)
         keys = taps("linear_k", layer, self._of_heads(keys))
         values = taps("linear_v", layer, self._of_heads(values))
         tokens = {"q": queries, "k": keys, "v": values, "log_decay": self._log_decay(x)}
         read = scan(LinearRecurrence("after"), tokens, layer, history, taps, "linear")
-        read = self._normed(history.kept(taps("linear_out", layer, read)))
-        return product(flat(read if gate is None else read * gate).to(x.dtype), w["out"])
+        read = self._normed(history.needed(taps("linear_out", layer, read)))
+        return product(merge_heads(read if gate is None else read * gate).to(x.dtype), w["out"])
 
     def _projected(
         self, x: Tensor, layer: int, history: History, taps: Taps
@@ -67,7 +67,7 @@ class LinearAttention:
             inner = F.silu(convolve(inner, w["conv"], None, layer, history))
             inner = taps("linear_conv", layer, inner)
         parts = zip(inner.split(s.parts, dim=-1), (s.key_size, s.key_size, s.value_size), strict=True)
-        queries, keys, values = (by_heads(part, width) for part, width in parts)
+        queries, keys, values = (split_heads(part, width) for part, width in parts)
         if s.activation is not None:
             queries, keys = (ACTIVATIONS[s.activation](part) for part in (queries, keys))
         if s.rope is not None:
@@ -79,10 +79,10 @@ class LinearAttention:
         """[B, head, token, K or 1]."""
         s, w = self.shape, self.weights
         if s.decays == "fixed":
-            fixed = self._fixed.to(wide(x).dtype)
+            fixed = self._fixed.to(upcast(x).dtype)
             return fixed.expand(len(x), -1, x.shape[1], -1).contiguous()
         told = product(product(x, w["decay.down"]), w["decay"], w["decay.bias"])
-        found = by_heads(F.logsigmoid(wide(told)) / s.decay_divisor, s.key_size)
+        found = split_heads(F.logsigmoid(upcast(told)) / s.decay_divisor, s.key_size)
         return self._of_heads(found if s.least_log_decay is None else found.clamp(min=s.least_log_decay))
 
     def _of_heads(self, x: Tensor) -> Tensor:
@@ -92,9 +92,9 @@ class LinearAttention:
 
     def _normed(self, read: Tensor) -> Tensor:
         """What was read [B, head, token, V] over its root mean square, in float32."""
-        read = wide(read)
+        read = upcast(read)
         unit = read * torch.rsqrt(read.pow(2).mean(-1, keepdim=True) + self.shape.norm_eps)
-        return unit * wide(self.weights["norm"]) if self.shape.has_norm_weight else unit
+        return unit * upcast(self.weights["norm"]) if self.shape.has_norm_weight else unit
 
 
 def _arranged(w: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -23,7 +23,7 @@ from ..mlp import ACTIVATIONS
 from ..recurrences.linear import LinearRecurrence
 from ..scan import scan
 from .convolution import convolve
-from .mixer import LayerTensors, by_heads, flat, own, wide
+from .mixer import LayerTensors, merge_heads, split_heads, strip_prefix, upcast
 
 __all__ = ["LinearUnit"]
 
@@ -32,34 +32,34 @@ _SHARPNESS = 8.0
 
 
 class LinearUnit:
-    """The gated linear recurrent unit of one layer (`Mixer`)."""
+    """The gated linear recurrent unit of one layer (`PositionMixer`)."""
 
     def __init__(self, shape: LinearUnitSpec, tensors: LayerTensors) -> None:
-        self.shape, self.weights = shape, own(tensors, "linear.")
+        self.shape, self.weights = shape, strip_prefix(tensors, "linear.")
 
     def __call__(self, x: Tensor, layer: int, history: History, taps: Taps) -> Tensor:
-        """See `Mixer`."""
+        """See `PositionMixer`."""
         w = self.weights
-        gate = ACTIVATIONS[self.shape.activation](product(history.kept(x), w["gate"], w["gate.bias"]))
-        gate = taps("linear_gate", layer, by_heads(gate, 1))
+        gate = ACTIVATIONS[self.shape.activation](product(history.needed(x), w["gate"], w["gate.bias"]))
+        gate = taps("linear_gate", layer, split_heads(gate, 1))
         inner = product(x, w["in"], w["in.bias"])
         inner = taps("linear_conv", layer, convolve(inner, w["conv"], w["conv.bias"], layer, history))
         forgets, enters = self._gate(inner, "forget"), self._gate(inner, "input")
-        log_decay = -_SHARPNESS * forgets * F.softplus(wide(w["decays"]))
+        log_decay = -_SHARPNESS * forgets * F.softplus(upcast(w["decays"]))
         keys = enters * self._room(log_decay, layer, history)
-        keys = taps("linear_k", layer, by_heads(keys, 1))
-        values = taps("linear_v", layer, by_heads(inner, 1))
-        tokens = {"q": torch.ones_like(keys), "k": keys, "v": values, "log_decay": by_heads(log_decay, 1)}
+        keys = taps("linear_k", layer, split_heads(keys, 1))
+        values = taps("linear_v", layer, split_heads(inner, 1))
+        tokens = {"q": torch.ones_like(keys), "k": keys, "v": values, "log_decay": split_heads(log_decay, 1)}
         read = scan(LinearRecurrence("after"), tokens, layer, history, taps, "linear")
-        read = history.kept(taps("linear_out", layer, read))
-        return product(flat(read.to(x.dtype) * gate), w["out"], w["out.bias"])
+        read = history.needed(taps("linear_out", layer, read))
+        return product(merge_heads(read.to(x.dtype) * gate), w["out"], w["out.bias"])
 
     def _gate(self, x: Tensor, name: str) -> Tensor:
         """A sigmoid of x [B, token, channel], whose blocks of channels each have a map."""
         w = self.weights
         blocks = x.unflatten(-1, (self.shape.gates, -1))
         found = torch.einsum("btgi,gij->btgj", blocks, w[name]) + w[f"{name}.bias"]
-        return wide(torch.sigmoid(found).flatten(-2))
+        return upcast(torch.sigmoid(found).flatten(-2))
 
     @staticmethod
     def _room(log_decay: Tensor, layer: int, history: History) -> Tensor:

@@ -26,31 +26,31 @@ from ..kernels.products import product
 from ..recurrences.linear import LinearRecurrence
 from ..scan import scan
 from .convolution import convolve
-from .mixer import LayerTensors, by_heads, flat, own, wide
+from .mixer import LayerTensors, merge_heads, split_heads, strip_prefix, upcast
 
 __all__ = ["Mamba"]
 
 
 class Mamba:
-    """The Mamba-1 mixer of one layer (`Mixer`)."""
+    """The Mamba-1 mixer of one layer (`PositionMixer`)."""
 
     def __init__(self, shape: MambaSpec, tensors: LayerTensors) -> None:
-        self.shape, self.weights = shape, _arranged(own(tensors, "ssm."), shape)
+        self.shape, self.weights = shape, _arranged(strip_prefix(tensors, "ssm."), shape)
 
     def __call__(self, x: Tensor, layer: int, history: History, taps: Taps) -> Tensor:
-        """See `Mixer`."""
+        """See `PositionMixer`."""
         w = self.weights
         inner, gate = product(x, w["in"], w.get("in.bias")).chunk(2, dim=-1)
-        gate = taps("ssm_gate", layer, by_heads(F.silu(gate), 1))
+        gate = taps("ssm_gate", layer, split_heads(F.silu(gate), 1))
         inner = F.silu(convolve(inner, w["conv"], w.get("conv.bias"), layer, history))
         inner = taps("ssm_conv", layer, inner)
         selected = self._by_group(inner, w["select"])  # before taps may write into the values
-        values = taps("ssm_x", layer, by_heads(inner, 1))
+        values = taps("ssm_x", layer, split_heads(inner, 1))
         tokens = {**self._selected(selected, layer, taps), "v": values}
         read = taps("ssm_out", layer, scan(LinearRecurrence("after"), tokens, layer, history, taps, "ssm"))
-        read, values, gate = (history.kept(each) for each in (read, values, gate))
-        found = torch.addcmul(read, wide(values), wide(w["D"])[:, None, None]) * gate
-        return product(flat(found).to(x.dtype), w["out"], w.get("out.bias"))
+        read, values, gate = (history.needed(each) for each in (read, values, gate))
+        found = torch.addcmul(read, upcast(values), upcast(w["D"])[:, None, None]) * gate
+        return product(merge_heads(found).to(x.dtype), w["out"], w.get("out.bias"))
 
     def _selected(self, selected: Tensor, layer: int, taps: Taps) -> dict[str, Tensor]:
         """Queries, keys and decays [B, channel, token, N] from projected [B, G, token, rank + 2 N]."""
@@ -59,12 +59,12 @@ class Mamba:
         step, keys, queries = self._normed(step, "dt"), self._normed(keys, "b"), self._normed(queries, "c")
         steps = [product(part, to) for part, to in zip(step.unbind(1), w["dt"], strict=True)]
         step = steps[0] if len(steps) == 1 else torch.cat(steps, dim=-1)
-        step = F.softplus(wide(step) + wide(w["dt.bias"]))
+        step = F.softplus(upcast(step) + upcast(w["dt.bias"]))
         # Contiguous by head, as what is made of it then is: a scan reads it in that order.
-        step = taps("ssm_dt", layer, by_heads(step, 1).contiguous())
+        step = taps("ssm_dt", layer, split_heads(step, 1).contiguous())
         keys = self._of_channels(taps("ssm_B", layer, keys))
         queries = self._of_channels(taps("ssm_C", layer, queries))
-        decays = -torch.exp(wide(w["A_log"])).unsqueeze(1)
+        decays = -torch.exp(upcast(w["A_log"])).unsqueeze(1)
         return {"q": queries, "k": step * keys, "log_decay": step * decays}
 
     def _by_group(self, x: Tensor, weights: Tensor) -> Tensor:
@@ -81,7 +81,7 @@ class Mamba:
         """x over its root mean square, where the family norms it."""
         if self.shape.norms is None:
             return x
-        unit = wide(x) * torch.rsqrt(wide(x).pow(2).mean(-1, keepdim=True) + self.shape.norm_eps)
+        unit = upcast(x) * torch.rsqrt(upcast(x).pow(2).mean(-1, keepdim=True) + self.shape.norm_eps)
         weight = self.weights.get(f"{name}_norm")
         return unit.to(x.dtype) if weight is None else weight * unit.to(x.dtype)
 

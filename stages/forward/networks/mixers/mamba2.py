@@ -23,39 +23,41 @@ from ..kernels.products import product
 from ..recurrences.linear import LinearRecurrence
 from ..scan import scan
 from .convolution import convolve
-from .mixer import LayerTensors, by_heads, flat, own, wide
+from .mixer import LayerTensors, merge_heads, split_heads, strip_prefix, upcast
 
 __all__ = ["Mamba2"]
 
 
 class Mamba2:
-    """The Mamba-2 mixer of one layer (`Mixer`)."""
+    """The Mamba-2 mixer of one layer (`PositionMixer`)."""
 
     def __init__(self, shape: Mamba2Spec, tensors: LayerTensors) -> None:
-        self.shape, self.weights = shape, own(tensors, "ssm.")
+        self.shape, self.weights = shape, strip_prefix(tensors, "ssm.")
 
     def __call__(self, x: Tensor, layer: int, history: History, taps: Taps) -> Tensor:
-        """See `Mixer`."""
+        """See `PositionMixer`."""
         s, w = self.shape, self.weights
         sizes = (s.channels, s.convolved, s.heads)
         gate, inner, step = product(x, w["in"], w.get("in.bias")).split(sizes, dim=-1)
-        gate = taps("ssm_gate", layer, by_heads(F.silu(wide(gate)), s.head_dim))
+        gate = taps("ssm_gate", layer, split_heads(F.silu(upcast(gate)), s.head_dim))
         inner = F.silu(convolve(inner, w["conv"], w.get("conv.bias"), layer, history))
         inner = taps("ssm_conv", layer, inner)
         shared = s.groups * s.state_size
         values, keys, queries = inner.split((s.channels, shared, shared), dim=-1)
-        values = taps("ssm_x", layer, by_heads(values, s.head_dim))
+        values = taps("ssm_x", layer, split_heads(values, s.head_dim))
         low, high = s.limits
-        step = F.softplus(wide(step) + wide(w["dt_bias"])).clamp(low, high)
-        step = taps("ssm_dt", layer, by_heads(step, 1))
-        keys = self._of_heads(taps("ssm_B", layer, by_heads(keys, s.state_size)))
-        queries = self._of_heads(taps("ssm_C", layer, by_heads(queries, s.state_size)))
-        decays = -torch.exp(wide(w["A_log"]))[:, None, None]
+        step = F.softplus(upcast(step) + upcast(w["dt_bias"])).clamp(low, high)
+        step = taps("ssm_dt", layer, split_heads(step, 1))
+        keys = self._of_heads(taps("ssm_B", layer, split_heads(keys, s.state_size)))
+        queries = self._of_heads(taps("ssm_C", layer, split_heads(queries, s.state_size)))
+        decays = -torch.exp(upcast(w["A_log"]))[:, None, None]
         tokens = {"q": queries, "k": step * keys, "v": values, "log_decay": step * decays}
         read = taps("ssm_out", layer, scan(LinearRecurrence("after"), tokens, layer, history, taps, "ssm"))
-        read, values, gate = (history.kept(each) for each in (read, values, gate))
-        read = torch.addcmul(read, wide(values), wide(w["D"])[:, None, None])
-        return product(self._gated(flat(read), flat(gate), x.dtype), w["out"], w.get("out.bias"))
+        read, values, gate = (history.needed(each) for each in (read, values, gate))
+        read = torch.addcmul(read, upcast(values), upcast(w["D"])[:, None, None])
+        return product(
+            self._gated(merge_heads(read), merge_heads(gate), x.dtype), w["out"], w.get("out.bias")
+        )
 
     def _of_heads(self, x: Tensor) -> Tensor:
         """What groups share, [B, G, token, N], for each of their heads [B, head, token, N]."""

@@ -10,7 +10,7 @@ from ...architectures.mixers import MlpSpec
 from ...hooks.taps import Taps
 from ..mlp import mlp
 from ..weights import MlpWeights, parts_of
-from .mixer import LayerTensors, own
+from .mixer import LayerTensors, strip_prefix
 
 __all__ = ["Mlp", "mlp_weights"]
 
@@ -31,4 +31,4 @@ def mlp_weights(tensors: LayerTensors) -> MlpWeights:
     """The weights of an MLP among those of a layer."""
     parts, known = parts_of(tensors), {field.name for field in fields(MlpWeights)}
     found = {name: part for name, part in parts.items() if name in known}
-    return MlpWeights(**found, activation=own(tensors, "act."))
+    return MlpWeights(**found, activation=strip_prefix(tensors, "act."))

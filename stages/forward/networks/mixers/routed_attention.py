@@ -16,38 +16,38 @@ from torch import Tensor
 
 from ...architectures.mixers import RoutedAttentionSpec
 from ...hooks.taps import Taps
-from ..attention import turned
+from ..attention import apply_rope
 from ..history import History
 from ..kernels import FEW_ROWS
 from ..kernels.products import product
-from .mixer import LayerTensors, by_heads, flat, own
+from .mixer import LayerTensors, merge_heads, split_heads, strip_prefix
 
 __all__ = ["RoutedAttention"]
 
 
 class RoutedAttention:
-    """The mixture of attention of one layer (`Mixer`)."""
+    """The mixture of attention of one layer (`PositionMixer`)."""
 
     def __init__(self, shape: RoutedAttentionSpec, tensors: LayerTensors) -> None:
-        self.shape, self._how, self.weights = shape, shape.summary, own(tensors, "moa.")
+        self.shape, self._how, self.weights = shape, shape.summary, strip_prefix(tensors, "moa.")
 
     def __call__(self, x: Tensor, layer: int, history: History, taps: Taps) -> Tensor:
-        """See `Mixer`."""
-        s, w, asking = self.shape, self.weights, history.kept(x)
+        """See `PositionMixer`."""
+        s, w, asking = self.shape, self.weights, history.needed(x)
         scores = taps("moa_router_logits", layer, product(asking, w["router"]).float())
         top, chosen = scores.topk(s.chosen, dim=-1)
         share = taps("moa_weights", layer, top.softmax(-1).to(x.dtype))
         each = asking.flatten(0, 1).unsqueeze(1).expand(-1, s.chosen, -1)
         q = self._by_expert(each, chosen.flatten(0, 1), w["q"]).unflatten(0, asking.shape[:2]).flatten(2)
-        k, v = (by_heads(part, s.head_dim) for part in product(x, w["kv"]).chunk(2, dim=-1))
-        q = taps("q", layer, by_heads(q, s.head_dim))
+        k, v = (split_heads(part, s.head_dim) for part in product(x, w["kv"]).chunk(2, dim=-1))
+        q = taps("q", layer, split_heads(q, s.head_dim))
         k, v = taps("k", layer, k), taps("v", layer, v)
-        q, k = turned(q, k, s.rope, history)
+        q, k = apply_rope(q, k, s.rope, history)
         q, k = taps("rot_q", layer, q), taps("rot_k", layer, k)
         # Slots follow each other, so that heads that share keys are not neighbours.
         keys, values = (part.repeat(1, s.chosen, 1, 1) for part in (k, v))
         z = taps("moa_z", layer, history.attend(layer, q, keys, values, self._how))
-        read = flat(z).flatten(0, 1).unflatten(-1, (s.chosen, -1))
+        read = merge_heads(z).flatten(0, 1).unflatten(-1, (s.chosen, -1))
         written = self._by_expert(read, chosen.flatten(0, 1), w["out"]).unflatten(0, asking.shape[:2])
         out: Tensor = (written * share[..., None]).sum(2) + w["out.bias"]
         return out

@@ -22,7 +22,7 @@ from ..kernels.products import product
 from ..norms import normalise
 from ..weights import NormWeights
 from .attention import SelfAttention
-from .mixer import LayerTensors, own
+from .mixer import LayerTensors, strip_prefix
 from .mlp import Mlp
 
 __all__ = ["SharedBlock"]
@@ -32,7 +32,7 @@ class SharedBlock:
     """The shared block of one layer."""
 
     def __init__(self, shape: SharedBlockSpec, tensors: LayerTensors) -> None:
-        found = own(tensors, "shared.")
+        found = strip_prefix(tensors, "shared.")
         self.shape = shape
         self.attention, self.mlp = SelfAttention(shape.attention, found), Mlp(shape.mlp, found)
         self._norms = {"shared": NormWeights(found["ln"]), "ln2": NormWeights(tensors["ln2"])}

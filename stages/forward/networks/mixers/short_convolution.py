@@ -14,23 +14,23 @@ from ...hooks.taps import Taps
 from ..history import History
 from ..kernels.products import product
 from .convolution import convolve
-from .mixer import LayerTensors, own
+from .mixer import LayerTensors, strip_prefix
 
 __all__ = ["ShortConvolution"]
 
 
 class ShortConvolution:
-    """The short convolution of one layer (`Mixer`)."""
+    """The short convolution of one layer (`PositionMixer`)."""
 
     def __init__(self, shape: ShortConvolutionSpec, tensors: LayerTensors) -> None:
-        self.shape, self.weights = shape, own(tensors, "conv.")
+        self.shape, self.weights = shape, strip_prefix(tensors, "conv.")
 
     def __call__(self, x: Tensor, layer: int, history: History, taps: Taps) -> Tensor:
-        """See `Mixer`."""
+        """See `PositionMixer`."""
         w = self.weights
         into, out, inner = product(x, w["in"], w.get("in.bias")).chunk(3, dim=-1)
         into, out = taps("conv_in_gate", layer, into), taps("conv_out_gate", layer, out)
         inner = taps("conv_x", layer, into * inner)
-        found = history.kept(convolve(inner, w["conv"], w.get("conv.bias"), layer, history))
+        found = history.needed(convolve(inner, w["conv"], w.get("conv.bias"), layer, history))
         found = taps("conv_out", layer, found)
-        return product(history.kept(out) * found, w["out"], w.get("out.bias"))
+        return product(history.needed(out) * found, w["out"], w.get("out.bias"))

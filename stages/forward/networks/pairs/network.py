@@ -33,7 +33,7 @@ from ..kernels.products import product
 from ..mlp import mlp
 from ..norms import apply_norm, normalise
 from ..relative import Relative
-from ..weights import AttentionWeights, MlpWeights, NormWeights, made, parts_of
+from ..weights import AttentionWeights, MlpWeights, NormWeights, parts_of, read_weight
 from .parts import no_pairs
 
 __all__ = ["PairNetwork", "block"]
@@ -61,7 +61,7 @@ def block(take: Take, config: PairConfig, layer: int) -> PairLayer:
     tensors = config.tensors
     found: dict[str, Tensor] = {}
     for weight, stored in tensors.layers[layer].items():
-        found[weight] = made(take, stored, tensors.in_layer(layer, weight), found)
+        found[weight] = read_weight(take, stored, tensors.in_layer(layer, weight), found)
 
     def room(name: str) -> dict[str, Any]:
         own = {w.removeprefix(name): x for w, x in found.items() if w.startswith(name)}
@@ -134,18 +134,18 @@ class PairNetwork(Ends[PairConfig, PairLayer]):
             norm = weights.outer_norms.get("memory_norm")
             # A copy: somebody may write over the stream.
             beside[MEMORY] = x.clone() if norm is None else apply_norm(x, norm, c.norm_type, c.norm_eps)
-        acts = history.kept(beside[TARGET]) > 0.5
+        acts = history.needed(beside[TARGET]) > 0.5
         acts = acts if c.is_decoder(layer) else ~acts
         h = self._before(x, "ln1", layer, taps)
         h = attention(h, weights.attn, c.shape(layer), weights.how, layer, history, taps)
-        x = self._added(history.kept(x), h, acts, ("attn_out", "ln1", "resid_mid"), layer, taps)
+        x = self._added(history.needed(x), h, acts, ("attn_out", "ln1", "resid_mid"), layer, taps)
         if weights.cross is not None:
             h = self._crossed(x, beside[MEMORY], weights.cross, layer, history, taps)
             x = self._added(x, h, acts, ("cross_attn_out", "ln_cross", "resid_mid_cross"), layer, taps)
         h = taps("mlp_pre", layer, self._before(x, "ln2", layer, taps, "mlp_pre"))
         h = taps("mlp_post", layer, mlp(h, weights.mlp, c.activation, layer, taps))
         x = self._added(x, h, acts, ("mlp_out", "ln2", None), layer, taps)
-        return {STREAM: x} | {name: history.kept(each) for name, each in beside.items()}
+        return {STREAM: x} | {name: history.needed(each) for name, each in beside.items()}
 
     def _before(self, x: Tensor, name: str, layer: int, taps: Taps, point: str = "") -> Tensor:
         """What is read of the stream: its norm, where norms stand before what reads."""
