@@ -37,8 +37,8 @@ from ..networks.weights import (
     as_computed,
     checked_checkpoint,
     outer_weights,
+    read_shared_once,
     separate_head,
-    shared_once,
 )
 from .fingerprint import Fingerprint, fingerprint
 from .residency import EMBEDDING, HEAD, Unit, bytes_of
@@ -68,7 +68,7 @@ class WeightFiles:
         WeightsError as loading does."""
         with self.checkpoint.opened() as tensors:
             take = as_computed(tensors, self.dtype, self.device)
-            yield shared_once(take, self.config, self.shared)
+            yield read_shared_once(take, self.config, self.shared)
         self.check()
 
     def rows(self, name: str, ids: Tensor) -> Tensor | None:

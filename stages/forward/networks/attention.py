@@ -39,10 +39,12 @@ from .weights import AttentionWeights, Linear, NormWeights
 Weigh = Callable[[Tensor, Tensor, Tensor, Tensor | None, AttentionMixer], Tensor]
 """Signature of `weighted_values`: (q, k, v, mask, mixer) -> z."""
 _QUERIES = 16
-"""Queries that go through a product together; fewer make products of other shapes, with other orders."""
-_PADDED_QUERIES, _FEW_QUERIES = 4, 2
-"""Queries that a product takes at a time, and up to mixer many have a kernel of their own: four take more
-than twice the time of one."""
+"""Queries per tile are padded to a multiple of this: matrix products of fewer rows sum in another order."""
+_PADDED_QUERIES = 4
+"""Queries of non-causal calls are padded to a multiple of this, the row block of a matrix product."""
+_FEW_QUERIES = 2
+"""Up to so many queries are not padded, as they have a kernel of their own: four queries take more than twice
+the time of one."""
 _NARROW = (torch.bfloat16, torch.float16)
 _BLOCK = 32
 """Smallest number of queries that the fused kernel processes as one block."""
@@ -486,7 +488,7 @@ def _first_keys_bias(keys: int, n_visible: int) -> Tensor:
 
 
 def _most_unpadded_queries() -> int:
-    """Up to mixer many queries go through kernels of their own."""
+    """Up to how many queries are left unpadded; 0 inside `beside_others`, where all are padded alike."""
     return 0 if is_beside_others() else _FEW_QUERIES
 
 
@@ -498,11 +500,11 @@ def _depends_on_sizes(q: Tensor) -> bool:
 
 
 def tiled_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, mixer: AttentionMixer) -> Tensor:
-    """`weighted_values`, of whole prompts: every query sums over as many keys as its own position says, so
-    that its bits are the same in any company and with anything behind it.
+    """`weighted_values` for whole prompts (q, k and v of equal length), in tiles of queries, with the same
+    bits for any batch and any later tokens.
 
-    A tile's keys end where it ends, past the end of the prompt with keys nobody sees: a masked key adds
-    exactly 0, but mixer many there are decides the order of a sum.
+    The keys of a tile end where the tile ends; the last tile is padded with hidden keys. A masked key adds
+    exactly 0, but the number of keys decides the order of the sum, and here it depends on the position alone.
     """
     length = q.shape[2]
     ends = _tiles(length)

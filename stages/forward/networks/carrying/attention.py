@@ -30,7 +30,7 @@ class CarriedAttention:
     def __init__(self, shape: AttentionSpec, tensors: LayerTensors) -> None:
         names = ("q", "k", "v", "o", "q_norm", "k_norm", "v_norm")
         parts = parts_of(tensors)
-        self.shape, self._how = shape, shape.summary
+        self.shape, self._mixer = shape, shape.summary
         self.parts = {name: parts[name] for name in names if name in parts}
 
     def __call__(
@@ -53,7 +53,7 @@ class CarriedAttention:
                 cos, sin = history.rotation(s.rope, q.dtype)
                 q = rotate(q, history.needed(cos), history.needed(sin))
             q = taps("rot_q", layer, q)
-        z = taps("z", layer, history.attend(layer, q, k, v, self._how))
+        z = taps("z", layer, history.attend(layer, q, k, v, self._mixer))
         return output(z, self.parts["o"], layer, taps), made
 
     def _made(self, x: Tensor, layer: int, taps: Taps) -> tuple[Tensor, Tensor]:

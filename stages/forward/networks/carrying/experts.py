@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ...architectures.mixers import MlpAndExpertsSpec
 from ...hooks.taps import Taps
-from ..mixers.experts import Experts, Given
+from ..mixers.experts import ExpertOutput, Experts
 from ..mixers.mixer import LayerTensors, strip_prefix
 from ..mixers.mlp import Mlp
 from ..norms import apply_norm
@@ -55,9 +55,9 @@ class _Experts(Experts):
         reads = found["router_gain"] * len(found["router_gain"]) ** -0.5
         self.weights["router"] = self.weights["router"] * reads
 
-    def _given(self, inner: Tensor, chosen: Tensor, share: Tensor) -> Iterator[Given]:
-        return super()._given(inner * self._gain, chosen, share)
+    def _expert_outputs(self, inner: Tensor, chosen: Tensor, share: Tensor) -> Iterator[ExpertOutput]:
+        return super()._expert_outputs(inner * self._gain, chosen, share)
 
-    def _chosen(self, scores: Tensor) -> tuple[Tensor, Tensor]:
-        chosen, share = super()._chosen(scores)
+    def _top_k(self, scores: Tensor) -> tuple[Tensor, Tensor]:
+        chosen, share = super()._top_k(scores)
         return chosen, share * self._gains[chosen]

@@ -1,10 +1,10 @@
-"""Lightning attention: linear attention with one fixed decay a head.
+"""Lightning attention: linear attention with one fixed decay per head.
 
     q, k, v = act(W u)      S_t = exp(-s) S_{t-1} + k v^T      out = W_out (sigmoid(W_z u) norm(q^T S_t))
 
 (Qin et al., Various Lengths, Constant Speed, 2024; MiniMax-01, 2025, section 2.2.) Head h of H has the slope
-s = slope 2^(-8 (h + 1) / H); the layer's share of it is the shape's. Queries are not scaled: the norm is over
-all heads.
+s = slope 2^(-8 (h + 1) / H), with a factor `slope` per layer. Queries are not scaled, because the norm over all
+heads removes any scale.
 
 Axes: as in mixer.py; K = V, the width of a head.
 """
@@ -33,7 +33,7 @@ class Lightning:
 
     def __init__(self, shape: LightningSpec, tensors: LayerTensors) -> None:
         self.shape, self.weights = shape, strip_prefix(tensors, "linear.")
-        # In a checkpoint a head's query, key and value lie one after the other.
+        # In a checkpoint, each head's query, key and value rows are adjacent.
         by_part = self.weights["qkv"].unflatten(0, (shape.heads, 3, shape.head_dim)).transpose(0, 1)
         self.weights["qkv"] = by_part.flatten(0, 2)
         slopes = shape.slope * 2 ** (-8 / shape.heads * torch.arange(1, shape.heads + 1, dtype=torch.float64))

@@ -1,10 +1,10 @@
-"""An mLSTM: a matrix memory with exponential input gates, read over a normaliser.
+"""An mLSTM: a matrix memory with exponential input gates, read out with a normaliser.
 
-    q, k, v = W u      o = sigmoid(W_o u)       i, f = cap tanh(W u + b / cap), the latter's sigmoid decays
+    q, k, v = W u      o = sigmoid(W_o u)       i, f = cap tanh((W u + b) / cap)
     h = memory(q / sqrt(K), k, v, i, log sigmoid(f))        out = W_out (o norm(h))
 
-(Beck et al., xLSTM, 2024, section 2.3; xLSTM 7B, 2025, section 3.) The memory is
-recurrences/matrix_memory.py; the norm is a layer norm of each head.
+(Beck et al., xLSTM, 2024, section 2.3; xLSTM 7B, 2025, section 3.) The memory is in
+recurrences/matrix_memory.py; the norm is a layer norm per head.
 
 Axes: K keys and V values of a head's memory.
 """
@@ -32,7 +32,7 @@ class Mlstm:
     """The mLSTM of one layer (`PositionMixer`)."""
 
     def __init__(self, shape: MlstmSpec, tensors: LayerTensors) -> None:
-        self.shape, self.weights = shape, _arranged(strip_prefix(tensors, "mlstm."), shape)
+        self.shape, self.weights = shape, _rearranged(strip_prefix(tensors, "mlstm."), shape)
         self._memory = MatrixMemory(shape.eps)
 
     def __call__(self, x: Tensor, layer: int, history: History, taps: Taps) -> Tensor:
@@ -56,17 +56,17 @@ class Mlstm:
         return product(x, self.weights[name], self.weights.get(f"{name}.bias"))
 
     def _capped(self, x: Tensor, name: str) -> Tensor:
-        """A gate before its activation [B, head, token, 1]."""
+        """Soft-capped gate before its activation, [B, head, token, 1]."""
         cap = self.shape.gate_cap
         return split_heads(cap * torch.tanh(upcast(self._projected(x, name)) / cap), 1)
 
     def _normed(self, read: Tensor, dtype: torch.dtype) -> Tensor:
-        """What was read [B, head, token, V], each head with a mean of 0 and a variance of 1."""
+        """Output of the memory [B, head, token, V], normalised per head to mean 0 and variance 1."""
         width = (self.shape.value_size,)
         return F.layer_norm(upcast(read.to(dtype)), width, eps=self.shape.norm_eps).to(dtype)
 
 
-def _arranged(w: Mapping[str, Tensor], shape: MlstmSpec) -> dict[str, Tensor]:
+def _rearranged(w: Mapping[str, Tensor], shape: MlstmSpec) -> dict[str, Tensor]:
     """Weights of either layout by the names of the one in which every projection has a tensor."""
     if not shape.is_fused:
         return dict(w)

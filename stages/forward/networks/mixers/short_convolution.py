@@ -1,8 +1,8 @@
-"""A short convolution between two gates, which come of the token itself.
+"""A short convolution between two multiplicative gates computed from the same token.
 
     B, C, x = W_in u        y = convolution of (B x)        out = W_out (C y)
 
-(LFM2, Liquid AI, 2025.) No state is kept: a token sees the few before it.
+(LFM2, Liquid AI, 2025.) There is no recurrent state: a token sees only the few before it.
 """
 
 from __future__ import annotations
@@ -31,6 +31,6 @@ class ShortConvolution:
         into, out, inner = product(x, w["in"], w.get("in.bias")).chunk(3, dim=-1)
         into, out = taps("conv_in_gate", layer, into), taps("conv_out_gate", layer, out)
         inner = taps("conv_x", layer, into * inner)
-        found = history.needed(convolve(inner, w["conv"], w.get("conv.bias"), layer, history))
-        found = taps("conv_out", layer, found)
-        return product(history.needed(out) * found, w["out"], w.get("out.bias"))
+        convolved = history.needed(convolve(inner, w["conv"], w.get("conv.bias"), layer, history))
+        convolved = taps("conv_out", layer, convolved)
+        return product(history.needed(out) * convolved, w["out"], w.get("out.bias"))
