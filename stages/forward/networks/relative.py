@@ -1,8 +1,8 @@
 """Relative position terms of attention scores (`RelativeSpec`).
 
-Either a learned bias per head and distance (Raffel et al., T5, 2020, section 2.1), or products of queries with
-keys projected from a table of distances, and of keys with queries projected from it (He et al., DeBERTa, 2021,
-section 3.1).
+Either a learned bias per head and distance (Raffel et al., T5, 2020, section 2.1), or products of queries
+with keys projected from a table of distances, and of keys with queries projected from it (He et al., DeBERTa,
+2021, section 3.1).
 
 Axes: [B, H, query, key]; row = row of the table, which stands for a distance.
 """
@@ -76,7 +76,8 @@ def _linear(tensors: Mapping[str, Tensor], name: str) -> Linear | None:
 
 
 def _rows(back: Tensor, shape: RelativeSpec) -> Tensor:
-    """Row of the table for each distance `back` = query position - key position, int, negative for later keys."""
+    """Row of the table for each distance `back` = query position - key position, int, negative for later
+    keys."""
     half = shape.rows if shape.looks_back else shape.rows // 2
     if shape.terms == ("bias",):
         size = back.clamp(min=0) if shape.looks_back else back.abs()

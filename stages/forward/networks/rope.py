@@ -1,9 +1,10 @@
 """Rotary position embeddings (RoPE): tables of cosines and sines for each scaling scheme.
 
-The first ``rope.dim`` entries of a head are rotated in pairs (Su et al. 2021, RoFormer, eq. 15): entry i of the
-first half with entry i of the second, or adjacent entries if interleaved. Frequencies are computed in float64
-and tables in float32 whatever the model's dtype, because bfloat16 cannot distinguish position 257 from 256. For
-models in float64, which exist for comparison, frequencies are computed in float32 as in the reference.
+The first ``rope.dim`` entries of a head are rotated in pairs (Su et al. 2021, RoFormer, eq. 15): entry i of
+the first half with entry i of the second, or adjacent entries if interleaved. Frequencies are computed in
+float64 and tables in float32 whatever the model's dtype, because bfloat16 cannot distinguish position 257
+from 256. For models in float64, which exist for comparison, frequencies are computed in float32 as in the
+reference.
 
 Border: one RopeConfig and a sequence length; knows no layers.
 """
@@ -54,8 +55,8 @@ def _tables(rope: RopeConfig, length: int, computed_in: torch.dtype) -> tuple[Te
     return angles.cos() * magnitude, angles.sin() * sign
 
 
-# Consecutive batches often have the same length. Measured with a GPU: sines and cosines of 512 positions wake all
-# threads of the CPU and take 3 ms, 1/15 of the time of the batch.
+# Consecutive batches often have the same length. Measured with a GPU: sines and cosines of 512 positions wake
+# all threads of the CPU and take 3 ms, 1/15 of the time of the batch.
 _cached_tables = lru_cache(maxsize=4)(_tables)
 
 
@@ -143,8 +144,8 @@ def _ntk_base(rope: RopeConfig, length: int) -> float:
 
 
 def _yarn(rope: RopeConfig, plain: Tensor) -> Tensor:
-    """YaRN frequencies: high ones unchanged, low ones divided by the factor, a linear blend between (Peng et al.,
-    YaRN, 2023, section 3.2)."""
+    """YaRN frequencies: high ones unchanged, low ones divided by the factor, a linear blend between (Peng et
+    al., YaRN, 2023, section 3.2)."""
     fast, slow = (_entry_of(rope, rotations) for rotations in rope.bounds)
     if rope.is_truncated:
         fast, slow = math.floor(fast), math.ceil(slow)

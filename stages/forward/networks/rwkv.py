@@ -36,7 +36,8 @@ from .weights import NormWeights
 __all__ = ["Rwkv", "block"]
 
 FIRST_VALUES = "first_values"
-"""Name in `Carried` of the values of layer 0 [B, token, channel], which all layers of RWKV-7 mix with theirs."""
+"""Name in `Carried` of the values of layer 0 [B, token, channel], which all layers of RWKV-7 mix with
+theirs."""
 DECAY_SCALE = -0.6065306597126334
 """-exp(-1/2): the strongest log-decay of RWKV-7."""
 
@@ -115,8 +116,8 @@ class Rwkv(Ends[RwkvConfig, LayerTensors]):
         return product(torch.sigmoid(_channels(r)) * out.to(y.dtype), w["o"])
 
     def _time_mix_5_6(self, y: Tensor, previous: Tensor, layer: int, history: History, taps: Taps) -> Tensor:
-        """A matrix state per head, with constant (5) or token-dependent decay (6); a token reads the state before
-        its own write."""
+        """A matrix state per head, with constant (5) or token-dependent decay (6); a token reads the state
+        before its own write."""
         w, mixed = self.weights.layers[layer], self._mixed(y, previous, layer)
         r, k, v = (taps(f"rwkv_{s}", layer, self._heads(product(mixed[s], w[s]))) for s in ("r", "k", "v"))
         gate = None
@@ -177,8 +178,8 @@ class Rwkv(Ends[RwkvConfig, LayerTensors]):
         return taps("rwkv_wkv_out", layer, scan(recurrence, tokens, layer, history, taps, "rwkv"))
 
     def _mixed(self, y: Tensor, previous: Tensor, layer: int) -> dict[str, Tensor]:
-        """Inputs of the projections of versions 5 and 6: interpolations of a token and the previous one (token
-        shift)."""
+        """Inputs of the projections of versions 5 and 6: interpolations of a token and the previous one
+        (token shift)."""
         w = self.weights.layers[layer]
         if self.config.generation == 5:
             return {s: torch.lerp(previous, y, w[f"mix_{s}"]) for s in "rkvg" if f"mix_{s}" in w}
@@ -197,7 +198,8 @@ class Rwkv(Ends[RwkvConfig, LayerTensors]):
         return flat.view(rows.shape).transpose(1, 2)
 
     def _written(self, x: Tensor, gate: Tensor | None, dtype: torch.dtype, layer: int) -> Tensor:
-        """Output projection of heads [B, head, token, value], after the gate if there is one: [B, token, D]."""
+        """Output projection of heads [B, head, token, value], after the gate if there is one: [B, token,
+        D]."""
         x = x if gate is None else x * gate
         return product(_channels(x).to(dtype), self.weights.layers[layer]["o"])
 

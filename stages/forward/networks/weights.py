@@ -271,8 +271,8 @@ def read_shared_once(take: Take, config: Architecture, cache: dict[str, Tensor] 
 
 
 def separate_head(take: Take, config: Architecture, table: Tensor | None = None) -> Tensor | None:
-    """Matrix of the LM head [vocab, hidden]; None if it is the embedding. A head that is the embedding times a
-    factor is a separate matrix.
+    """Matrix of the LM head [vocab, hidden]; None if it is the embedding. A head that is the embedding times
+    a factor is a separate matrix.
 
     Arguments:
         take: reads a tensor by its checkpoint name.
@@ -377,8 +377,8 @@ def parts_of(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
 
 
 def scale_rows(tensor: Tensor, factors: Sequence[tuple[int, float]]) -> Tensor:
-    """Multiply groups of rows of a weight by (number of rows, factor) pairs, in order (`Stored.factors`): factors
-    that a model applies to the products are folded into the weight."""
+    """Multiply groups of rows of a weight by (number of rows, factor) pairs, in order (`Stored.factors`):
+    factors that a model applies to the products are folded into the weight."""
     if not factors:
         return tensor
     import torch

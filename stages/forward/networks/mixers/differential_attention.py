@@ -2,9 +2,9 @@
 
     z_j = (1 - a) norm((P_j - lambda P_{j + H/2}) V_j)      lambda = e^(q1 k1) - e^(q2 k2) + a
 
-(Ye et al., Differential Transformer, 2024, section 2.1.) Head j of the first half and head j + H/2 form a pair.
-Both read the concatenated values of two key heads, one of either half. The RMS norm is over the output of a
-pair, without weights; a grows with the layer.
+(Ye et al., Differential Transformer, 2024, section 2.1.) Head j of the first half and head j + H/2 form a
+pair. Both read the concatenated values of two key heads, one of either half. The RMS norm is over the output
+of a pair, without weights; a grows with the layer.
 
 Axes: as in mixer.py; V values of a pair, twice as wide as a head.
 """

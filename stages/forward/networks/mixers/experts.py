@@ -4,8 +4,8 @@
 | --- | --- |
 | "softmax of chosen" | softmax over the k largest scores (Granite) |
 | "chosen of softmax" | k largest of the softmax over all scores (Jamba), or over those of the best groups |
-| "chosen of corrected softmax" | likewise, selected after adding a correction, divided by their sum (ERNIE 4.5) |
-| "sigmoid" | sigmoids of scores, scaled; selected after adding a correction, in the best groups |
+| "chosen of corrected softmax" | likewise, selected after adding a correction, divided by their sum (ERNIE
+4.5) | | "sigmoid" | sigmoids of scores, scaled; selected after adding a correction, in the best groups |
 | "sigmoid of chosen" | sigmoids of scores; selected by scores plus a correction (Kolibri) |
 | "sigmoid of inputs" | sigmoids of scores; they multiply the experts' inputs, not their outputs (Llama 4) |
 | "sparse mixing" | for each of two, softmax over the scores near it that remain (Phi 3.5 MoE) |
@@ -85,8 +85,8 @@ class Experts:
         """Run each selected expert on its tokens; experts and weights of tokens are [n, k]."""
         w, by_inputs = self.weights, self.shape.routing == "sigmoid of inputs"
         for expert in experts.unique().tolist():
-            # Tokens with weight 0 (an intervention left the expert out) are skipped, except under autograd: the
-            # gradient of the weight is the expert's output. If weights multiply inputs, that output is 0.
+            # Tokens with weight 0 (an intervention left the expert out) are skipped, except under autograd:
+            # the gradient of the weight is the expert's output. If weights multiply inputs, that output is 0.
             is_routed = experts == expert
             needs_all = is_recorded(share) and not by_inputs
             token, slot = (is_routed if needs_all else is_routed & (share != 0)).nonzero(as_tuple=True)
@@ -147,8 +147,8 @@ class Experts:
         return experts, share
 
     def _corrected(self, scores: Tensor) -> tuple[Tensor, Tensor]:
-        """Experts with the largest scores [n, expert] plus correction, and their weights without the correction
-        (auxiliary-loss-free balancing)."""
+        """Experts with the largest scores [n, expert] plus correction, and their weights without the
+        correction (auxiliary-loss-free balancing)."""
         s = self.shape
         experts = (scores + self.weights["correction"].float().flatten()).topk(s.chosen, dim=-1).indices
         share = scores.gather(-1, experts)
@@ -180,8 +180,8 @@ class Experts:
         return experts, share * s.routed_factor
 
     def _deinterleave(self) -> None:
-        """Bring tensors with interleaved gate and up columns, [expert, in, out] (gpt-oss), into the layout of the
-        other families."""
+        """Bring tensors with interleaved gate and up columns, [expert, in, out] (gpt-oss), into the layout of
+        the other families."""
         w = self.weights
         rows = w["up"].transpose(1, 2)
         w["up"] = torch.cat([rows[:, ::2], rows[:, 1::2]], dim=1).contiguous()
@@ -202,8 +202,8 @@ class Experts:
     def _mlp(
         self, x: Tensor, up: Tensor, down: Tensor, bias: Tensor | None = None, last: Tensor | None = None
     ) -> Tensor:
-        """MLP of one expert on x [..., in]; up [inner, in], preceded by the gate's rows if gated; `bias` of up,
-        `last` of down."""
+        """MLP of one expert on x [..., in]; up [inner, in], preceded by the gate's rows if gated; `bias` of
+        up, `last` of down."""
         inner = product(x, up, bias)
         if self.shape.is_gated:
             gate, inner = inner.chunk(2, dim=-1)

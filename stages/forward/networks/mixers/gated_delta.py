@@ -3,11 +3,11 @@
     q, k, v = silu(convolution of W u)      q, k over their lengths, q / sqrt(K)      beta = sigmoid(W_b u)
     S_t = d S_{t-1} + beta k (v - k^T d S_{t-1})^T         y = q^T S_t          out = W_out norm(y) gate(z)
 
-(Yang et al., Gated Delta Networks, 2024, equation 10.) q and k are divided by their lengths. log d is -exp(A_log)
-softplus(W_a u + b), one number per head, or one per key channel (Kimi Delta Attention; Kimi Linear, 2025,
-section 3), which has low-rank projections to decay and gate. Without decays it is DeltaNet (Yang et al.,
-Parallelizing Linear Transformers with the Delta Rule, 2024, section 2.2). Groups of heads share queries and
-keys; convolution and gate are optional.
+(Yang et al., Gated Delta Networks, 2024, equation 10.) q and k are divided by their lengths. log d is
+-exp(A_log) softplus(W_a u + b), one number per head, or one per key channel (Kimi Delta Attention; Kimi
+Linear, 2025, section 3), which has low-rank projections to decay and gate. Without decays it is DeltaNet
+(Yang et al., Parallelizing Linear Transformers with the Delta Rule, 2024, section 2.2). Groups of heads share
+queries and keys; convolution and gate are optional.
 
 Axes: G groups, K keys and V values of a head's state.
 """
@@ -103,8 +103,8 @@ def _unit(x: Tensor) -> Tensor:
 
 
 def _rearranged(w: Mapping[str, Tensor], shape: GatedDeltaSpec) -> dict[str, Tensor]:
-    """Weights of all checkpoint layouts in one: "qkv", "conv", "z", "b" and "a"; low-rank maps z and a also have
-    "z.down" and "a.down"."""
+    """Weights of all checkpoint layouts in one: "qkv", "conv", "z", "b" and "a"; low-rank maps z and a also
+    have "z.down" and "a.down"."""
     if shape.layout == "by part":
         return dict(w)
     if shape.layout == "by group":

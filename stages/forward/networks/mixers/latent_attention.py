@@ -2,9 +2,9 @@
 
     c, s = W_down u      k_h = (W_k,h norm(c), s)      v_h = W_v,h norm(c)
 
-(DeepSeek-V2, 2024, section 2.1; Kimi Linear, 2025, section 4, without position embeddings.) All heads share the
-part s of their keys. RoPE is applied to s and to as many entries of each query. The rest is attention with one
-key head per query head.
+(DeepSeek-V2, 2024, section 2.1; Kimi Linear, 2025, section 4, without position embeddings.) All heads share
+the part s of their keys. RoPE is applied to s and to as many entries of each query. The rest is attention
+with one key head per query head.
 
 Axes: as in mixer.py; K width of a head's keys, which differs from that of its values.
 """

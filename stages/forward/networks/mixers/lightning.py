@@ -3,8 +3,8 @@
     q, k, v = act(W u)      S_t = exp(-s) S_{t-1} + k v^T      out = W_out (sigmoid(W_z u) norm(q^T S_t))
 
 (Qin et al., Various Lengths, Constant Speed, 2024; MiniMax-01, 2025, section 2.2.) Head h of H has the slope
-s = slope 2^(-8 (h + 1) / H), with a factor `slope` per layer. Queries are not scaled, because the norm over all
-heads removes any scale.
+s = slope 2^(-8 (h + 1) / H), with a factor `slope` per layer. Queries are not scaled, because the norm over
+all heads removes any scale.
 
 Axes: as in mixer.py; K = V, the width of a head.
 """

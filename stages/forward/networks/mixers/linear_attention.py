@@ -4,9 +4,9 @@
     out = W_out (norm(y) silu(W_g u))
 
 (Yang et al., Gated Linear Attention, 2023, section 4.) In GLA, the decay of each key channel depends on the
-token: sigmoid(W_2 W_1 u + b)^(1/16). In retention (Sun et al., Retentive Network, 2023, equations 3 to 8) head h
-has the fixed decay 1 - 2^(-5 - h), and RoPE is applied to queries and keys. Both may have short convolutions,
-activations of queries and keys, and groups of heads that share keys and values.
+token: sigmoid(W_2 W_1 u + b)^(1/16). In retention (Sun et al., Retentive Network, 2023, equations 3 to 8)
+head h has the fixed decay 1 - 2^(-5 - h), and RoPE is applied to queries and keys. Both may have short
+convolutions, activations of queries and keys, and groups of heads that share keys and values.
 
 Axes: K keys and V values of a head's state.
 """
@@ -60,7 +60,8 @@ class LinearAttention:
     def _projected(
         self, x: Tensor, layer: int, history: History, taps: Taps
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries [B, head, token, K], keys [B, group, token, K] and values [B, group, token, V], after RoPE."""
+        """Queries [B, head, token, K], keys [B, group, token, K] and values [B, group, token, V], after
+        RoPE."""
         s, w = self.shape, self.weights
         inner = product(x, w["qkv"])
         if s.conv_size:

@@ -4,8 +4,8 @@
     log a = -8 r softplus(c)      h_t = a h_{t-1} + sqrt(1 - a^2) i x       out = W_out (act(W_y u) h)
 
 (De et al., Griffin, 2024, section 2.4.) The first token of a sequence is written without the factor sqrt(1 -
-a^2). In terms of a linear recurrence, a channel is a head with a state of one number; its key is the factor of
-x.
+a^2). In terms of a linear recurrence, a channel is a head with a state of one number; its key is the factor
+of x.
 
 Axes: as in mixer.py; head = channel.
 """

@@ -68,7 +68,8 @@ class Mamba:
         return {"q": queries, "k": step * keys, "log_decay": step * decays}
 
     def _by_group(self, x: Tensor, weights: Tensor) -> Tensor:
-        """x [B, token, channel], each group of channels times its matrix of [G, out, in]: [B, G, token, out]."""
+        """x [B, token, channel], each group of channels times its matrix of [G, out, in]: [B, G, token,
+        out]."""
         parts = x.chunk(self.shape.groups, dim=-1)
         return torch.stack([product(part, to) for part, to in zip(parts, weights, strict=True)], dim=1)
 
@@ -87,8 +88,8 @@ class Mamba:
 
 
 def _rearranged(w: Mapping[str, Tensor], shape: MambaSpec) -> dict[str, Tensor]:
-    """Weights of both checkpoint layouts in one: "in" has the rows of x before those of the gate; "select" and
-    "dt" have a leading group axis."""
+    """Weights of both checkpoint layouts in one: "in" has the rows of x before those of the gate; "select"
+    and "dt" have a leading group axis."""
     weights = dict(w)
     if shape.layout == "by group":
         for name in {"in", "in.bias"} & set(weights):

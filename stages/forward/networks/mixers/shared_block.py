@@ -2,9 +2,9 @@
 
     a = attention(norm([x, e]))     t = W_layer MLP(norm(a))        the mixer then reads norm(x + t)
 
-(Glorioso et al., Zamba, 2024, section 2; Zamba2, 2024, section 2.) x is the stream that enters the layer, e the
-embedding of the tokens. The block has no residual connection, and its output reaches the stream only through
-the mixer. Each layer has its own W_layer and, in Zamba2, low-rank additions to the shared weights.
+(Glorioso et al., Zamba, 2024, section 2; Zamba2, 2024, section 2.) x is the stream that enters the layer, e
+the embedding of the tokens. The block has no residual connection, and its output reaches the stream only
+through the mixer. Each layer has its own W_layer and, in Zamba2, low-rank additions to the shared weights.
 
 Axes: as in mixer.py.
 """
