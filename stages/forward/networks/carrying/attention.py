@@ -25,7 +25,7 @@ __all__ = ["CarriedAttention"]
 
 
 class CarriedAttention:
-    """The attention of one layer."""
+    """Attention of one layer, with keys and values that later layers may reuse."""
 
     def __init__(self, shape: AttentionSpec, tensors: LayerTensors) -> None:
         names = ("q", "k", "v", "o", "q_norm", "k_norm", "v_norm")
@@ -36,41 +36,51 @@ class CarriedAttention:
     def __call__(
         self, x: Tensor, layer: int, history: History, taps: Taps, carried: Carried
     ) -> tuple[Tensor, Carried]:
-        """Normalised x [B, token, D] -> what the output projection gives [B, kept, D], and the keys and
-        values that the layer has made [B, token, head * width], by name. carried: what earlier ones have
-        made."""
+        """Attention from the normalised stream to the output projection.
+
+        Arguments:
+            x: normalised stream [B, token, D].
+            layer: the layer.
+            history: mixes the positions.
+            taps: hook points of the pass.
+            carried: keys and values of earlier layers, among others.
+
+        Returns:
+            Output [B, kept, D], and the layer's keys and values by name, each [B, token, head * width]; empty
+            if it reuses those of another layer.
+        """
         s = self.shape
         q = history.needed(taps("q", layer, self._normed(linear(x, self.parts["q"]), "q_norm")))
-        made: Carried = {}
+        lent: Carried = {}
         if s.source is None:
-            k, v = self._made(x, layer, taps)
+            k, v = self._keys_and_values(x, layer, taps)
             q, k = apply_rope(q, k, s.rope, history)
             q, k = taps("rot_q", layer, q), taps("rot_k", layer, k)
-            made = dict(zip(_lent(layer), (merge_heads(k), merge_heads(v)), strict=True))
+            lent = dict(zip(_names(layer), (merge_heads(k), merge_heads(v)), strict=True))
         else:
-            k, v = (split_heads(carried[name], s.head_dim) for name in _lent(s.source))
+            k, v = (split_heads(carried[name], s.head_dim) for name in _names(s.source))
             if s.rope is not None:
                 cos, sin = history.rotation(s.rope, q.dtype)
                 q = rotate(q, history.needed(cos), history.needed(sin))
             q = taps("rot_q", layer, q)
         z = taps("z", layer, history.attend(layer, q, k, v, self._mixer))
-        return output(z, self.parts["o"], layer, taps), made
+        return output(z, self.parts["o"], layer, taps), lent
 
-    def _made(self, x: Tensor, layer: int, taps: Taps) -> tuple[Tensor, Tensor]:
-        """Keys before rope, and values."""
+    def _keys_and_values(self, x: Tensor, layer: int, taps: Taps) -> tuple[Tensor, Tensor]:
+        """Keys before RoPE, and values, each [B, head, token, width]."""
         keys = linear(x, self.parts["k"])
         values = keys if self.shape.values_from_keys else linear(x, self.parts["v"])
         k, v = self._normed(keys, "k_norm"), self._normed(values, "v_norm")
         return taps("k", layer, k), taps("v", layer, v)
 
     def _normed(self, x: Tensor, norm: str) -> Tensor:
-        """x [B, token, head * width] as heads, each normed."""
+        """x [B, token, head * width] -> [B, head, token, width], normalised per head."""
         assert self.shape.qk_norm is not None  # in all families of this kind
         return apply_norm(
             split_heads(x, self.shape.head_dim), self.parts[norm], "rms", self.shape.qk_norm.eps
         )
 
 
-def _lent(layer: int) -> tuple[str, str]:
-    """What keys and values of a layer are called among what is carried."""
+def _names(layer: int) -> tuple[str, str]:
+    """Names of a layer's keys and values in `Carried`."""
     return f"keys.{layer}", f"values.{layer}"
