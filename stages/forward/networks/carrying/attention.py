@@ -1,9 +1,10 @@
-"""Attention whose keys and values may be those of an earlier layer, or its values what its keys are made of.
+"""Attention that may reuse keys and values of an earlier layer, or its key projection for values (Gemma 3n,
+4).
 
-    q = rope(norm(W_q h))     k = rope(norm(W_k h))     v = norm(W_v h), or of what k is made of: norm(W_k h)
+    q = rope(norm(W_q h))     k = rope(norm(W_k h))     v = norm(W_v h), or norm(W_k h)
 
-A layer without keys of its own reads what an earlier one has handed on: its keys as they have turned, and its
-values. The norm of values has no weights.
+A layer that shares keys and values reads those of its source layer, keys after RoPE. The norm of values has
+no weights.
 
 Axes: [B, token, channel] outside of heads, [B, head, token, width] inside.
 """
