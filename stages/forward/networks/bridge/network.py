@@ -308,7 +308,7 @@ class _Pass:
         self.layer = -1
         """Layer entered last; -1 before the first."""
         self._met: list[str] = []
-        """Kinds of its parts that have run so far."""
+        """Kinds of parts, such as "attn_out", that ran in this layer so far."""
 
     def enter(self, path: str, x: Tensor) -> Tensor:
         """Handle the input x of a layer; returns the value to continue with."""

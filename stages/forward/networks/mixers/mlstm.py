@@ -67,7 +67,7 @@ class Mlstm:
 
 
 def _rearranged(w: Mapping[str, Tensor], shape: MlstmSpec) -> dict[str, Tensor]:
-    """Weights of either layout by the names of the one in which every projection has a tensor."""
+    """Weights of both checkpoint layouts under the names of the unfused one: fused projections are split."""
     if not shape.is_fused:
         return dict(w)
     found = {name: tensor for name, tensor in w.items() if not name.startswith(("qkvo", "gates"))}
