@@ -109,7 +109,8 @@ def import_activations(
     if not arrays:
         raise HookPointNotFound(
             f"expected activations in {', '.join(map(str, paths))}, found "
-            f"{', '.join(file_arrays) or 'no arrays'}; say what they hold: names={'array': 'blocks.5.hook_resid_post'}"
+            f"{', '.join(file_arrays) or 'no arrays'}; "
+            "say what they hold: names={'array': 'blocks.5.hook_resid_post'}"
         )
     ids = tokens if tokens is not None else next((labels[name] for name in TOKEN_IDS if name in labels), None)
     known_texts = texts if texts is not None else _texts(labels)
