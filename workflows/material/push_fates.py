@@ -82,7 +82,7 @@ class PushFates:
 
     @property
     def label(self) -> str:
-        """Label of all pushes together, such as "absorbed"."""
+        """Summary of all compared pushes, such as "attractor" or "no verdict" (`absorption.label`)."""
         is_beyond = self.claim is not None and self.claim.is_beyond_chance
         return label(self.held.values(), is_beyond_chance=is_beyond)
 
