@@ -181,9 +181,9 @@ class ComposedNetwork(Ends[ComposedArchitecture, LayerModules]):
             x = history.needed(x)
         if modules.channel_mixer is not None:
             if block.is_parallel:
-                h = history.needed(h)
-                if "ln2" in block.norm_names:
-                    h = self._normed(history.needed(resid_pre), "ln2", layer, taps)
+                has_norm = "ln2" in block.norm_names
+                h = history.needed(resid_pre if has_norm else h)
+                h = self._normed(h, "ln2", layer, taps) if has_norm else h
             else:
                 x = taps("resid_mid", layer, x) if modules.mixers else x
                 h, x = self._read(x, "ln2", layer, taps)
