@@ -1,4 +1,4 @@
-"""Workflows: questions composed of stages. A plain table; each is loaded when it is named.
+"""Workflows: questions about a model, answered by graphs of stages. Each is imported when it is used.
 
 mizarr.compute("logit_lens", store="activations", prompts=["The capital of France is"]).render(console)
 """
@@ -63,7 +63,7 @@ WORKFLOWS = {
     "stoicheia_analysis": ".algzoo.analysis:StoicheiaAnalysis",
     "stoicheia_sweep": ".algzoo.sweep:StoicheiaSweep",
 }
-"""Name of a question -> the module and the class that ask it."""
+"""Name of a workflow -> "module:class"."""
 
 
 def build(
@@ -74,20 +74,25 @@ def build(
     adapter: str | Path | None = None,
     **settings: Any,
 ) -> Workflow:
-    """The workflow `name` with these settings (`model` is one of them), planned but not run; loads no
-    weights. revision: several of them, as a list or "a,b", are asked the same (checkpoints.py).
+    """Build a workflow without running it; loads no weights.
 
-    trust_layout, backend, adapter: of the model named; see `Model.from_pretrained`. The setting `model`
-    then says so.
-    Raises ConfigError for an unknown workflow or setting, with the nearest name.
+    Arguments:
+        name: name of the workflow.
+        trust_layout, backend, adapter: options of the named model, see `Model.from_pretrained`. They become
+            part of the setting `model`.
+        settings: settings of the workflow, such as `model`. Several values of `revision`, as a list or "a,b",
+            give one workflow over all of them (checkpoints.py).
+
+    Raises:
+        ConfigError: an unknown workflow or setting; the message has the nearest name.
     """
     from .checkpoints import Checkpoints, several_revisions
     from .settings import read_settings
 
     if revisions := several_revisions(settings.get("revision")):
-        how: dict[str, Any] = {"trust_layout": trust_layout, "backend": backend, "adapter": adapter}
-        each = (build(name, **how, **settings | {"revision": r}) for r in revisions)
-        return Checkpoints(dict(zip(revisions, each, strict=True)))
+        options: dict[str, Any] = {"trust_layout": trust_layout, "backend": backend, "adapter": adapter}
+        workflows = (build(name, **options, **settings | {"revision": r}) for r in revisions)
+        return Checkpoints(dict(zip(revisions, workflows, strict=True)))
     kind = kind_of(name)
     model: Any = settings.get("model")
     if isinstance(model, Path):
@@ -97,8 +102,9 @@ def build(
         from ..stages.forward.models.reference import ModelRef
 
         names = ("revision", "dtype", "device")
-        given = {name: settings[name] for name in names if settings.get(name) is not None}
-        ModelRef(loaded, **given, trust_layout=trust_layout, backend=backend, adapter=adapter)
+        options = {name: settings[name] for name in names if settings.get(name) is not None}
+        # Raises ConfigError for options that do not fit the loaded model.
+        ModelRef(loaded, **options, trust_layout=trust_layout, backend=backend, adapter=adapter)
         settings["model"] = loaded.name
     elif trust_layout or backend is not None or adapter is not None:
         settings["model"] = _named(model, settings.get("revision"), trust_layout, backend, adapter)
@@ -107,14 +113,14 @@ def build(
 
 
 def kind_of(name: str) -> type[Workflow]:
-    """The class of a workflow; ConfigError for an unknown one, with the nearest name."""
+    """Class of a workflow; ConfigError with the nearest name for an unknown one."""
     if name not in WORKFLOWS:
         near = nearest(name, WORKFLOWS)
         hint = f"did you mean {near!r}?" if near else f"there are {', '.join(WORKFLOWS)}"
         raise ConfigError(f"no workflow {name!r}; {hint}")
     module, _, kind = WORKFLOWS[name].partition(":")
-    found: type[Workflow] = getattr(importlib.import_module(module, __name__), kind)
-    return found
+    workflow: type[Workflow] = getattr(importlib.import_module(module, __name__), kind)
+    return workflow
 
 
 def _named(
@@ -124,12 +130,12 @@ def _named(
     backend: str | None,
     adapter: str | Path | None,
 ) -> str:
-    """The name of a model that says how it runs, as settings hold it."""
+    """Name of a model that includes its options, as the setting `model` contains it."""
     from ..stages.forward.models.reference import ModelRef
 
     if model is None:
-        what = "trust_layout" if trust_layout else "adapter" if backend is None else "backend"
-        raise ConfigError(f"expected the model {what} is about, found none; name it with model=…")
+        option = "trust_layout" if trust_layout else "adapter" if backend is None else "backend"
+        raise ConfigError(f"expected the model {option} is about, found none; name it with model=…")
     reference = ModelRef(
         model, revision=revision, trust_layout=trust_layout, backend=backend, adapter=adapter
     )
@@ -147,17 +153,23 @@ def compute(
     quiet: bool = True,
     **settings: Any,
 ) -> Workflow:
-    """Build a workflow, compute what the store does not hold yet, and return it with its results open.
+    """Build a workflow, compute the results that are not stored yet, and return it with open results.
 
-    store: a store, or where it lies.  cluster: address of a Dask scheduler; by default threads of this
-    process.  workers: so many processes of this machine (see `pipeline.run`).
-    settings: of the workflow, trust_layout, backend and adapter; see `build`.
+    Arguments:
+        name: name of the workflow.
+        store: a store, or its path or address.
+        cluster: address of a Dask scheduler; None for threads of this process.
+        workers: number of worker processes on this machine; 0 for none (see `pipeline.run`).
+        threads: number of threads; see `pipeline.run`.
+        memory: memory limit in bytes; see `pipeline.run`.
+        quiet: whether to hide progress.
+        settings: settings of the workflow, trust_layout, backend and adapter; see `build`.
     """
     from ..store.store import requested_store
 
-    workflow = build(name, **settings)  # first: a setting that is wrong leaves no new store behind
-    how = {"cluster": cluster, "workers": workers, "threads": threads, "memory": memory, "quiet": quiet}
+    workflow = build(name, **settings)  # first, so that a wrong setting creates no store
+    options = {"cluster": cluster, "workers": workers, "threads": threads, "memory": memory, "quiet": quiet}
     if not isinstance(store, (str, Path)):
-        return workflow.run(store, **how)
+        return workflow.run(store, **options)
     with requested_store(store) as opened:
-        return workflow.run(opened, **how)
+        return workflow.run(opened, **options)

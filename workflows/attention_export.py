@@ -1,11 +1,12 @@
-"""Attention patterns as files other tools read: JSON or npz of chosen prompts, layers and heads, with labels.
+"""Export of attention patterns for other tools: JSON or npz files of some prompts, layers and heads, with
+labels.
+
+One prompt is {"prompt", "text", "tokens" [position], "layers", "heads", "attention"
+[layer][head][query][key]}, the arguments of CircuitsVis (`attention_heads(tokens, attention[layer])`) and
+BertViz (a batch of one per layer). JSON files contain a list of prompts; npz files the arrays `layers`,
+`heads`, `prompts` and, per prompt, `tokens_0`, `attention_0`, ….
 
 Border: a stored run in, a file out; knows no model and never imports torch.
-
-One prompt is {"prompt", "text", "tokens" [position], "layers", "heads", "attention" [layer][head][query]
-[key]}: what CircuitsVis (`attention_heads(tokens, attention[layer])`) and BertViz (a batch of one per layer)
-are called with. JSON holds a list of them; npz the arrays `layers`, `heads`, `prompts` and, by prompt,
-`tokens_0`, `attention_0`, …
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 __all__ = ["attention_document", "export_attention"]
 
 DIGITS = 6
-"""Decimals of a weight in JSON: as many as float32 holds of a number near 1."""
+"""Decimals of a weight in JSON: the precision of float32 near 1."""
 
 
 def export_attention(
@@ -39,37 +40,48 @@ def export_attention(
     layers: Sequence[int] | None = None,
     heads: Sequence[int] | None = None,
 ) -> Path:
-    """Write the attention patterns of some prompts of a stored run, as described above; returns the path.
+    """Write attention patterns of a stored run to a file.
 
-    states: captured, with `pattern`.  path: ends in .json or .npz; its folder is made.  layers, heads: which;
-    None for all that are stored.
-    Raises EntryNotFound for patterns or layers that are not stored, PromptError for a prompt there is not,
-    ConfigError for a head there is not or another kind of file.
+    Arguments:
+        states: a run with captured `pattern`.
+        path: file that ends in .json or .npz; its folder is created.
+        prompts: indices of the prompts.
+        layers: layers to include; None for all stored ones.
+        heads: heads to include; None for all.
+
+    Returns:
+        The path.
+
+    Raises:
+        EntryNotFound: patterns, or a layer, are not stored.
+        PromptError: there is no such prompt.
+        ConfigError: there is no such head, or the file has another ending.
     """
     path = Path(path)
     if path.suffix not in (".json", ".npz"):
         raise ConfigError(f"expected a file ending in .json or .npz, found {path.name!r}")
-    found = []
+    documents = []
     for i in prompts:
         labels = states.mi.prompt(i)
         strings = (
             labels["token_string"].values if "token_string" in labels.coords else labels["token_id"].values
         )
         document = attention_document(states.mi.attn(i), list(map(str, strings)), layers=layers, heads=heads)
-        found.append(
+        documents.append(
             {"prompt": i, "text": str(labels["text"].item()) if "text" in labels.coords else None} | document
         )
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.suffix == ".json":
         plain = [
-            one | {"attention": np.round(one["attention"].astype(float), DIGITS).tolist()} for one in found
+            document | {"attention": np.round(document["attention"].astype(float), DIGITS).tolist()}
+            for document in documents
         ]
         path.write_text(json.dumps(plain, ensure_ascii=False), "utf-8")
         return path
-    arrays: dict[str, Any] = {name: np.array(found[0][name]) for name in ("layers", "heads")}
+    arrays: dict[str, Any] = {name: np.array(documents[0][name]) for name in ("layers", "heads")}
     arrays["prompts"] = np.array(list(prompts))
-    for i, one in zip(prompts, found, strict=True):
-        arrays |= {f"tokens_{i}": np.array(one["tokens"]), f"attention_{i}": one["attention"]}
+    for i, document in zip(prompts, documents, strict=True):
+        arrays |= {f"tokens_{i}": np.array(document["tokens"]), f"attention_{i}": document["attention"]}
     np.savez_compressed(path, **arrays)
     return path
 
@@ -81,21 +93,28 @@ def attention_document(
     layers: Sequence[int] | None = None,
     heads: Sequence[int] | None = None,
 ) -> dict[str, Any]:
-    """tokens, layers, heads and attention (float32 [layer, head, query, key]) of one prompt.
+    """Fields "tokens", "layers", "heads" and "attention" (float32 [layer, head, query, key]) of one prompt.
 
-    pattern: [layer, head, query_position, key_position], as `states.mi.attn(i)` gives it.  tokens: one string
-    per position.
+    Arguments:
+        pattern: [layer, head, query_position, key_position], from `states.mi.attn(i)`.
+        tokens: one string per position.
+        layers: layers to include; None for all.
+        heads: heads to include; None for all.
+
+    Raises:
+        EntryNotFound: a layer is not stored.
+        ConfigError: there is no such head.
     """
     pattern = by_layer(pattern)
-    held = [int(layer) for layer in pattern["layer"].values]
-    layers = held if layers is None else list(as_indices(layers, "layers"))
-    if absent := [layer for layer in layers if layer not in held]:
-        raise EntryNotFound(f"expected layers among {held}, found {absent[0]}; {CAPTURE}")
+    stored = [int(layer) for layer in pattern["layer"].values]
+    layers = stored if layers is None else list(as_indices(layers, "layers"))
+    if absent := [layer for layer in layers if layer not in stored]:
+        raise EntryNotFound(f"expected layers among {stored}, found {absent[0]}; {CAPTURE}")
     n_heads = pattern.sizes["head"]
     heads = list(range(n_heads)) if heads is None else list(as_indices(heads, "heads"))
-    if strange := [head for head in heads if not 0 <= head < n_heads]:
-        raise ConfigError(f"expected heads in 0..{n_heads - 1}, found {strange[0]}")
-    chosen = pattern.sel(layer=layers).isel(head=heads)
-    chosen = chosen.transpose("layer", "head", "query_position", "key_position")
-    attention = chosen.values.astype(np.float32)
+    if invalid := [head for head in heads if not 0 <= head < n_heads]:
+        raise ConfigError(f"expected heads in 0..{n_heads - 1}, found {invalid[0]}")
+    selected = pattern.sel(layer=layers).isel(head=heads)
+    selected = selected.transpose("layer", "head", "query_position", "key_position")
+    attention = selected.values.astype(np.float32)
     return {"tokens": list(tokens), "layers": layers, "heads": heads, "attention": attention}

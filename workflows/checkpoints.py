@@ -1,10 +1,10 @@
-"""One question asked of several revisions of a model: training checkpoints as an axis of any workflow.
+"""A workflow over several revisions of a model, such as training checkpoints.
 
     mizarr compute head_detection --set model=org/name --set revision=step1000,step8000,step143000
 
-Every revision is the workflow as it is, with keys of its own: one that was computed alone is not computed
-again. Results are theirs along an axis `revision`, in the order given; told are the effects that each
-revision claims, beside its own null, and the numbers of its answer, as curves over the revisions.
+Each revision is an ordinary workflow with its own keys, so results of a single revision are reused. Results
+are concatenated along an axis `revision`, in the given order. Views show, as curves over revisions, the
+effect of each claim with its null distribution, and the numbers of the JSON documents.
 """
 
 from __future__ import annotations
@@ -30,101 +30,106 @@ if TYPE_CHECKING:
 __all__ = ["Checkpoints", "several_revisions"]
 
 _MOST = 8
-"""Curves of numbers in one panel."""
+"""Largest number of curves in one panel."""
 _OF_A_RUN = ("total_time_secs",)
-"""Numbers of a document that say nothing of the model."""
+"""Numbers of a document that do not depend on the model."""
 
 
-def several_revisions(given: Any) -> tuple[str, ...]:
-    """Revisions where several are asked for, as a list or a text with commas; () for one or none.
+def several_revisions(setting: Any) -> tuple[str, ...]:
+    """Revisions of a setting that is a list or a comma-separated text; () for a single revision or None.
 
-    Raises ConfigError for one that is named twice, or for nothing between commas.
+    Raises:
+        ConfigError: a revision is empty or named twice.
     """
-    if isinstance(given, str):
-        found = tuple(part.strip() for part in given.split(",")) if "," in given else ()
+    if isinstance(setting, str):
+        revisions = tuple(part.strip() for part in setting.split(",")) if "," in setting else ()
     else:
-        found = tuple(map(str, given)) if isinstance(given, list | tuple) else ()
-    if found and (len(set(found)) < len(found) or not all(found)):
-        raise ConfigError(f"expected revisions that differ, such as step1000,step2000, found {given!r}")
-    return found
+        revisions = tuple(map(str, setting)) if isinstance(setting, list | tuple) else ()
+    if revisions and (len(set(revisions)) < len(revisions) or not all(revisions)):
+        raise ConfigError(f"expected revisions that differ, such as step1000,step2000, found {setting!r}")
+    return revisions
 
 
 class Checkpoints(Workflow):
-    """The answers of several revisions side by side."""
+    """Results of one workflow for several revisions of a model."""
 
-    def __init__(self, each: Mapping[str, Workflow]) -> None:
-        """each: the workflow of every revision."""
-        first = next(iter(each.values()))
-        # What the command line takes, so that a page's recipe makes the same again.
-        super().__init__(replace(first.settings, revision=",".join(each)))
-        self.each = dict(each)
-        self.name = first.name  # type: ignore[misc]  # of an instance: that of what is asked
-        self.question = first.question  # type: ignore[misc]
-        self.descriptive = first.descriptive  # type: ignore[misc]
+    by_revision: dict[str, Workflow]
+    """Workflow of each revision."""
+
+    def __init__(self, by_revision: Mapping[str, Workflow]) -> None:
+        """by_revision: workflow of each revision."""
+        template = next(iter(by_revision.values()))
+        # In the form of the command line, so that a page's recipe reproduces the page.
+        super().__init__(replace(template.settings, revision=",".join(by_revision)))
+        self.by_revision = dict(by_revision)
+        # Class variables elsewhere; here they depend on the workflow that is run.
+        self.name = template.name  # type: ignore[misc]
+        self.question = template.question  # type: ignore[misc]
+        self.descriptive = template.descriptive  # type: ignore[misc]
         self.nodes = self._of_each(lambda workflow: workflow.nodes)
 
     def _of_each(self, nodes: Callable[[Workflow], Mapping[str, ResultNode]]) -> dict[str, ResultNode]:
-        """Nodes of every revision's workflow, by `name@revision`."""
+        """Nodes of all revisions, by `name@revision`; nodes: selects nodes of a workflow."""
         return {
             f"{name}@{revision}": node
-            for revision, workflow in self.each.items()
+            for revision, workflow in self.by_revision.items()
             for name, node in nodes(workflow).items()
         }
 
     def first_nodes(self) -> dict[str, ResultNode]:
-        """See `Workflow`: those of every revision."""
+        """See `Workflow`: nodes of all revisions."""
         return self._of_each(lambda workflow: workflow.first_nodes())
 
     def settle(self, store: Store, *, refuses: bool = True) -> Self:
-        """See `Workflow`: every revision leaves out its own."""
+        """See `Workflow`: removes unnecessary nodes of each revision, and never raises."""
         self.nodes = self._of_each(lambda workflow: workflow.settle(store, refuses=False).nodes)
         return self
 
     def run(self, store: Store, **options: Any) -> Self:
-        """See `Workflow`; every revision in turn."""
+        """See `Workflow`: runs all revisions."""
         super().run(store, **options)
-        for workflow in self.each.values():
+        for workflow in self.by_revision.values():
             workflow.open_results(store)
         return self
 
     def result(self, name: str) -> xr.Dataset:
-        """A result of every revision along `revision`, in memory; or one of them, `name@revision`."""
+        """A result of all revisions along the axis `revision`, in memory; or of one, by `name@revision`."""
         import xarray as xr
 
         if "@" in name or not self._results:
             return super().result(name)
-        parts = [workflow.result(name).load() for workflow in self.each.values()]
+        parts = [workflow.result(name).load() for workflow in self.by_revision.values()]
         joined = xr.concat(parts, "revision", join="outer", coords="minimal", compat="override")
-        found: xr.Dataset = joined.assign_coords(revision=list(self.each))
-        return found
+        result: xr.Dataset = joined.assign_coords(revision=list(self.by_revision))
+        return result
 
     @cached_property
     def claims_of(self) -> dict[str, tuple[Claim, ...]]:
-        """Claims of each revision of the model; () for a revision without claims."""
+        """Claims of each revision; () for a revision without claims."""
         return {
             revision: workflow.findings.findings if workflow.makes_claims else ()
-            for revision, workflow in self.each.items()
+            for revision, workflow in self.by_revision.items()
         }
 
     @cached_property
     def documents(self) -> dict[str, dict[str, Any]]:
-        """The answer of each revision, as plain values."""
-        return {revision: workflow.to_json() for revision, workflow in self.each.items()}
+        """JSON document of each revision."""
+        return {revision: workflow.to_json() for revision, workflow in self.by_revision.items()}
 
     @property
     def numbers(self) -> dict[str, list[float]]:
-        """Numbers that stand in the answer of every revision and are not the same in all of them."""
-        told = list(self.documents.values())
-        names = [name for name, value in told[0].items() if _is_number(value) and name not in _OF_A_RUN]
-        found = {
-            name: [float(each[name]) for each in told]
+        """Top-level numbers in the documents of all revisions that are not equal in all of them, by name."""
+        documents = list(self.documents.values())
+        names = [name for name, value in documents[0].items() if _is_number(value) and name not in _OF_A_RUN]
+        numbers = {
+            name: [float(document[name]) for document in documents]
             for name in names
-            if all(_is_number(each.get(name)) for each in told)
+            if all(_is_number(document.get(name)) for document in documents)
         }
-        return {name: values for name, values in found.items() if len(set(values)) > 1}
+        return {name: values for name, values in numbers.items() if len(set(values)) > 1}
 
     def views(self) -> Iterator[View]:
-        """Each claim as a curve beside its null; the numbers of the answers; all of it by revision."""
+        """Curves over revisions: each claim with its null distribution, and the numbers of the documents."""
         yield Data(json={"revisions": self.documents})
         panels: list[Lines] = [
             self._claim(number) for number in range(max(map(len, self.claims_of.values())))
@@ -138,35 +143,35 @@ class Checkpoints(Workflow):
             yield Figure(name=f"{self.name}_checkpoints", title=title, panels=tuple(panels))
 
     def _claim(self, number: int) -> Lines:
-        """The effect of one claim by revision, and where 95 % of its null lie; NaN where none is made."""
+        """Effect of one claim by revision, with the 95 % range of its null; NaN for revisions without it."""
         rows = []
-        for found in self.claims_of.values():
-            told = found[number] if number < len(found) else None
-            rows.append((np.nan,) * 3 if told is None else (told.effect, *told.null.bound()))
+        for claims in self.claims_of.values():
+            claim = claims[number] if number < len(claims) else None
+            rows.append((np.nan,) * 3 if claim is None else (claim.effect, *claim.null.bound()))
         effect, low, high = np.array(rows, float).T
-        one = next(found[number] for found in self.claims_of.values() if number < len(found))
+        example = next(claims[number] for claims in self.claims_of.values() if number < len(claims))
         lines = (
             Line("effect", effect, strong=True),
             Line("null, lowest of 95 %", low, control=True),
             Line("null, highest of 95 %", high, control=True),
         )
         return Lines(
-            title=one.text,
-            caption=f"dashed: {one.null.of}",
-            x=tuple(self.each),
+            title=example.text,
+            caption=f"dashed: {example.null.of}",
+            x=tuple(self.by_revision),
             x_name="revision",
             y_name="effect",
-            unit=one.unit,
+            unit=example.unit,
             lines=lines,
         )
 
     def _curves(self) -> Lines:
-        """Numbers of the answer by revision."""
+        """Numbers of the documents by revision."""
         shown = list(self.numbers.items())[:_MOST]
         return Lines(
             title="Numbers of the answer",
             caption="those that are not the same in all revisions",
-            x=tuple(self.each),
+            x=tuple(self.by_revision),
             x_name="revision",
             y_name="value",
             lines=tuple(Line(name, np.array(values, float)) for name, values in shown),
@@ -174,31 +179,31 @@ class Checkpoints(Workflow):
         )
 
     def _table(self) -> Table:
-        """A line per revision: its verdicts, and what it is known by."""
+        """One row per revision: commit, and effects and verdicts of its claims."""
         most = max(map(len, self.claims_of.values()))
         records = [
             {
                 "revision": revision,
                 "commit": _commit(workflow),
-                "effects": [each.effect for each in self.claims_of[revision]],
-                "verdicts": [each.verdict for each in self.claims_of[revision]],
+                "effects": [claim.effect for claim in self.claims_of[revision]],
+                "verdicts": [claim.verdict for claim in self.claims_of[revision]],
             }
-            for revision, workflow in self.each.items()
+            for revision, workflow in self.by_revision.items()
         ]
 
-        def told(number: int) -> Any:
-            def of(one: dict[str, Any]) -> str:
-                if number >= len(one["effects"]):
+        def cell_of_claim(number: int) -> Any:
+            def cell(record: dict[str, Any]) -> str:
+                if number >= len(record["effects"]):
                     return dash(None)
-                return f"{one['effects'][number]:+.3g}, {one['verdicts'][number]}"
+                return f"{record['effects'][number]:+.3g}, {record['verdicts'][number]}"
 
-            return of
+            return cell
 
         return Table.of(
             records,
             ("revision", "revision"),
-            ("commit", lambda one: one["commit"][:12]),
-            *((f"claim {number + 1}", told(number)) for number in range(most)),
+            ("commit", lambda record: record["commit"][:12]),
+            *((f"claim {number + 1}", cell_of_claim(number)) for number in range(most)),
             title=f"{len(records)} revisions of {self.settings.model}",
             caption="claims in the order of the curves; a dash where a revision claims nothing",
             json={"checkpoints": records},
@@ -206,7 +211,7 @@ class Checkpoints(Workflow):
 
 
 def _commit(workflow: Workflow) -> str:
-    """Of the snapshot a workflow is about; "" where it does not say."""
+    """Commit of the model's snapshot; "" if it has none."""
     files = getattr(getattr(workflow, "subject", None), "files", None)
     return str(getattr(files, "revision", None) or "")
 

@@ -1,9 +1,8 @@
-"""Claims: the one protocol by which every causal question says what a cause does, beside what chance does.
+"""Claims: the protocol by which every causal workflow compares the effect of a cause with chance.
 
-A workflow declares the effects it measured: of the candidates it chose among, on the prompts they are chosen
-on and on the held-out prompts they are scored on, and of the control runs. `Claim` and `CandidateEffects` own
-the rest: the choice, how many controls are drawn and which, the null distribution, the interval, the p-value
-and the sentence.
+A workflow provides measured effects: of candidate causes on the prompts that select among them, of the same
+on held-out prompts, and of control runs. `Claim` and `CandidateEffects` do the rest: selection, number and
+draw of controls, null distribution, confidence interval, p-value and sentence.
 
     heads = CandidateEffects(chosen_on, scored_on)                     # effects [prompt, layer, head]
     claim = heads.claim(text, heads.best, "another head of each prompt", settings, unit="nats")
@@ -11,13 +10,13 @@ and the sentence.
 
 constructor               the cause is compared with             null distribution
 `Claim.over`              control causes in each of the prompts  means over prompts of a cause drawn in each
-`CandidateEffects.claim`  the same, chosen on other prompts      the same
+`CandidateEffects.claim`  likewise, selected on other prompts    likewise
 `Claim.among`             other candidates of one prompt         some of them, drawn without replacement
-`Claim.paired`            the same prompts without the cause     means of the differences with random signs
-`Claim.ranking`           exact effects, which estimates rank    rank correlations of shuffled estimates
-`Claim.against`           draws that runs of their own gave      those draws
+`Claim.paired`            the same prompts without the cause     means of differences with random signs
+`Claim.ranking`           exact effects, ranked by estimates     rank correlations of shuffled estimates
+`Claim.against`           effects of separate control runs       these effects
 
-An effect that random causes of equal size reach as often as `chance` allows is no more than chance.
+An effect with a p-value above `chance` is reported as no more than chance.
 
 Axes: prompt, cause or candidate, draw. Units: of the measure.
 """
@@ -46,7 +45,9 @@ from ..store.arrays import Floats
 __all__ = ["CandidateEffects", "Claim", "Controls", "ControlOptions"]
 
 NO_MORE = "no more than chance"
+"""Verdict on an effect with a p-value above `chance`."""
 NO_CONTROL = "nothing is claimed, as no control was run"
+"""Verdict on an effect without controls."""
 
 
 class ControlOptions(Protocol):
@@ -58,41 +59,43 @@ class ControlOptions(Protocol):
 
     @property
     def seed(self) -> int:
-        """Seed of everything that is drawn."""
+        """Seed of the random draws."""
 
 
 @dataclass(frozen=True)
 class Controls:
-    """Number of controls and their seed, where they are not those of the settings."""
+    """Number of controls and their seed, for claims that do not take them from the settings."""
 
     controls: int
+    """Number of draws of the null distribution."""
     seed: int = 0
+    """Seed of the draws."""
 
 
 @dataclass(frozen=True)
 class Claim:
-    """An effect, the null distribution it is compared with, and the sentence made of both."""
+    """An effect, the null distribution it is compared with, and a sentence that states both."""
 
     text: str
-    """What was done to what, and read where: "injecting L0:128 at ' in' raises P(' English')"."""
+    """Intervention, place and measure in words: "injecting L0:128 at ' in' raises P(' English')"."""
     effect: float
     """The measure under the cause, in `unit`."""
     null: Null
     """The measure under random causes of equal size."""
     unit: str = ""
+    """Unit of the measure, such as "nats"; empty for none."""
     spread: tuple[float, float] | None = None
-    """95 % interval of the effect over `prompts`, where there is more than one, else over `noises`."""
+    """95 % confidence interval of the effect over `prompts`, or over `noises` for a single prompt."""
     prompts: int = 1
-    """Number of prompts that the effect is a mean of."""
+    """Number of prompts that the effect is averaged over."""
     held_out: bool = False
-    """Whether the cause was chosen on other prompts than these."""
+    """Whether the cause was selected on other prompts than these."""
     noises: int = 1
-    """Number of noises that the effect is a mean of in each prompt."""
+    """Number of noise samples that the effect is averaged over in each prompt."""
     levels: tuple[float, float] | None = None
-    """What is measured without and with the cause, such as a probability, where the effect is their
-    difference."""
+    """Values without and with the cause, such as probabilities, if the effect is their difference."""
     chance: float = CHANCE
-    """Largest p-value of an effect beyond chance."""
+    """Significance level: the largest p-value of an effect beyond chance."""
 
     @classmethod
     def against(
@@ -107,16 +110,16 @@ class Claim:
         seed: int = 0,
         **fields: Any,
     ) -> Claim:
-        """A claim beside draws that runs of their own gave.
+        """A claim compared with effects of separate control runs.
 
         Arguments:
             text: see `Claim`.
             effects: the measure under the cause: a number, or [prompt] for a mean with its interval.
             draws: the same measure under random causes, [draw]; empty without controls.
-            of: what was drawn, in words that follow "50".
+            of: name of the draws, in words that follow "50".
             side: which effects count as large; see `Null`.
-            looked_at: number of candidates that the cause was chosen among on the same data.
-            seed: of the bootstrap.
+            looked_at: number of candidates that the cause was selected from on the same data.
+            seed: of the bootstrap interval.
             fields: further fields of the claim.
         """
         null = Null(np.asarray(draws, np.float64), of, side, looked_at)
@@ -138,7 +141,7 @@ class Claim:
         looked_at: int = 1,
         **fields: Any,
     ) -> Claim:
-        """A claim about several prompts: the mean effect, beside means of a cause drawn anew in each prompt.
+        """A claim on several prompts: the mean effect, compared with means of a random cause in each prompt.
 
         Arguments:
             text: see `Claim`.
@@ -147,7 +150,7 @@ class Claim:
             of: what the controls are, in words that follow "50 draws of".
             settings: number of draws and their seed.
             side: which effects count as large; see `Null`.
-            looked_at: number of candidates that the cause was chosen among on the same prompts.
+            looked_at: number of candidates that the cause was selected from on the same prompts.
             fields: further fields of the claim.
         """
         count = settings.controls if np.size(controls) else 0
@@ -157,8 +160,16 @@ class Claim:
 
     @classmethod
     def paired(cls, text: str, differences: Any, of: str, settings: ControlOptions, **fields: Any) -> Claim:
-        """A claim about several prompts: the mean difference from each prompt's own control, beside the means
-        with random signs. differences: [prompt]. of: what a sign decides, in words that follow "50"."""
+        """A claim on several prompts: the mean difference from each prompt's control, compared with means of
+        the differences with random signs.
+
+        Arguments:
+            text: see `Claim`.
+            differences: effect minus that of the prompt's control, [prompt].
+            of: name of the draws, in words that follow "50".
+            settings: number of draws and their seed.
+            fields: further fields of the claim.
+        """
         draws = random_signs(differences, settings.controls, seed=settings.seed)
         return cls.against(text, differences, draws, of, seed=settings.seed, **fields)
 
@@ -175,10 +186,17 @@ class Claim:
         side: Side = "above",
         **fields: Any,
     ) -> Claim:
-        """A claim about one prompt: one candidate's effect, beside other candidates drawn at random.
+        """A claim on one prompt: a candidate's effect, compared with random other candidates.
 
-        effects: [candidate, ...], flattened. own: index of the candidate. candidates: indices that may be
-        drawn; None for all. of, side, fields: see `over`.
+        Arguments:
+            text: see `Claim`.
+            effects: effects of all candidates, of any shape, flattened here.
+            own: flat index of the candidate.
+            of: name of the draws, in words that follow "50".
+            settings: number of draws and their seed.
+            candidates: flat indices that may be drawn; None for all.
+            side: which effects count as large; see `Null`.
+            fields: further fields of the claim.
         """
         values = np.asarray(effects, np.float64).ravel()
         drawn = chosen_at_random(
@@ -193,9 +211,15 @@ class Claim:
     def ranking(
         cls, text: str, pairs: Sequence[tuple[Any, Any]], cells: str, settings: ControlOptions
     ) -> Claim:
-        """A claim that estimates rank cells as exact runs do: the mean Spearman correlation over prompts,
-        beside that of shuffled estimates. pairs: (estimates [cell], exact effects [cell]) of each prompt.
-        cells: what is shuffled, in words: "tokens of each prompt"."""
+        """A claim that estimates rank cells like exact runs: the mean Spearman correlation over prompts,
+        compared with that of shuffled estimates.
+
+        Arguments:
+            text: see `Claim`.
+            pairs: (estimates [cell], exact effects [cell]) of each prompt.
+            cells: name of the cells, such as "tokens of each prompt".
+            settings: number of draws and their seed.
+        """
         random = np.random.default_rng(settings.seed)
         ranks = np.array([rank_correlation(*pair) for pair in pairs])
         draws = [
@@ -238,12 +262,12 @@ class Claim:
 
     @property
     def _interval(self) -> str:
-        """In brackets the levels before and after, the interval, and where the cause was chosen."""
+        """In parentheses: values without and with the cause, interval, and where the cause was selected."""
         parts = [] if self.levels is None else ["from {:.3g} to {:.3g}".format(*self.levels)]
         if self.prompts > 1 or self.spread is not None:
             low, high = self.spread or (self.effect, self.effect)
-            which = "held-out prompts" if self.held_out else "prompts"
-            over = f"{self.prompts} {which}" if self.prompts > 1 else f"{self.noises} noises"
+            prompts = "held-out prompts" if self.held_out else "prompts"
+            over = f"{self.prompts} {prompts}" if self.prompts > 1 else f"{self.noises} noises"
             parts.append(f"95 % interval over {over}: {self._number(low)} to {self._number(high)}")
         if self.prompts == 1 and self.held_out:
             parts.append("chosen on other prompts")
@@ -261,7 +285,7 @@ class Claim:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """The record of a document under `findings`."""
+        """Record under `findings` in a JSON document."""
         return {
             "claim": self.text,
             "effect": self.effect,
@@ -282,8 +306,7 @@ class Claim:
 
     @property
     def strip(self) -> Mapping[str, Any]:
-        """Places from 0 to 100 on a common axis, for drawing: every draw, zero, the effect and its
-        interval."""
+        """Coordinates from 0 to 100 for a drawing: all draws, zero, the effect and its interval."""
         ends: list[float] = [*self.null.values.tolist(), self.effect, 0.0, *(self.spread or ())]
         low, high = min(ends), max(ends)
         width = (high - low) or 1.0
@@ -301,39 +324,39 @@ class Claim:
 
 @dataclass(frozen=True, eq=False)
 class CandidateEffects:
-    """Effects of candidate causes: chosen on some prompts, scored on held-out ones. Axes behind `prompt` are
-    those of the candidates, such as [prompt, layer, head]."""
+    """Effects of candidate causes, selected on some prompts and scored on held-out ones. Axes after `prompt`
+    are those of the candidates, such as [prompt, layer, head]."""
 
     chosen_on: Floats
-    """Effects on the prompts to choose on, [prompt, ...]."""
+    """Effects on the selection prompts, [prompt, ...]."""
     scored_on: Floats
-    """Effects on the held-out prompts, [prompt, ...]; causes that were never candidates, and only serve as
-    controls of others, may stand behind the candidates of the last axis."""
+    """Effects on the held-out prompts, [prompt, ...]. The last axis may be longer: entries after the
+    candidates are causes that serve as controls only."""
     controls: Floats | None = None
-    """Effects of each candidate's control causes on the held-out prompts, [prompt, control, ...]; None: the
+    """Effects of each candidate's control causes on the held-out prompts, [prompt, control, ...]; None if the
     other candidates are the controls."""
     among: npt.NDArray[np.bool_] | None = None
-    """Mask of the candidates that may be chosen, bool, of the shape of `mean`; None for all."""
+    """Mask of the candidates that may be selected, bool, of the shape of `mean`; None for all."""
 
     @property
     def mean(self) -> Floats:
-        """Mean effects on the prompts to choose on, [...]."""
+        """Mean effects on the selection prompts, [...]."""
         mean: Floats = self.chosen_on.mean(axis=0)
         return mean
 
     @property
     def best(self) -> tuple[int, ...]:
-        """Index of the candidate of the largest mean effect; of equal ones the first."""
+        """Index of the candidate with the largest mean effect; the first of equal ones."""
         return self._smallest(-self.mean)
 
     @property
     def weakest(self) -> tuple[int, ...]:
-        """Index of the candidate of the smallest mean effect; of equal ones the first."""
+        """Index of the candidate with the smallest mean effect; the first of equal ones."""
         return self._smallest(self.mean)
 
     @property
     def quietest(self) -> tuple[int, ...]:
-        """Index of the candidate whose mean effect is nearest to 0; of equal ones the first."""
+        """Index of the candidate whose mean effect is nearest to 0; the first of equal ones."""
         return self._smallest(np.abs(self.mean))
 
     def _smallest(self, values: Floats) -> tuple[int, ...]:
@@ -343,18 +366,25 @@ class CandidateEffects:
     def claim(
         self, text: str, index: tuple[int, ...], of: str, settings: ControlOptions, **fields: Any
     ) -> Claim:
-        """What the candidate at an index does on the held-out prompts. of, settings, fields: see
-        `Claim.over`."""
-        place: Any = (slice(None), *index)
-        effects = self.scored_on[place]
+        """Claim on the effect of a candidate on the held-out prompts.
+
+        Arguments:
+            text: see `Claim`.
+            index: index of the candidate in `mean`.
+            of: name of the controls, in words that follow "50 draws of".
+            settings: number of draws and their seed.
+            fields: further fields of the claim.
+        """
+        cell: Any = (slice(None), *index)
+        effects = self.scored_on[cell]
         if self.controls is None:
             flat = self.scored_on.reshape(len(self.scored_on), -1)
             controls = np.delete(flat, int(np.ravel_multi_index(index, self.scored_on.shape[1:])), axis=1)
         else:
-            controls = self.controls[(slice(None), *place)]
+            controls = self.controls[(slice(None), *cell)]
         return Claim.over(text, effects, controls, of, settings, held_out=True, **fields)
 
 
 def _capital(text: str) -> str:
-    """The text with a capital letter, where it begins with a word and not with a name such as "a3.h0"."""
+    """The text with a capital first letter, unless it starts with a name such as "a3.h0"."""
     return text[:1].upper() + text[1:] if text.split(" ", 1)[0].isalpha() else text

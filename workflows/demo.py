@@ -1,9 +1,9 @@
-"""The main job, offline, on the model that ships with mizarr: capture, logit lens, character count helix.
+"""The demo: capture, logit lens and character count helix, offline, on the model that ships with mizarr.
 
     mizarr demo
 
-Everything lands in a store; run it again and every stage says that it was cached. Tables go to stdout,
-progress and what was cached to stderr, figures into a folder.
+All results are stored; in a second run every stage is cached. Tables go to stdout, progress and the status of
+stages to stderr, figures into a folder.
 """
 
 from __future__ import annotations
@@ -29,20 +29,22 @@ DEMO: dict[str, dict[str, Any]] = {
     "logit_lens": {},
     "character_count_helix": {},
 }
-"""Workflow -> settings: the defaults, so that what is stored is what `mizarr explain` asks for."""
+"""Workflow -> settings: the defaults, so that `mizarr explain` finds the same results stored."""
 
 
 @dataclass
 class Demo:
-    """What a run of the demo gave."""
+    """Results of a run of the demo."""
 
     workflows: list[Workflow] = field(default_factory=list)
+    """The workflows, with open results."""
     figures: list[Path] = field(default_factory=list)
+    """Files of the figures."""
     ran: list[str] = field(default_factory=list)
-    """Stages that were computed; empty when all was cached."""
+    """Stages that were computed; empty if all were cached."""
 
     def to_json(self) -> dict[str, Any]:
-        """Results of the workflows, and where the figures are."""
+        """Documents of the workflows, computed stages and paths of figures, as JSON values."""
         return {
             "ran": self.ran,
             "figures": [str(path) for path in self.figures],
@@ -60,36 +62,42 @@ def run(
     quiet: bool = False,
     **loading: Any,
 ) -> Demo:
-    """Run the workflows of the demo on `model`, print tables to `console`, draw into `folder`.
+    """Run the workflows of the demo, print their tables and draw their figures.
 
-    folder: None draws nothing.  console: for tables, default stdout; talk: for the rest, default stderr.
-    loading: options of `ModelRef`.
+    Arguments:
+        store: store of the results.
+        folder: folder of the figures; None to draw none.
+        console: console for tables; None for stdout.
+        talk: console for all other output; None for stderr.
+        model: name of the model.
+        quiet: whether to hide progress.
+        loading: options of `ModelRef`.
     """
     from ..store.display.console import EscapingConsole
 
     console, talk = console or EscapingConsole(), talk or EscapingConsole(stderr=True, quiet=quiet)
-    done = Demo()
+    demo = Demo()
     started = time.monotonic()
     for name, settings in DEMO.items():
         workflow = build(name, model=model, **loading, **settings)
         talk.print(f"\n[bold]{workflow.question}[/bold]  [dim]{name}[/dim]", highlight=False)
-        done.ran += _run(workflow, store, talk, quiet)
-        done.workflows.append(workflow)
+        demo.ran += _run(workflow, store, talk, quiet)
+        demo.workflows.append(workflow)
         console.print()
         drawn = workflow.render(console)
         drawn += _draw(workflow, folder, talk)
-        done.figures += drawn
+        demo.figures += drawn
         for path in drawn:
             talk.print(f"figure {path}", highlight=False, soft_wrap=True, markup=False)
     seconds = time.monotonic() - started
-    what = f"{len(done.ran)} stages computed" if done.ran else "everything was cached"
-    end = f"\n{what}, {seconds:.1f} s. Results are in {store.address}"
+    status = f"{len(demo.ran)} stages computed" if demo.ran else "everything was cached"
+    end = f"\n{status}, {seconds:.1f} s. Results are in {store.address}"
     talk.print(end, highlight=False, soft_wrap=True, markup=False)
-    return done
+    return demo
 
 
 def _draw(workflow: Workflow, folder: Path | None, talk: Console) -> list[Path]:
-    """The figures, or one line that says what they take: the demo goes on without them."""
+    """Draw the figures; without the plotting extra, print how to install it and continue."""
     if folder is None:
         return []
     try:
@@ -100,7 +108,7 @@ def _draw(workflow: Workflow, folder: Path | None, talk: Console) -> list[Path]:
 
 
 def _run(workflow: Workflow, store: Store, talk: Console, quiet: bool) -> list[str]:
-    """Run one workflow and say of each stage whether it was cached; names of those that ran."""
+    """Run one workflow and print for each stage whether it was cached; returns names of computed stages."""
     from ..pipeline import plan
 
     before = plan(workflow.nodes.values(), store)

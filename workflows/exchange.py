@@ -1,13 +1,13 @@
-"""Bring in activations harvested elsewhere: which array of a file holds which hook point, and of which model.
+"""Import of activations computed by other tools: maps arrays of files to hook points of a named model.
 
-Border: names and axes; files are read in store/exchange/tensors.py, stored in store/exchange/imports.py.
-Never imports torch.
-
-Names of arrays are hook points ("blocks.5.hook_resid_post"), or mapped to them by patterns with `{layer}`,
-or, with "*" in place of the layer, one array whose first axis is all layers:
+Arrays are named after hook points ("blocks.5.hook_resid_post"), or mapped to them by patterns with `{layer}`,
+or with "*" instead of the layer for one array whose first axis is all layers:
 
     {"model.layers.{layer}.output": "blocks.{layer}.hook_resid_post", "hidden_states":
     "blocks.*.hook_resid_pre"}
+
+Border: names and axes; store/exchange/tensors.py reads files, store/exchange/imports.py stores them. Never
+imports torch.
 """
 
 from __future__ import annotations
@@ -37,11 +37,13 @@ __all__ = ["import_activations"]
 
 
 TOKEN_IDS = ("token_id", "token_ids", "input_ids", "tokens")
-"""Names under which a file may hold token ids."""
+"""Names of arrays that are read as token ids."""
 LABELS = ("row_size", "char_start", "char_end", "position", "text", "attention_mask")
+"""Names of arrays that are read as labels of tokens or prompts."""
 DERIVED = ("layer", "prompt", "prompt_id", "row_start", "pair_start", "token_string")
-"""Labels an export writes for other readers, which follow from the others."""
+"""Labels that an export writes for other readers, and that an import recomputes."""
 SIZES = ("hidden", "head", "kv_head", "d_head", "mlp")
+"""Axes of activations besides token, prompt and position."""
 
 
 def import_activations(
@@ -57,19 +59,29 @@ def import_activations(
     n_layers: int | None = None,
     skip: Sequence[str] = (),
 ) -> xr.Dataset:
-    """Store activations from safetensors or npz files as a run, and open it: labelled, lazy.
+    """Store activations from safetensors or npz files as a run, and open it as a lazy labelled dataset.
 
-    files: one or several, which together hold the run.  model, revision: which model they are of, as far as
-    you know; recorded as declared, and never mixed with what was computed here.  names: array -> hook point,
-    where arrays are not named after hook points already.  tokens: ids per prompt, else taken from an array
-    token_ids (or input_ids, tokens, token_id); may be unknown.  texts: per prompt.  dtype: "bfloat16" to
-    read 2-byte values so.  n_layers: of the model, by default up to the last one in the files.  skip: arrays
-    to leave out, by name or glob.
-    Arrays are [token, …] (with an array row_size, tokens per prompt; else one prompt) or [prompt, position,
-    …] (with row_size or attention_mask: without the padding, which is on the right); positions come before
-    heads.
-    Raises HookPointNotFound for a name that is no hook point, ShapeError, PromptError for what does not fit,
-    SourceChanged for a file that is written over meanwhile.
+    Arrays are [token, …], with an array row_size (tokens per prompt) for several prompts, or [prompt,
+    position, …], where row_size or attention_mask marks padding on the right. Positions come before heads.
+
+    Arguments:
+        files: one file or several that together contain the run.
+        model: name of the model, as far as known. It is recorded as declared, and the run is never mixed with
+            activations computed by mizarr.
+        store: a store, or its path or address.
+        names: array name or pattern -> hook point, for arrays that are not named after hook points.
+        tokens: token ids per prompt; None to read an array token_ids, input_ids, tokens or token_id, if any.
+        texts: text of each prompt.
+        dtype: "bfloat16" to read 2-byte values as such; None for the dtypes of the files.
+        revision: revision of the model.
+        n_layers: number of layers of the model; None for those up to the last layer in the files.
+        skip: arrays to leave out, by name or glob.
+
+    Raises:
+        HookPointNotFound: a name is no hook point, or no array is left.
+        ShapeError: an array does not have the axes of its hook point.
+        PromptError: labels do not fit the arrays.
+        SourceChanged: a file is overwritten during the import.
     """
     if not isinstance(model, str) or not model:
         raise ConfigError(
@@ -92,21 +104,22 @@ def import_activations(
         if not require_content(path, ConfigError, "write it again"):
             raise ConfigError(f"expected a file at {str(path)!r}, found none; check the path")
         pinned.note(path)
-    held, note = _read(paths, skip)
-    arrays, labels = _sorted_out(held, names or {}, dtype)
+    file_arrays, note = _read(paths, skip)
+    arrays, labels = _split_arrays(file_arrays, names or {}, dtype)
     if not arrays:
         raise HookPointNotFound(
-            f"expected activations in {', '.join(map(str, paths))}, found {', '.join(held) or 'no arrays'}; "
+            f"expected activations in {', '.join(map(str, paths))}, found "
+            f"{', '.join(file_arrays) or 'no arrays'}; "
             "say what they hold: names={'array': 'blocks.5.hook_resid_post'}"
         )
     ids = tokens if tokens is not None else next((labels[name] for name in TOKEN_IDS if name in labels), None)
     known_texts = texts if texts is not None else _texts(labels)
     spans = labels.get("char_start"), labels.get("char_end")
-    packed, known = pack_imported(arrays, ids, _row_size(labels, arrays), known_texts, spans)
+    packed, has_token_ids = pack_imported(arrays, ids, _row_size(labels, arrays), known_texts, spans)
     _expect_whole(labels, packed.position_of(slice(None)))
     content: dict[str, Any] = {
         "files": sorted(map(pinned.digest, paths)),
-        # Pairs in their order: of two patterns that fit an array the first one counts.
+        # A list, as the order matters: the first pattern that fits an array is used.
         "names": [list(pair) for pair in (names or {}).items()],
         "skip": sorted(skip),
         "dtype": dtype,
@@ -115,18 +128,16 @@ def import_activations(
     content |= {"note": note} if note else {}
     run, specs = declared_run(packed, model, revision, content), declared_arrays(arrays, n_layers)
     about = {"model": model, "declared": True, "revision": revision, "imported": content}
-    if not known or note.get("token_ids") == "unknown":
+    if not has_token_ids or note.get("token_ids") == "unknown":
         about["token_ids"] = "unknown"
 
-    # Opened last, as this may create a folder: input that is no good leaves nothing behind.
+    # Opened last: it may create a folder, which invalid input should not leave behind.
     with nullcontext(store) if isinstance(store, Store) else requested_store(store) as opened:
         return store_imported(opened, run, packed, arrays, specs, about, pinned.check).open()
 
 
 def _read(paths: Sequence[Path], skip: Sequence[str]) -> tuple[dict[str, Array], dict[str, Any]]:
-    """All arrays of all files by name, and what the file says of itself where it was exported from a
-    store.
-    """
+    """All arrays of the files by name, without skipped ones, and the note that a mizarr export contains."""
     found: dict[str, Array] = {}
     note: dict[str, Any] = {}
     for path in paths:
@@ -143,24 +154,24 @@ def _read(paths: Sequence[Path], skip: Sequence[str]) -> tuple[dict[str, Array],
             )
         found |= arrays
     left_out = {name for pattern in skip for name in _matching(pattern, found)}
-    kept = ("run", "key", "content", "label", "token_ids")
-    wanted = {name: array for name, array in found.items() if name not in left_out}
-    return wanted, {name: note[name] for name in kept if name in note}
+    fields = ("run", "key", "content", "label", "token_ids")
+    remaining = {name: array for name, array in found.items() if name not in left_out}
+    return remaining, {name: note[name] for name in fields if name in note}
 
 
 def _matching(pattern: str, names: Iterable[str]) -> list[str]:
-    """The names a glob stands for; HookPointNotFound for none."""
-    held = list(names)
-    found = [name for name in held if fnmatch.fnmatchcase(name, pattern)]
-    if not found:
-        raise HookPointNotFound(_no_array(pattern, held))
-    return found
+    """Names that match a glob; HookPointNotFound if none does."""
+    names = list(names)
+    matching = [name for name in names if fnmatch.fnmatchcase(name, pattern)]
+    if not matching:
+        raise HookPointNotFound(_no_array(pattern, names))
+    return matching
 
 
-def _sorted_out(
-    held: Mapping[str, Array], names: Mapping[str, str], dtype: str | None
+def _split_arrays(
+    file_arrays: Mapping[str, Array], names: Mapping[str, str], dtype: str | None
 ) -> tuple[list[Imported], dict[str, Array]]:
-    """Arrays at hook points, and labels."""
+    """(activations at hook points, labels by name)."""
     if dtype not in (None, "bfloat16"):
         raise ConfigError(
             f"expected dtype 'bfloat16' or none, found {dtype!r}; other dtypes are those of the file"
@@ -168,11 +179,11 @@ def _sorted_out(
     arrays: list[Imported] = []
     labels: dict[str, Array] = {}
     unused = set(names)
-    for name, values in held.items():
+    for name, values in file_arrays.items():
         hook, pattern = _hook_of(name, names)
         unused.discard(pattern)
         if not pattern and _is_label(name.removesuffix(TEXT_SUFFIX)):
-            labels[name] = np.array(values)  # not a mapping, which changes with its file
+            labels[name] = np.array(values)  # a copy, as a memory map changes with its file
             continue
         if values.dtype.kind == "V" and dtype is None and values.dtype.name != "bfloat16":
             raise ShapeError(
@@ -182,14 +193,14 @@ def _sorted_out(
         raw = as_bfloat16(values, name) if dtype == "bfloat16" and values.dtype.itemsize == 2 else values
         arrays += _imported(name, hook, raw)
     if unused:
-        raise HookPointNotFound(_no_array(min(unused), held))
+        raise HookPointNotFound(_no_array(min(unused), file_arrays))
     return arrays, labels
 
 
-def _no_array(name: str, held: Iterable[str]) -> str:
-    near = nearest(name, held)
+def _no_array(name: str, names: Iterable[str]) -> str:
+    near = nearest(name, names)
     hint = f"; did you mean {near!r}?" if near else ""
-    return f"no array is named {name!r}; there are {', '.join(sorted(held)) or 'none'}{hint}"
+    return f"no array is named {name!r}; there are {', '.join(sorted(names)) or 'none'}{hint}"
 
 
 def _is_label(name: str) -> bool:
@@ -200,23 +211,23 @@ def _is_label(name: str) -> bool:
 
 
 def _hook_of(name: str, names: Mapping[str, str]) -> tuple[str, str]:
-    """The hook point of an array, and the pattern that says so ("" where it is its own name)."""
+    """(hook point of an array, pattern that maps it), with "" if the array is named after the hook point."""
     for pattern, target in names.items():
         expression = re.escape(pattern).replace(re.escape("{layer}"), r"(\d{1,18})")
-        if found := re.fullmatch(expression, name):
-            return target.replace("{layer}", str(int(found[1]))) if found.groups() else target, pattern
+        if match := re.fullmatch(expression, name):
+            return target.replace("{layer}", str(int(match[1]))) if match.groups() else target, pattern
     return name, ""
 
 
 def _imported(name: str, hook: str, values: Array) -> list[Imported]:
-    """The arrays behind a name: one, or one per layer for a hook point with "*"."""
+    """Activations of one array: one entry, or one per layer for a hook point with "*"."""
     from ..stages.forward.architectures.points import BY_NAME, HookPoint
 
     if "*" in hook:
         if not values.ndim or not len(values):
             raise ShapeError(f"expected {name!r} with an axis of layers first, found {list(values.shape)}")
         stacked = [(hook.replace("*", str(layer)), values[layer]) for layer in range(len(values))]
-        return [one for at, part in stacked for one in _imported(name, at, part)]
+        return [entry for layer_hook, part in stacked for entry in _imported(name, layer_hook, part)]
     try:
         point = HookPoint.parse(hook)
     except HookPointNotFound as error:
@@ -237,9 +248,8 @@ def _imported(name: str, hook: str, values: Array) -> list[Imported]:
 
 
 def _row_size(labels: Mapping[str, Array], arrays: Sequence[Imported]) -> Array | None:
-    """Tokens per prompt, as said, or as a mask of a padded batch shows; PromptError for padding on the
-    left.
-    """
+    """Tokens per prompt from the label row_size, or from attention_mask; PromptError for padding on the
+    left."""
     if "row_size" in labels or "attention_mask" not in labels:
         return labels.get("row_size")
     mask = np.asarray(labels["attention_mask"], bool)
@@ -249,7 +259,7 @@ def _row_size(labels: Mapping[str, Array], arrays: Sequence[Imported]) -> Array 
             "expected attention_mask as [prompt, position] with padding on the right, found another; repack "
             "the arrays, or leave it out (skip) where nothing is padding"
         )
-    if unlike := [one for one in arrays if one.is_batch and one.values.shape[:2] != mask.shape]:
+    if unlike := [array for array in arrays if array.is_batch and array.values.shape[:2] != mask.shape]:
         raise ShapeError(
             f"expected attention_mask of the prompts and positions of {unlike[0].name!r}, "
             f"{list(unlike[0].values.shape[:2])}, found {list(mask.shape)}; give that of the whole batch"
@@ -258,27 +268,27 @@ def _row_size(labels: Mapping[str, Array], arrays: Sequence[Imported]) -> Array 
 
 
 def _texts(labels: Mapping[str, Array]) -> list[str] | None:
-    """Texts as an array, as a list of JSON, or that of one prompt alone."""
+    """Texts of prompts, from an array, or from JSON: a list, or the text of a single prompt."""
     if "text" in labels:
         return [str(text) for text in np.ravel(labels["text"])]
     raw = labels.get(f"text{TEXT_SUFFIX}")
     if raw is None:
         return None
-    found = _parsed(raw.tobytes(), f"text{TEXT_SUFFIX}")
-    return [found] if isinstance(found, str) else [str(text) for text in found]
+    texts = _parsed(raw.tobytes(), f"text{TEXT_SUFFIX}")
+    return [texts] if isinstance(texts, str) else [str(text) for text in texts]
 
 
 def _note(text: str | bytes, path: Path) -> dict[str, Any]:
-    found = _parsed(text, path)
-    if not isinstance(found, dict):
+    note = _parsed(text, path)
+    if not isinstance(note, dict):
         raise ConfigError(
-            f"expected named values in the note of {path}, found {found!r}; write it without `{NOTE}`"
+            f"expected named values in the note of {path}, found {note!r}; write it without `{NOTE}`"
         )
-    return found
+    return note
 
 
 def _parsed(text: str | bytes, where: object) -> Any:
-    """What JSON says; ConfigError for what is none."""
+    """Parse JSON; ConfigError if it is invalid."""
     try:
         return json_value(text.encode() if isinstance(text, str) else text)
     except ValueError as error:
@@ -286,7 +296,7 @@ def _parsed(text: str | bytes, where: object) -> Any:
 
 
 def _expect_whole(labels: Mapping[str, Array], positions: Array) -> None:
-    """PromptError for a selection of tokens: a run holds every token of its prompts."""
+    """Raise PromptError if tokens of prompts are missing: a run contains every token."""
     if "position" in labels and not np.array_equal(labels["position"], positions):
         raise PromptError(
             "expected all tokens of every prompt, found a selection (its positions have gaps); export the "

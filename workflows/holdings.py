@@ -1,8 +1,8 @@
-"""What a store holds, remembered between pages: runs, results, their sizes, and what was made of what.
+"""Cached contents of a store for the browser pages: runs, results, their sizes and inputs.
 
-A store of a thousand runs has tens of thousands of files. All are looked at once, in a thread, the newest
-first, and until that is done `Snapshot` is what was found so far; afterwards a folder is looked at again when
-its own stamp, or that of its records, moved, and a key file never, as it never changes.
+A store of a thousand runs has tens of thousands of files. All are read once, in a thread, newest first; until
+then `Snapshot` is partial. Afterwards a folder is read again only when its time stamp, or that of its
+records, changes; key files never change.
 
 Border: records, notes and sizes of a store; opens no array and changes nothing.
 """
@@ -30,174 +30,183 @@ from ..store.upkeep.questions import Question, is_capture
 __all__ = ["GRACE", "AskedQuestion", "HeldFolder", "Holdings", "Snapshot"]
 
 REFRESH = 1.0
-"""Seconds within which a store is not looked at again."""
+"""Seconds after which a snapshot is refreshed."""
 GRACE = 24 * 3600.0
-"""What `mizarr gc` leaves alone by default: what is younger, in seconds."""
+"""Age in seconds below which `mizarr gc` deletes nothing by default."""
 _WATCHED = ("", "/seg", "/manifest", "/provenance")
-"""Folders of a run whose change shows that something was written; where there are none, it is read anew."""
+"""Subfolders whose time stamps show that something was written; without time stamps a folder is always
+read."""
 
 Note = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class HeldFolder:
-    """A run or a result: its records, what is noted about it, and, of a run, how it is listed.
-
-    written: when its newest file was, in seconds since the epoch. Pages show this and not the last use, as
-    looking at a page is a use.
-    """
+    """A stored run or result."""
 
     usage: Usage
+    """Size, number of files and last use."""
     records: tuple[Record, ...]
+    """Records of the keys that it is stored under."""
     notes: tuple[Note, ...]
+    """Provenance notes."""
     written: float
+    """Modification time of its newest file, in seconds since the epoch. Pages show this instead of the last
+    use, because showing a page is a use."""
     run: ListedRun | None = None
+    """How a run is listed; None for a result."""
 
     @property
     def data(self) -> str:
-        """Where it lies, relative to the store."""
+        """Path relative to the store."""
         return self.usage.data
 
     @property
     def label(self) -> str:
-        """For people: of a result its stage, of a run its model."""
+        """Label to show: the stage of a result, the model of a run."""
         if self.run is not None:
             return f"run of {self.run.model}"
         return self.records[0].label if self.records else "unfinished"
 
     @property
     def is_cell(self) -> bool:
-        """Whether it is a piece of a larger result."""
+        """Whether it is a cell of a larger result."""
         return "/cell/" in self.label
 
     def note(self, name: str) -> Any:
-        """The first value noted under a name; None where nobody noted it."""
+        """First value of a field in the notes; None if no note has it."""
         return next((note[name] for note in self.notes if note.get(name) is not None), None)
 
     @property
     def model(self) -> str:
-        """Digest of a run's model."""
-        asked = self.note("run") or {}
-        return str(asked.get("model", ""))
+        """Digest of a run's model; "" if it is not noted."""
+        run_note = self.note("run") or {}
+        return str(run_note.get("model", ""))
 
     @cached_property
     def inputs(self) -> dict[str, list[str]]:
-        """What it was made from: name -> content digests."""
-        found: dict[str, list[str]] = {}
+        """Inputs that it was computed from: name -> content digests."""
+        inputs: dict[str, list[str]] = {}
         for note in self.notes:
-            found.update(inputs_of(note))
-        return found
+            inputs.update(inputs_of(note))
+        return inputs
 
 
 @dataclass(frozen=True)
 class AskedQuestion:
-    """A workflow that was computed: its stored results, and the folders these were made from."""
+    """A workflow that was run: its stored results, and the folders they were computed from."""
 
     question: Question
+    """Name, model and settings of the workflow."""
     results: Mapping[str, HeldFolder]
-    """Those of its results that are stored, by their names in the workflow."""
+    """Stored results, by their names in the workflow."""
     pieces: tuple[HeldFolder, ...]
-    """Runs and results that these were made from, and no others of the question."""
+    """Runs and other results that these were computed from, directly or indirectly."""
 
     @property
     def bytes(self) -> int:
-        """Bytes on disk of results and pieces, those that other questions share counted in."""
+        """Bytes on disk of results and pieces, including those that other workflows share."""
         return sum(folder.usage.bytes for folder in (*self.results.values(), *self.pieces))
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A store at one moment. folders: by where they lie. damaged: what could not be read. unread: folders
-    that were not looked at yet."""
+    """Contents of a store at one moment."""
 
     store: Store
+    """The store."""
     folders: Mapping[str, HeldFolder]
+    """Runs and results by their paths relative to the store."""
     pins: Mapping[str, str]
+    """Name of a pin -> key that it protects."""
     damaged: tuple[str, ...] = ()
+    """Error messages of entries that could not be read."""
     unread: int = 0
+    """Number of folders that were not read yet."""
     at: float = field(default_factory=time.time)
+    """Time of the snapshot, in seconds since the epoch."""
 
     @cached_property
     def runs(self) -> list[HeldFolder]:
-        """Runs, the one written last first."""
-        held = [each for each in self.folders.values() if each.run is not None]
-        return sorted(held, key=lambda each: (-each.written, each.data))
+        """Runs, last written first."""
+        folders = [folder for folder in self.folders.values() if folder.run is not None]
+        return sorted(folders, key=lambda folder: (-folder.written, folder.data))
 
     @cached_property
     def results(self) -> list[HeldFolder]:
-        """Published results and their pieces, the one written last first."""
-        held = [each for each in self.folders.values() if each.run is None and each.records]
-        return sorted(held, key=lambda each: (-each.written, each.data))
+        """Committed results and their cells, last written first."""
+        folders = [folder for folder in self.folders.values() if folder.run is None and folder.records]
+        return sorted(folders, key=lambda folder: (-folder.written, folder.data))
 
     @cached_property
     def questions(self) -> list[AskedQuestion]:
-        """Questions that were asked of this store, the newest first, as far as their results are there."""
+        """Workflows that were run with this store, newest first, with their stored results."""
         by_key = {record.key: folder for folder in self.results for record in folder.records}
-        found = []
+        questions = []
         for folder in self.results:
             for question in filter(None, map(Question.of_note, folder.notes)):
                 results = {name: by_key[key] for name, key in question.results.items() if key in by_key}
                 pieces = self._pieces(results.values())
-                found.append(AskedQuestion(question, results, pieces))
-        return sorted(found, key=lambda asked: (-asked.question.at, asked.question.workflow))
+                questions.append(AskedQuestion(question, results, pieces))
+        return sorted(questions, key=lambda asked: (-asked.question.at, asked.question.workflow))
 
     @cached_property
     def asked_runs(self) -> list[HeldFolder]:
-        """Runs that were captured for their own sake, or that no stored result was made from."""
+        """Runs that a user captured directly, or that no stored result was computed from."""
         return [run for run in self.runs if any(map(is_capture, run.notes)) or not self.made_of(run)]
 
     @cached_property
     def other_results(self) -> list[HeldFolder]:
-        """Results that belong to no question, are no cells, and that nothing else was made from."""
-        asked = {folder.data for question in self.questions for folder in question.results.values()}
+        """Results of no workflow that are no cells, and that no other result was computed from."""
+        of_questions = {folder.data for question in self.questions for folder in question.results.values()}
         return [
             folder
             for folder in self.results
-            if not folder.is_cell and folder.data not in asked and not self.made_of(folder)
+            if not folder.is_cell and folder.data not in of_questions and not self.made_of(folder)
         ]
 
     def _pieces(self, results: Iterable[HeldFolder]) -> tuple[HeldFolder, ...]:
-        """All that some results were made from, over any number of steps, without these."""
-        given = {folder.data: folder for folder in results}
-        found, waiting = dict(given), list(given.values())
+        """Everything that some results were computed from, directly or indirectly, without the results."""
+        start = {folder.data: folder for folder in results}
+        reached, waiting = dict(start), list(start.values())
         while waiting:
             for source in self.made_from(waiting.pop()):
-                if source.data not in found:
-                    found[source.data] = source
+                if source.data not in reached:
+                    reached[source.data] = source
                     waiting.append(source)
-        return tuple(found.values())[len(given) :]
+        return tuple(reached.values())[len(start) :]
 
     @cached_property
     def leftovers(self) -> list[HeldFolder]:
-        """Folders without a key that are no runs: attempts that were begun, or killed."""
-        return [each for each in self.folders.values() if each.run is None and not each.records]
+        """Folders without a key that are no runs: computations in progress, or killed."""
+        return [folder for folder in self.folders.values() if folder.run is None and not folder.records]
 
     @cached_property
     def by_content(self) -> dict[str, list[str]]:
-        """Folders by what they hold."""
-        found: dict[str, list[str]] = {}
-        for each in self.folders.values():
-            for record in each.records:
-                found.setdefault(record.content, []).append(each.data)
-        return found
+        """Paths of folders by the digest of their content."""
+        paths: dict[str, list[str]] = {}
+        for folder in self.folders.values():
+            for record in folder.records:
+                paths.setdefault(record.content, []).append(folder.data)
+        return paths
 
     @cached_property
     def _readers(self) -> dict[str, list[str]]:
-        """Folders by the contents they were made from."""
-        found: dict[str, list[str]] = {}
-        for each in self.folders.values():
-            for contents in each.inputs.values():
+        """Paths of folders by the content digests that they were computed from."""
+        paths: dict[str, list[str]] = {}
+        for folder in self.folders.values():
+            for contents in folder.inputs.values():
                 for content in contents:
-                    found.setdefault(content, []).append(each.data)
-        return found
+                    paths.setdefault(content, []).append(folder.data)
+        return paths
 
     def made_from(self, folder: HeldFolder) -> list[HeldFolder]:
-        """What a result was made from, as far as it is stored, each once."""
-        contents = [content for some in folder.inputs.values() for content in some]
+        """Stored folders that a result was computed from, without duplicates."""
+        contents = [content for digests in folder.inputs.values() for content in digests]
         return self._named(data for content in contents for data in self.by_content.get(content, ()))
 
     def made_of(self, folder: HeldFolder) -> list[HeldFolder]:
-        """What was made from a run or a result, each once."""
+        """Stored folders that were computed from a run or a result, without duplicates."""
         return self._named(
             data for record in folder.records for data in self._readers.get(record.content, ())
         )
@@ -206,13 +215,13 @@ class Snapshot:
         return [self.folders[name] for name in dict.fromkeys(names)]
 
     def pin(self, folder: HeldFolder) -> str:
-        """Name of the pin that holds it; "" for none."""
+        """Name of the pin that protects a folder; "" for none."""
         keys = {record.key for record in folder.records}
         return next((name for name, key in self.pins.items() if key in keys), "")
 
     @cached_property
     def _spared(self) -> set[str]:
-        keys = {data: each.records for data, each in self.folders.items() if each.records}
+        keys = {data: folder.records for data, folder in self.folders.items() if folder.records}
         return marked(self.store, keys, self.at - GRACE, self._notes)
 
     def _notes(self, data: str) -> Sequence[Note]:
@@ -220,7 +229,7 @@ class Snapshot:
         return () if folder is None else folder.notes
 
     def fate(self, folder: HeldFolder) -> str:
-        """What `mizarr gc` would do with it, in words."""
+        """What `mizarr gc` would do with a folder, in words."""
         if name := self.pin(folder):
             return f"stays: pinned as {name}"
         if folder.data in self._spared:
@@ -232,14 +241,14 @@ class Snapshot:
 
 
 class Holdings:
-    """Looks at a store again and again, cheaply; safe for any number of threads."""
+    """Cheap, repeatable snapshots of a store; thread-safe."""
 
     def __init__(self, store: Store, refresh: float = REFRESH) -> None:
         self.store = store
         self._refresh = refresh
         self._lock = threading.Lock()
         self._records: dict[str, Record] = {}
-        self._known: dict[str, tuple[object, HeldFolder]] = {}
+        self._cached: dict[str, tuple[object, HeldFolder]] = {}
         self._damaged: list[str] = []
         self._folders = 0
         self._whole: Snapshot | None = None
@@ -248,10 +257,11 @@ class Holdings:
         self._failed: BaseException | None = None
 
     def look(self, patience: float | None = None) -> Snapshot:
-        """What the store holds, no older than a second.
+        """A snapshot of the store, no older than the refresh interval.
 
-        patience: seconds to wait where it was never seen whole; then what was found so far. None: as long as
-        it takes.
+        patience: seconds to wait for the first complete snapshot, before a partial one is returned; None to
+            wait
+        until it is complete.
         """
         with self._lock:
             looking = self._looking
@@ -270,20 +280,20 @@ class Holdings:
             self._read_all()
             self._whole = self._so_far(is_whole=True)
             self._failed = None
-        except Exception as error:  # noqa: BLE001 - raised where somebody asks
+        except Exception as error:  # noqa: BLE001 - raised by `look`
             self._failed = error
         finally:
             with self._lock:
                 self._seen, self._looking = time.monotonic(), None
 
     def _so_far(self, *, is_whole: bool = False) -> Snapshot:
-        """What was found until now; before the folders are counted one is told as unread."""
+        """Partial snapshot; until the folders are counted, one is reported as unread."""
         pins: dict[str, str] = {}
         with suppress(CorruptEntry):
             pins = self.store.pins()
-        known = {data: folder for data, (_, folder) in list(self._known.items())}
-        unread = 0 if is_whole else max(1, self._folders - len(known) - len(self._damaged))
-        return Snapshot(self.store, known, pins, tuple(self._damaged), unread)
+        folders = {data: folder for data, (_, folder) in list(self._cached.items())}
+        unread = 0 if is_whole else max(1, self._folders - len(folders) - len(self._damaged))
+        return Snapshot(self.store, folders, pins, tuple(self._damaged), unread)
 
     def _read_all(self) -> None:
         damaged, records = [], {}
@@ -309,9 +319,10 @@ class Holdings:
             )
             for data in folders
         }
-        known = self._known if self._whole is None else {}
+        # During the first read, folders appear in the shared dict one by one, for partial snapshots.
+        cached = self._cached if self._whole is None else {}
         for data in sorted(folders, key=lambda data: _newest(looks[data]), reverse=True):
-            before = self._known.get(data)
+            before = self._cached.get(data)
             try:
                 folder = (
                     before[1]
@@ -321,8 +332,8 @@ class Holdings:
             except (CorruptEntry, OSError, LookupError) as error:
                 damaged.append(f"{data}: {error}")
                 continue
-            known[data] = states[data], _used(folder, used.get(data, 0.0))
-        self._known, self._damaged = known, damaged
+            cached[data] = states[data], _used(folder, used.get(data, 0.0))
+        self._cached, self._damaged = cached, damaged
 
     def _look_at(self, data: str) -> list[Stat | None]:
         return [self.store.files.folder_stat(f"{data}{name}") for name in _WATCHED]
@@ -342,7 +353,7 @@ def _newest(looks: Iterable[Stat | None]) -> float:
 
 
 def _used(folder: HeldFolder, at: float) -> HeldFolder:
-    """The folder with a later use."""
+    """The folder with its last use set to `at`, if that is later."""
     if at <= folder.usage.used:
         return folder
     run = None if folder.run is None else replace(folder.run, used=at)

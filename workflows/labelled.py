@@ -1,10 +1,10 @@
-"""Labelled arrays as the plain values of tables and documents, and plain values as labelled arrays.
+"""Conversions between labelled arrays and plain values of tables and JSON documents.
 
-    values_of(found["kl"], "layer", "head")             # numbers with axes in this order
-    records(found, "layer", "layer", "kl", p="share")   # [{"layer": 0, "kl": 0.1, "p": 0.5}, ...]
-    largest(found, found["kl"], 10, "kl")               # [{"layer": 3, "head": 1, "kl": 0.9}, ...]
+    values_of(result["kl"], "layer", "head")             # numbers with axes in this order
+    records(result, "layer", "layer", "kl", p="share")   # [{"layer": 0, "kl": 0.1, "p": 0.5}, ...]
+    largest(result, result["kl"], 10, "kl")              # [{"layer": 3, "head": 1, "kl": 0.9}, ...]
 
-Border: xarray in, numpy and Python out, or the other way about; knows no workflow and no view.
+Border: xarray, numpy and Python values; knows no workflow and no view.
 """
 
 from __future__ import annotations
@@ -23,24 +23,36 @@ __all__ = ["column", "labelled", "largest", "ranked", "record", "records", "stac
 
 
 def values_of(array: xr.DataArray, *dims: str | Any) -> Floats:
-    """Numbers of an array, with axes in the order of `dims`; as they lie without dims."""
-    found: Floats = (array.transpose(*dims) if dims else array).values
-    return found
+    """Numbers of an array, with axes in the order of `dims`, or in its own order without them."""
+    values: Floats = (array.transpose(*dims) if dims else array).values
+    return values
 
 
-def record(found: xr.Dataset, *names: str, **renamed: str) -> dict[str, Any]:
-    """Variables of a dataset as Python values, under their own names or others: kl="kl_divergence"."""
-    return {name: found[of].values.tolist() for name, of in _columns(names, renamed).items()}
+def record(result: xr.Dataset, *names: str, **renamed: str) -> dict[str, Any]:
+    """Variables of a dataset as Python values.
+
+    Arguments:
+        result: the dataset.
+        names: variables to include under their own names.
+        renamed: variables to include under other names: kl="kl_divergence".
+    """
+    return {name: result[variable].values.tolist() for name, variable in _columns(names, renamed).items()}
 
 
-def records(found: xr.Dataset, dim: str, *names: str, **renamed: str) -> list[dict[str, Any]]:
-    """One `record` per index along a dimension; variables without the dimension are repeated in each."""
+def records(result: xr.Dataset, dim: str, *names: str, **renamed: str) -> list[dict[str, Any]]:
+    """One `record` per index along a dimension; variables without the dimension are repeated in each.
+
+    Arguments:
+        result: the dataset.
+        dim: the dimension.
+        names, renamed: see `record`.
+    """
     columns = _columns(names, renamed)
-    arrays = [found[of] for of in columns.values()]
+    arrays = [result[variable] for variable in columns.values()]
     values = [
         array.transpose(dim, ...).values.tolist()
         if dim in array.dims
-        else [array.values.tolist()] * found.sizes[dim]
+        else [array.values.tolist()] * result.sizes[dim]
         for array in arrays
     ]
     rows = zip(*values, strict=True)
@@ -48,30 +60,42 @@ def records(found: xr.Dataset, dim: str, *names: str, **renamed: str) -> list[di
 
 
 def ranked(array: xr.DataArray, count: int | None = None) -> list[dict[str, Any]]:
-    """Places of the largest cells, each as labels by dim: {"layer": 3, "head": 1}; the earlier of equal ones
-    first, NaN left out. count: number of places; None for all."""
+    """Labels of the largest cells in descending order: [{"layer": 3, "head": 1}, …]. NaN cells are left out;
+    the first of equal cells comes first.
+
+    Arguments:
+        array: the cells.
+        count: number of cells; None for all.
+    """
     flat = np.asarray(array.values, np.float64).ravel()
     order = [int(i) for i in np.argsort(-flat, kind="stable") if not np.isnan(flat[i])][:count]
     labels = {str(dim): array[dim].values.tolist() for dim in array.dims}
-    places = zip(*np.unravel_index(order, array.shape), strict=True) if order else ()
-    return [{dim: labels[dim][i] for dim, i in zip(labels, place, strict=True)} for place in places]
+    cells = zip(*np.unravel_index(order, array.shape), strict=True) if order else ()
+    return [{dim: labels[dim][i] for dim, i in zip(labels, cell, strict=True)} for cell in cells]
 
 
 def largest(
-    found: xr.Dataset, by: xr.DataArray, count: int | None, *names: str, **renamed: str
+    result: xr.Dataset, by: xr.DataArray, count: int | None, *names: str, **renamed: str
 ) -> list[dict[str, Any]]:
-    """One `record` per cell of `by`, for its `count` largest cells, with the labels of the cell first."""
-    return [place | record(found.sel(place), *names, **renamed) for place in ranked(by, count)]
+    """One `record` for each of the largest cells of an array, with the labels of the cell first.
+
+    Arguments:
+        result: dataset that the records are read from.
+        by: array whose cells are ranked.
+        count: number of cells; None for all.
+        names, renamed: see `record`.
+    """
+    return [cell | record(result.sel(cell), *names, **renamed) for cell in ranked(by, count)]
 
 
 def labelled(values: Any, name: str, unit: str = "1", **axes: Any) -> xr.DataArray:
-    """Values with labels.
+    """An array with named, labelled axes.
 
     Arguments:
         values: the numbers.
-        name: what they are, for the scale of a drawing.
-        unit: "1" for none.
-        axes: names of the axes in order, with their labels; None for none.
+        name: name of the quantity, for the scale of a drawing.
+        unit: its unit; "1" for none.
+        axes: names of the axes in order, with their labels; None for an axis without labels.
     """
     import xarray as xr
 
@@ -80,14 +104,14 @@ def labelled(values: Any, name: str, unit: str = "1", **axes: Any) -> xr.DataArr
 
 
 def column(values: Any, dim: str, name: str) -> xr.DataArray:
-    """Values along one dim, as stages read them: token ids along "token"."""
+    """A one-dimensional array as an input of a stage, such as token ids along "token"."""
     import xarray as xr
 
     return xr.DataArray(values, dims=dim, name=name)
 
 
 def stacked(dim: str, parts: Mapping[str, xr.DataArray]) -> xr.DataArray:
-    """Arrays of the same axes along a new one, labelled by their names: curves of one drawing."""
+    """Concatenate arrays with equal axes along a new one, labelled by the keys of `parts`."""
     import xarray as xr
 
     return xr.concat(list(parts.values()), dim, join="outer").assign_coords({dim: list(parts)})

@@ -1,16 +1,16 @@
-"""Published results, and how each is asked for again: `mizarr replicate NAME`.
+"""Replications of published results: `mizarr replicate NAME`.
 
-A replication is a workflow with the settings of who published, on the models they used; where it has numbers
-that were printed, they stand beside ours with how far off ours may be. Offline the same protocol is run on a
-shipped model: that it runs, not that it replicates.
+A replication is a workflow with the published settings, on the published models. Printed numbers are compared
+with the computed ones, with a tolerance each. Offline, the same protocol runs on a shipped model; this shows
+that it runs, not that it replicates.
 
-Source of what no other is named for: the Rust library candle-mi, version 0.1.10, its examples' documents and
-README tables. Llama 3.2 was run there without its rope scaling, which moves logits of short prompts by up to
-1e-2: its numbers have two to three digits. Gemma 2 is computed with its soft caps; the published lens left
-the last one out. The commits of the repositories were not published: branch `main` is asked for, and the
-commit that was met is told.
+Numbers without another source are from the Rust library candle-mi, version 0.1.10: documents of its examples
+and tables of its README. It ran Llama 3.2 without RoPE scaling, which changes logits of short prompts by up
+to 1e-2, so its numbers agree to two or three digits. Gemma 2 is computed with its soft caps; the published
+logit lens left out the final one. Commits of the model repositories were not published: branch `main` is
+used, and the commit is reported.
 
-Border: names, settings and numbers; opens nothing.
+Border: names, settings and numbers; reads no files.
 """
 
 from __future__ import annotations
@@ -32,58 +32,65 @@ Path = tuple[str | int, ...]
 
 @dataclass(frozen=True)
 class PrintedNumber:
-    """A number that was printed: for which model, where it stands in the workflow's document, and how far off
-    ours may be."""
+    """A published number, and the place of its counterpart in a workflow's JSON document."""
 
     model: str
+    """Model that the number was published for."""
     path: Path
+    """Keys and indices that lead to the value in the document."""
     value: float | str
+    """The published value."""
     tolerance: float = 0.0
+    """Largest difference of a computed value that agrees."""
 
     @property
     def place(self) -> str:
-        """For people: layers.3.kl."""
+        """The path as text: "layers.3.kl"."""
         return ".".join(map(str, self.path))
 
-    def agrees(self, found: Any) -> bool:
-        """Whether a value found is the printed one."""
-        if isinstance(self.value, str) or not isinstance(found, int | float):
-            return bool(found == self.value)
-        return abs(found - self.value) <= self.tolerance
+    def agrees(self, computed: Any) -> bool:
+        """Whether a computed value equals the published one within the tolerance."""
+        if isinstance(self.value, str) or not isinstance(computed, int | float):
+            return bool(computed == self.value)
+        return abs(computed - self.value) <= self.tolerance
 
 
 @dataclass(frozen=True)
 class Replication:
-    """A published result.
-
-    title: what it shows. source: who published it. settings: of the workflow, as it was run; models: on
-    which, the first one told. dictionary: what is fetched besides. offline: settings in which the run on a
-    shipped model differs. revision: of models.
-    """
+    """A published result, and the workflow that replicates it."""
 
     title: str
+    """What the result shows."""
     source: str
+    """Publication."""
     workflow: str
+    """Name of the workflow."""
     models: tuple[str, ...]
+    """Models that it was published for, the main one first; empty if it needs none."""
     settings: Mapping[str, Any] = field(default_factory=dict)
+    """Published settings of the workflow."""
     offline: Mapping[str, Any] = field(default_factory=dict)
+    """Settings that differ in the offline run on a shipped model; None for the workflow's default."""
     dictionary: str = ""
+    """Repository of the feature dictionary that is downloaded in addition; empty for none."""
     claims: tuple[PrintedNumber, ...] = ()
+    """Published numbers."""
     revision: str = "main"
+    """Revision of the models."""
 
     def asked(self, model: str) -> dict[str, Any]:
-        """Settings on a published model."""
+        """Settings of the run on a published model."""
         return {**self.settings, "model": model, "revision": self.revision}
 
     @property
     def here(self) -> dict[str, Any]:
-        """Settings of the same protocol on a shipped model; what is None falls back to the workflow's own."""
-        found = {**self.settings, **self.offline}
-        return {name: value for name, value in found.items() if value is not None}
+        """Settings of the offline run on a shipped model."""
+        settings = {**self.settings, **self.offline}
+        return {name: value for name, value in settings.items() if value is not None}
 
 
 def value_at(document: Any, path: Path) -> Any:
-    """The value at a path of names and places; None where there is none."""
+    """The value at a path of keys and indices in a JSON document; None if there is none."""
     for step in path:
         try:
             document = document[step]
@@ -93,7 +100,7 @@ def value_at(document: Any, path: Path) -> Any:
 
 
 def recovered(layer: int) -> Path:
-    """Per cent recovered at the subject's first position."""
+    """Path of the percentage recovered by patching a layer at the subject's first position."""
     return ("results", 0, "subject_recovery", layer)
 
 
@@ -410,4 +417,4 @@ REPLICATIONS: dict[str, Replication] = {
         ),
     ),
 }
-"""Every one, by name."""
+"""All replications, by name."""

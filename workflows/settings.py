@@ -1,10 +1,10 @@
-"""Settings of workflows: what many questions share, and how they are read from the command line or JSON.
+"""Base classes of workflow settings, and reading of settings from the command line or JSON.
 
-Border: plain values; loads no model and knows no question.
+The settings of a workflow are a frozen dataclass derived from the bases below. The annotation of a field
+defines its allowed values: `Count` is an int of at least 1, `Natural` of at least 0, `Literal["a", "b"]` one
+of these. `__post_init__` checks conditions on several fields.
 
-A workflow's settings are a frozen dataclass on one of the bases below. What a field may hold is its
-annotation: `Count` is an int of at least 1, `Natural` of at least 0, `Literal["a", "b"]` one of these. What
-several fields have to do with each other, `__post_init__` checks.
+Border: plain values; loads no model and knows no workflow.
 """
 
 from __future__ import annotations
@@ -60,24 +60,30 @@ __all__ = [
 T = TypeVar("T")
 
 Count = Annotated[int, msgspec.Meta(ge=1)]
+"""Int of at least 1."""
 Natural = Annotated[int, msgspec.Meta(ge=0)]
+"""Int of at least 0."""
 Positive = Annotated[float, msgspec.Meta(gt=0)]
+"""Float above 0."""
 AtLeastTwo = Annotated[int, msgspec.Meta(ge=2)]
+"""Int of at least 2."""
 Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
+"""Float from 0 to 1."""
 
 
 MODEL_HELP = 'hub id, directory, or a shipped one such as "specimen"'
+"""Help text of the setting `model`."""
 RECURRENT = "specimen-rwkv"
-"""The model with a state that ships with mizarr."""
+"""Name of the recurrent model that ships with mizarr."""
 
 
 def setting(default: Any, description: str) -> Any:
-    """A field of a settings dataclass: its default, and one line on what it does."""
+    """A field of a settings dataclass, with its default and a help text of one line."""
     return dataclasses.field(default=default, metadata={"help": description})
 
 
 def loading(name: str) -> Any:
-    """A field of a settings dataclass that is the option `name` of `ModelRef`."""
+    """A field of a settings dataclass with default and help text of the option `name` of `ModelRef`."""
     (item,) = [item for item in options_of(ModelRef) if item.name == name]
     text: str = item.metadata["help"].removesuffix(".")
     return setting(item.default, text if text.startswith("cpu") else text[0].lower() + text[1:])
@@ -85,23 +91,25 @@ def loading(name: str) -> Any:
 
 @dataclass(frozen=True)
 class FileSettings:
-    """A question about the files of one model."""
+    """Settings of a workflow that reads the files of one model."""
 
     model: str = setting("specimen", MODEL_HELP)
     revision: str | None = loading("revision")
     device: str | None = loading("device")
 
     def reference(self, loaded: Model | None = None, model: str = "") -> ModelRef:
-        """The model that is asked about.
+        """Reference to the workflow's model.
 
-        loaded: the model itself, where the caller gave one. model: its name, where it is not the setting.
+        Arguments:
+            loaded: a loaded model to use instead of the named one.
+            model: a name to use instead of the setting.
         """
         return ModelRef(loaded or model or self.model, revision=self.revision, device=self.device)
 
 
 @dataclass(frozen=True)
 class ModelSettings(FileSettings):
-    """A question about one model that computes."""
+    """Settings of a workflow that runs one model."""
 
     dtype: Literal["float32", "float16", "bfloat16", "float64"] = setting(
         "float32", "dtype that the model computes in"
@@ -109,14 +117,14 @@ class ModelSettings(FileSettings):
 
     def reference(self, loaded: Model | None = None, model: str = "") -> ModelRef:
         """See `FileSettings`."""
-        found = super().reference(loaded, model)
-        # A loaded model says itself what it computes in; a default beside it asks for nothing.
-        return found if loaded is not None else replace(found, dtype=self.dtype)
+        reference = super().reference(loaded, model)
+        # A loaded model has its own dtype, which the default of the setting must not override.
+        return reference if loaded is not None else replace(reference, dtype=self.dtype)
 
 
 @dataclass(frozen=True)
 class ControlSettings:
-    """A question that makes a claim (views/findings.py); beside another base."""
+    """Mixin for settings of a workflow that makes claims (views/findings.py)."""
 
     controls: Natural = setting(
         50, "random causes of equal size that the effect is held against; 0: none is run, nothing is claimed"
@@ -126,7 +134,7 @@ class ControlSettings:
 
 @dataclass(frozen=True)
 class DataSettings(ControlSettings):
-    """A question about facts that may be the user's own (facts/fact_data.py); beside another base."""
+    """Mixin for settings of a workflow on facts, shipped or from files (material/facts/fact_data.py)."""
 
     data: tuple[str, ...] = setting(
         (),
@@ -136,7 +144,7 @@ class DataSettings(ControlSettings):
 
 @dataclass(frozen=True)
 class FactSettings(ModelSettings):
-    """A question about one prompt, and the word it should end on (answers.fact)."""
+    """Settings of a workflow on one prompt and its expected next word (`answers.fact`)."""
 
     prompt: str = setting("", "prompt to read; none: a shipped fact, or the capital of France")
     target: str = setting("", "word whose logit is followed; may be empty")
@@ -144,7 +152,7 @@ class FactSettings(ModelSettings):
 
 @dataclass(frozen=True)
 class EdgeSettings:
-    """A question about one position that reads another (stages/corpus/positions.py)."""
+    """Mixin for settings of a workflow on attention between two positions (stages/corpus/positions.py)."""
 
     query: int | str = setting(
         "last", 'position that reads: an index, "first", "last", or a phrase of the prompt'
@@ -157,7 +165,7 @@ class EdgeSettings:
 
 @dataclass(frozen=True)
 class ChosenPlaceSettings(DataSettings, FactSettings):
-    """A question about one position in one layer, chosen on other facts where it is not named."""
+    """Settings of a workflow on one position in one layer, selected on other facts unless it is named."""
 
     layer: int | None = setting(None, "layer shown in full; none: the one that matters most on other facts")
     facts: Count = setting(8, "other facts the place is chosen on, and as many more it is scored on")
@@ -166,7 +174,7 @@ class ChosenPlaceSettings(DataSettings, FactSettings):
 
 @dataclass(frozen=True)
 class ChosenEdgeSettings(ChosenPlaceSettings):
-    """The same of a position that another one attends to."""
+    """Settings of a workflow on attention from one position to another, selected on other facts."""
 
     query: int | str = setting(
         "last", 'position that reads: an index, "first", "last", or a phrase of the prompt'
@@ -178,7 +186,8 @@ class ChosenEdgeSettings(ChosenPlaceSettings):
 
 @dataclass(frozen=True)
 class InjectionSettings(ModelSettings):
-    """An experiment on features (feature_exchange/presets.py); what is left empty is the preset's."""
+    """Settings of a feature experiment (feature_exchange/presets.py); empty ones are taken from the
+    preset."""
 
     model: str = setting("", "hub id or directory")
     preset: str = setting("specimen", "published experiment, or the specimen's own")
@@ -196,7 +205,7 @@ class InjectionSettings(ModelSettings):
 
 @dataclass(frozen=True)
 class AnswerSettings(ModelSettings):
-    """A question about prompts and what comes next in each (subject.answered)."""
+    """Settings of a workflow on prompts and their expected next words (`subject.answered`)."""
 
     prompts: tuple[str, ...] = setting((), "prompts to read; none: the facts shipped with mizarr")
     answers: tuple[str, ...] = setting((), "what comes next, one each or one for all; none: no answer")
@@ -205,7 +214,8 @@ class AnswerSettings(ModelSettings):
         self.one_each("answer", self.answers)
 
     def one_each(self, name: str, words: tuple[str, ...]) -> None:
-        """ConfigError unless there is one word, or one per prompt; none is fine too."""
+        """Raise ConfigError unless there are no words, one, or one per prompt; name: of the words, for
+        errors."""
         if words and len(words) not in (1, len(self.prompts)):
             raise ConfigError(
                 f"expected one {name}, or one per prompt ({len(self.prompts)}), found {len(words)}"
@@ -213,12 +223,13 @@ class AnswerSettings(ModelSettings):
 
 
 SubjectRule = Literal["whole", "differing", "last_fact"]
-"""Where the subject of a fact is (fact_pairs.py)."""
+"""How the tokens of a fact's subject are found (material/facts/fact_pairs.py)."""
 
 
 @dataclass(frozen=True)
 class PairSettings(DataSettings, ModelSettings):
-    """A question about pairs of facts, patched block by block of layers (fact_pairs.py)."""
+    """Settings of a workflow that patches pairs of facts in blocks of layers
+    (material/facts/fact_pairs.py)."""
 
     limit: Natural = setting(12, "how many pairs, from the first on; 0 takes all")
     block_size: Natural = setting(0, "layers patched together; 0: 4, of small models a third of the layers")
@@ -233,7 +244,7 @@ class PairSettings(DataSettings, ModelSettings):
 
 @dataclass(frozen=True)
 class TaskSettings(DataSettings, ModelSettings):
-    """A question about pairs of prompts of tasks (circuits/tasks.py)."""
+    """Settings of a workflow on pairs of prompts of tasks (circuits/tasks.py)."""
 
     tasks: tuple[str, ...] = setting(
         (),
@@ -245,7 +256,7 @@ class TaskSettings(DataSettings, ModelSettings):
 
 @dataclass(frozen=True)
 class CircuitSettings(TaskSettings):
-    """A question about circuits that do a task."""
+    """Settings of a workflow on circuits for a task."""
 
     controls: Natural = setting(
         20, "random circuits of as many edges that one is held against; 0: none, nothing is claimed"
@@ -259,18 +270,23 @@ class CircuitSettings(TaskSettings):
 
 
 def require_together(settings: Any, *names: str) -> None:
-    """Raise ConfigError if some of these settings are set and others are not."""
-    given = [name for name in names if getattr(settings, name)]
-    if given and len(given) < len(names):
-        missing = [name for name in names if name not in given]
+    """Raise ConfigError if some of these settings are set and others are not.
+
+    Arguments:
+        settings: an instance of a settings dataclass.
+        names: names of the settings.
+    """
+    present = [name for name in names if getattr(settings, name)]
+    if present and len(present) < len(names):
+        missing = [name for name in names if name not in present]
         raise ConfigError(
             f"expected {', '.join(names[:-1])} and {names[-1]} together, or none of them, found "
-            f"{' and '.join(given)} without {' and '.join(missing)}"
+            f"{' and '.join(present)} without {' and '.join(missing)}"
         )
 
 
 def preset_of(name: str, presets: Mapping[str, T]) -> T:
-    """A preset by name; ConfigError for an unknown one, naming the nearest."""
+    """A preset by name; ConfigError with the nearest name for an unknown one."""
     if name not in presets:
         near = nearest(name, presets)
         hint = f"did you mean {near!r}?" if near else f"there are {', '.join(presets)}"
@@ -278,33 +294,33 @@ def preset_of(name: str, presets: Mapping[str, T]) -> T:
     return presets[name]
 
 
-def read_settings(kind: type[Any], name: str, given: Mapping[str, Any]) -> Any:
-    """A settings dataclass from `name=value` pairs as the command line, JSON or a caller has them.
+def read_settings(kind: type[Any], name: str, raw: Mapping[str, Any]) -> Any:
+    """Build a settings dataclass from values of the command line, JSON or a Python caller.
 
     Arguments:
         kind: dataclass of the settings.
-        name: of the workflow, for errors.
-        given: values by name. Arrays, Series and generators are read as the lists they are, and a single
-            value where several may stand as a list of it. None leaves a setting at its default.
+        name: name of the workflow, for errors.
+        raw: values by name. Arrays, Series and generators are converted to lists, and a single value for a
+            setting with several to a list of one. None means the default.
 
     Raises:
-        ConfigError: an unknown setting (with the nearest name); a value that is not what the annotation says;
-            an empty text or list, which would mean the default, such as all shipped facts. What values have
-            to do with each other, the dataclass itself checks.
+        ConfigError: an unknown setting (with the nearest name); a value that does not fit the annotation; an
+            empty text or list, which would silently mean the default, such as all shipped facts. The
+            dataclass itself checks conditions on several values.
         PromptError: a text with half of a surrogate pair.
     """
     hints = typing.get_type_hints(kind, include_extras=True)
-    for key in given:
+    for key in raw:
         if key not in hints:
             near = nearest(key, hints)
             hint = f"did you mean {near!r}?" if near else f"it has {', '.join(hints)}"
             raise ConfigError(f"workflow {name!r} has no setting {key!r}; {hint}")
-    values = {key: value for key, value in given.items() if value is not None or _holds_none(hints[key])}
+    values = {key: value for key, value in raw.items() if value is not None or _allows_none(hints[key])}
     return kind(**{key: _read(hints[key], value, key) for key, value in values.items()})
 
 
 def as_given(settings: Any) -> dict[str, Any]:
-    """Settings as `read_settings` reads them again: None where a text or a list is empty, as it was left out.
+    """Settings as plain values that `read_settings` accepts, with None for empty texts and lists.
 
     settings: an instance of a settings dataclass.
     """
@@ -312,7 +328,7 @@ def as_given(settings: Any) -> dict[str, Any]:
     return {name: None if value in ("", ()) else value for name, value in values.items()}
 
 
-def _holds_none(hint: Any) -> bool:
+def _allows_none(hint: Any) -> bool:
     return type(None) in typing.get_args(hint)
 
 
@@ -325,38 +341,38 @@ def _read(hint: Any, value: Any, key: str) -> Any:
         raise ConfigError(
             f"expected {key} that is not empty, found {value!r}; leave {key} out for the default"
         )
-    given = value
-    several = [each for each in (hint, *typing.get_args(hint)) if typing.get_origin(each) is tuple]
-    if several and value is not None and not isinstance(value, (list, tuple)):
+    raw = value
+    has_several = any(typing.get_origin(part) is tuple for part in (hint, *typing.get_args(hint)))
+    if has_several and value is not None and not isinstance(value, (list, tuple)):
         value = (value,)
-    for each in value if isinstance(value, (list, tuple)) else (value,):
-        if isinstance(each, str):
-            as_text(each, key)
-        elif isinstance(each, int) and abs(each) > LARGEST:
-            raise ConfigError(f"expected {key} to hold numbers up to {LARGEST}, found {each}")
+    for item in value if isinstance(value, (list, tuple)) else (value,):
+        if isinstance(item, str):
+            as_text(item, key)
+        elif isinstance(item, int) and abs(item) > LARGEST:
+            raise ConfigError(f"expected {key} to hold numbers up to {LARGEST}, found {item}")
     try:
         return msgspec.convert(value, hint)
     except msgspec.ValidationError as error:
         allowed = [str(choice) for choice in typing.get_args(hint) if typing.get_origin(hint) is Literal]
         near = nearest(value, allowed) if isinstance(value, str) and allowed else None
         raise ConfigError(
-            f"expected {key} to be {_told(hint)}, found {given!r} ({type(given).__name__})"
+            f"expected {key} to be {_in_words(hint)}, found {raw!r} ({type(raw).__name__})"
             + (f"; did you mean {near!r}?" if near else "")
         ) from error
 
 
-def _told(hint: Any) -> str:
-    """An annotation in words: "int of at least 1", "a, b or c", "tuple[str, ...]"."""
+def _in_words(hint: Any) -> str:
+    """An annotation in words: "int of at least 1", "a, b or c", "a list of str"."""
     origin, parts = typing.get_origin(hint), typing.get_args(hint)
     if origin is Literal:
         return " or ".join(filter(None, (", ".join(map(str, parts[:-1])), str(parts[-1]))))
     if origin is Annotated:
         bounds = {"ge": "at least", "gt": "more than", "le": "at most", "lt": "less than"}
-        found = [(word, getattr(parts[1], name)) for name, word in bounds.items()]
-        said = " and ".join(f"{word} {bound:g}" for word, bound in found if bound is not None)
-        return f"{_told(parts[0])} of {said}"
+        limits = [(word, getattr(parts[1], name)) for name, word in bounds.items()]
+        conditions = " and ".join(f"{word} {bound:g}" for word, bound in limits if bound is not None)
+        return f"{_in_words(parts[0])} of {conditions}"
     if origin is tuple:
-        return f"a list of {_told(parts[0])}"
+        return f"a list of {_in_words(parts[0])}"
     if origin in (typing.Union, types.UnionType):
-        return " | ".join(map(_told, parts))
+        return " | ".join(map(_in_words, parts))
     return "None" if hint is type(None) else str(hint).removeprefix("<class '").removesuffix("'>")

@@ -1,6 +1,6 @@
-"""The model a workflow is about, as far as it can be known without loading it: files, config, tokenizer.
+"""The model of a workflow without its weights: files, config and tokenizer.
 
-Border: never imports torch; running the model is the capture node's business.
+Border: never imports torch; nodes of the graph run the model.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 __all__ = ["Need", "Subject", "answered", "read_texts", "shipped_facts", "shipped_prose"]
 
 Need = Literal["any model", "attention", "weights", "states", "state of RWKV", "experts"]
-"""attention: queries that choose keys. weights: how much positions read of each other, by attention or what
-comes to the same. states: in every layer one that tokens write to."""
+"""What a workflow needs of a model. "attention": query-key attention. "weights": attention patterns, or
+effective attention of a recurrence. "states": a recurrent state in every layer."""
 _NEEDS: Mapping[Need, tuple[str, Callable[[Architecture], bool]]] = {
     "any model": ("any model", lambda config: True),
     "attention": ("a model that attends", lambda config: config.attention_kind == "pattern"),
@@ -55,21 +55,23 @@ _NEEDS: Mapping[Need, tuple[str, Callable[[Architecture], bool]]] = {
         lambda config: any(point.kind == "rwkv_write" for point in config.hook_points),
     ),
 }
+"""Need -> (its description in error messages, whether a model meets it)."""
 SPECIMEN_FOLDER = Path(__file__).parents[1] / "stages" / "forward" / "specimen"
 
 
 class Subject:
-    """A model by name, or a loaded one that came from files, ready to tokenise for."""
+    """A model's files, config and tokenizer, from its name or from a loaded model."""
 
     def __init__(self, model: ModelRef | Model | str) -> None:
+        """Raises SourceChanged if the files of a loaded model have changed since it was loaded."""
         from ..stages.forward.models.files import resolve_runnable
 
         self.reference = ModelRef.of(model)
         loaded, self.dtype = self.reference.loaded, self.reference.dtype or "float32"
         if loaded is None:
             self.files: ModelFiles = self.reference.files()
-            # Nodes get the snapshot found here, though the branch that was named may move meanwhile; the name
-            # of the files carries trust, backend and adapter.
+            # Nodes use the snapshot resolved here, even if the named branch moves later. The name of the
+            # files includes trust_layout, backend and adapter.
             self.reference = ModelRef(
                 self.files.name,
                 revision=self.files.revision,
@@ -80,10 +82,10 @@ class Subject:
             self.files = resolve_runnable(loaded.name, self.reference.revision)
             identity = loaded.require_identity()
             self.dtype = identity.dtype
-            # A readout and a tokenizer come from the files, so the states they are put to must as well.
+            # Readout and tokenizer are read from the files, so the loaded weights must be those of the files.
             self.files.require_identity(identity)
-            held, words = loaded._tokenizer, self.files.tokenizer()
-            if held and held.digest != (words and words.digest):
+            loaded_tokenizer, tokenizer = loaded._tokenizer, self.files.tokenizer()
+            if loaded_tokenizer and loaded_tokenizer.digest != (tokenizer and tokenizer.digest):
                 raise SourceChanged(
                     f"expected the tokenizer of {loaded.name} as it was when the model was loaded, found "
                     f"another in {self.files.directory}; load the model again"
@@ -91,17 +93,17 @@ class Subject:
 
     @property
     def name(self) -> str:
-        """For titles: the last part of a path or hub id."""
+        """Short name for titles: the last part of a path or hub id."""
         return Path(self.files.name).name
 
     @cached_property
     def config(self) -> Architecture:
-        """The model without its weights, from its files."""
+        """Torch-free description of the model, from its files."""
         return self.files.architecture()
 
     @property
     def about(self) -> dict[str, Any]:
-        """What candle-mi's documents say of every model."""
+        """Fields on the model that candle-mi's JSON documents contain."""
         config = self.config
         return {
             "model_id": self.name,
@@ -111,7 +113,12 @@ class Subject:
         }
 
     def require(self, need: Need, question: str) -> None:
-        """ConfigError for a model of which a question cannot be asked."""
+        """Raise ConfigError unless the model meets a need.
+
+        Arguments:
+            need: what is needed.
+            question: name of the workflow, for the message.
+        """
         expected, is_met = _NEEDS[need]
         if not is_met(self.config):
             raise ConfigError(
@@ -121,48 +128,57 @@ class Subject:
 
     @property
     def attention_kind(self) -> str:
-        """Variable that holds how much positions read of each other. Raises ConfigError as `require` does."""
+        """Name of the variable with attention weights between positions, "pattern" or the effective attention
+        of a recurrence. Raises ConfigError for models with neither."""
         self.require("weights", "attention")
         return self.config.attention_kind or ""
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        """Raises TokenizerError for a model without one, as workflows start from text."""
+        """The model's tokenizer. Raises TokenizerError for a model without one."""
         from ..stages.forward.text.world import WORLD
 
-        found = self.files.tokenizer()
-        if found is None:
+        tokenizer = self.files.tokenizer()
+        if tokenizer is None:
             raise TokenizerError(
                 f"expected a tokenizer.json, or an {WORLD}, in {self.files.directory}, found neither; "
                 "workflows start from text, so add the file"
             )
-        return found
+        return tokenizer
 
     @cached_property
     def special_tokens(self) -> int:
-        """How many tokens the tokenizer adds to every prompt (a BOS: 1)."""
+        """Number of special tokens that the tokenizer adds to every prompt, such as 1 for a BOS."""
         return sum(self.tokenizer.encode("a").special)
 
     def pack(self, texts: Sequence[str]) -> PackedTokens:
-        """Texts as token ids with character offsets, special tokens at the empty span (0, 0). Raises
-        PromptError for a text without a token of its own."""
+        """Tokenise texts: token ids with character offsets; special tokens get the empty span (0, 0).
+
+        Raises:
+            PromptError: a text has no tokens besides special ones.
+        """
         from ..stages.forward.text.prompts import pack_encodings
 
         return pack_encodings(self.tokenizer.encode_batch(texts))
 
     @cached_property
     def source(self) -> ModelSource:
-        """The model as nodes work with it."""
+        """The model as an input of graph nodes."""
         from ..stages.forward.models.source import ModelSource
 
         return ModelSource(self.reference, self.files)
 
     def on_model(self, experiment: Experiment) -> ExperimentNode:
-        """The node that does an experiment on the model."""
+        """The node that runs an experiment on the model."""
         return experiment.on(self.source)
 
     def capture(self, tokens: PackedTokens, *hooks: str) -> CaptureNode:
-        """The node that runs the model over these tokens and stores what the hook points (or globs) see."""
+        """The node that runs the model and stores activations.
+
+        Arguments:
+            tokens: prompts.
+            hooks: hook points, or globs of them.
+        """
         from ..stages.forward.capture.capture import CaptureNode
         from ..stages.forward.hooks.spec import HookSpec
 
@@ -172,8 +188,14 @@ class Subject:
         return CaptureNode(self.source, tokens, spec)
 
     def capture_weights(self, tokens: PackedTokens, layers: Sequence[int] | None = None) -> CaptureNode:
-        """The node that stores how much positions read of each other, as `attention_kind`, in some layers or
-        in all. Raises ConfigError for a model whose positions see later ones: what is asked of it looks back.
+        """The node that stores attention weights between positions (`attention_kind`).
+
+        Arguments:
+            tokens: prompts.
+            layers: layers to store; None for all.
+
+        Raises:
+            ConfigError: the model has no causal mask; workflows on attention assume one.
         """
         from ..stages.forward.architectures.points import BY_NAME
 
@@ -183,31 +205,38 @@ class Subject:
                 f"found {self.name}; capture {BY_NAME[self.attention_kind].path.format('*')!r} and read it "
                 "with ds.mi.attn"
             )
-        path, chosen = BY_NAME[self.attention_kind].path, ["*"] if layers is None else layers
-        return self.capture(tokens, *(path.format(layer) for layer in chosen))
+        path = BY_NAME[self.attention_kind].path
+        return self.capture(tokens, *(path.format(layer) for layer in (["*"] if layers is None else layers)))
 
     def starts(self, text: str) -> npt.NDArray[np.int64]:
-        """First character of every token of a text, without special tokens."""
+        """Character offset of every token of a text, int64 [token], without special tokens."""
         return np.array(
             [start for start, _ in self.tokenizer.encode(text, add_special=False).offsets], np.int64
         )
 
     @cached_property
     def mask(self) -> int | None:
-        """The token at which the model says what is missing; None where it says what comes next, or has no
-        such token."""
+        """Id of the mask token of a masked language model; None for models that predict the next token, or
+        have no mask token."""
         return None if self.config.predicts_next else self.tokenizer.mask_id
 
     def asked(self, prompt: str) -> str:
-        """A prompt as the model is asked: of one that fills in what is missing, with a mask behind it unless
-        it has one."""
+        """The prompt as the model gets it: for masked language models with a mask token appended, unless the
+        prompt contains one."""
         if self.mask is None or self.mask in self.tokenizer.encode(prompt).ids:
             return prompt
         return f"{prompt} {self.tokenizer.pieces([self.mask])[0]}"
 
     def masked(self, prompt: Encoding, masks: int) -> list[int]:
-        """Token ids of a prompt with masks to fill in: its own, or so many behind it, before what its
-        tokenizer ends a text with. Raises ConfigError for a tokenizer without a mask."""
+        """Token ids of a prompt with mask tokens to fill in.
+
+        Arguments:
+            prompt: the tokenised prompt; one that contains a mask is returned unchanged.
+            masks: number of masks to insert after the text, before final special tokens.
+
+        Raises:
+            ConfigError: the tokenizer has no mask token.
+        """
         if self.mask is None:
             raise ConfigError(
                 f"expected a tokenizer with a mask to fill in, found none in that of {self.name}; name it in "
@@ -220,13 +249,13 @@ class Subject:
         return [*prompt.ids[:stop], *[self.mask] * masks, *prompt.ids[stop:]]
 
     def read_at(self, ids: Sequence[int]) -> int:
-        """The position whose logits say the answer to a prompt: its mask's (of some models the one before,
+        """Position whose logits predict the answer: that of the mask (in some models the one before it,
         `Architecture.mask_shift`), or the last one. Raises ConfigError for several masks."""
-        place = self._asked_about(ids)
-        return max(place - self.config.mask_shift, 0) if ids[place] == self.mask else place
+        position = self._answer_position(ids)
+        return max(position - self.config.mask_shift, 0) if ids[position] == self.mask else position
 
-    def _asked_about(self, ids: Sequence[int]) -> int:
-        masks = [place for place, token in enumerate(ids) if token == self.mask]
+    def _answer_position(self, ids: Sequence[int]) -> int:
+        masks = [position for position, token in enumerate(ids) if token == self.mask]
         if len(masks) > 1:
             raise ConfigError(
                 f"expected one mask in a prompt to {self.name}, found {len(masks)}; ask for one token at a "
@@ -235,64 +264,72 @@ class Subject:
         return masks[0] if masks else len(ids) - 1
 
     def answer_pieces(self, prompt: str, answer: str) -> list[int]:
-        """All tokens of an answer as it follows a prompt, or stands at its mask; none for an empty one.
+        """Token ids of an answer after a prompt, or at its mask; empty for an empty answer.
 
-        Found by encoding both together; an answer that starts with a letter is set off by a space. Where the
-        prompt's own tokens change with it, the answer is encoded by itself.
+        Prompt and answer are tokenised together, with a space before an answer that starts with a letter or
+        digit. If this changes the prompt's own tokens, the answer is tokenised alone.
         """
-        (found,) = self.pieces_of_answers([(prompt, answer)])
-        return found
+        (pieces,) = self.pieces_of_answers([(prompt, answer)])
+        return pieces
 
-    def pieces_of_answers(self, asked: Sequence[tuple[str, str]]) -> list[list[int]]:
-        """`answer_pieces` of many prompts and answers at once."""
+    def pieces_of_answers(self, pairs: Sequence[tuple[str, str]]) -> list[list[int]]:
+        """`answer_pieces` for many (prompt, answer) pairs at once."""
         if self.mask is not None:
-            return [self._filled(prompt, answer) if answer else [] for prompt, answer in asked]
+            return [self._filled(prompt, answer) if answer else [] for prompt, answer in pairs]
         words = [
             answer if not answer[:1].isalnum() or prompt[-1:].isspace() else f" {answer}"
-            for prompt, answer in asked
+            for prompt, answer in pairs
         ]
-        befores = self.tokenizer.ids_of([prompt for prompt, _ in asked])
-        boths = self.tokenizer.ids_of([prompt + word for (prompt, _), word in zip(asked, words, strict=True)])
+        prompts_ids = self.tokenizer.ids_of([prompt for prompt, _ in pairs])
+        joined_ids = self.tokenizer.ids_of(
+            [prompt + word for (prompt, _), word in zip(pairs, words, strict=True)]
+        )
         return [
-            both[len(before) :]
-            if both[: len(before)] == before and len(both) > len(before)
+            joined[len(before) :]
+            if joined[: len(before)] == before and len(joined) > len(before)
             else self.tokenizer.encode(word, add_special=False).ids
-            for word, before, both in zip(words, befores, boths, strict=True)
+            for word, before, joined in zip(words, prompts_ids, joined_ids, strict=True)
         ]
 
     def _filled(self, prompt: str, answer: str) -> list[int]:
-        """The tokens that stand where the mask of a prompt stood, once it is filled in."""
-        asked = self.asked(prompt)
-        before = self.tokenizer.encode(asked).ids
-        place, start = self._asked_about(before), self.tokenizer.encode(asked).offsets
-        first, last = start[place]
-        mask = asked[first:last]
-        text = asked[:first] + mask.replace(mask.strip(), answer.strip()) + asked[last:]
-        both = self.tokenizer.encode(text).ids
-        stop = len(both) - (len(before) - place - 1)
-        if both[:place] == before[:place] and both[stop:] == before[place + 1 :] and stop > place:
-            return both[place:stop]
+        """Token ids of an answer in place of the mask of a prompt."""
+        with_mask = self.asked(prompt)
+        encoding = self.tokenizer.encode(with_mask)
+        before, position = encoding.ids, self._answer_position(encoding.ids)
+        start, end = encoding.offsets[position]
+        # The mask token's span may include a space, which stays.
+        mask = with_mask[start:end]
+        text = with_mask[:start] + mask.replace(mask.strip(), answer.strip()) + with_mask[end:]
+        filled = self.tokenizer.encode(text).ids
+        stop = len(filled) - (len(before) - position - 1)
+        if (
+            filled[:position] == before[:position]
+            and filled[stop:] == before[position + 1 :]
+            and stop > position
+        ):
+            return filled[position:stop]
         return self.tokenizer.encode(answer, add_special=False).ids
 
     def answer_id(self, prompt: str, answer: str) -> int:
-        """The token with which `answer` begins (`answer_pieces`). Raises ConfigError for one of no token."""
-        (found,) = self.answer_ids([(prompt, answer)])
-        return found
+        """First token id of an answer after a prompt (`answer_pieces`). Raises ConfigError for an empty
+        answer."""
+        (token_id,) = self.answer_ids([(prompt, answer)])
+        return token_id
 
-    def answer_ids(self, asked: Sequence[tuple[str, str]]) -> list[int]:
-        """`answer_id` of many prompts and answers at once."""
-        found = self.pieces_of_answers(asked)
-        for (prompt, answer), pieces in zip(asked, found, strict=True):
+    def answer_ids(self, pairs: Sequence[tuple[str, str]]) -> list[int]:
+        """`answer_id` for many (prompt, answer) pairs at once."""
+        pieces_of_each = self.pieces_of_answers(pairs)
+        for (prompt, answer), pieces in zip(pairs, pieces_of_each, strict=True):
             if not pieces:
                 raise ConfigError(
                     f"expected an answer of at least one token to {prompt!r}, found {answer!r}; give a word, "
                     "or no answers at all"
                 )
-        return [pieces[0] for pieces in found]
+        return [pieces[0] for pieces in pieces_of_each]
 
 
 def shipped_facts() -> list[dict[str, Any]]:
-    """Prompts and targets the specimen was tried on: [{"prompt": …, "target": …}, …]."""
+    """Facts that ship with mizarr, which the specimen was evaluated on: [{"prompt": …, "target": …}, …]."""
     facts: list[dict[str, Any]] = json.loads((SPECIMEN_FOLDER / "facts.json").read_text("utf-8"))
     return facts
 
@@ -300,7 +337,13 @@ def shipped_facts() -> list[dict[str, Any]]:
 def answered(
     prompts: tuple[str, ...], answers: tuple[str, ...], limit: int = 0
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Prompts, and an answer for each or none at all; without prompts the first facts that ship (0: all)."""
+    """Prompts with one answer each, or with no answers.
+
+    Arguments:
+        prompts: prompts; empty for shipped facts.
+        answers: one answer per prompt, one for all, or none.
+        limit: number of shipped facts; 0 for all.
+    """
     if prompts:
         return prompts, answers * (len(prompts) if len(answers) == 1 else 1)
     facts = shipped_facts()[: limit or None]
@@ -308,15 +351,17 @@ def answered(
 
 
 def shipped_prose() -> str:
-    """Prose the specimen never saw in training."""
+    """Prose that ships with mizarr and is not in the specimen's training data."""
     return (SPECIMEN_FOLDER / "prose.txt").read_text("utf-8")
 
 
 def read_texts(path: str) -> list[str]:
-    """Texts of documents, as `Corpus` reads them: a text file is one of them. The shipped prose for an empty
-    path.
+    """Read the texts of documents, as `Corpus` does; a plain text file is one document.
 
-    Raises PromptError naming the file for anything that is no text, and for no document at all.
+    path: file or folder; empty for the shipped prose.
+
+    Raises:
+        PromptError: a document contains token ids instead of text, or there is no document.
     """
     if not path:
         return [shipped_prose()]

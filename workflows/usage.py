@@ -1,6 +1,6 @@
-"""Who uses a stage or an experiment, found by asking every workflow for its nodes at its defaults.
+"""Which workflows use a stage or an experiment, from the graphs of all workflows with default settings.
 
-Border: plans graphs; computes nothing, loads no weights and never imports torch.
+Border: builds graphs; computes nothing, loads no weights and never imports torch.
 """
 
 from __future__ import annotations
@@ -22,45 +22,44 @@ __all__ = ["Use", "uses"]
 
 @dataclass(frozen=True)
 class Use:
-    """A declaration of the registry, and what leads to it.
-
-    workflows: those that have it in their graph. form_of: of a form that none has, the form of the same stage
-    that some have.
-    """
+    """A stage or experiment of the registry, and the workflows that use it."""
 
     declaration: Declaration
+    """Name, parameters and home module of the stage."""
     workflows: tuple[str, ...]
+    """Names of workflows with the stage in their graph."""
     form_of: str = ""
+    """If no workflow uses it: another form of the same stage that a workflow uses; empty if there is none."""
 
     @property
     def doors(self) -> tuple[str, ...]:
-        """Workflows that use it, else the form they use instead, else where to import it from."""
+        """Workflows that use it; else the form that they use instead; else the module to import it from."""
         if self.workflows:
             return self.workflows
         return (f"form of {self.form_of}" if self.form_of else f"library: {self.declaration.home}",)
 
     def to_json(self) -> dict[str, Any]:
-        """The declaration as it says itself, `workflows`, and `form_of`, None where it is no form."""
-        found = {"workflows": list(self.workflows), "form_of": self.form_of or None}
-        return {**self.declaration.to_json(), **found}
+        """Fields of the declaration, `workflows`, and `form_of` (None if empty)."""
+        use = {"workflows": list(self.workflows), "form_of": self.form_of or None}
+        return {**self.declaration.to_json(), **use}
 
 
 def uses() -> dict[str, Use]:
-    """Every stage and experiment of the registry with its use, in its order."""
-    declared = {name: each.declaration() for name, each in registry().items()}
-    having: dict[str, list[str]] = {name: [] for name in declared}
+    """Use of every stage and experiment, by name, in the order of the registry."""
+    declarations = {name: stage.declaration() for name, stage in registry().items()}
+    users: dict[str, list[str]] = {name: [] for name in declarations}
     for workflow in WORKFLOWS:
-        for name in dict.fromkeys(_asked(in_order(build(workflow).nodes.values()))):
-            having[name].append(workflow)
-    used = {declared[name].home: name for name in reversed(declared) if having[name]}
+        for name in dict.fromkeys(_registered_names(in_order(build(workflow).nodes.values()))):
+            users[name].append(workflow)
+    used = {declarations[name].home: name for name in reversed(declarations) if users[name]}
     return {
-        name: Use(each, tuple(having[name]), "" if having[name] else used.get(each.home, ""))
-        for name, each in declared.items()
+        name: Use(declaration, tuple(users[name]), "" if users[name] else used.get(declaration.home, ""))
+        for name, declaration in declarations.items()
     }
 
 
-def _asked(nodes: Iterable[Node]) -> Iterator[str]:
-    """Names of the registry that nodes stand for."""
+def _registered_names(nodes: Iterable[Node]) -> Iterator[str]:
+    """Names of nodes in the registry."""
     for node in nodes:
         if isinstance(node, ExperimentNode):
             yield node.experiment.registered

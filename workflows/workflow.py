@@ -1,9 +1,9 @@
-"""What every workflow is: settings, a graph of stages, and ways to show what came out.
-
-Border: composes nodes and hands them to the pipeline; computes nothing itself.
+"""Base classes of workflows: settings, a graph of stages, and the views of its results.
 
 A workflow answers one question about a model. Its settings are a frozen dataclass whose defaults run offline
-on the specimen; building it touches no weights, so that `mizarr explain` can print the whole graph.
+on the specimen. Building a workflow reads no weights, so that `mizarr explain` can print the whole graph.
+
+Border: builds nodes and passes them to the pipeline; computes nothing itself.
 """
 
 from __future__ import annotations
@@ -41,33 +41,37 @@ if TYPE_CHECKING:
 __all__ = ["ModelWorkflow", "Nodes", "Workflow", "loaded"]
 
 Nodes = dict[str, "ResultNode"]
-"""What a question computes: nodes by the names of their results."""
+"""Nodes of a workflow, by the names of their results."""
 
 
 class Workflow:
-    """A question, the graph that answers it, and, once `run`, the answer."""
+    """A question, the graph of stages that answers it, and, after `run`, the results."""
 
     name: ClassVar[str]
+    """Name of the workflow, as in `WORKFLOWS` and on the command line."""
     question: ClassVar[str]
+    """The question that it answers, one sentence."""
     settings_type: ClassVar[type[Any]]
+    """Dataclass of its settings."""
 
     descriptive: ClassVar[str] = ""
-    """What it describes, of a question that makes no causal claim and has no `Findings`: one sentence."""
+    """For a workflow without causal claims: one sentence on what its results describe; else empty."""
 
     needs: ClassVar[Need] = "any model"
-    """What a model must have for the question to make sense."""
+    """What the workflow needs of a model, such as attention."""
 
     extra: ClassVar[str] = ""
-    """The optional part without which it cannot be computed (stages/extras.py); empty for none."""
+    """Optional dependency that it needs to compute (stages/extras.py); empty for none."""
 
     settings: Any
+    """Settings of this instance."""
     nodes: Nodes
-    """What is computed, by name; the graph below hangs on their inputs."""
+    """Nodes of the results, by name; their inputs form the rest of the graph."""
     store: Store | None = None
-    """Where the results lie, once `run`."""
+    """Store of the results; None before `run`."""
 
     def __init__(self, settings: Any, model: Model | None = None) -> None:
-        """model: a loaded one to use in place of the one `settings` names."""
+        """Create a workflow without running it; model: a loaded model to use instead of the named one."""
         self.settings = settings
         self._results: dict[str, xr.Dataset] = {}
         self._keys: dict[str, str] = {}
@@ -75,10 +79,14 @@ class Workflow:
         self._memory: dict[str, int] = {}
 
     def run(self, store: Store, **options: Any) -> Self:
-        """Compute what is not stored yet and open the results.
+        """Compute the results that are not stored yet, and open all.
 
-        options: those of `pipeline.run` (cluster, workers, threads, memory, quiet).
-        Raises MissingExtra, before anything is computed, where an optional part is missing.
+        Arguments:
+            store: store to read and write.
+            options: options of `pipeline.run` (cluster, workers, threads, memory, quiet).
+
+        Raises:
+            MissingExtra: an optional dependency is missing; raised before any computation.
         """
         from ..pipeline import run
 
@@ -93,7 +101,7 @@ class Workflow:
         return self
 
     def open_results(self, store: Store) -> Self:
-        """Open the results of all nodes, which are stored."""
+        """Open the stored results of all nodes."""
         from ..pipeline.memory import most_held
         from ..pipeline.nodes import one_look
 
@@ -102,14 +110,14 @@ class Workflow:
             self._results = {name: node.open(store) for name, node in self.nodes.items()}
             keys = {name: node.key(store) for name, node in self.nodes.items()}
         self._keys = {name: key.digest for name, key in keys.items() if key is not None}
-        told = [note for key in self._keys.values() for note in store.provenance(key)]
-        self._seconds = sum(note.get("seconds", 0.0) for note in told)
-        self._memory = most_held(told)
+        notes = [note for key in self._keys.values() for note in store.provenance(key)]
+        self._seconds = sum(note.get("seconds", 0.0) for note in notes)
+        self._memory = most_held(notes)
         return self
 
     @property
     def model_name(self) -> str:
-        """The model that the question is about, as it was named; "" where it is about none."""
+        """Name of the workflow's model; "" for a workflow without one."""
         subject = self._subject
         return str(getattr(self.settings, "model", "") or "") if subject is None else subject.files.name
 
@@ -119,36 +127,41 @@ class Workflow:
         return subject
 
     def _chosen_settings(self) -> dict[str, Any]:
-        """Settings that differ from their defaults, as plain values, without the model and the device."""
-        given = as_given(self.settings)
+        """Settings that differ from their defaults, as plain values, without model and device."""
+        values = as_given(self.settings)
         default = as_given(type(self.settings)())
         return {
             name: value
-            for name, value in given.items()
+            for name, value in values.items()
             if name not in ("model", "device") and value != default[name]
         }
 
     def first_nodes(self) -> Nodes:
-        """Nodes whose results decide which of the others are computed at all; `run` computes them first."""
+        """Nodes whose results decide which other nodes are needed; `run` computes them first."""
         return {}
 
     def settle(self, store: Store, *, refuses: bool = True) -> Self:
-        """Leave out of `nodes` what is not needed, as the stored results of `first_nodes` say.
+        """Remove from `nodes` those that the stored results of `first_nodes` make unnecessary.
 
-        refuses: whether to raise ConfigError where nothing is left that is worth showing; one revision of
-        several is never refused.
+        refuses: whether to raise ConfigError if no meaningful result is left; False for one of several
+            revisions.
         """
         return self
 
     def require(self, extra: str, store: Store) -> None:
-        """Raise MissingExtra where an optional part is missing and something is left to compute."""
+        """Raise MissingExtra if an optional dependency is missing and not all results are stored.
+
+        Arguments:
+            extra: name of the dependency.
+            store: store of the results.
+        """
         from ..pipeline import plan
 
         if not is_installed(extra) and not plan(self.nodes.values(), store).is_cached:
             require(extra, self.name if extra == self.extra else f"drawing the figures of {self.name}")
 
     def result(self, name: str) -> xr.Dataset:
-        """One of the results, lazy and labelled; ConfigError before `run`, or for a name there is not."""
+        """A result by name, as a lazy labelled dataset; ConfigError before `run`, or for an unknown name."""
         if not self._results:
             raise ConfigError(f"{self.name} has not run yet; call .run(store) first")
         if name not in self._results:
@@ -161,7 +174,7 @@ class Workflow:
 
     @property
     def caution(self) -> str:
-        """What stands on every answer about a model whose layout was trusted; empty for all others."""
+        """Warning shown with all results of a model whose layout was trusted without a check; else empty."""
         from ..stages.forward.models.files import TRUSTED
 
         names = (getattr(self.settings, "model", ""), self.model_name)
@@ -170,27 +183,26 @@ class Workflow:
 
     @property
     def trained_with_help(self) -> str:
-        """What stands on every answer about a model whose training asked something of its inside; empty for
-        all others."""
+        """Note shown with all results of a model whose training loss included its internals; else empty."""
         subject = self._subject
-        told = "" if subject is None else subject.files.trained_with_help
-        return f"{subject.name}: {told}" if subject is not None and told else ""
+        note = "" if subject is None else subject.files.trained_with_help
+        return f"{subject.name}: {note}" if subject is not None and note else ""
 
     @property
     def footer(self) -> str:
-        """Which results a figure was drawn from, and what a reader must know of the model."""
+        """Footer of figures: version, workflow, keys of the results, and notes on the model."""
         keys = " · ".join(f"{name} {key[:12]}" for name, key in self._keys.items())
-        told = (f"mizarr {__version__}", self.name, keys, self.caution, self.trained_with_help)
-        return " · ".join(filter(None, told))
+        parts = (f"mizarr {__version__}", self.name, keys, self.caution, self.trained_with_help)
+        return " · ".join(filter(None, parts))
 
     @property
     def spoken(self) -> tuple[str, ...]:
-        """What figures show beside settings and results: labels that people gave, which are in no key."""
+        """Texts in figures that are neither in settings nor in results, such as feature labels by people."""
         return ()
 
     def header(self) -> dict[str, Any]:
-        """What every JSON document starts with: question, settings, the keys of the results, and how long
-        they took when they were computed, in how much memory."""
+        """First fields of every JSON document: question, settings, keys of the results, and time and memory
+        of their computation."""
         return {
             "workflow": self.name,
             "question": self.question,
@@ -206,19 +218,19 @@ class Workflow:
     # -- the claims
 
     claim_sources: tuple[str, ...] = ()
-    """Names of the results that the claims are read from; empty for all."""
+    """Names of the results that claims are computed from; empty for all."""
 
     @property
     def not_claimed(self) -> str:
-        """Why nothing is claimed, in a sentence; empty where something is."""
+        """Reason why nothing is claimed, in a sentence; empty if there are claims."""
         return ""
 
     def claims(self) -> Iterable[Claim]:
-        """The claims, the most important first. A question makes claims where it defines this method."""
+        """Claims, the most important first. Only workflows that make claims override this method."""
         raise NotImplementedError
 
     def claims_caption(self) -> str:
-        """How the causes of the claims were chosen, in a sentence."""
+        """How the causes of the claims were selected, in a sentence."""
         return ""
 
     @cached_property
@@ -239,40 +251,45 @@ class Workflow:
 
     @property
     def makes_claims(self) -> bool:
-        """Whether the answer begins with claims."""
+        """Whether the workflow makes claims, which then come first in its output."""
         return type(self).claims is not Workflow.claims
 
     # -- the answer
 
     def views(self) -> Iterable[View]:
-        """The answer in the order in which it is read, without its claims (views/).
+        """Views of the results, in reading order, without the claims (views/).
 
-        A terminal prints the tables, values and notes of it, a page shows all but figures among its results
-        and figures after them, `draw` writes figures, a JSON document has what each view says under `json`.
+        A terminal prints tables, values and notes; a page shows figures after all other views; `draw` writes
+        figures; a JSON document contains the `json` of each view.
         """
         raise NotImplementedError
 
     @cached_property
     def shown(self) -> tuple[View, ...]:
-        """The claims, if the question makes any, and the views; made once."""
+        """The claims, if the workflow makes any, followed by its views; cached."""
         return (*([self.findings] if self.makes_claims else []), *self.views())
 
     def figure(self, path: Path, draw: Callable[[], Any]) -> Path:
-        """`draw()` as a PNG at `path`, unless the file there was drawn from the same results."""
+        """Write a figure as PNG, unless the file was drawn from the same results.
+
+        Arguments:
+            path: the file.
+            draw: returns the figure.
+        """
         from .views import paper
 
-        asked = dataclasses.asdict(self.settings)
-        recipe = digest("figure", paper.DRAWING, path.name, asked, self._keys, *self.spoken)
+        settings = dataclasses.asdict(self.settings)
+        recipe = digest("figure", paper.DRAWING, path.name, settings, self._keys, *self.spoken)
         if not is_drawn(path, recipe):
             paper.save(draw(), path, recipe=recipe, footer=self.footer)
         return path
 
     def tables(self) -> list[Table]:
-        """What came out, for a terminal."""
+        """Tables of the results, for a terminal."""
         return [table for view in self.shown if (table := view.rich()) is not None]
 
     def draw(self, folder: str | Path) -> list[Path]:
-        """What came out, as PNG files in `folder`; files drawn from the same results are kept."""
+        """Write the figures as PNG files into a folder; files drawn from the same results are kept."""
         from .report.page import check_output
         from .views import Figure
 
@@ -285,18 +302,18 @@ class Workflow:
         ]
 
     def to_json(self) -> dict[str, Any]:
-        """What came out as plain JSON values, with the settings and the keys of the results."""
+        """The results as plain JSON values, with settings and keys."""
         from .views.blocks import listed
 
-        found = self.header()
+        document = self.header()
         for view in self.shown:
-            twice = found.keys() & view.json.keys()
+            twice = document.keys() & view.json.keys()
             assert not twice, f"{self.name} says {', '.join(sorted(twice))} twice"
-            found |= listed(view.json)
-        return found
+            document |= listed(view.json)
+        return document
 
     def __repr__(self) -> str:
-        """The question, settings other than the defaults, and the variables of each result."""
+        """The question, settings that differ from the defaults, and the variables of each result."""
         chosen = [
             f"{field.name}={getattr(self.settings, field.name)!r:.80}"
             for field in dataclasses.fields(self.settings)
@@ -311,25 +328,34 @@ class Workflow:
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:
-        """For a notebook: the question, and every view but those that a figure holds."""
+        """HTML for a notebook: the question and all views, except for panels that a figure contains."""
         title = f"<h3>{escape(self.question)}</h3>"
         if not self._results:
             return f"{title}<p>{escape(self.name)} has not run yet.</p>"
-        held = {id(panel) for view in self.shown for panel in getattr(view, "panels", ())}
-        shown = (view for view in self.shown if view.kind != "data" and id(view) not in held)
+        panels = {id(panel) for view in self.shown for panel in getattr(view, "panels", ())}
+        shown = (view for view in self.shown if view.kind != "data" and id(view) not in panels)
         return title + "".join(view._repr_html_() for view in shown)
 
     def report(self, path: str | Path) -> Path:
-        """One self-contained HTML page at `path`, to be opened offline; a page of the same results is kept.
+        """Write one self-contained HTML page, which can be read offline; a page of the same results is kept.
 
-        Raises ConfigError for a path that cannot become a file.
+        Raises:
+            ConfigError: no file can be written at the path.
         """
         from .report.page import write
 
         return write(self, as_path(path, "the page"))
 
     def render(self, console: Console, folder: Path | None = None) -> list[Path]:
-        """Print the tables, and write figures into `folder` unless it is None; returns the files."""
+        """Print notes and tables, and write figures.
+
+        Arguments:
+            console: console to print to.
+            folder: folder of the figures; None to write none.
+
+        Returns:
+            Paths of the figures.
+        """
         from .views import paper
 
         if self.caution:
@@ -339,7 +365,8 @@ class Workflow:
         if self.descriptive:
             console.print(f"{self.descriptive} {NO_CLAIM}", style="dim", highlight=False)
         for table in self.tables():
-            # Rich folds titles to the width of the table, which may be much narrower than the terminal.
+            # Printed separately: Rich wraps titles to the width of the table, which may be much narrower than
+            # the terminal.
             title, caption, table.title, table.caption = table.title, table.caption, None, None
             console.print(title, style="bold", highlight=False)
             console.print(paper.fitted(table, console.width))
@@ -348,36 +375,38 @@ class Workflow:
 
 
 class ModelWorkflow(Workflow):
-    """A question about one model, which its settings name: `plan` says what is computed.
-
-    subject: the model without its weights.  model: its name, or the loaded one to use instead.
-    """
+    """A workflow about one model, which its settings name. Subclasses define its nodes in `plan`."""
 
     settings: ModelSettings
+    """Settings of this instance."""
+    subject: Subject
+    """Files, config and tokenizer of the model."""
+    model: str | Model
+    """Name of the model, or the loaded model to use instead."""
 
     def __init__(self, settings: ModelSettings, model: Model | None = None) -> None:
         super().__init__(settings)
-        self.model: str | Model = model or settings.model
+        self.model = model or settings.model
         self.subject = Subject(settings.reference(model))
         self.subject.require(self.needs, self.name)
         self.nodes = self.plan()
 
     def plan(self) -> Nodes:
-        """What is computed, by name. Raises ConfigError for settings that this model cannot meet."""
+        """Nodes of the results, by name. Raises ConfigError for settings that do not fit the model."""
         raise NotImplementedError
 
     def on_model(self, experiment: Experiment) -> ResultNode:
-        """The node that does an experiment on the model."""
+        """The node that runs an experiment on the model."""
         return self.subject.on_model(experiment)
 
 
 def loaded(name: str) -> cached_property[xr.Dataset]:
-    """An attribute of a workflow: one of its results, in memory."""
+    """Descriptor for an attribute of a workflow: a result by name, loaded into memory once."""
     return cached_property(lambda workflow: workflow.result(name).load())
 
 
 def is_drawn(path: Path, recipe: str) -> bool:
-    """Whether the PNG at `path` says in its metadata that this recipe made it; needs no imaging library."""
+    """Whether the metadata of the PNG at `path` contains this recipe; needs no imaging library."""
     try:
         with path.open("rb") as file:
             return recipe.encode() in file.read(4096)

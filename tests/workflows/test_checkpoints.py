@@ -65,7 +65,7 @@ def test_each_revision_is_answered_as_alone_and_stands_along_one_axis(hub, alone
     done = compute("head_detection", store=tmp_path / "store", model=hub, revision=list(REVISIONS), **ASK)
     document = json.loads(json.dumps(done.to_json(), allow_nan=False))
     assert list(document["revisions"]) == list(REVISIONS)
-    name = next(iter(done.each["main"].nodes))
+    name = next(iter(done.by_revision["main"].nodes))
     whole = done.result(name)
     assert whole["revision"].values.tolist() == list(REVISIONS)
     effects = []

@@ -553,7 +553,7 @@ def test_a_file_that_is_written_over_meanwhile_is_not_stored(
         monkeypatch.setattr("mizarr.store.files.stamps._SETTLED", -1.0)
     monkeypatch.setattr("mizarr.store.store._SHARD", 48)  # segments of four tokens
     place, name = {
-        "labels": (exchange, "_sorted_out"),
+        "labels": (exchange, "_split_arrays"),
         "key": (exchange, "declared_run"),
         "digests": (imports.Imported, "digest"),
         "rows": (Entry, "write_segment"),

@@ -1,1 +1,1 @@
-"""What questions are asked with: subjects, facts, pairs, presets, samples, and places in prompts."""
+"""Inputs of workflows: facts, pairs of prompts, presets, text samples, and positions in prompts."""

@@ -1,4 +1,4 @@
-"""Prompts with their answers, as workflows on attention ask for them: which by default, and in which tokens.
+"""Prompts and expected answers of workflows: defaults, and their tokens.
 
 Border: texts and token ids; loads no model and never imports torch.
 """
@@ -33,43 +33,63 @@ __all__ = [
 ]
 
 KNOWN = 2
-"""Facts a model must know, of those to choose on and of those to score on, before anything is claimed: any
-network changes what it says when it is changed, an untrained one too, and one answer may be luck."""
+"""Smallest number of facts that a model must know, among those for selection and among those for scoring,
+before anything is claimed: interventions also change the output of an untrained model, and one right answer
+may be luck."""
 FIRST_KNOWN = {"specimen": 0, "specimen-guided": 0, "specimen-rwkv": 1, "specimen-experts": 0}
-"""The first shipped fact that each model says (tests/specimen_training/test_specimen_training.py)."""
+"""Index of the first shipped fact that each shipped model knows
+(tests/specimen_training/test_specimen_training.py)."""
 FRANCE = ("The capital of France is", "Paris")
+"""Default prompt of candle-mi, and its answer."""
 COUNTRIES = ("Germany", "Poland", "Brazil", "Russia", "Canada")
-"""candle-mi's default prompt, and what takes France's place in its counterparts."""
+"""Countries that replace France in contrasting prompts."""
 
 
 def fact(model: str, prompt: str, target: str) -> tuple[str, str]:
-    """The prompt and target asked for; by default the first fact that a specimen says, and for other
-    models the capital of France."""
+    """Prompt and target of a workflow.
+
+    Arguments:
+        model: name of the model.
+        prompt: prompt of the settings; empty for a default, which is the first shipped fact that a shipped
+            model knows, or the capital of France for other models.
+        target: target of the settings; may be empty.
+
+    Raises:
+        ConfigError: a target without a prompt.
+    """
     if prompt:
         return prompt, target
     if target:
         raise ConfigError(f"expected a prompt for the target {target!r}, found none; set both or neither")
     if model not in SHIPPED:
         return FRANCE
-    told = shipped_facts()[FIRST_KNOWN[model]]
-    return told["prompt"], told["target"]
+    default = shipped_facts()[FIRST_KNOWN[model]]
+    return default["prompt"], default["target"]
 
 
 def counterpart(subject: Subject, model: str, prompt: str, target: str) -> str:
-    """A prompt to contrast with, of as many tokens: another country, or, for the specimen, the shipped fact
-    of another answer that begins and ends most like this one.
+    """A contrasting prompt with as many tokens: one about another country or, for shipped models, the shipped
+    fact with another answer that shares most characters with the prompt at beginning and end.
 
-    Raises ConfigError if there is none.
+    Arguments:
+        subject: the model.
+        model: its name.
+        prompt: the prompt.
+        target: its answer.
+
+    Raises:
+        ConfigError: no such prompt is found.
     """
     length = len(subject.tokenizer.encode(prompt))
     if prompt == FRANCE[0]:
-        tried = [prompt.replace("France", country) for country in COUNTRIES]
+        candidates = [prompt.replace("France", country) for country in COUNTRIES]
     else:
-        others = [f["prompt"] for f in shipped_facts() if f["target"] != target] if model in SHIPPED else []
-        tried = sorted(others, key=lambda other: -_alike(prompt, other))
-    for other in tried:
-        if other != prompt and len(subject.tokenizer.encode(other)) == length:
-            return other
+        facts = shipped_facts() if model in SHIPPED else []
+        prompts = [fact["prompt"] for fact in facts if fact["target"] != target]
+        candidates = sorted(prompts, key=lambda candidate: -_alike(prompt, candidate))
+    for candidate in candidates:
+        if candidate != prompt and len(subject.tokenizer.encode(candidate)) == length:
+            return candidate
     raise ConfigError(
         f"expected a counterpart of {length} tokens for {prompt!r}, found none by default; "
         "name one: contrastive=…"
@@ -77,25 +97,45 @@ def counterpart(subject: Subject, model: str, prompt: str, target: str) -> str:
 
 
 def encoded(subject: Subject, prompt: str, *, chat: bool = False) -> Encoding:
-    """Tokens of a prompt; of what a user says (chat), by the model's chat template, up to where it answers.
-    Raises PromptError for one that is empty or too long for the model, TokenizerError without a template."""
+    """Tokenise a prompt.
+
+    Arguments:
+        subject: the model.
+        prompt: the prompt.
+        chat: whether the prompt is a user's message, to be put into the model's chat template.
+
+    Raises:
+        PromptError: the prompt is empty or too long for the model.
+        TokenizerError: the model has no chat template.
+    """
     tokenizer = subject.tokenizer
-    found = tokenizer.encode_raw(tokenizer.chat(prompt)) if chat else tokenizer.encode(prompt)
+    encoding = tokenizer.encode_raw(tokenizer.chat(prompt)) if chat else tokenizer.encode(prompt)
     config = subject.config
-    check_prompts([found.ids], config.vocab_size, config.context_length, subject.name, config.unknown_token)
-    return found
+    check_prompts(
+        [encoding.ids], config.vocab_size, config.context_length, subject.name, config.unknown_token
+    )
+    return encoding
 
 
 def answer_pieces(subject: Subject, prompt: str, answer: str, *, at_mask: bool = False) -> tuple[int, ...]:
-    """All tokens of an answer to a prompt, none for an empty one; see `Subject.answer_pieces`. at_mask:
-    whether who asks reads what a model that fills in masks says there; refused (`require_next`) where not."""
+    """Token ids of an answer to a prompt (`Subject.answer_pieces`); empty for an empty answer.
+
+    Arguments:
+        subject: the model.
+        prompt: the prompt.
+        answer: the answer.
+        at_mask: whether the workflow supports masked language models.
+
+    Raises:
+        ConfigError: the model predicts masks, and the workflow does not support that.
+    """
     if not at_mask or subject.mask is None:
         require_next(subject)
     return tuple(subject.answer_pieces(prompt, answer))
 
 
 def require_next(subject: Subject) -> None:
-    """Raise ConfigError for a model whose positions see later ones: the logits at its last token are of no
+    """Raise ConfigError for a model without next-token prediction: logits at its last token predict no
     answer."""
     if subject.mask is not None:
         raise ConfigError(
@@ -106,12 +146,12 @@ def require_next(subject: Subject) -> None:
 
 
 def named(subject: Subject, tokens: Any) -> list[str]:
-    """Text of each token id, as it reads inside a sentence."""
+    """Decoded text of each token id."""
     return [subject.tokenizer.decode_token(int(token)) for token in tokens]
 
 
 def target_json(subject: Subject, target: str, pieces: tuple[int, ...]) -> dict[str, Any]:
-    """The target and its tokens: what is called its logit is that of the first piece."""
+    """Target and its tokens as JSON fields; the logit of the target is that of its first token."""
     return {
         "target_token": target or None,
         "target_token_id": pieces[0] if pieces else None,
@@ -121,7 +161,13 @@ def target_json(subject: Subject, target: str, pieces: tuple[int, ...]) -> dict[
 
 
 def top_changed_json(subject: Subject, effect: Any, other: str = "other_prob") -> list[dict[str, Any]]:
-    """The tokens changed most by one run, from its changed_id, changed_baseline, changed_other [rank]."""
+    """Tokens whose probability changes most in one run.
+
+    Arguments:
+        subject: the model, for the texts of tokens.
+        effect: dataset with changed_id, changed_baseline and changed_other [rank].
+        other: name of the field with the probability in the run.
+    """
     columns = (effect[name].values.tolist() for name in ("changed_id", "changed_baseline", "changed_other"))
     return [
         {
@@ -137,15 +183,16 @@ def top_changed_json(subject: Subject, effect: Any, other: str = "other_prob") -
 
 
 def number(value: Any) -> float | None:
-    """A number for JSON; None for one there is not (NaN)."""
-    found = float(value)
-    return None if math.isnan(found) else found
+    """A float for JSON; None for NaN."""
+    converted = float(value)
+    return None if math.isnan(converted) else converted
 
 
 def word_id(subject: Subject, word: str) -> int:
-    """The token of a word, with a space before it or else bare.
+    """Token id of a word, with a space before it or else without.
 
-    Raises ConfigError for a word of several tokens: the probability of a piece is not that of the word.
+    Raises:
+        ConfigError: the word has several tokens; the probability of its first token is not that of the word.
     """
     pieces = []
     for text in (f" {word.strip()}", word.strip()):
@@ -159,16 +206,16 @@ def word_id(subject: Subject, word: str) -> int:
 
 
 def is_one_token(subject: Subject, word: str) -> bool:
-    """Whether a word is a single token, with a space before it or bare."""
+    """Whether a word is a single token, with a space before it or without."""
     texts = (f" {word.strip()}", word.strip())
     return any(len(subject.tokenizer.encode(text, add_special=False).ids) == 1 for text in texts)
 
 
-def _alike(one: str, other: str) -> int:
-    """Characters two prompts share at their beginning and at their end."""
-    return _shared(one, other) + _shared(one[::-1], other[::-1])
+def _alike(a: str, b: str) -> int:
+    """Number of characters that two prompts share at beginning and end."""
+    return _shared_prefix(a, b) + _shared_prefix(a[::-1], b[::-1])
 
 
-def _shared(one: str, other: str) -> int:
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
+def _shared_prefix(a: str, b: str) -> int:
+    pairs = enumerate(zip(a, b, strict=False))
+    return next((i for i, (char_a, char_b) in pairs if char_a != char_b), min(len(a), len(b)))

@@ -1,8 +1,8 @@
-"""Batch files of steering convergence: several experiments in one JSON file.
+"""Batch files of the workflow steering_convergence: several experiments in one JSON file.
 
 {"description": …, "experiments": [{"group", "prompt", "contrastive", "target_token", "inject_position"}, …]}
 
-Border: reads and checks the file; what its texts mean, the workflow finds out.
+Border: reads the file and checks its form; the workflow interprets its texts.
 """
 
 from __future__ import annotations
@@ -17,28 +17,29 @@ from ...store.exchange.outside import json_file
 __all__ = ["FIELDS", "read_batch"]
 
 FIELDS = ("group", "prompt", "contrastive", "target_token", "inject_position")
-"""Of an experiment in a batch file; all but the first three may be left out."""
+"""Fields of an experiment in a batch file; all but the first three are optional."""
 
 
 def read_batch(path: Path) -> list[dict[str, Any]]:
-    """The experiments of a batch file, each with all of FIELDS.
+    """Read the experiments of a batch file, each with all of FIELDS.
 
-    Raises ConfigError for a file that is missing or not of this form, naming the experiment.
+    Raises:
+        ConfigError: the file is missing or has another form; the message names the experiment.
     """
     form = '{"description": …, "experiments": [{"group", "prompt", "contrastive", "target_token"}, …]}'
     document = json_file(path, ConfigError, f"write it as {form}")
     entries = document.get("experiments") if isinstance(document, Mapping) else None
     if not isinstance(entries, list) or not entries:
         raise ConfigError(f"expected {form} in {str(path)!r}, found no list of experiments")
-    found = []
-    for place, entry in enumerate(entries):
+    experiments = []
+    for number, entry in enumerate(entries):
         if not isinstance(entry, Mapping):
-            raise ConfigError(f"experiment {place} of {path.name}: expected an object, found {entry!r}")
+            raise ConfigError(f"experiment {number} of {path.name}: expected an object, found {entry!r}")
         for name in entry:
             if name not in FIELDS:
                 near = nearest(name, FIELDS)
                 hint = f"did you mean {near!r}?" if near else f"there are {', '.join(FIELDS)}"
-                raise ConfigError(f"experiment {place} of {path.name} has no field {name!r}; {hint}")
+                raise ConfigError(f"experiment {number} of {path.name} has no field {name!r}; {hint}")
         complete = {"target_token": "", "inject_position": "last"} | dict(entry)
         for name in FIELDS:
             kinds = (str, int) if name == "inject_position" else (str,)
@@ -46,7 +47,7 @@ def read_batch(path: Path) -> list[dict[str, Any]]:
             is_empty = value == "" and name in ("prompt", "contrastive")
             if not isinstance(value, kinds) or isinstance(value, bool) or is_empty:
                 raise ConfigError(
-                    f"experiment {place} of {path.name}: expected {name} to be a text, found {value!r}"
+                    f"experiment {number} of {path.name}: expected {name} to be a text, found {value!r}"
                 )
-        found.append(complete)
-    return found
+        experiments.append(complete)
+    return experiments

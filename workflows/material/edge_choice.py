@@ -1,21 +1,19 @@
-"""Which place to tell of when nobody named one: the kind that matters most on other facts.
+"""Selection of a layer and key position for one prompt, on other facts, unless the settings name them.
 
-A position of one prompt has no counterpart in another, its kind has: a layer, and the role of the position
-that is read - the first one (BOS, where there is one), the last token of the fact's subject, the one before
-the query. Of other facts, the shipped ones or those of `data`, the first half says which layer and role lose
-most when they are not read (KL, mean); the second half, and the prompt that is shown, say what that is worth.
-What is not read is an attention edge that is cut (`EdgeWorkflow`), or what a question says (`on_fact`). Of
-facts count those that the model knows, whose answer is its likeliest next token; where it knows too few, none
-of them is run, the place told of is the one that moves the prompt shown most, and nothing is claimed
-(known.py).
+Positions of different prompts do not correspond, but their roles do: the first position (BOS, if there is
+one), the last token of the fact's subject, the position before the query. On one half of the other facts
+(shipped, or from `data`), the layer and role are selected whose removal changes the output most (mean KL).
+The other half, and the prompt itself, score the selection. What is removed is an attention edge
+(`EdgeWorkflow`), or what a subclass defines in `on_fact`. Only facts that the model knows count. If it knows
+too few, none is run, the place that changes the prompt itself most is shown, and nothing is claimed
+(facts/known.py).
 
-Where a subject ends is said by the other prompt of a pair: it is the last token in which they differ. Of a
-fact without one the relation says it: it is the token before the longest ending, in words, that several
-shipped facts share ("is developed by").
+The subject of a fact in a pair ends at the last token in which the two prompts differ. For a single fact it
+ends before the longest ending, in words, that several shipped facts share ("is developed by").
 
 Border: texts, positions and measurements; loads no model and never imports torch.
 
-Axes: fact, layer, edge: those of ROLES first, then keys drawn at random.
+Axes: fact, layer, edge (keys of ROLES first, then keys drawn at random).
 """
 
 from __future__ import annotations
@@ -61,20 +59,23 @@ ROLES: Mapping[str, str] = {
     "subject": "the subject's last token",
     "previous": "the last position but one",
 }
-"""Kinds of position that may be read, and how they are told."""
+"""Role of a key position -> its description."""
 OTHERS = 3
-"""Keys of every other fact that are drawn beside the roles."""
+"""Number of random keys per other fact, in addition to the roles."""
 TRIED = 400
-"""Shipped facts among which others are looked for."""
+"""Number of shipped facts that are searched for other facts."""
 
 
 @dataclass(frozen=True)
 class PlaceChoice:
-    """A layer and a role, and what was lost without it on the facts it was chosen on, mean KL in nats."""
+    """A selected layer and role."""
 
     layer: int
+    """The layer."""
     role: str
+    """Role of the key position, in ROLES."""
     lost: float
+    """Mean KL in nats without it, on the facts that it was selected on."""
 
 
 class OtherFact(NamedTuple):
@@ -88,37 +89,45 @@ class OtherFact(NamedTuple):
 
 
 def roles_of(encoding: Encoding, query: int, other: Encoding | None = None) -> dict[str, int]:
-    """Positions by role that this query may read; without the subject where nothing says what it is.
+    """Positions by role that a query can attend to, without the subject if its end is unknown.
 
-    other: the other prompt of a pair, which differs in the subject.
+    Arguments:
+        encoding: the tokenised prompt.
+        query: position of the query.
+        other: the other prompt of a pair, which differs in the subject; None for a single fact.
     """
-    found = {"first": 0, "previous": query - 1}
+    positions = {"first": 0, "previous": query - 1}
     if other is not None:
-        found["subject"] = len(encoding) - common_ends(encoding.ids, other.ids)[1] - 1
+        positions["subject"] = len(encoding) - common_ends(encoding.ids, other.ids)[1] - 1
     elif end := _subject_end(encoding.text):
-        found["subject"] = encoding.char_range_to_tokens(end - 1, end)[-1]
-    return {role: found[role] for role in ROLES if 0 <= found.get(role, -1) <= query}
+        positions["subject"] = encoding.char_range_to_tokens(end - 1, end)[-1]
+    return {role: positions[role] for role in ROLES if 0 <= positions.get(role, -1) <= query}
 
 
 class PlaceWorkflow(KnownWorkflow):
-    """A question about one position that another one reads in one layer, named or chosen."""
+    """A workflow on one key position in one layer, named by the settings or selected on other facts."""
 
     settings: ChosenPlaceSettings
     num_drawn: ClassVar[int] = 0
-    """Keys of other facts drawn beside the roles."""
+    """Number of random keys per other fact, in addition to the roles."""
     rule: ClassVar[str]
-    """What loses most on other facts, in words: "kind of key whose edge, cut,"."""
+    """What is selected, in words before "moves other facts most": "kind of key whose edge, cut,"."""
     beside: ClassVar[str]
-    """What a layer and role of other facts are compared with, in words."""
+    """Controls of a layer and role on other facts, in words."""
 
     def read_place(self, query: int | str, key: int | str | None, window: int = 1) -> dict[str, Any]:
-        """Prompt and target as settings name them, query and keys; what experiments need of them.
+        """Read prompt, target, query and key from the settings; returns arguments for experiments.
 
-        key: None where it is to be chosen. window: layers that must exist from the selected one on. Raises
-        ConfigError, PromptError or InterventionError for what there is not.
+        Arguments:
+            query: position of the query: index, name or phrase.
+            key: position of the key; None to select it.
+            window: number of layers that must exist from the selected one on.
+
+        Raises:
+            ConfigError, PromptError, InterventionError: a layer, position or prompt is invalid.
         """
-        given, config = self.settings, self.subject.config
-        self.prompt, self.target = shown_fact(given.model, given.prompt, given.target, given.data)
+        settings, config = self.settings, self.subject.config
+        self.prompt, self.target = shown_fact(settings.model, settings.prompt, settings.target, settings.data)
         self.encoding = encoded(self.subject, self.prompt)
         self.pieces = answer_pieces(self.subject, self.prompt, self.target)
         self.query = position_of(self.encoding, query)
@@ -126,35 +135,36 @@ class PlaceWorkflow(KnownWorkflow):
         self.named = named = None if key is None else position_of(self.encoding, key)
         self.open = {role: place for role, place in self.roles.items() if named in (None, place)}
         self.keys = tuple(dict.fromkeys(self.open.values())) if named is None else (named,)
-        for each in self.keys:
-            spec = KnockoutSpec().edge(self.query, each)
+        for key_position in self.keys:
+            spec = KnockoutSpec().edge(self.query, key_position)
             spec.validate(
                 config.num_layers, config.axis_sizes["head"], len(self.encoding), ahead=config.looks_ahead
             )
         last = config.num_layers - window
-        if given.layer is not None and not 0 <= given.layer <= last:
+        if settings.layer is not None and not 0 <= settings.layer <= last:
             wide = f" (with a window of {window})" if window > 1 else ""
-            raise ConfigError(f"expected a layer in 0..{last}{wide}, found {given.layer}")
+            raise ConfigError(f"expected a layer in 0..{last}{wide}, found {settings.layer}")
         self.last_layer = last
-        return {"tokens": tuple(self.encoding.ids), "target": self.pieces, "top_k": given.top_k}
+        return {"tokens": tuple(self.encoding.ids), "target": self.pieces, "top_k": settings.top_k}
 
     @property
     def is_chosen(self) -> bool:
-        """Whether other facts say which place is told."""
+        """Whether layer or key is selected on other facts."""
         return bool(self.open) and (self.named is None or self.settings.layer is None)
 
     def facts_node(self) -> Nodes:
         """The node that intervenes in other facts, and the node that ranks their answers.
 
-        Empty where layer and position are named, or with controls=0."""
+        Empty if layer and position are named, or with controls=0.
+        """
         if not self.is_chosen or not self.settings.controls:
             return {}
         self.others = self._other_facts()
-        # Every fact has as many edges, and short ones have few positions.
-        count = min(self.num_drawn, *(len(each.encoding) - len(ROLES) for each in self.others))
+        # All facts need equally many edges, and short ones have few positions.
+        count = min(self.num_drawn, *(len(fact.encoding) - len(ROLES) for fact in self.others))
         experiments: list[Experiment] = []
-        for number, (encoding, _, places) in enumerate(self.others):
-            query, roles = len(encoding) - 1, list(places.values())
+        for number, (encoding, _, role_positions) in enumerate(self.others):
+            query, roles = len(encoding) - 1, list(role_positions.values())
             seed = self.settings.seed + number
             drawn = (
                 chosen_at_random(range(query + 1), count, seed=seed, without=roles) if count else list[int]()
@@ -162,8 +172,8 @@ class PlaceWorkflow(KnownWorkflow):
             edges = tuple((query, key) for key in (*roles, *drawn))
             experiments += self.on_fact(tuple(encoding.ids), edges)
         self.only_claims = ("facts", *self.only_claims)
-        asked = [(tuple(each.encoding.ids), each.answer, -1) for each in self.others]
-        known = self.known_node({CHOSEN_ON: asked[: self.half], SCORED: asked[self.half :]})
+        prompts = [(tuple(fact.encoding.ids), fact.answer, -1) for fact in self.others]
+        known = self.known_node({CHOSEN_ON: prompts[: self.half], SCORED: prompts[self.half :]})
         return known | {"facts": self.on_model(AtOnce(tuple(experiments)))}
 
     @property
@@ -172,32 +182,38 @@ class PlaceWorkflow(KnownWorkflow):
         return len(self.others) // 2
 
     def lost_here(self, key: int) -> Floats:
-        """KL by layer in the prompt shown where one of its `keys` is not read, in nats: [layer]."""
+        """KL in nats by layer in the prompt shown, without one of its `keys`, [layer]."""
         raise NotImplementedError
 
     def on_fact(self, tokens: tuple[int, ...], edges: Sequence[tuple[int, int]]) -> Sequence[Experiment]:
-        """What is done to each (query, key) of another fact by itself, in every layer."""
+        """Experiments on another fact: remove each (query, key) separately, in every layer."""
         raise NotImplementedError
 
     def changed_table(
-        self, told: xr.Dataset, title: str, *, beside: str = "", sources: tuple[str, ...] = ()
+        self, ablated: xr.Dataset, title: str, *, beside: str = "", sources: tuple[str, ...] = ()
     ) -> Table:
-        """The tokens that one place left out changes most. told: the run without it. beside: what else the
-        caption says, behind the divergence."""
-        changed = top_changed_json(self.subject, told, "ablated_prob")
-        effect = f"KL {float(told['kl']):.5f} nats{beside}"
+        """Table of the tokens whose probability changes most without the place.
+
+        Arguments:
+            ablated: result of the run without it.
+            title: title of the table.
+            beside: text that follows the KL in the caption.
+            sources: results that the table is read from.
+        """
+        changed = top_changed_json(self.subject, ablated, "ablated_prob")
+        effect = f"KL {float(ablated['kl']):.5f} nats{beside}"
         if self.pieces:
-            before, after = (np.exp(float(told[f"{run}target_logprob"])) for run in ("baseline_", ""))
+            before, after = (np.exp(float(ablated[f"{run}target_logprob"])) for run in ("baseline_", ""))
             effect += (
-                f"; logit of '{format_token(self.target)}' lowered by {float(told['logit_diff']):+.4f}, "
+                f"; logit of '{format_token(self.target)}' lowered by {float(ablated['logit_diff']):+.4f}, "
                 f"probability {format_probability(before)} -> {format_probability(after)}"
             )
         return Table.of(
             changed,
-            ("token", lambda one: format_token(one["token"])),
+            ("token", lambda record: format_token(record["token"])),
             ("before", "baseline_prob", format_probability),
             ("after", "ablated_prob", format_probability),
-            ("change", lambda one: one["ablated_prob"] - one["baseline_prob"], points),
+            ("change", lambda record: record["ablated_prob"] - record["baseline_prob"], points),
             title=title,
             caption=effect,
             sources=sources,
@@ -205,43 +221,40 @@ class PlaceWorkflow(KnownWorkflow):
         )
 
     def _other_facts(self) -> list[OtherFact]:
-        """Facts in which every role is another position, no two of the same tokens: as many to choose on as
-        to score on. Of one's own there may be fewer than were asked for.
-
-        Raises ConfigError for too few.
-        """
-        given, limit = self.settings, self.subject.config.context_length
-        # Of the many shipped facts those are taken that have positions to draw from beside the roles.
-        wanted, room = 2 * given.facts, len(ROLES) + (0 if given.data else self.num_drawn)
-        found: dict[tuple[int, ...], OtherFact] = {}
-        for each in facts_of(given.data)[: None if given.data else TRIED]:
-            encoding = self.subject.tokenizer.encode(each.prompt)
-            other = self.subject.tokenizer.encode(each.other) if each.other else None
+        """Facts with distinct tokens whose roles are different positions, half for selection and half for
+        scoring; possibly fewer than requested from a user's files. Raises ConfigError for too few."""
+        settings, limit = self.settings, self.subject.config.context_length
+        count = 2 * settings.facts
+        # Shipped facts are many, so only those with enough positions for random keys are used.
+        shortest = len(ROLES) + (0 if settings.data else self.num_drawn)
+        facts: dict[tuple[int, ...], OtherFact] = {}
+        for fact in facts_of(settings.data)[: None if settings.data else TRIED]:
+            encoding = self.subject.tokenizer.encode(fact.prompt)
+            other = self.subject.tokenizer.encode(fact.other) if fact.other else None
             roles = roles_of(encoding, len(encoding) - 1, other)
-            fits = room <= len(encoding) and (limit is None or len(encoding) <= limit)
-            if each.prompt != self.prompt and fits and len(set(roles.values())) == len(ROLES):
-                answer = self.subject.answer_id(each.prompt, each.target)
-                found.setdefault(tuple(encoding.ids), OtherFact(encoding, answer, roles))
-            if len(found) == wanted:
+            fits = shortest <= len(encoding) and (limit is None or len(encoding) <= limit)
+            if fact.prompt != self.prompt and fits and len(set(roles.values())) == len(ROLES):
+                answer = self.subject.answer_id(fact.prompt, fact.target)
+                facts.setdefault(tuple(encoding.ids), OtherFact(encoding, answer, roles))
+            if len(facts) == count:
                 break
-        return enough(list(found.values()), given.data, wanted, "position and layer")
+        return enough(list(facts.values()), settings.data, count, "position and layer")
 
     @cached_property
     def halves(self) -> tuple[Indices, Indices]:
-        """Indices into `others` of the facts to choose on and to score on, those that the model knows."""
+        """Indices into `others` of the known facts for selection and for scoring."""
         chosen_on, scored = (np.flatnonzero(self.is_known(name)) for name in (CHOSEN_ON, SCORED))
         return chosen_on, scored + self.half
 
     @property
     def is_claimed(self) -> bool:
-        """Whether controls are run, and the place was named, or enough facts are known to say something of
-        one that was chosen."""
+        """Whether claims are made: controls are run, and the place is named or enough facts are known."""
         return not self.not_claimed
 
     @cached_property
     def chosen(self) -> PlaceChoice | None:
-        """The layer and role that lose most on other facts, of those that settings leave open; where nothing
-        is claimed, in the prompt shown. None where the place is named."""
+        """The layer and role with the largest mean KL on other facts (without claims: in the prompt shown),
+        among those that the settings allow. None if the place is named."""
         if not self.is_chosen:
             return None
         among = self._among(self.open)
@@ -251,9 +264,9 @@ class PlaceWorkflow(KnownWorkflow):
 
     @cached_property
     def quiet(self) -> PlaceChoice | None:
-        """The layer and role that lose least on other facts, for comparison.
+        """The layer and role with the smallest mean KL on other facts, for comparison.
 
-        A role whose position in this prompt is the selected one is left out: the subject may end right
+        A role at the selected position of this prompt is left out; for example, the subject may end right
         before the query.
         """
         roles = [role for role, place in self.roles.items() if place != self.edge[1]]
@@ -263,8 +276,8 @@ class PlaceWorkflow(KnownWorkflow):
 
     @cached_property
     def candidates(self) -> CandidateEffects:
-        """KL by layer and role on facts that the model knows, [fact, layer, role], in nats; where nothing is
-        claimed, in the prompt shown."""
+        """KL in nats by layer and role on known facts (without claims: in the prompt shown), [fact, layer,
+        role]."""
         if self.is_claimed:
             return self.on_facts(*self.halves)
         lost: Floats = np.full((1, self.last_layer + 1, len(ROLES)), np.nan)
@@ -273,53 +286,64 @@ class PlaceWorkflow(KnownWorkflow):
         return CandidateEffects(lost, lost)
 
     def on_facts(self, chosen_on: Indices, scored: Indices) -> CandidateEffects:
-        """KL by layer and role on other facts, [fact, layer, role]. chosen_on, scored: indices into
-        `others`."""
+        """KL in nats by layer and role on other facts, [fact, layer, role].
+
+        Arguments:
+            chosen_on: indices into `others` of the facts for selection.
+            scored: indices of the facts for scoring.
+        """
         raise NotImplementedError
 
     def _among(self, roles: Iterable[str]) -> npt.NDArray[np.bool_]:
-        """Which candidates are of some roles, bool [layer, role]."""
+        """Mask of candidates with some roles, bool [layer, role]."""
         return np.tile(np.isin(list(ROLES), list(roles)), (self.last_layer + 1, 1))
 
     def _place(self, index: tuple[int, ...]) -> PlaceChoice:
         return PlaceChoice(index[0], list(ROLES)[index[1]], float(self.candidates.mean[index]))
 
     def measured_on_facts(self, name: str) -> Floats:
-        """A variable of the result on other facts, [fact, layer, edge], edges of roles first: an experiment
-        holds all edges of a fact, or one."""
+        """A variable of the result on other facts, [fact, layer, edge], edges of roles first."""
         values = values_of(self.result("facts")[name], "draw", "layer", ...)
-        by_edge = values.reshape(len(self.others), -1, values.shape[1], *values.shape[2:])
-        found: Floats = np.moveaxis(by_edge, 1, 2).reshape(len(self.others), values.shape[1], -1)
-        return found
+        # An experiment contains all edges of a fact, or a single one.
+        by_experiment = values.reshape(len(self.others), -1, values.shape[1], *values.shape[2:])
+        by_edge: Floats = np.moveaxis(by_experiment, 1, 2).reshape(len(self.others), values.shape[1], -1)
+        return by_edge
 
     @cached_property
     def layer(self) -> int:
-        """The layer told: named, chosen, or the middle one for a key of no role."""
+        """The layer shown: named, selected, or the middle one for a named key without a role."""
         if self.settings.layer is not None:
             return self.settings.layer
         return self.chosen.layer if self.chosen else min(self.subject.config.num_layers // 2, self.last_layer)
 
     @cached_property
     def edge(self) -> tuple[int, int]:
-        """(query, key) of the place told."""
+        """(query, key) of the place shown."""
         is_named = self.named is not None or self.chosen is None
         return self.query, self.keys[0] if is_named else self.roles[self.chosen.role]  # type: ignore[union-attr]
 
     def token_label(self, place: int) -> str:
-        """A position of the prompt, as claims name it."""
+        """Token and position of the prompt, as in claims: "' in' (3)"."""
         return f"'{format_token(named(self.subject, [self.encoding.ids[place]])[0])}' ({place})"
 
     def cause(self, layer: int, key: int) -> str:
-        """What is done to one place of this prompt, as claims begin."""
+        """Intervention on a place of the prompt, as the beginning of a claim."""
         raise NotImplementedError
 
     def claim_here(self, layer: int, key: int, measure: str, text: str, **fields: Any) -> Claim:
-        """What one place does in this prompt, beside others. measure: "kl" or "logit_diff"; fields: of the
-        claim."""
+        """Claim on a place of the prompt, compared with other places.
+
+        Arguments:
+            layer: layer of the place.
+            key: position of the place.
+            measure: "kl" or "logit_diff".
+            text: text of the claim.
+            fields: further fields of the claim.
+        """
         raise NotImplementedError
 
     def cause_elsewhere(self, layer: int, role: str) -> str:
-        """What is done to a layer and role of other facts, as claims begin."""
+        """Intervention on a layer and role of other facts, as the beginning of a claim."""
         raise NotImplementedError
 
     def claims(self) -> Iterator[Claim]:
@@ -348,7 +372,7 @@ class PlaceWorkflow(KnownWorkflow):
 
     @property
     def choice_caption(self) -> str:
-        """How the place was chosen, for people."""
+        """How the place was selected, for captions."""
         if self.chosen is None:
             return self.not_claimed or "The place was named."
         lost = f"{self.chosen.lost:.3f} nats"
@@ -369,7 +393,7 @@ class PlaceWorkflow(KnownWorkflow):
         return replace(super().unclaimed(), caption=self.choice_caption)
 
     def choice_json(self) -> dict[str, Any]:
-        """How the place was chosen."""
+        """How the place was selected, as JSON fields."""
         if self.chosen is None:
             return {}
         chosen_on, scored = (half.tolist() for half in self.halves) if self.is_claimed else ([], [])
@@ -386,7 +410,7 @@ class PlaceWorkflow(KnownWorkflow):
 
 
 class EdgeWorkflow(PlaceWorkflow):
-    """A question about one attention edge of one prompt."""
+    """A workflow on one attention edge of one prompt."""
 
     settings: ChosenEdgeSettings
     num_drawn = OTHERS
@@ -394,15 +418,15 @@ class EdgeWorkflow(PlaceWorkflow):
     beside = "cuts of another (layer, key) in each prompt"
 
     def read_edge(self, window: int = 1) -> dict[str, Any]:
-        """As `read_place`, of the edge that settings name."""
+        """`read_place` for the query and key of the settings."""
         return self.read_place(self.settings.query, self.settings.key, window)
 
     def on_fact(self, tokens: tuple[int, ...], edges: Sequence[tuple[int, int]]) -> Sequence[Experiment]:
-        """Each edge cut by itself, in every layer, in all heads."""
+        """See `PlaceWorkflow`: each edge is cut separately, in every layer, in all heads."""
         return [EdgeKnockout(tokens, tuple(edges), top_k=1)]
 
     def on_facts(self, chosen_on: Indices, scored: Indices) -> CandidateEffects:
-        """See `PlaceWorkflow`; beside all other edges of each fact."""
+        """See `PlaceWorkflow`; all edges of each fact serve as controls."""
         lost = self.measured_on_facts("kl")
         return CandidateEffects(lost[chosen_on][..., : len(ROLES)], lost[scored])
 
@@ -415,12 +439,12 @@ class EdgeWorkflow(PlaceWorkflow):
         return self.doing(self.token_label(self.query), self.token_label(key), layer)
 
     def doing(self, query: str, key: str, layer: int) -> str:
-        """What is done to an edge, as claims begin."""
+        """Cutting an edge, as the beginning of a claim."""
         return f"cutting {query}'s attention to {key} in layer {layer}"
 
 
 def _subject_end(text: str) -> int:
-    """Where a fact's subject ends, in characters: before the longest ending that is shared, commas and
-    genitives left out; 0 for none."""
+    """Character offset at which a fact's subject ends, before the longest shared ending without commas and
+    "'s"; 0 if there is no shared ending."""
     shared = relation_of(text)
     return 0 if shared is None else len(text.removesuffix(shared).rstrip(" ,?").removesuffix("'s"))

@@ -1,6 +1,6 @@
-"""Places of a corpus at which features are strongest, for workflows that show features.
+"""Positions of a corpus at which features are most active, for workflows that show features.
 
-Border: names texts and declares nodes; what they compute is stages/features/corpus/encode.py and examples.py.
+Border: selects texts and builds nodes of stages/features/corpus/encode.py and examples.py.
 """
 
 from __future__ import annotations
@@ -25,21 +25,31 @@ if TYPE_CHECKING:
 __all__ = ["ExampleNodes", "corpus_texts", "example_nodes", "passages"]
 
 PASSAGE = 64
-"""Tokens of a passage, at most: what stands around a place is a line, not a page."""
+"""Largest number of tokens of a passage: the context of an example is a line, not a page."""
 
 
 @dataclass(frozen=True)
 class ExampleNodes:
-    """By layer: the corpus as features, and the places at which each feature is strongest."""
+    """Nodes of examples, by layer."""
 
     encoded: dict[int, StageNode]
+    """The corpus encoded as features."""
     ranked: dict[int, StageNode]
+    """Positions at which each feature is most active."""
 
 
 def example_nodes(
     subject: Subject, dictionary: Dictionary, tokens: PackedTokens, *, most: int, zero_positions: int = 0
 ) -> ExampleNodes:
-    """The `most` strongest places of every feature of a dictionary in a corpus."""
+    """Nodes that find the positions of a corpus at which each feature is most active.
+
+    Arguments:
+        subject: the model.
+        dictionary: the feature dictionary.
+        tokens: the corpus.
+        most: number of positions per feature.
+        zero_positions: number of first positions of each prompt at which features are set to 0.
+    """
     states = subject.capture(tokens, *map(str, dictionary.read_hooks))
     encoded = encode_nodes(dictionary, states, zero_positions=zero_positions)
     return ExampleNodes(
@@ -48,8 +58,13 @@ def example_nodes(
 
 
 def corpus_texts(corpus: str, model: str) -> list[str]:
-    """Texts of a file or folder; none for "none"; for an empty name those shipped with the specimen, and none
-    for other models."""
+    """Texts of a corpus.
+
+    Arguments:
+        corpus: file or folder; "none" for no texts; empty for the shipped texts if the model is the specimen,
+            and for no texts otherwise.
+        model: name of the model.
+    """
     if corpus and corpus != "none":
         return read_texts(corpus)
     if corpus or model != "specimen":
@@ -58,9 +73,15 @@ def corpus_texts(corpus: str, model: str) -> list[str]:
 
 
 def passages(subject: Subject, texts: Sequence[str], most: int) -> PackedTokens:
-    """The beginnings of paragraphs, every n-th where all of them have more than `most` tokens.
+    """Beginnings of paragraphs as prompts; of long texts every n-th paragraph.
 
-    Raises ConfigError for texts without any.
+    Arguments:
+        subject: the model.
+        texts: the texts.
+        most: approximate largest number of tokens in all.
+
+    Raises:
+        ConfigError: there is no paragraph.
     """
     paragraphs = [" ".join(part.split()) for text in texts for part in text.split("\n\n")]
     length = min(PASSAGE, subject.config.context_length)

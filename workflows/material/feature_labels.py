@@ -1,14 +1,15 @@
-"""What a feature is called beside its number: the token it writes most, and where in the prompt it fires.
+"""Labels of features: the token whose logit a feature raises most, and the token of the prompt that activates
+it.
 
     nodes |= named_nodes(subject, dictionary, ids, features)    # before anything runs
     labels = FeatureLabels.of_trace(subject, ids, result("words"), result("trace"))
     labels.short(feature)                                       # "L0:128 (' English')"
     labels.label(feature)                                       # "writes ' English', fires on ' in'"
 
-What it writes is its decoder, read by the unembedding (stages/features/effects/words.py); a dictionary whose
-features do not write to the residual stream has no such token.
+The written token is the largest logit of the decoder vector times the unembedding
+(stages/features/effects/words.py); a dictionary that does not write to the residual stream has none.
 
-Border: declares nodes and reads them; loads no model and never imports torch.
+Border: builds nodes and reads their results; loads no model and never imports torch.
 """
 
 from __future__ import annotations
@@ -41,47 +42,62 @@ __all__ = ["FeatureLabels", "active_words", "named_nodes", "ranked_words", "writ
 
 @dataclass(frozen=True)
 class FeatureLabels:
-    """Of some features the token each raises most, and the token of the prompt at which it is strongest: None
-    for one that is silent there; said: what people call them (stages/features/labels.py)."""
+    """Labels of some features."""
 
     writes: Mapping[FeatureId, str] = field(default_factory=dict)
+    """Token whose logit the feature raises most."""
     fires: Mapping[FeatureId, str | None] = field(default_factory=dict)
+    """Token of the prompt at which the feature is most active; None if it is inactive in the prompt."""
     said: Mapping[FeatureId, str] = field(default_factory=dict)
+    """Labels by people (stages/features/labels.py)."""
 
     def called(self, labels: Mapping[FeatureId, Annotation]) -> FeatureLabels:
-        """The same with what people call them."""
-        return replace(self, said={feature: each.text for feature, each in labels.items()})
+        """A copy with labels by people."""
+        return replace(self, said={feature: label.text for feature, label in labels.items()})
 
     @property
     def spoken(self) -> tuple[str, ...]:
-        """What people call them, in order of feature."""
+        """Labels by people, as "feature label", in order of feature."""
         return tuple(f"{feature} {text}" for feature, text in sorted(self.said.items()))
 
     @classmethod
     def of(
         cls, subject: Subject, ids: Sequence[int], words: xr.Dataset | None, activity: xr.Dataset
     ) -> FeatureLabels:
-        """words: of one of the stages in words.py; None for none. activity: of `feature_activity`, in the
-        prompt of these tokens."""
-        # The strongest place comes last, and stays.
+        """Labels from active features of a prompt.
+
+        Arguments:
+            subject: the model.
+            ids: token ids of the prompt.
+            words: result of a stage in words.py; None if features do not write to the stream.
+            activity: result of `feature_activity` in this prompt.
+        """
+        # Sorted by activation, so that in the dict below the strongest position overwrites weaker ones.
         rows = activity.isel(active=np.argsort(activity["activation"].values, kind="stable"))
         columns = ("active_layer", "active_feature", "active_position")
-        places = zip(*(rows[name].values.tolist() for name in columns), strict=True)
-        writes = _written(subject, words)
+        active = zip(*(rows[name].values.tolist() for name in columns), strict=True)
+        writes = _written_tokens(subject, words)
         peaks: dict[FeatureId, int | None] = dict.fromkeys(writes)
-        peaks |= {FeatureId(layer, feature): place for layer, feature, place in places}
-        return cls(writes, _fired(subject, ids, peaks))
+        peaks |= {FeatureId(layer, feature): position for layer, feature, position in active}
+        return cls(writes, _peak_tokens(subject, ids, peaks))
 
     @classmethod
     def of_words(cls, subject: Subject, words: xr.Dataset | None) -> FeatureLabels:
-        """Of no prompt: what is written alone."""
-        return cls(_written(subject, words))
+        """Labels without a prompt: written tokens only."""
+        return cls(_written_tokens(subject, words))
 
     @classmethod
     def of_trace(
         cls, subject: Subject, ids: Sequence[int], words: xr.Dataset | None, trace: xr.Dataset
     ) -> FeatureLabels:
-        """trace: of `feature_trace` or `ranked_trace`, activations by feature and position."""
+        """Labels from activations by feature and position.
+
+        Arguments:
+            subject: the model.
+            ids: token ids of the prompt.
+            words: see `of`.
+            trace: result of `feature_trace` or `ranked_trace` in this prompt.
+        """
         values = trace["trace"].transpose(..., "position").values
         rows = zip(
             trace["source_layer"].values.tolist(), trace["feature"].values.tolist(), values, strict=True
@@ -90,34 +106,34 @@ class FeatureLabels:
             FeatureId(layer, index): int(row.argmax()) if row.max() > 0 else None
             for layer, index, row in rows
         }
-        return cls(_written(subject, words), _fired(subject, ids, peaks))
+        return cls(_written_tokens(subject, words), _peak_tokens(subject, ids, peaks))
 
     def label(self, feature: FeatureId) -> str:
-        """What people call it, what it writes and where it fires."""
-        told = [f'"{self.said[feature]}"'] if feature in self.said else []
-        told += [f"writes '{self.writes[feature]}'"] if feature in self.writes else []
+        """Label by people, written token and activating token, as far as known."""
+        parts = [f'"{self.said[feature]}"'] if feature in self.said else []
+        parts += [f"writes '{self.writes[feature]}'"] if feature in self.writes else []
         if feature in self.fires:
             fires = self.fires[feature]
-            told.append("silent here" if fires is None else f"fires on '{fires}'")
-        return ", ".join(told)
+            parts.append("silent here" if fires is None else f"fires on '{fires}'")
+        return ", ".join(parts)
 
     def short(self, feature: FeatureId) -> str:
-        """The feature, and what people call it; else what it writes; else where it fires."""
+        """The feature with its label by people, or else its written token, or else its activating token."""
         if feature in self.said:
             return f'{feature} ("{self.said[feature]}")'
         word = self.writes.get(feature, self.fires.get(feature))
         return str(feature) if word is None else f"{feature} ('{word}')"
 
     def several(self, features: Iterable[FeatureId]) -> str:
-        """Each in short, with commas between them."""
+        """Short labels of several features, separated by commas."""
         return ", ".join(map(self.short, features))
 
     def json(self, feature: FeatureId) -> dict[str, Any]:
-        """{"layer", "index", "label"}."""
+        """JSON fields {"layer", "index", "label"}."""
         return asdict(feature) | {"label": self.label(feature)}
 
     def __or__(self, other: FeatureLabels) -> FeatureLabels:
-        """Labels of both; where both have one, that of the other."""
+        """Union of labels; those of `other` win."""
         writes, fires = {**self.writes, **other.writes}, {**self.fires, **other.fires}
         return FeatureLabels(writes, fires, {**self.said, **other.said})
 
@@ -125,13 +141,20 @@ class FeatureLabels:
 def named_nodes(
     subject: Subject, dictionary: Dictionary, ids: Sequence[int], features: Iterable[FeatureId]
 ) -> Nodes:
-    """Nodes "trace" and, where features write to the stream, "words", of features named in advance."""
+    """Nodes "trace" and, if features write to the stream, "words", for features named in advance.
+
+    Arguments:
+        subject: the model.
+        dictionary: the feature dictionary.
+        ids: token ids of the prompt.
+        features: the features.
+    """
     names = tuple(sorted({(feature.layer, feature.index) for feature in features}))
     trace = FeatureTrace(tuple(ids), dictionary.name, dictionary.identity, names)
     nodes: Nodes = {"trace": subject.on_model(trace)}
     if writes_to_stream(subject, dictionary):
         nodes["words"] = feature_words.on(
-            **_given(subject, dictionary), chosen=[list(name) for name in names]
+            **_inputs(subject, dictionary), chosen=[list(name) for name in names]
         )
     return nodes
 
@@ -139,19 +162,28 @@ def named_nodes(
 def active_words(
     subject: Subject, dictionary: Dictionary, activity: ResultNode, *, most: int, position: int | None = None
 ) -> Nodes:
-    """The node "words" of the strongest features of a prompt; see `words_of_active`."""
+    """The node "words" for the most active features of a prompt (`words_of_active`); empty if features do not
+    write to the stream.
+
+    Arguments:
+        subject: the model.
+        dictionary: the feature dictionary.
+        activity: node of the active features.
+        most: number of features.
+        position: position of the prompt; None for all.
+    """
     if not writes_to_stream(subject, dictionary):
         return {}
-    chosen = {"most": most, "position": position}
-    return {"words": words_of_active.on(active=activity, **_given(subject, dictionary), **chosen)}
+    params = {"most": most, "position": position}
+    return {"words": words_of_active.on(active=activity, **_inputs(subject, dictionary), **params)}
 
 
 def ranked_words(subject: Subject, dictionary: Dictionary, ranked: ResultNode) -> StageNode:
-    """What the features of a ranking write."""
-    return words_of_ranked.on(ranked=ranked, **_given(subject, dictionary))
+    """The node of written tokens for the features of a ranking."""
+    return words_of_ranked.on(ranked=ranked, **_inputs(subject, dictionary))
 
 
-def _given(subject: Subject, dictionary: Dictionary) -> dict[str, Any]:
+def _inputs(subject: Subject, dictionary: Dictionary) -> dict[str, Any]:
     return {
         "readout": readout_node(subject.files, dtype=subject.dtype),
         "dictionary": dictionary.as_resource(),
@@ -159,12 +191,13 @@ def _given(subject: Subject, dictionary: Dictionary) -> dict[str, Any]:
 
 
 def writes_to_stream(subject: Subject, dictionary: Dictionary) -> bool:
-    """Whether what it writes is as wide as the stream, and tokens are read off that by directions."""
+    """Whether the dictionary writes to the residual stream, and logits are linear in the normalised
+    stream."""
     return dictionary.d_out == subject.config.hidden_size and subject.config.transform is None
 
 
-def _written(subject: Subject, words: xr.Dataset | None) -> dict[FeatureId, str]:
-    """The token each of them raises most."""
+def _written_tokens(subject: Subject, words: xr.Dataset | None) -> dict[FeatureId, str]:
+    """Token whose logit each feature raises most."""
     if words is None:
         return {}
     pairs = zip(words["layer"].values.tolist(), words["feature"].values.tolist(), strict=True)
@@ -172,9 +205,9 @@ def _written(subject: Subject, words: xr.Dataset | None) -> dict[FeatureId, str]
     return {FeatureId(*pair): format_token(text) for pair, text in zip(pairs, texts, strict=True)}
 
 
-def _fired(
+def _peak_tokens(
     subject: Subject, ids: Sequence[int], peaks: Mapping[FeatureId, int | None]
 ) -> dict[FeatureId, str | None]:
-    """The token at each of some places."""
+    """Token of the prompt at the peak position of each feature."""
     texts = [format_token(text) for text in named(subject, ids)]
-    return {feature: None if place is None else texts[place] for feature, place in peaks.items()}
+    return {feature: None if position is None else texts[position] for feature, position in peaks.items()}

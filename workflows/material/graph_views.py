@@ -1,6 +1,6 @@
-"""What is said of an attribution graph: its scores, the graph to look into, its strongest features.
+"""Views of an attribution graph: its scores, the interactive graph, and a table of its strongest features.
 
-Border: a graph, and what is known of its features, in; views out. What any of it looks like is views/.
+Border: a graph and information on its features in, views out; views/ defines their appearance.
 """
 
 from __future__ import annotations
@@ -35,11 +35,15 @@ def graph_views(
     called: Mapping[FeatureId, str] = MappingProxyType({}),
     **known: Any,
 ) -> tuple[Values, Graph, Table]:
-    """A graph as views; the sliders stand where it is pruned.
+    """Scores, graph and table of a pruned attribution graph.
 
-    strongest: as `strongest_features` gives them.  scores: replacement_score and completeness_score.
-    sources: the workflow's results these were made from.  called: what people call features.  known: more of
-    what `Graph.of` takes.
+    Arguments:
+        pruned: the graph; its thresholds are the initial positions of the sliders.
+        strongest: features with most influence, from `strongest_features`.
+        scores: replacement_score and completeness_score.
+        sources: results of the workflow that these were computed from.
+        called: labels of features by people.
+        known: further arguments of `Graph.of`.
     """
     counts = pruned.graph.counts
     values = Values(
@@ -73,7 +77,7 @@ def graph_views(
 
 
 def kept_of(pruned: PrunedGraph, kind: str) -> int:
-    """How many nodes of a kind ("feature", "error", "token", "logit") are kept."""
+    """Number of nodes of a kind ("feature", "error", "token", "logit") that remain after pruning."""
     return int(np.count_nonzero(pruned.nodes["kind"].values == kind))
 
 
@@ -84,10 +88,13 @@ def examples_of(
     *,
     most: int = 4,
 ) -> dict[int, xr.Dataset]:
-    """The texts of a stored corpus around the strongest places of a graph's features, by layer.
+    """Contexts in a stored corpus where a graph's features are most active, by layer.
 
-    encoded: layer -> the corpus as features (`encode_nodes`).  ranked: layer -> what `top_examples` gives
-    for it, of all features.  most: texts per feature.
+    Arguments:
+        graph: the graph.
+        encoded: layer -> corpus encoded as features (`encode_nodes`).
+        ranked: layer -> result of `top_examples` for all features.
+        most: number of contexts per feature.
     """
     active = graph.active_features[graph.selected_features]
     return {
@@ -100,27 +107,27 @@ def examples_of(
     }
 
 
-def _label(one: StrongFeature, called: Mapping[FeatureId, str]) -> str:
-    """What people call a feature, what it writes, and the token it is active at."""
-    writes = {one.feature: one.raised[0]} if one.raised else {}
-    return FeatureLabels(writes, {one.feature: one.token}, called).label(one.feature)
+def _label(strong: StrongFeature, called: Mapping[FeatureId, str]) -> str:
+    """Label of a feature by people, the token that it writes, and the token at which it is active."""
+    writes = {strong.feature: strong.raised[0]} if strong.raised else {}
+    return FeatureLabels(writes, {strong.feature: strong.token}, called).label(strong.feature)
 
 
 def _table(
     strongest: Sequence[StrongFeature], sources: tuple[str, ...], called: Mapping[FeatureId, str]
 ) -> Table:
-    """The features with most influence, with the tokens they raise and lower where these are known."""
-    is_known = any(one.raised for one in strongest)
+    """Table of the features with most influence, with the tokens that they raise and lower, if known."""
+    is_known = any(strong.raised for strong in strongest)
     effects = (
-        ("raises", lambda one: " · ".join(one.raised)),
-        ("lowers", lambda one: " · ".join(one.lowered)),
+        ("raises", lambda strong: " · ".join(strong.raised)),
+        ("lowers", lambda strong: " · ".join(strong.lowered)),
     )
     return Table.of(
         strongest,
-        ("feature", lambda one: FeatureLabels(said=called).short(one.feature)),
-        ("token", lambda one: f"{one.position} {one.token}"),
-        ("activation", lambda one: one.activation, ".3f"),
-        ("influence", lambda one: one.influence, ".4f"),
+        ("feature", lambda strong: FeatureLabels(said=called).short(strong.feature)),
+        ("token", lambda strong: f"{strong.position} {strong.token}"),
+        ("activation", lambda strong: strong.activation, ".3f"),
+        ("influence", lambda strong: strong.influence, ".4f"),
         *(effects if is_known else ()),
         title="Features with most influence",
         caption="tokens raised and lowered by what the feature writes itself, whatever the prompt"
@@ -130,18 +137,18 @@ def _table(
         json={
             "features": [
                 {
-                    "layer": one.feature.layer,
-                    "index": one.feature.index,
-                    "label": _label(one, called),
-                    "position": one.position,
-                    "token": one.token,
-                    "activation": one.activation,
-                    "influence": one.influence,
-                    "cumulative": one.cumulative,
-                    "raises": one.raised,
-                    "lowers": one.lowered,
+                    "layer": strong.feature.layer,
+                    "index": strong.feature.index,
+                    "label": _label(strong, called),
+                    "position": strong.position,
+                    "token": strong.token,
+                    "activation": strong.activation,
+                    "influence": strong.influence,
+                    "cumulative": strong.cumulative,
+                    "raises": strong.raised,
+                    "lowers": strong.lowered,
                 }
-                for one in strongest
+                for strong in strongest
             ]
         },
     )

@@ -1,6 +1,6 @@
-"""What questions share that change one place of a model at a time: names of what is changed.
+"""Hook points of workflows that intervene at one place of a model at a time, and their names.
 
-Border: words, and which kinds an architecture has.
+Border: names, and the kinds of hook points that an architecture has.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 __all__ = ["NAMES", "USUAL", "check_kinds", "in_every_layer"]
 
 USUAL = ("resid_post", "attn_out", "mlp_out")
-"""Kinds that are asked of where nobody names any."""
+"""Default kinds of hook points."""
 
 NAMES = {
     "resid_pre": "State entering the layer",
@@ -50,7 +50,7 @@ NAMES = {
 
 
 def check_kinds(kinds: Sequence[str], allowed: Sequence[str]) -> None:
-    """ConfigError for a kind that is not allowed, with the nearest."""
+    """Raise ConfigError with the nearest name for a kind that is not allowed."""
     for kind in kinds:
         if kind not in allowed:
             near = nearest(kind, allowed) or allowed[0]
@@ -60,5 +60,5 @@ def check_kinds(kinds: Sequence[str], allowed: Sequence[str]) -> None:
 
 
 def in_every_layer(config: Architecture, kinds: Sequence[str]) -> tuple[str, ...]:
-    """Those of some kinds that a model has in all of its layers."""
+    """The kinds of hook points, among the given ones, that a model has in every layer."""
     return tuple(kind for kind in kinds if len(config.layers_with(kind)) == config.num_layers)

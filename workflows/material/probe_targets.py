@@ -1,14 +1,14 @@
-"""What probes ask: texts as tokens, and of each token what is to be read off its state.
+"""Targets of probes: tokenised texts, and a value or label for each token that is predicted from its state.
+
+Targets of wrapped prose: `character_count`, the number of characters between the start of the line and the
+token; `line_break`, a label, whether the next token contains a line break. Each stretch of prose is wrapped
+at a single width, so that no words of the test prompts occur in training at another width.
+
+Targets from a file: a JSON list, or JSON lines, of {"text", "label"}, for the last token, or {"text",
+"spans": [{"start", "end", "label"}, …]}, for every token that overlaps a span of characters. Labels are
+strings, true and false, or numbers.
 
 Border: texts, tokens and numbers; loads no model.
-
-Of wrapped prose, where counting can be asked about: `character_count`, the characters between the start of
-the line and the token, a number; `line_break`, whether the next token breaks the line, a label. Each stretch
-of prose is wrapped at one width, so that no words of the test prompts have been fitted at another.
-
-Of a file: a JSON list, or JSON lines, of {"text", "label"}, read off the last token, or {"text", "spans":
-[{"start", "end", "label"}, …]}, read off every token that overlaps a span of characters. Labels are strings,
-true and false, or numbers.
 """
 
 from __future__ import annotations
@@ -33,20 +33,23 @@ if TYPE_CHECKING:
 __all__ = ["TARGETS", "Target", "read_labels", "thinned", "wrapped_prose", "wrapped_targets"]
 
 TARGETS = ("character_count", "line_break")
-"""What can be asked of wrapped prose."""
+"""Targets of wrapped prose."""
 STRETCH = 400
-"""Words wrapped at one width before the next one's turn."""
+"""Number of words that are wrapped at one width before the next width."""
 FEWEST = 10
-"""Examples of each label below which labels are not made equally common."""
+"""Smallest number of examples per label for balancing."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """One thing asked: its value at every token (NaN: none), and, for labels, the names of values 0, 1, …"""
+    """A quantity or label that a probe predicts."""
 
     name: str
+    """Name of the target."""
     values: npt.NDArray[np.float64]
+    """Value at every token, float64 [token]; NaN for tokens without one."""
     classes: tuple[str, ...] = ()
+    """Names of the labels 0, 1, …; empty for numbers."""
 
     @property
     def kind(self) -> str:
@@ -57,8 +60,14 @@ class Target:
 def wrapped_prose(
     subject: Subject, texts: Sequence[str], widths: Sequence[int], context: int
 ) -> PackedTokens:
-    """Texts in stretches, each wrapped at the next of the widths, cut at line starts into prompts of at most
-    `context` tokens."""
+    """Wrap texts and cut them at line starts into prompts.
+
+    Arguments:
+        subject: the model, for its tokenizer.
+        texts: the texts.
+        widths: line widths in characters; stretches of text use them in turn.
+        context: largest number of tokens per prompt.
+    """
     pieces: list[str] = []
     room = context - subject.special_tokens
     stretches = []
@@ -72,37 +81,46 @@ def wrapped_prose(
 
 
 def wrapped_targets(tokens: PackedTokens, names: Sequence[str]) -> list[Target]:
-    """What is asked of wrapped prose; special tokens, line breaks and, for `line_break`, last tokens have no
-    value."""
+    """Targets of wrapped prose by name. Special tokens, line breaks and, for `line_break`, last tokens have
+    no value."""
     counts = token_counts(tokens, line_breaks=False).astype(np.float64)
-    found = []
+    targets = []
     for name in names:
         values = counts if name == "character_count" else _next_breaks(tokens)
-        kept = np.where(counts >= 0, values, np.nan)
-        found.append(Target(name, kept, () if name == "character_count" else ("other", "line break")))
-    return found
+        valid = np.where(counts >= 0, values, np.nan)
+        targets.append(Target(name, valid, () if name == "character_count" else ("other", "line break")))
+    return targets
 
 
 def _next_breaks(tokens: PackedTokens) -> npt.NDArray[np.float64]:
-    """1 where the next token of the prompt holds a line break, 0 where not, NaN after the last."""
+    """1 if the next token of the prompt contains a line break, else 0; NaN at the last token. [token]."""
     assert tokens.texts is not None
     assert tokens.char_start is not None
     assert tokens.char_end is not None
-    found = np.full(tokens.n_tokens, np.nan)
+    values = np.full(tokens.n_tokens, np.nan)
     for i, text in enumerate(tokens.texts):
         row = tokens.row(i)
         breaks = np.cumsum([0, *(char == "\n" for char in text)])
         holds = breaks[tokens.char_end[row]] > breaks[tokens.char_start[row]]
-        found[row.start : row.stop - 1] = holds[1:]
-    return found
+        values[row.start : row.stop - 1] = holds[1:]
+    return values
 
 
 def read_labels(subject: Subject, path: str, kind: str) -> tuple[PackedTokens, Target]:
-    """The texts of a file as tokens, and their labels; see the module for the format.
+    """Read labelled texts from a file; see the module docstring for the format.
 
-    kind: "label" or "number"; "auto" takes strings and truth values for labels, numbers for numbers.
-    Raises ConfigError for a file of another form, TokenizerError for a span outside its text, PromptError
-    where labels and numbers are mixed.
+    Arguments:
+        subject: the model, for its tokenizer.
+        path: the file.
+        kind: "label" or "number"; "auto" treats strings and booleans as labels, and numbers as numbers.
+
+    Returns:
+        The texts as tokens, and their labels.
+
+    Raises:
+        ConfigError: the file has another format.
+        TokenizerError: a span is outside its text.
+        PromptError: labels and numbers are mixed.
     """
     entries = _entries(path)
     tokens = subject.pack([entry["text"] for entry in entries])
@@ -148,7 +166,7 @@ def _target(name: str, labels: dict[int, Any], n_tokens: int, kind: str) -> Targ
 
 
 def _entries(path: str) -> list[dict[str, Any]]:
-    """The entries of a file, checked for their form."""
+    """Entries of a file, with checked form."""
     data = read_outside(Path(path).expanduser(), ConfigError, "correct it, or name another file")
     try:
         lines = [line for line in data.decode("utf-8-sig").splitlines() if line.strip()]
@@ -177,21 +195,27 @@ def _is_sound(entry: Any) -> bool:
 
 
 def _word(label: Any) -> str:
-    """A label as it is told: true and false as in JSON, everything else as it reads."""
+    """A label as text: "true" and "false" as in JSON, other values by `str`."""
     return str(label).lower() if isinstance(label, bool) else str(label)
 
 
 def thinned(target: Target, *, examples: int, balance: bool, seed: int) -> Target:
-    """At most so many of a target's examples, chosen at random; with `balance` as many of each label.
+    """Select a random subset of a target's examples.
 
-    examples: 0 keeps all.
-    Raises PromptError where `balance` would leave too few: fewer than ten of some label.
+    Arguments:
+        target: the target.
+        examples: largest number of examples; 0 for all.
+        balance: whether to select equally many of each label.
+        seed: of the selection.
+
+    Raises:
+        PromptError: a label has fewer than ten examples to balance.
     """
     rng = np.random.default_rng(seed)
-    there = np.flatnonzero(~np.isnan(target.values))
-    groups = [there]
+    labelled = np.flatnonzero(~np.isnan(target.values))
+    groups = [labelled]
     if balance and target.classes:
-        groups = [there[target.values[there] == label] for label in range(len(target.classes))]
+        groups = [labelled[target.values[labelled] == label] for label in range(len(target.classes))]
         fewest = min(range(len(groups)), key=lambda i: len(groups[i]))
         if len(groups[fewest]) < FEWEST:
             raise PromptError(
@@ -201,7 +225,7 @@ def thinned(target: Target, *, examples: int, balance: bool, seed: int) -> Targe
             )
     most = min(len(group) for group in groups)
     share = min(most, examples // len(groups)) if examples else most
-    kept = np.concatenate([rng.permutation(group)[:share] for group in groups])
+    selected = np.concatenate([rng.permutation(group)[:share] for group in groups])
     values = np.full_like(target.values, np.nan)
-    values[kept] = target.values[kept]
+    values[selected] = target.values[selected]
     return Target(target.name, values, target.classes)

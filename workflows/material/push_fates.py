@@ -1,6 +1,6 @@
-"""What became of the pushes of one prompt, and how much is left of them beside random ones.
+"""Persistence of steering pushes over later layers in one prompt, compared with random pushes.
 
-Border: results of the experiments and where they pushed; what absorbed means is in absorption.py.
+Border: results of experiments; stages/causal/absorption.py defines when a push is absorbed.
 """
 
 from __future__ import annotations
@@ -24,46 +24,53 @@ __all__ = ["PushFates"]
 
 @dataclass(frozen=True, eq=False)
 class PushFates:
-    """The pushes of one prompt, and random ones.
-
-    what: the pushes in words. similarity: [layer, strength, read_layer]. vectors: `ContrastiveVectors` of
-    them, its positive side the prompt where it is pushed. strengths: of the pushes that are held against
-    random ones. drawn: `RandomPushes` along `draw`, None where none were run. first: by layer pushed the one
-    after which it may be seen. of: what was drawn, in words.
-    """
+    """Steering pushes of one prompt, and random pushes of equal length."""
 
     what: str
+    """The pushes in words, as the beginning of a claim."""
     similarity: xr.DataArray
+    """Cosine similarity of pushed and original states, [layer, strength, read_layer]."""
     vectors: xr.Dataset
+    """Result of `ContrastiveVectors`; the positive side is the pushed prompt."""
     strengths: tuple[float, ...]
+    """Strengths that are compared with random pushes."""
     drawn: xr.Dataset | None
+    """Result of `RandomPushes` along `draw`; None if none were run."""
     first: Mapping[int, int | None]
+    """Pushed layer -> first layer after which the push can be seen."""
     of: str = "random directions as long, at the same place"
+    """Name of the random pushes in claims."""
 
     @cached_property
     def of_all(self) -> dict[tuple[int, float], Fate]:
-        """What became of each push, by (layer, strength)."""
+        """Fate of each push, by (layer, strength)."""
         grid = self.similarity.isel(read_layer=0, drop=True).transpose("layer", "strength")
         pushed = self.vectors.sel(layer=grid["layer"].values)
         state = pushed["mean_state"].sel(side="positive").transpose("layer", "hidden").values
         vector = pushed["vector"].transpose("layer", "hidden").values
         layers, strengths = (grid[axis].values for axis in grid.dims)
-        own = [[cosine(state[i], state[i] + s * vector[i]) for s in strengths] for i in range(len(layers))]
-        return fates(self.similarity, grid.copy(data=np.array(own)), self.first)
+        # Similarity right after the push, before any layer has processed it.
+        pushed_similarity = [
+            [cosine(state[i], state[i] + s * vector[i]) for s in strengths] for i in range(len(layers))
+        ]
+        return fates(self.similarity, grid.copy(data=np.array(pushed_similarity)), self.first)
 
     @property
     def held(self) -> dict[tuple[int, float], Fate]:
-        """Of the pushes that are held against random ones."""
-        return {where: each for where, each in self.of_all.items() if where[1] in self.strengths}
+        """Fates of the pushes that are compared with random ones."""
+        return {key: fate for key, fate in self.of_all.items() if key[1] in self.strengths}
 
     @cached_property
     def claim(self) -> Claim | None:
-        """The share of their largest distance that the pushes keep to the end; None without a verdict."""
-        layers = sorted({layer for (layer, _), each in self.held.items() if each.is_verdict})
+        """Claim on the share of their largest distance that the pushes keep to the end; None without a
+        verdict."""
+        layers = sorted({layer for (layer, _), fate in self.held.items() if fate.is_verdict})
         drawn = self.drawn
         draws = [] if drawn is None else [drawn.isel(draw=number) for number in range(drawn.sizes["draw"])]
-        left = [share_left(fates(each["similarity"], each["pushed"], self.first).values()) for each in draws]
-        verdicts = [each for each in left if not np.isnan(each)]
+        shares = [
+            share_left(fates(draw["similarity"], draw["pushed"], self.first).values()) for draw in draws
+        ]
+        verdicts = [share for share in shares if not np.isnan(share)]
         if not layers or (draws and not verdicts):
             return None
         after = f"layer {layers[0]}" if len(layers) == 1 else f"layers {layers[0]} to {layers[-1]}"
@@ -75,11 +82,11 @@ class PushFates:
 
     @property
     def label(self) -> str:
-        """All of them in two words."""
+        """Summary of all compared pushes, such as "attractor" or "no verdict" (`absorption.label`)."""
         is_beyond = self.claim is not None and self.claim.is_beyond_chance
         return label(self.held.values(), is_beyond_chance=is_beyond)
 
     @property
     def words(self) -> Collection[str]:
-        """What became of the pushes, each word once."""
-        return sorted({each.word for each in self.of_all.values()})
+        """Distinct words for the fates of the pushes."""
+        return sorted({fate.word for fate in self.of_all.values()})

@@ -1,4 +1,4 @@
-"""What shipped facts say of their subjects: the ending that several of them share, "is developed by".
+"""Relations of facts: endings that several shipped facts share, such as "is developed by".
 
 Border: texts; knows no tokens.
 """
@@ -13,22 +13,28 @@ from ..subject import shipped_facts
 __all__ = ["relation_of"]
 
 SHARED_BY = 3
-"""An ending is a relation where this many shipped facts have it."""
+"""Number of shipped facts from which a shared ending counts as a relation."""
 
 
-@lru_cache(maxsize=1 << 14)  # every shipped fact, asked about by each workflow over pairs of them
+# Large enough for all shipped facts, which every workflow on pairs looks up.
+@lru_cache(maxsize=1 << 14)
 def relation_of(text: str, *, words: int = 1) -> str | None:
-    """The longest ending of a text, of so many words or more, that is a relation; None where none is."""
+    """The longest ending of a text that is a relation; None if there is none.
+
+    Arguments:
+        text: the prompt of a fact.
+        words: smallest number of words of the ending.
+    """
     return next((ending for ending in _endings(text, words) if _shared()[ending] >= SHARED_BY), None)
 
 
 def _endings(text: str, words: int) -> list[str]:
-    """What a text ends with, longest first, its first word left out."""
-    held = text.split(" ")
-    return [" ".join(held[i:]) for i in range(1, len(held) + 1 - words)]
+    """Endings of a text without its first word, longest first."""
+    parts = text.split(" ")
+    return [" ".join(parts[i:]) for i in range(1, len(parts) + 1 - words)]
 
 
 @cache
 def _shared() -> Counter[str]:
-    """How many shipped facts have each ending."""
+    """Number of shipped facts with each ending."""
     return Counter(ending for fact in shipped_facts() for ending in _endings(fact["prompt"], 1))

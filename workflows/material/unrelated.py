@@ -1,7 +1,7 @@
-"""Prompts that have nothing to do with another: where the states of controls come from.
+"""Unrelated prompts, whose states serve as controls of patching.
 
-Shipped facts of as many tokens and other answers, drawn at random; where there are too few of them, windows
-of the shipped prose, after the same special tokens.
+They are random shipped facts with as many tokens and other answers; if there are too few, windows of the
+shipped prose after the same special tokens.
 
 Border: texts and token ids; loads no model and never imports torch.
 """
@@ -23,12 +23,12 @@ __all__ = ["Unrelated"]
 
 
 class Unrelated:
-    """Unrelated prompts for one model; tokenises what ships once."""
+    """Unrelated prompts for one model; tokenises the shipped texts once."""
 
     def __init__(self, subject: Subject) -> None:
         facts = shipped_facts()
-        told = subject.tokenizer.ids_of([each["prompt"] for each in facts], add_special=True)
-        self._facts = [(tuple(ids), each["target"]) for ids, each in zip(told, facts, strict=True)]
+        prompts = subject.tokenizer.ids_of([fact["prompt"] for fact in facts], add_special=True)
+        self._facts = [(tuple(ids), fact["target"]) for ids, fact in zip(prompts, facts, strict=True)]
         (prose,) = subject.tokenizer.ids_of([shipped_prose()])
         self._prose = tuple(prose)
         self._special = subject.special_tokens
@@ -36,9 +36,17 @@ class Unrelated:
     def to(
         self, prompt: Sequence[int], count: int, *, seed: int, targets: Collection[str] = ()
     ) -> list[tuple[int, ...]]:
-        """So many prompts as long as this one, none of them twice. targets: answers they must not have.
+        """Draw distinct prompts of equal length.
 
-        Raises ConfigError where a tokenizer reads what ships alike, so that there are not so many.
+        Arguments:
+            prompt: token ids of the prompt.
+            count: number of prompts to draw.
+            seed: of the draw.
+            targets: answers that the drawn facts must not have.
+
+        Raises:
+            ConfigError: there are not so many distinct prompts, for example because the tokenizer maps most
+                words to one token.
         """
         random, size = np.random.default_rng(seed), len(prompt)
         facts = [
@@ -46,17 +54,17 @@ class Unrelated:
             for ids, target in self._facts
             if len(ids) == size and ids != tuple(prompt) and target not in targets
         ]
-        found = dict.fromkeys(facts[i] for i in random.permutation(len(facts))[:count])
+        prompts = dict.fromkeys(facts[i] for i in random.permutation(len(facts))[:count])
         special = tuple(prompt[: self._special])
         starts = random.permutation(max(1, len(self._prose) - size))
         windows = ((*special, *self._prose[start : start + size - len(special)]) for start in starts)
         for window in windows:
-            if len(found) == count:
+            if len(prompts) == count:
                 break
-            found[window] = None
-        if len(found) < count:
+            prompts[window] = None
+        if len(prompts) < count:
             raise ConfigError(
-                f"expected {count} other prompts of {size} tokens to take states from, found {len(found)}: "
+                f"expected {count} other prompts of {size} tokens to take states from, found {len(prompts)}: "
                 "the tokenizer reads most of what ships with mizarr alike; ask for fewer"
             )
-        return list(found)
+        return list(prompts)

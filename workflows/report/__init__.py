@@ -1,1 +1,1 @@
-"""Reports: a page per workflow that a browser opens offline, made of views. See DESIGN.md."""
+"""Reports: one HTML page per workflow, made of views, that a browser opens offline. See DESIGN.md."""

@@ -1,11 +1,10 @@
-"""One self-contained page per workflow: what was asked, what came out, how it was made.
+"""One self-contained HTML page per workflow: settings, results and provenance.
 
-Border: asks a workflow for its views and figures and writes them down; what is shown is the workflow's
-business, how it looks that of assets/. Nothing is loaded from anywhere: styles, script, numbers and figures
-are in the file, and its content security policy forbids every request.
+The page loads nothing: styles, script, numbers and figures are embedded, and its content security policy
+forbids every request. Equal results give equal bytes: times on a page are those of the computation, never of
+the writing.
 
-The same results give the same bytes. The time on a page is when a result was computed, never when the page
-was written.
+Border: writes the views and figures of a workflow; assets/ defines their appearance.
 """
 
 from __future__ import annotations
@@ -33,24 +32,35 @@ if TYPE_CHECKING:
 __all__ = ["LIMIT", "check_output", "policy", "render", "write", "write_whole"]
 
 LIMIT = 20 << 20
-"""Bytes of what may be embedded; browsers open more, but not gladly."""
+"""Largest number of embedded bytes; browsers open larger pages slowly."""
 STYLES = ("report.css", "graph.css")
+"""Style sheets of a page, in order."""
 DPI = 160
-"""Pixels per inch of a picture, which is shown at 96."""
+"""Pixels per inch of a picture, which is shown at 96 per inch."""
 
 
 def write(workflow: Reported, path: Path) -> Path:
-    """The page of a workflow that has run, at `path`; a file that holds it already is left alone.
+    """Write the page of a workflow that has run, unless the file already has these contents.
 
-    Written beside and moved, so that a file under that name is always whole. Raises ConfigError for a path
-    that cannot become a file.
+    Arguments:
+        workflow: the workflow.
+        path: the file.
+
+    Raises:
+        ConfigError: no file can be written at the path.
     """
     check_output(path)
     return write_whole(path, render(workflow).encode())
 
 
 def write_whole(path: Path, text: bytes) -> Path:
-    """A file with these bytes, written beside and moved; one that holds them already is left alone."""
+    """Write a file, unless it already has these contents. A temporary file is renamed, so that the file is
+    always complete.
+
+    Arguments:
+        path: the file.
+        text: its contents.
+    """
     if path.is_file() and path.read_bytes() == text:
         return path
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -64,7 +74,7 @@ def write_whole(path: Path, text: bytes) -> Path:
 
 
 def check_output(path: Path) -> None:
-    """Raise ConfigError when nothing can be written at `path`; to be asked before hours of computing."""
+    """Raise ConfigError if no file can be written at `path`; call it before long computations."""
     if path.is_dir():
         raise ConfigError(
             f"expected a file to write, such as {path / 'report.html'}, found the folder {path}"
@@ -77,7 +87,7 @@ def check_output(path: Path) -> None:
 
 
 def render(workflow: Reported) -> str:
-    """The page as HTML, which fetches nothing: what does not fit is thinned or left out, and says so."""
+    """The page as HTML. Views that exceed the size limit are thinned or left out, with a note."""
     pictures, missing = _pictures(workflow)
     views = [view for view in workflow.shown if view.on_page]
     views, pictures = _fitted([*views, *_panels(workflow, views, drawn=not missing)], pictures)
@@ -104,7 +114,7 @@ def render(workflow: Reported) -> str:
 
 
 def _panels(workflow: Reported, views: list[View], *, drawn: bool) -> list[View]:
-    """Panels of figures that `views` do not hold: as views where a page has their kind, else as pictures.
+    """Panels of figures that are not among `views`, as views if a page supports their kind, else as pictures.
 
     drawn: whether pictures can be drawn.
     """
@@ -112,9 +122,9 @@ def _panels(workflow: Reported, views: list[View], *, drawn: bool) -> list[View]
     kinds = {panel.panel().kind for figure in figures for panel in figure.panels}
     seen = {_content(view) for view in _options(views) if view.kind in kinds}
     seen |= {_cells(view.overview) for view in views if isinstance(view, Attention)}  # its grid of heads
-    found: list[View] = []
+    additional: list[View] = []
     for figure in figures:
-        for panel in (each.panel() for each in figure.panels):
+        for panel in (source.panel() for source in figure.panels):
             content = _content(panel)
             if content in seen or not (panel.on_page or drawn):
                 continue
@@ -123,15 +133,15 @@ def _panels(workflow: Reported, views: list[View], *, drawn: bool) -> list[View]
             seen.add(content)
             titles: dict[str, Any] = {"title": panel.title or figure.title, "caption": panel.caption}
             if panel.on_page:
-                found.append(replace(panel, **titles))
+                additional.append(replace(panel, **titles))
             else:
-                alone = replace(panel, title="", caption="")
-                found.append(Picture(png=paper.png([alone], dpi=DPI), alt=titles["title"], **titles))
-    return found
+                untitled = replace(panel, title="", caption="")
+                additional.append(Picture(png=paper.png([untitled], dpi=DPI), alt=titles["title"], **titles))
+    return additional
 
 
 def _options(views: Iterable[View]) -> Iterator[View]:
-    """Views, and those that a `Choice` among them offers."""
+    """Views, including the options of a `Choice`."""
     for view in views:
         yield view
         if isinstance(view, Choice):
@@ -139,18 +149,19 @@ def _options(views: Iterable[View]) -> Iterator[View]:
 
 
 def _content(view: View) -> str:
-    """Digest of what a view shows, without its title and caption."""
+    """Digest of a view's contents, without title and caption."""
     shown = plain(replace(view, title="", caption="", sources=()))
     return hashlib.sha256(f"{view.kind}{shown}".encode()).hexdigest()
 
 
 def _cells(values: Array) -> str:
-    """The numbers of a grid, as a page embeds them."""
+    """Numbers of a grid in the form in which a page embeds them."""
     return str(block(values))
 
 
 def _pictures(workflow: Reported) -> tuple[list[View], str]:
-    """The workflow's figures, which a browser without scripts shows; where they cannot be drawn, why."""
+    """(figures of the workflow as pictures, which a browser without scripts shows; why they cannot be drawn,
+    or "")."""
     with tempfile.TemporaryDirectory() as folder:
         try:
             drawn = workflow.draw(Path(folder))
@@ -163,22 +174,28 @@ def _pictures(workflow: Reported) -> tuple[list[View], str]:
 
 
 def _fitted(*groups: list[View]) -> list[list[View]]:
-    """Every view, or what of it fits: small ones whole, and large ones share what these leave."""
+    """Reduce views to the size limit: small ones stay complete, large ones share the remaining bytes
+    equally."""
     sizes = sorted(size(view) for group in groups for view in group)
-    left, share = LIMIT, LIMIT
-    for number, each in enumerate(sizes):
-        share = left // (len(sizes) - number)
-        if each > share:
+    remaining, share = LIMIT, LIMIT
+    for number, n_bytes in enumerate(sizes):
+        share = remaining // (len(sizes) - number)
+        if n_bytes > share:
             break
-        left -= each
+        remaining -= n_bytes
     else:
         share = LIMIT
     return [[view.within(share) for view in group] for group in groups]
 
 
 def policy(style: str, drawing: str, beside: str = "") -> str:
-    """What a browser may do with a page: apply this style, run this script, show what is embedded. beside:
-    where other scripts may come from."""
+    """Content security policy of a page: one inline style, one inline script and embedded images.
+
+    Arguments:
+        style: text of the style.
+        drawing: text of the script.
+        beside: further source of scripts; empty for none.
+    """
     allowed = (
         f"style-src {hashed(style)}; script-src {hashed(drawing)}{beside and ' '}{beside}; img-src data:"
     )

@@ -1,7 +1,8 @@
-"""How the results of a workflow came about: every stage behind them, and the command that does it again.
+"""Provenance of a workflow's results: all stages of its graph, and the command that repeats it.
 
-Border: reads keys and provenance, computes nothing, loads no model. What it tells is the same for everybody
-who reads the same store: which host or process computed something is left out.
+The output is the same for all readers of a store: host and process of a computation are left out.
+
+Border: reads keys and provenance, computes nothing, loads no model.
 """
 
 from __future__ import annotations
@@ -34,26 +35,33 @@ __all__ = ["Asked", "Made", "asked", "command", "facts", "made"]
 
 @dataclass(frozen=True)
 class Asked:
-    """A setting: its value as JSON, what it does, and whether somebody chose it."""
+    """A setting of a workflow."""
 
     name: str
+    """Name of the setting."""
     value: str
+    """Value as JSON."""
     help: str
+    """Help text."""
     is_default: bool
+    """Whether the value is the default."""
 
 
 def asked(settings: Any) -> list[Asked]:
-    """Every setting of a workflow, in order."""
-    found = []
-    for field in dataclasses.fields(settings):
-        value = getattr(settings, field.name)
-        told = field.metadata.get("help", "")
-        found.append(Asked(field.name, _json(value), told, value == field.default))
-    return found
+    """All settings of a workflow, in order."""
+    return [
+        Asked(
+            field.name,
+            _json(getattr(settings, field.name)),
+            field.metadata.get("help", ""),
+            getattr(settings, field.name) == field.default,
+        )
+        for field in dataclasses.fields(settings)
+    ]
 
 
 def command(workflow: Reported, verb: str = "report") -> str:
-    """What to type to get the same numbers again."""
+    """Command line that reproduces the results; verb: subcommand of mizarr."""
     words = ["mizarr", verb, workflow.name]
     for setting in asked(workflow.settings):
         if not setting.is_default:
@@ -63,21 +71,23 @@ def command(workflow: Reported, verb: str = "report") -> str:
 
 @dataclass(frozen=True)
 class Made:
-    """One node of the graph behind the results.
-
-    name: as the workflow calls a result, else as the node calls itself; told apart by a number.  stage: name
-    and version, or what else it is.  key: digest it is stored under; of forward passes that of their run
-    (DATA of `mizarr ls`), of given values that of their content.
-    inputs: name of the input -> name of the `Made` it is.  facts: (name, value) for people.
-    """
+    """One node of the graph of the results."""
 
     name: str
+    """Name of the result in the workflow, or else name of the node, with a number if it is not unique."""
     stage: str
+    """Name and version of the stage, "forward passes" or "given values"."""
     is_result: bool
+    """Whether it is a result of the workflow."""
     key: str
+    """Digest of its key; for forward passes that of their run (DATA of `mizarr ls`), for constants that of
+    their content."""
     inputs: tuple[tuple[str, str], ...]
+    """(name of the input, `name` of the node that provides it)."""
     params: str
+    """Parameters of the stage as JSON; empty for none."""
     facts: tuple[tuple[str, str], ...]
+    """(name, value) of provenance to show."""
 
     @property
     def short(self) -> str:
@@ -86,49 +96,49 @@ class Made:
 
     @property
     def reads(self) -> list[str]:
-        """Names of what it reads, each once."""
+        """Names of the nodes that it reads, without duplicates."""
         return list(dict.fromkeys(name for _, name in self.inputs))
 
 
 def made(workflow: Reported) -> list[Made]:
-    """Every node behind the results, each after what it reads. Empty for a workflow that stores nothing."""
+    """All nodes of the graph, inputs first; empty for a workflow without a store."""
     store = workflow.store
     if store is None:
         return []
     with one_look():
         names = _names(workflow.nodes)
-        once = {name: node for node, name in names.items()}
-        return [_told(node, name, names, workflow, store) for name, node in once.items()]
+        unique = {name: node for node, name in names.items()}
+        return [_described(node, name, names, workflow, store) for name, node in unique.items()]
 
 
 def _names(nodes: Mapping[str, ResultNode]) -> dict[Node, str]:
     """Node -> name, inputs first. Results have the workflow's names; equal constants share one."""
-    given: dict[Node, str] = {node: name for name, node in nodes.items()}
-    found: dict[Node, str] = {}
+    result_names: dict[Node, str] = {node: name for name, node in nodes.items()}
+    names: dict[Node, str] = {}
     constants: dict[str, str] = {}
-    taken = set(given.values())
+    used = set(result_names.values())
 
     def unused(name: str) -> str:
-        tried = itertools.chain([name], (f"{name}_{number}" for number in itertools.count(2)))
-        return next(each for each in tried if each not in taken)
+        candidates = itertools.chain([name], (f"{name}_{number}" for number in itertools.count(2)))
+        return next(candidate for candidate in candidates if candidate not in used)
 
     def visit(node: Node) -> None:
-        if node in found:
+        if node in names:
             return
         for source in node.inputs:
             visit(source)
         content = node.content if isinstance(node, ConstantNode) else None
-        found[node] = given.get(node) or constants.get(content or "") or unused(node.name)
-        taken.add(found[node])
+        names[node] = result_names.get(node) or constants.get(content or "") or unused(node.name)
+        used.add(names[node])
         if content is not None:
-            constants[content] = found[node]
+            constants[content] = names[node]
 
     for node in nodes.values():
         visit(node)
-    return found
+    return names
 
 
-def _told(node: Node, name: str, names: Mapping[Node, str], workflow: Reported, store: Store) -> Made:
+def _described(node: Node, name: str, names: Mapping[Node, str], workflow: Reported, store: Store) -> Made:
     is_result = name in workflow.nodes
     inputs = tuple(_inputs(node, names))
     if isinstance(node, CaptureNode):
@@ -136,17 +146,17 @@ def _told(node: Node, name: str, names: Mapping[Node, str], workflow: Reported, 
         return Made(
             name, "forward passes", is_result, entry.digest, inputs, "", tuple(_passes(node, entry, store))
         )
-    if isinstance(node, ResultNode) and (asked := node.key(store)) is not None:
-        record = store.lookup(asked)
-        told = tuple(facts(store, record)) if record is not None else ()
-        params = _json(asked.params) if asked.params else ""
-        return Made(name, f"{asked.stage}/{asked.version}", is_result, asked.digest, inputs, params, told)
-    key = node.content if isinstance(node, ConstantNode) else ""
-    return Made(name, "given values", is_result, key, inputs, "", ())
+    if isinstance(node, ResultNode) and (key := node.key(store)) is not None:
+        record = store.lookup(key)
+        provenance = tuple(facts(store, record)) if record is not None else ()
+        params = _json(key.params) if key.params else ""
+        return Made(name, f"{key.stage}/{key.version}", is_result, key.digest, inputs, params, provenance)
+    content = node.content if isinstance(node, ConstantNode) else ""
+    return Made(name, "given values", is_result, content, inputs, "", ())
 
 
 def _inputs(node: Node, names: Mapping[Node, str]) -> Iterator[tuple[str, str]]:
-    """(what the node calls an input, what this page calls it)."""
+    """(name of an input in the node, name of its source on the page)."""
     ports = getattr(node, "ports", None)
     if ports is None:
         yield from ((source.name, names[source]) for source in node.inputs)
@@ -157,11 +167,11 @@ def _inputs(node: Node, names: Mapping[Node, str]) -> Iterator[tuple[str, str]]:
 
 
 def _entry(node: CaptureNode, store: Store) -> LabelledEntry:
-    """Where the activations lie: the run itself, or a larger one that holds these prompts."""
+    """Entry of the activations: the run itself, or a larger run that contains these prompts."""
     with contextlib.suppress(EntryNotFound):
-        own = store.entry(node.run_key, node.dtype)
-        if all(own.record(*cell) for cell in node.cells):
-            return own
+        entry = store.entry(node.run_key, node.dtype)
+        if all(entry.record(*cell) for cell in node.cells):
+            return entry
     larger = store.find_prompts(node.run_key, node.tokens, node.dtype, node.cells)
     if larger is None:
         raise EntryNotFound(
@@ -171,15 +181,15 @@ def _entry(node: CaptureNode, store: Store) -> LabelledEntry:
 
 
 def _passes(node: CaptureNode, entry: LabelledEntry, store: Store) -> Iterator[tuple[str, str]]:
-    """Facts about forward passes, and the keys of the arrays they left behind."""
+    """Provenance of forward passes, with the keys of their stored arrays."""
     yield "prompts", f"{node.tokens.n_prompts:,} ({node.tokens.n_tokens:,} tokens)"
     records = [record for cell in node.cells if (record := entry.record(*cell)) is not None]
     yield "arrays", ", ".join(f"{record.label} {record.short}" for record in records)
-    yield from ((name, told) for name, told in facts(store, records[0]) if name != "content")
+    yield from ((name, value) for name, value in facts(store, records[0]) if name != "content")
 
 
 def facts(store: Store, record: Record) -> Iterator[tuple[str, str]]:
-    """When something was computed, from what, how long it took, with which versions."""
+    """Provenance of a record to show: model, content, time, duration, memory, bytes, device and versions."""
     notes = store.provenance(record)
     timed = [note for note in notes if "seconds" in note]
     note = (timed or notes or [{}])[0]
@@ -191,8 +201,8 @@ def facts(store: Store, record: Record) -> Iterator[tuple[str, str]]:
     yield "computed", note.get("at", record.created)
     if "seconds" in note:
         yield "took", f"{note['seconds']:.3g} s"
-    if held := most_held([note]):
-        yield "memory at most", ", ".join(f"{room} {megabytes(most)}" for room, most in held.items())
+    if peaks := most_held([note]):
+        yield "memory at most", ", ".join(f"{room} {megabytes(most)}" for room, most in peaks.items())
     for name, word in (("bytes_read", "read"), ("bytes_written", "wrote")):
         if note.get(name):
             yield word, human_bytes(note[name])

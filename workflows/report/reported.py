@@ -1,7 +1,4 @@
-"""What a page asks of a workflow.
-
-Border: names of what is shown and made; how it came about the workflow knows.
-"""
+"""The interface of a workflow that a page needs."""
 
 from __future__ import annotations
 
@@ -17,51 +14,52 @@ if TYPE_CHECKING:
 __all__ = ["NO_CLAIM", "Reported"]
 
 NO_CLAIM = "This describes the model and makes no causal claim."
-"""Stands behind what a question describes."""
+"""Sentence after the description of a workflow without claims."""
 
 
 class Reported(Protocol):
-    """A workflow that has run, as its page sees it."""
+    """A workflow that has run, as its page needs it."""
 
     settings: Any
+    """Dataclass of its settings."""
     store: Store | None
+    """Store of its results; None for a workflow without one."""
 
     @property
     def nodes(self) -> Mapping[str, ResultNode]:
-        """Computed nodes by the names of their results."""
+        """Nodes of the results, by name."""
         ...
 
     @property
     def name(self) -> str:
-        """Of the workflow, as the command line knows it."""
+        """Name of the workflow on the command line."""
         ...
 
     @property
     def question(self) -> str:
-        """What it answers, in a sentence."""
+        """The question that it answers, one sentence."""
         ...
 
     @property
     def descriptive(self) -> str:
-        """What it describes, if it makes no causal claim; else empty."""
+        """What its results describe, if it makes no causal claim; else empty."""
         ...
 
     @property
     def caution(self) -> str:
-        """What stands on every answer about a model whose layout was trusted; empty for all others."""
+        """Warning shown with results of a model whose layout was trusted without a check; else empty."""
         ...
 
     @property
     def trained_with_help(self) -> str:
-        """What stands on every answer about a model whose training asked something of its inside; empty for
-        all others."""
+        """Note shown with results of a model whose training loss included its internals; else empty."""
         ...
 
     @property
     def shown(self) -> tuple[View, ...]:
-        """The views, in the order of reading."""
+        """The views, in reading order."""
         ...
 
     def draw(self, folder: Path) -> list[Path]:
-        """What came out, as PNG files in `folder`."""
+        """Write the figures as PNG files into a folder; returns their paths."""
         ...

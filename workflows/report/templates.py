@@ -1,4 +1,4 @@
-"""What pages are made from: templates, styles and scripts of assets/, and what a browser may do with them.
+"""Templates, styles and scripts of pages, from assets/.
 
 Border: text of files; knows no workflow and no page.
 """
@@ -28,36 +28,36 @@ SCRIPTS = (
     "graph.js",
     "start.js",
 )
-"""Parts of the one script of a page, in order; `start.js` draws what the others know to draw."""
+"""Parts of a page's script, in order; `start.js` calls the functions of the others."""
 
 
 @cache
 def environment() -> Any:
-    """Jinja's, by which all text is escaped; templates by their names in assets/."""
+    """Jinja environment with autoescape, which loads templates from assets/."""
     import jinja2
 
-    found = jinja2.Environment(
+    jinja = jinja2.Environment(
         loader=jinja2.FunctionLoader(asset),
         autoescape=True,
         trim_blocks=True,
         lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
     )
-    found.filters["plain"] = plain
-    found.filters["base64"] = lambda data: base64.b64encode(data).decode("ascii")
-    return found
+    jinja.filters["plain"] = plain
+    jinja.filters["base64"] = lambda data: base64.b64encode(data).decode("ascii")
+    return jinja
 
 
 def asset(name: str) -> str:
-    """Text of a file of assets/."""
+    """Text of a file in assets/."""
     return files(__package__).joinpath("assets", name).read_text("utf-8")
 
 
 def script() -> str:
-    """The script that draws views."""
+    """The script that draws the views of a page."""
     return "(() => {\n" + "\n".join(map(asset, SCRIPTS)) + "})();\n"
 
 
 def hashed(text: str) -> str:
-    """An inline style or script as a content security policy allows it."""
+    """Hash of an inline style or script, in the form of a content security policy."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"

@@ -29,7 +29,7 @@ from ..architectures.transformer import RopeConfig
 from ..hooks.wants import Logits
 from ..networks.attention import attend, causal
 from ..networks.history import STREAM, Carried
-from ..networks.loop import onwards
+from ..networks.loop import run_layers
 from ..networks.rope import rope_tables
 from ..passes.plain import WholePrompts
 from .layout import KINDS, Layout
@@ -160,7 +160,7 @@ class _Downstream:
             keys, device = self.clean.keys, stream.device
             self._histories[first] = _Suffixes(self._length, first, keys, last, device)
         later, history = range(layer + 1, last + 1), self._histories[first]
-        return self.read(onwards(self.network, {STREAM: stream}, later, history, NO_TAPS, layer))
+        return self.read(run_layers(self.network, {STREAM: stream}, later, history, NO_TAPS, layer))
 
     def read(self, stream: Tensor) -> Tensor:
         """Final stream [row, 1, D] -> logits [row, token]."""
@@ -195,7 +195,7 @@ class _Suffixes(WholePrompts):
         self._is_last = layer == self._last
         return carried
 
-    def kept(self, x: Tensor) -> Tensor:
+    def needed(self, x: Tensor) -> Tensor:
         """x unchanged; in the last layer its last position."""
         return x[..., -1:, :] if self._is_last else x
 
@@ -206,20 +206,20 @@ class _Suffixes(WholePrompts):
             self._tables[rope] = cos[self._first :], sin[self._first :]
         return self._tables[rope]
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, how: AttentionMixer) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, mixer: AttentionMixer) -> Tensor:
         """See `History`."""
         if self._first:
             before = (part[:, :, : self._first].expand(len(k), -1, -1, -1) for part in self._keys[layer])
             k, v = (torch.cat(pair, dim=2) for pair in zip(before, (k, v), strict=True))
         queries, keys = q.shape[2], k.shape[2]
         # Fused kernels have a causal flag for square attention; any other shape needs a mask.
-        is_plain = queries == keys and (how.window is None or how.window >= keys)
+        is_plain = queries == keys and (mixer.window is None or mixer.window >= keys)
         seen = (
             None
             if is_plain
-            else causal(keys, how.window, q.device, newest=queries, is_chunked=how.is_chunked)
+            else causal(keys, mixer.window, q.device, newest=queries, is_chunked=mixer.is_chunked)
         )
-        return attend(q, k, v, seen, how, layer, NO_TAPS)
+        return attend(q, k, v, seen, mixer, layer, NO_TAPS)
 
 
 def _first_that_differs(change: Tensor) -> int:

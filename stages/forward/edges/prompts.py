@@ -63,10 +63,10 @@ class PromptsWithKeys(WholePrompts):
         super().__init__(length, taps, device)
         self.keys: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, how: AttentionMixer) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, mixer: AttentionMixer) -> Tensor:
         """See `History`."""
         self.keys[layer] = k, v
-        return super().attend(layer, q, k, v, how)
+        return super().attend(layer, q, k, v, mixer)
 
 
 def streams_of(

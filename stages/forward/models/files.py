@@ -169,9 +169,9 @@ class ModelFiles:
     def checked_checkpoint(self) -> Checkpoint:
         """`checkpoint`, with names, shapes and dtypes of all tensors checked as for a pass. Raises
         WeightsError naming the tensor or file."""
-        from ..networks.weights import fitting
+        from ..networks.weights import checked_checkpoint
 
-        return fitting(self.checkpoint, self.architecture())
+        return checked_checkpoint(self.checkpoint, self.architecture())
 
     @property
     def plain_config(self) -> dict[str, Any]:

@@ -32,7 +32,14 @@ from ..architectures.architecture import Architecture
 from ..checkpoints.checkpoint import Checkpoint
 from ..checkpoints.source import Take
 from ..networks.table import NETWORKS
-from ..networks.weights import Weights, as_computed, fitting, own_head, shared_once, small_ends
+from ..networks.weights import (
+    Weights,
+    as_computed,
+    checked_checkpoint,
+    outer_weights,
+    read_shared_once,
+    separate_head,
+)
 from .fingerprint import Fingerprint, fingerprint
 from .residency import EMBEDDING, HEAD, Unit, bytes_of
 
@@ -61,7 +68,7 @@ class WeightFiles:
         WeightsError as loading does."""
         with self.checkpoint.opened() as tensors:
             take = as_computed(tensors, self.dtype, self.device)
-            yield shared_once(take, self.config, self.shared)
+            yield read_shared_once(take, self.config, self.shared)
         self.check()
 
     def rows(self, name: str, ids: Tensor) -> Tensor | None:
@@ -198,7 +205,7 @@ class StreamedWeights(Weights[Any]):
         self._fields(_files=files, _name=name, nbytes=sizes.total, room=room)
         like = torch.empty(0, dtype=files.dtype, device=files.device)
         with files.opened() as take:
-            small = small_ends(take, config, like)
+            small = outer_weights(take, config, like)
             for shared in config.tensors.shared:
                 take(shared)
         window = Window(self._made, sizes.units, room - sizes.always, name)
@@ -230,7 +237,7 @@ class StreamedWeights(Weights[Any]):
             if unit == EMBEDDING:
                 return take(config.tensors.outside["embed"].name)
             if unit == HEAD:
-                return own_head(take, config)
+                return separate_head(take, config)
             return NETWORKS[config.kind][0](take, config, unit)
 
     @property
@@ -293,5 +300,5 @@ def stream(
 ) -> StreamedWeights:
     """The weights of an architecture from its checkpoint, within `room` bytes. Raises WeightsError as loading
     all of them does, for what can be told before they are read, and of each when it is read."""
-    files = WeightFiles(fitting(checkpoint, config), config, dtype, device)
+    files = WeightFiles(checked_checkpoint(checkpoint, config), config, dtype, device)
     return StreamedWeights(files, room, name)

@@ -1,1 +1,1 @@
-"""The torch side of an architecture: the one loop over layers, and what a layer computes."""
+"""The torch side of an architecture: the loop over layers, and the computation of each kind of layer."""

@@ -1,13 +1,13 @@
-"""Self-attention of one layer: grouped queries, rope, soft cap, sliding window, and the hook points inside.
+"""Self-attention of one layer: grouped queries, RoPE, soft cap, sliding window, and the hook points inside.
 
-Who sees whom is the history's; `attend` is what histories have in common.
+The history decides which keys a query sees; `attend` is the code that all histories share.
 
-The fused kernel computes the output unless someone changes scores or patterns, or the family soft-caps its
-scores (no fused kernel does). Someone who only reads them gets them computed on the side; the output keeps
-every bit.
+torch's fused kernel computes the output unless scores or patterns are changed by an intervention, or the
+family soft-caps its scores (the fused kernel cannot). If scores or patterns are only captured, they are
+computed in addition, and the output keeps every bit.
 
-Whole prompts are read in tiles (`in_tiles`), so that what a token attends to does not depend on what comes
-after it, nor on who shares the batch.
+Whole prompts are computed in tiles (`tiled_attention`), so that the output at a token depends, bit for bit,
+neither on later tokens nor on other prompts of the batch.
 """
 
 from __future__ import annotations
@@ -30,34 +30,36 @@ from .gradients import is_recorded
 from .history import History
 from .kernels.company import is_beside_others
 from .kernels.functions import evenly
-from .kernels.products import each_product, product
+from .kernels.products import batched_product, product
 from .norms import apply_norm
 from .rope import rotate
 from .transfer import to_device
 from .weights import AttentionWeights, Linear, NormWeights
 
 Weigh = Callable[[Tensor, Tensor, Tensor, Tensor | None, AttentionMixer], Tensor]
-"""What `weighed` is."""
+"""Signature of `weighted_values`: (q, k, v, mask, mixer) -> z."""
 _QUERIES = 16
-"""Queries that go through a product together; fewer make products of other shapes, with other orders."""
-_TOGETHER, _OF_THEIR_OWN = 4, 2
-"""Queries that a product takes at a time, and up to how many have a kernel of their own: four take more than
-twice the time of one."""
+"""Queries per tile are padded to a multiple of this: matrix products of fewer rows sum in another order."""
+_PADDED_QUERIES = 4
+"""Queries of non-causal calls are padded to a multiple of this, the row block of a matrix product."""
+_FEW_QUERIES = 2
+"""Up to so many queries are not padded, as they have a kernel of their own: four queries take more than twice
+the time of one."""
 _NARROW = (torch.bfloat16, torch.float16)
 _BLOCK = 32
-"""Queries that the fused kernel takes at once, at least."""
+"""Smallest number of queries that the fused kernel processes as one block."""
 _TILES = ((64, 32), (512, 64))
-"""Tiles that begin before so many positions have so many."""
+"""(position, size): tiles that start before the position have `size` queries."""
 _LARGEST_TILE = 256
-"""Of all later ones. Over the kernel that is given prompts whole, with 8 heads of 64: 1.0 to 1.08 for 100 to
-1,024 tokens, 1.75 for 20, where attention is a thirtieth of a pass."""
+"""Queries per tile at all later positions. Measured time relative to the fused kernel on whole prompts, with
+8 heads of 64: 1.0 to 1.08 for 100 to 1,024 tokens, 1.75 for 20 tokens, where attention is 1/30 of a pass."""
 
 
 def linear(x: Tensor, part: Linear | None) -> Tensor:
-    """x weight^T + bias. A part the layout of this family does not have is never asked for."""
-    assert part is not None
-    made = product(x, part.weight, part.bias)
-    return made if part.low is None else made + product(product(x, part.low[0]), part.low[1])
+    """x weight^T + bias, plus the product with the low-rank factors if there are any."""
+    assert part is not None  # None only for parts that the family's layout does not have
+    out = product(x, part.weight, part.bias)
+    return out if part.low is None else out + product(product(x, part.low[0]), part.low[1])
 
 
 def causal(
@@ -68,36 +70,51 @@ def causal(
     newest: int | None = None,
     is_chunked: bool = False,
 ) -> Tensor:
-    """Bool [query, key]: key <= query, and query - key < window where there is one, or both in one chunk of
-    that size; queries of the newest positions only, or all."""
-    place = torch.arange(length, device=device)
-    queries = place[(0 if newest is None else length - newest) :, None]
-    return within(queries, place, queries >= place, window, is_chunked=is_chunked)
+    """Causal attention mask, bool [query, key], True where key <= query.
+
+    Arguments:
+        length: number of keys.
+        window: size of the sliding window (query - key < window), or of chunks; None for no limit.
+        device: device of the mask.
+        newest: number of queries, which are the last positions; None for all.
+        is_chunked: whether queries see only keys of their own chunk instead of a sliding window (Llama 4).
+    """
+    positions = torch.arange(length, device=device)
+    queries = positions[(0 if newest is None else length - newest) :, None]
+    return limit_to_window(queries, positions, queries >= positions, window, is_chunked=is_chunked)
 
 
-def within(
-    queries: Tensor, keys: Tensor, seen: Tensor, window: int | None, *, is_chunked: bool = False
+def limit_to_window(
+    queries: Tensor, keys: Tensor, mask: Tensor, window: int | None, *, is_chunked: bool = False
 ) -> Tensor:
-    """What is seen of keys at some places from queries at others, within a window, or a chunk of that size;
-    on both sides where more than what comes before is seen."""
+    """Restrict an attention mask to a window or to chunks.
+
+    Arguments:
+        queries: positions of queries, int, broadcastable to the mask.
+        keys: positions of keys, int, broadcastable to the mask.
+        mask: bool [query, key], True where attention may look.
+        window: size of the window (distance < window, in both directions) or of chunks; None for no limit.
+        is_chunked: whether to restrict to chunks.
+    """
     if window is None:
-        return seen
+        return mask
     if is_chunked:
-        return seen & (queries // window == keys // window)
-    return seen & ((queries - keys).abs() < window)
+        return mask & (queries // window == keys // window)
+    return mask & ((queries - keys).abs() < window)
 
 
-def visible(length: int, how: AttentionMixer, device: torch.device) -> Tensor | None:
-    """Bool [query, key], where a whole prompt may look; None where that is all that is plain (`plainly`)."""
-    if how.window is None or how.window >= length:
+def window_mask(length: int, mixer: AttentionMixer, device: torch.device) -> Tensor | None:
+    """Mask of a whole prompt with a sliding window or chunks, bool [query, key]; None if no window limits it,
+    so that `default_mask` applies."""
+    if mixer.window is None or mixer.window >= length:
         return None
-    seen = causal(length, how.window, device, is_chunked=how.is_chunked)
-    return seen | seen.T if how.is_bidirectional else seen
+    mask = causal(length, mixer.window, device, is_chunked=mixer.is_chunked)
+    return mask | mask.T if mixer.is_bidirectional else mask
 
 
-def plainly(length: int, how: AttentionMixer, device: torch.device) -> Tensor:
-    """Bool [query, key], where a whole prompt looks that no window limits: at what comes before, or all."""
-    if how.is_bidirectional:
+def default_mask(length: int, mixer: AttentionMixer, device: torch.device) -> Tensor:
+    """Mask of a whole prompt without a window, bool [query, key]: causal, or all True if bidirectional."""
+    if mixer.is_bidirectional:
         return torch.ones(length, length, dtype=torch.bool, device=device)
     return causal(length, None, device)
 
@@ -106,38 +123,50 @@ def attention(
     x: Tensor,
     weights: AttentionWeights,
     sizes: AttentionSpec,
-    how: AttentionMixer,
+    mixer: AttentionMixer,
     layer: int,
     history: History,
     taps: Taps,
     gate: Tensor | None = None,
     source: StreamRead | None = None,
 ) -> Tensor:
-    """Normalised x [B, token, D] -> what the output projection gives [B, kept, D], before any post-norm.
+    """Self-attention of one layer, from the normalised stream to the output projection.
 
-    gate: of each head [B, H, kept, dh]. source: what x is the norm of, where heads can be shown another one.
+    Arguments:
+        x: normalised stream [B, token, D].
+        weights: projections and norms.
+        sizes: sizes and switches of the layer's attention.
+        mixer: parameters that `History.attend` needs, such as window, scale and soft cap.
+        layer: the layer.
+        history: mixes the positions.
+        taps: hook points of the pass.
+        gate: factors of the heads' outputs, [B, H, kept, dh]; None for no gate.
+        source: the stream before the norm, if the layer has hook points for inputs of single heads.
+
+    Returns:
+        Output of the output projection [B, kept, D], before any post-norm.
     """
     q, k, v = project(x, weights, sizes, layer, taps, source)
-    q, k = turned(history.kept(q), k, sizes.rope, history)
+    q, k = apply_rope(history.needed(q), k, sizes.rope, history)
     if sizes.qk_norm is not None and sizes.qk_norm.after_rope:
         q, k = (_normed(x, norm, sizes) for x, norm in ((q, weights.q_norm), (k, weights.k_norm)))
     if sizes.temperature_tuning is not None:
-        q = _tempered(q, sizes.temperature_tuning, history)
+        q = _temperature_tuned(q, sizes.temperature_tuning, history)
     q, k = taps("rot_q", layer, q), taps("rot_k", layer, k)
     if sizes.alibi_slopes:
-        q, k = _sloped(q, k, sizes, how.scale, history)
+        q, k = _with_alibi(q, k, sizes, mixer.scale, history)
     if weights.rise is not None:
-        q, k = _risen(q, k, v, weights, how.scale)
-    z = history.attend(layer, q, k, v, how)
+        q, k = _with_value_bias(q, k, v, weights, mixer.scale)
+    z = history.attend(layer, q, k, v, mixer)
     if weights.z_norm is not None and sizes.inner_norm_eps is not None:
-        z = _normed_together(z, weights.z_norm, sizes.inner_norm_eps)
+        z = _normed_jointly(z, weights.z_norm, sizes.inner_norm_eps)
     z = taps("z", layer, z if gate is None else z * gate)
     return output(z, weights.o, layer, taps)
 
 
 @dataclass(frozen=True)
 class StreamRead:
-    """The stream [B, token, D] that attention reads, and the norm it is read through."""
+    """The stream [B, token, D] before the norm, and the norm, from which attention reads."""
 
     stream: Tensor
     norm: Callable[[Tensor], Tensor]
@@ -151,7 +180,19 @@ def project(
     taps: Taps,
     source: StreamRead | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """q [B, H, S, dh], k and v [B, Hk, S, dh], before rope."""
+    """Project normalised x [B, S, D] to queries, keys and values.
+
+    Arguments:
+        x: normalised stream [B, S, D].
+        weights: projections and QK norms.
+        sizes: sizes and switches of the layer's attention.
+        layer: the layer.
+        taps: hook points q, k, v, and those of inputs of single heads.
+        source: the stream before the norm, to recompute projections of changed head inputs.
+
+    Returns:
+        q [B, H, S, dh], k and v [B, Hk, S, dh], before RoPE.
+    """
     flat = tuple(linear(x, part) for part in (weights.q, weights.k, weights.v))
     if source is not None and taps.touches(layer, *SPLIT_INPUTS):
         flat = _from_inputs(flat, source, weights, sizes, layer, taps)
@@ -171,97 +212,112 @@ def _from_inputs(
     layer: int,
     taps: Taps,
 ) -> tuple[Tensor, ...]:
-    """Projections [B, S, heads * dh], anew where the stream that a head reads for one of them is changed.
+    """Projections [B, S, heads * dh], recomputed for heads whose input stream an intervention changes.
 
-    Taps may give back a stream for each query head where fewer make keys and values: each then reads those
-    that its own stream makes.
+    In grouped-query attention, taps may return one key or value input per query head; each query head then
+    gets keys and values computed from its own input.
     """
     heads = (sizes.num_attention_heads, sizes.num_kv_heads, sizes.num_kv_heads)
-    found = []
+    projections = []
     parts = (weights.q, weights.k, weights.v)
-    for kind, count, made, part in zip(SPLIT_INPUTS, heads, flat, parts, strict=True):
-        assert part is not None  # of layers with such hook points
+    for kind, count, projected, part in zip(SPLIT_INPUTS, heads, flat, parts, strict=True):
+        assert part is not None  # layers with such hook points have separate q, k and v
         if not taps.touches(layer, kind):
-            found.append(made)
+            projections.append(projected)
             continue
         copies = source.stream.unsqueeze(1).expand(-1, count, -1, -1)
         if not taps.changes(layer, kind):
             taps(kind, layer, copies)
-            found.append(made)
+            projections.append(projected)
             continue
-        # Taps may write into it, and one head's copy would be the stream itself.
-        given = taps(kind, layer, copies.clone(memory_format=torch.contiguous_format))
-        rows, bias, each = part.weight.unflatten(0, (count, -1)), part.bias, given.shape[1] // count
-        rows = rows.repeat_interleave(each, 0)
-        anew = _of_heads(source.norm(given), rows.transpose(1, 2))
-        if bias is not None:
-            anew = anew + bias.view(count, 1, -1).repeat_interleave(each, 0)
-        if each == 1:
-            # What was left alone keeps its projection, with whatever was done to the norm that it is made of.
-            kept = made.unflatten(-1, (count, -1)).transpose(1, 2)
-            if is_recorded(given):
-                kept = kept.detach() + (anew - anew.detach())  # its value, and the way back by the input
-            anew = torch.where((given != copies).any(-1, keepdim=True), anew, kept)
-        found.append(anew.transpose(1, 2).flatten(2))
-    return tuple(found)
+        # A real copy: taps may write into it, and an expanded view would share memory with the stream.
+        inputs = taps(kind, layer, copies.clone(memory_format=torch.contiguous_format))
+        repeats = inputs.shape[1] // count
+        rows = part.weight.unflatten(0, (count, -1)).repeat_interleave(repeats, 0)
+        recomputed = _per_head_product(source.norm(inputs), rows.transpose(1, 2))
+        if part.bias is not None:
+            recomputed = recomputed + part.bias.view(count, 1, -1).repeat_interleave(repeats, 0)
+        if repeats == 1:
+            # Unchanged heads keep their projection, including any intervention on the norm it was read
+            # through.
+            original = projected.unflatten(-1, (count, -1)).transpose(1, 2)
+            if is_recorded(inputs):
+                # The value of the original, with the gradient of the head's input.
+                original = original.detach() + (recomputed - recomputed.detach())
+            recomputed = torch.where((inputs != copies).any(-1, keepdim=True), recomputed, original)
+        projections.append(recomputed.transpose(1, 2).flatten(2))
+    return tuple(projections)
 
 
 def _by_heads(x: Tensor, norm: NormWeights | None, sizes: AttentionSpec) -> Tensor:
-    """x [B, S, heads * dh] as [B, heads, S, dh]; normed over each head, or all of them at once if the norm is
-    as wide."""
+    """x [B, S, heads * dh] as [B, heads, S, dh], normalised per head, or over all heads if the norm has the
+    full width (OLMo 2)."""
     if norm is not None and norm.weight.shape[0] != sizes.head_dim:
         x, norm = _normed(x, norm, sizes), None
     return _normed(x.unflatten(-1, (-1, sizes.head_dim)).transpose(1, 2), norm, sizes)
 
 
 def _normed(x: Tensor, norm: NormWeights | None, sizes: AttentionSpec) -> Tensor:
-    """x [..., dh], or of all heads, normed, where there is a norm."""
+    """x [..., width] normalised; unchanged if there is no norm."""
     if norm is None or sizes.qk_norm is None:
         return x
     return apply_norm(x, norm, sizes.qk_norm.kind, sizes.qk_norm.eps)
 
 
-def _normed_together(z: Tensor, norm: NormWeights, eps: float) -> Tensor:
-    """What all heads have read [B, H, S, dh], normed as one row of each token."""
+def _normed_jointly(z: Tensor, norm: NormWeights, eps: float) -> Tensor:
+    """Heads' outputs z [B, H, S, dh], RMS-normalised over all heads of a token together."""
     flat = apply_norm(z.transpose(1, 2).flatten(2), norm, "rms", eps)
     heads: Tensor = flat.unflatten(-1, (z.shape[1], -1)).transpose(1, 2)
     return heads
 
 
-def _tempered(q: Tensor, tuning: TemperatureTuning, history: History) -> Tensor:
-    """Queries [B, H, kept, dh] scaled by their positions, as `TemperatureTuning` says."""
-    places = history.kept(history.positions[:, None].float()) + tuning.offset
-    return q * (1 + tuning.scale * torch.log(1 + torch.floor(places / tuning.floor))).to(q.dtype)
+def _temperature_tuned(q: Tensor, tuning: TemperatureTuning, history: History) -> Tensor:
+    """Queries [B, H, kept, dh] times a factor that grows with log(position) (`TemperatureTuning`)."""
+    positions = history.needed(history.positions[:, None].float()) + tuning.offset
+    return q * (1 + tuning.scale * torch.log(1 + torch.floor(positions / tuning.floor))).to(q.dtype)
 
 
-def _sloped(
+def _with_alibi(
     q: Tensor, k: Tensor, sizes: AttentionSpec, scale: float, history: History
 ) -> tuple[Tensor, Tensor]:
-    """Queries and keys with one entry more, whose product times the scale is what a score rises by with the
-    position of its key (Press et al., Train Short, Test Long, 2021). Relative to each query's own position it
-    is the penalty of distance in that paper; a softmax does not see the difference."""
+    """Add the ALiBi bias to scores by one more entry of queries and keys (Press et al., Train Short, Test
+    Long, 2021).
+
+    The product of the entries, times the scale, is slope * key position. The paper's bias is slope * (key
+    position - query position); the difference is constant per query, and softmax ignores it.
+    """
     slopes = to_device(torch.tensor(sizes.alibi_slopes), k.device)
-    rises = (slopes[:, None] * history.positions).to(k.dtype)[:, :, None]
-    wider = torch.cat([k, rises.expand(k.shape[0], -1, -1, -1)], dim=-1)
+    biases = (slopes[:, None] * history.positions).to(k.dtype)[:, :, None]
+    wider = torch.cat([k, biases.expand(k.shape[0], -1, -1, -1)], dim=-1)
     return torch.cat([q, torch.full_like(q[..., :1], 1 / scale)], dim=-1), wider
 
 
-def _risen(q: Tensor, k: Tensor, v: Tensor, weights: AttentionWeights, scale: float) -> tuple[Tensor, Tensor]:
-    """The same, of what the values [B, Hk, token, dh] of a key say: e^(a softplus(w v)) for each key head
-    (Shi et al., Trainable Dynamic Mask Sparse Attention, 2025, section 3)."""
-    assert weights.rise_gain is not None  # whoever has the map has both
-    told = evenly(F.softplus, linear(v.transpose(1, 2).flatten(2), weights.rise))
-    rises = torch.exp(weights.rise_gain * told).transpose(1, 2)[..., None]
-    return torch.cat([q, torch.full_like(q[..., :1], 1 / scale)], dim=-1), torch.cat([k, rises], dim=-1)
+def _with_value_bias(
+    q: Tensor, k: Tensor, v: Tensor, weights: AttentionWeights, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Add a bias per key to scores, computed from values v [B, Hk, token, dh] as exp(a softplus(w v)) for
+    each key head, by one more entry of queries and keys (Shi et al., Trainable Dynamic Mask Sparse Attention,
+    2025, section 3)."""
+    assert weights.rise_gain is not None  # models that have the map `rise` have its gain as well
+    activated = evenly(F.softplus, linear(v.transpose(1, 2).flatten(2), weights.rise))
+    biases = torch.exp(weights.rise_gain * activated).transpose(1, 2)[..., None]
+    return torch.cat([q, torch.full_like(q[..., :1], 1 / scale)], dim=-1), torch.cat([k, biases], dim=-1)
 
 
-def turned(q: Tensor, k: Tensor, rope: RopeConfig | None, history: History) -> tuple[Tensor, Tensor]:
-    """q [B, H, kept, dh] and k [B, Hk, token, dh] rotated by position; as they are where nothing turns."""
+def apply_rope(q: Tensor, k: Tensor, rope: RopeConfig | None, history: History) -> tuple[Tensor, Tensor]:
+    """Rotate q [B, H, kept, dh] and k [B, Hk, token, dh] by position (RoPE).
+
+    Arguments:
+        q: queries of the kept tokens.
+        k: keys of all tokens that enter the layer.
+        rope: rotary embedding of the layer; None returns both unchanged.
+        history: gives the angles at the tokens' positions.
+    """
     if rope is None:
         return q, k
-    (cos, sin), paired = history.rotation(rope, q.dtype), rope.interleaved
-    q = rotate(q, history.kept(cos), history.kept(sin), interleaved=paired)
-    return q, rotate(k, cos, sin, interleaved=paired)
+    (cos, sin), interleaved = history.rotation(rope, q.dtype), rope.interleaved
+    q = rotate(q, history.needed(cos), history.needed(sin), interleaved=interleaved)
+    return q, rotate(k, cos, sin, interleaved=interleaved)
 
 
 def attend(
@@ -269,196 +325,228 @@ def attend(
     k: Tensor,
     v: Tensor,
     allowed: Tensor | None,
-    how: AttentionMixer,
+    mixer: AttentionMixer,
     layer: int,
     taps: AttentionTaps,
     weigh: Weigh | None = None,
     places: Tensor | None = None,
 ) -> Tensor:
-    """Pattern-weighted values z [B, H, query, dh] from rotated q, k and v.
+    """Pattern-weighted values from queries and keys after RoPE, with the hook points of scores and pattern.
 
-    allowed: bool, broadcastable to [B, H, query, key], True where attention may look; None where that is
-    plainly causal, or everywhere, which the fused kernel knows by itself. weigh: what computes them where
-    nobody changes scores or patterns, `weighed` by default. places: of queries in their prompts, [query] or
-    [B, query], where scores go by distance; keys are those of a prompt from its first.
+    Arguments:
+        q: queries [B, H, query, dh].
+        k: keys [B, Hk, key, dh].
+        v: values [B, Hk, key, dh].
+        allowed: bool, broadcastable to [B, H, query, key], True where attention may look; None for a plain
+            causal mask, or for no mask if the layer is bidirectional.
+        mixer: parameters of the layer's attention.
+        layer: the layer.
+        taps: hook points, cut edges included.
+        weigh: computes the output if no intervention changes scores or patterns; None for `weighted_values`.
+        places: positions of queries in their prompts, [query] or [B, query], for relative position biases;
+            keys are at positions 0, 1, ….
+
+    Returns:
+        z [B, H, query, dh].
+
+    Raises:
+        InterventionError: cut edges leave a query without a key.
     """
-    if how.relative is not None:
-        assert places is not None  # histories that cannot tell have no such layers
-        how = replace(how, relative=partial(how.relative, places=places))
-    seen = allowed
+    if mixer.relative is not None:
+        assert places is not None  # no layer with relative positions runs under a history without positions
+        mixer = replace(mixer, relative=partial(mixer.relative, places=places))
+    mask = allowed
     cut = taps.cut(layer, q.shape[1], q.shape[2], k.shape[2], q.device)
     if cut is not None:
-        seen = _spared(plainly(k.shape[2], how, q.device) if seen is None else seen, cut, layer, how)
+        mask = _without_cut(
+            default_mask(k.shape[2], mixer, q.device) if mask is None else mask, cut, layer, mixer
+        )
     changed = taps.changes_attention(layer)
     if changed or taps.captures(layer, "scores", "attn_scores", "pattern"):
-        whole = plainly(k.shape[2], how, q.device) if seen is None else seen
-        masked = _masked(taps("scores", layer, _scores(q, k, how)), whole, how)
-        pattern = _pattern(taps("attn_scores", layer, masked), whole, how).to(q.dtype)
+        whole = default_mask(k.shape[2], mixer, q.device) if mask is None else mask
+        masked = _masked(taps("scores", layer, _scores(q, k, mixer)), whole, mixer)
+        pattern = _pattern(taps("attn_scores", layer, masked), whole, mixer).to(q.dtype)
         pattern = taps("pattern", layer, pattern, whole)
-        if changed or (weigh is None and is_by_hand(q, how)):
-            z = _mixed(pattern, v)
-            if not changed or not is_beside_others() or is_by_hand(q, how):
+        if changed or (weigh is None and needs_unfused(q, mixer)):
+            z = _weighted_sum(pattern, v)
+            if not changed or not is_beside_others() or needs_unfused(q, mixer):
                 return z
-            # Queries that were left alone read as they do where nobody changes anything.
-            alone = _unchanged_pattern(q, k, whole, how)
-            is_left = (pattern == alone).all(-1, keepdim=True)
-            return torch.where(is_left, (weigh or weighed)(q, k, v, seen, how), z)
-    return (weigh or weighed)(q, k, v, seen, how)
+            # Queries whose pattern was not changed keep the bits of a run without interventions.
+            original = _unchanged_pattern(q, k, whole, mixer)
+            is_unchanged = (pattern == original).all(-1, keepdim=True)
+            return torch.where(is_unchanged, (weigh or weighted_values)(q, k, v, mask, mixer), z)
+    return (weigh or weighted_values)(q, k, v, mask, mixer)
 
 
-def weighed(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, how: AttentionMixer) -> Tensor:
-    """z [B, H, query, dh] where nobody looks at scores. seen: as `attend`'s allowed."""
-    return by_hand(q, k, v, seen, how) if is_by_hand(q, how) else _fused(q, k, v, seen, how)
+def weighted_values(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, mixer: AttentionMixer) -> Tensor:
+    """z [B, H, query, dh] without hook points, by the fused kernel where possible; mask: as `allowed` in
+    `attend`."""
+    return (
+        unfused_attention(q, k, v, mask, mixer) if needs_unfused(q, mixer) else _fused(q, k, v, mask, mixer)
+    )
 
 
-def by_hand(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, how: AttentionMixer) -> Tensor:
-    """`weighed`, step by step."""
-    whole = plainly(k.shape[2], how, q.device) if seen is None else seen
-    return _mixed(_unchanged_pattern(q, k, whole, how), v)
+def unfused_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, mixer: AttentionMixer) -> Tensor:
+    """`weighted_values` by separate products and softmax, for families that the fused kernel does not
+    support."""
+    whole = default_mask(k.shape[2], mixer, q.device) if mask is None else mask
+    return _weighted_sum(_unchanged_pattern(q, k, whole, mixer), v)
 
 
-def _unchanged_pattern(q: Tensor, k: Tensor, whole: Tensor, how: AttentionMixer) -> Tensor:
-    """Attention weights [B, H, query, key] where nobody changes anything; whole: where attention may look."""
-    return _pattern(_masked(_scores(q, k, how), whole, how), whole, how).to(q.dtype)
+def _unchanged_pattern(q: Tensor, k: Tensor, whole: Tensor, mixer: AttentionMixer) -> Tensor:
+    """Attention pattern [B, H, query, key] without hook points; whole: bool mask, True where attention
+    looks."""
+    return _pattern(_masked(_scores(q, k, mixer), whole, mixer), whole, mixer).to(q.dtype)
 
 
-def over(keys: Tensor, values: Tensor) -> Weigh:
-    """`weighed` by the fused kernel, over keys and values [B, Hk, key, dh] that begin with those it is given
-    and go on with as many that nobody sees as `keys_filled` says."""
+def fused_over_padded(keys: Tensor, values: Tensor) -> Weigh:
+    """`weighted_values` by the fused kernel, over buffers that already contain the padding.
 
-    def weigh(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, how: AttentionMixer) -> Tensor:
-        size, every = k.shape[2], keys.shape[2]
-        if seen is not None:
-            seen = F.pad(seen, (0, every - size))
-        elif every > size and (q.shape[2] == 1 or how.is_bidirectional):
-            seen = _first_of(every, size).to(q.dtype)
-        return _fused(q, keys, values, seen, how, is_filled=True)
+    Arguments:
+        keys: [B, Hk, key, dh], the keys of the call followed by hidden ones, `padded_keys` in all.
+        values: the values, padded likewise.
+    """
+
+    def weigh(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, mixer: AttentionMixer) -> Tensor:
+        size, padded_size = k.shape[2], keys.shape[2]
+        if mask is not None:
+            mask = F.pad(mask, (0, padded_size - size))
+        elif padded_size > size and (q.shape[2] == 1 or mixer.is_bidirectional):
+            mask = _first_keys_bias(padded_size, size).to(q.dtype)
+        return _fused(q, keys, values, mask, mixer, is_filled=True)
 
     return weigh
 
 
-def keys_filled(q: Tensor, keys: int) -> int:
-    """How many keys these queries [B, H, query, dh] take for bits that are nobody else's business.
+def padded_keys(q: Tensor, keys: int) -> int:
+    """Number of keys after padding for queries q [B, H, query, dh], so that the fused CPU kernel sums in one
+    order in every batch.
 
-    Of the fused kernel of CPUs. It takes exponentials 16 at a time, and those left over by another function;
-    and each thread has its own place for scores, which begins at a multiple of 16 bytes only where this says
-    so: elsewhere MKL has other kernels.
+    The kernel computes exponentials 16 at a time, and the remainder by another function. Each thread has a
+    buffer for scores; the padding also aligns these to 16 bytes, as MKL uses other kernels for unaligned
+    ones.
     """
-    if not _is_told_by_counts(q):
+    if not _depends_on_sizes(q):
         return keys
-    return keys + -keys % 16 + (-(2 + q.shape[3]) % 4 if q.shape[2] <= _of_their_own() else 0)
+    return keys + -keys % 16 + (-(2 + q.shape[3]) % 4 if q.shape[2] <= _most_unpadded_queries() else 0)
 
 
-def keys_by_hand(q: Tensor, keys: int, how: AttentionMixer) -> int:
-    """The same step by step: a softmax adds up 16 numbers at a time, and those left over by themselves."""
-    return keys if how.relative is not None or not _is_told_by_counts(q) else keys + -keys % 16
+def padded_keys_unfused(q: Tensor, keys: int, mixer: AttentionMixer) -> int:
+    """`padded_keys` for `unfused_attention`: a softmax on CPU sums 16 numbers at a time, and then the
+    remainder, so keys are padded to a multiple of 16."""
+    return keys if mixer.relative is not None or not _depends_on_sizes(q) else keys + -keys % 16
 
 
 def _fused(
-    q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, how: AttentionMixer, *, is_filled: bool = False
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, mixer: AttentionMixer, *, is_filled: bool = False
 ) -> Tensor:
-    """`weighed`, by the fused kernel. is_filled: whether keys are as many as `keys_filled` says."""
+    """`weighted_values` by torch's fused kernel. is_filled: whether keys are already padded to
+    `padded_keys`."""
     queries, keys = q.shape[2], k.shape[2]
-    is_causal = seen is None and queries > 1 and not how.is_bidirectional
-    more = 0 if is_filled else keys_filled(q, keys) - keys
-    if more:
-        k, v = (F.pad(x, (0, 0, 0, more)) for x in (k, v))
-        if seen is not None:
-            seen = F.pad(seen, (0, more))
+    is_causal = mask is None and queries > 1 and not mixer.is_bidirectional
+    padding = 0 if is_filled else padded_keys(q, keys) - keys
+    if padding:
+        k, v = (F.pad(x, (0, 0, 0, padding)) for x in (k, v))
+        if mask is not None:
+            mask = F.pad(mask, (0, padding))
         elif not is_causal:
-            seen = _first_of(keys + more, keys).to(q.dtype)
-    if _is_told_by_counts(q) and (is_causal or queries > _of_their_own()):
-        if is_causal and queries <= _BLOCK:  # the kernel takes them at once, and the mask spares it some
-            seen, is_causal = _up_to_each(queries, k.shape[2]).to(q.dtype), False
-        rows = -queries % (_QUERIES if is_causal else _TOGETHER)
+            mask = _first_keys_bias(keys + padding, keys).to(q.dtype)
+    if _depends_on_sizes(q) and (is_causal or queries > _most_unpadded_queries()):
+        # Up to one block of queries, an explicit mask needs fewer padded rows than the causal flag.
+        if is_causal and queries <= _BLOCK:
+            mask, is_causal = _causal_bias(queries, k.shape[2]).to(q.dtype), False
+        rows = -queries % (_QUERIES if is_causal else _PADDED_QUERIES)
         q = F.pad(q, (0, 0, 0, rows)) if rows else q
-        if rows and seen is not None and seen.shape[-2] > 1:
-            seen = F.pad(seen, (0, 0, 0, rows))
+        if rows and mask is not None and mask.shape[-2] > 1:
+            mask = F.pad(mask, (0, 0, 0, rows))
     z = F.scaled_dot_product_attention(
         q,
         k,
         v,
-        attn_mask=seen,
+        attn_mask=mask,
         is_causal=is_causal,
-        scale=how.scale,
+        scale=mixer.scale,
         enable_gqa=q.shape[1] != k.shape[1],
     )
     return z[:, :, :queries]
 
 
 @lru_cache(maxsize=64)
-def _up_to_each(queries: int, keys: int) -> Tensor:
-    """What is added to scores [1, 1, query, key] where each of the first positions sees up to itself."""
+def _causal_bias(queries: int, keys: int) -> Tensor:
+    """Additive causal mask [1, 1, query, key], float32: 0 where key <= query, -inf elsewhere. Cached, as all
+    layers use the same."""
     hidden = torch.ones(queries, keys, dtype=torch.bool).triu(1)
     return torch.zeros(1, 1, queries, keys).masked_fill(hidden, float("-inf"))
 
 
 @lru_cache(maxsize=64)
-def _first_of(keys: int, seen: int) -> Tensor:
-    """What is added to scores [1, 1, 1, key] of keys of which the first so many are seen. In float32, or the
-    kernel's caller makes it that, at every token that is generated; kept, as layers ask for the same."""
-    return torch.zeros(1, 1, 1, keys).masked_fill(torch.arange(keys) >= seen, float("-inf"))
+def _first_keys_bias(keys: int, n_visible: int) -> Tensor:
+    """Additive mask [1, 1, 1, key]: 0 for the first `n_visible` keys, -inf for the others. Cached, as all
+    layers use the same."""
+    # float32, because torch converts a bool mask in every call, at each generated token.
+    return torch.zeros(1, 1, 1, keys).masked_fill(torch.arange(keys) >= n_visible, float("-inf"))
 
 
-def _of_their_own() -> int:
-    """Up to how many queries go through kernels of their own."""
-    return 0 if is_beside_others() else _OF_THEIR_OWN
+def _most_unpadded_queries() -> int:
+    """Up to how many queries are left unpadded; 0 inside `beside_others`, where all are padded alike."""
+    return 0 if is_beside_others() else _FEW_QUERIES
 
 
-def _is_told_by_counts(q: Tensor) -> bool:
-    """Whether sums of the fused kernel go by the numbers of queries, keys and threads."""
+def _depends_on_sizes(q: Tensor) -> bool:
+    """Whether the fused kernel's order of summation depends on the numbers of queries, keys and threads."""
     return q.device.type == "cpu" and (
         q.dtype == torch.float32 or (is_beside_others() and q.dtype in _NARROW)
     )
 
 
-def in_tiles(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, how: AttentionMixer) -> Tensor:
-    """`weighed`, of whole prompts: every query sums over as many keys as its own position says, so that its
-    bits are the same in any company and with anything behind it.
+def tiled_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, mixer: AttentionMixer) -> Tensor:
+    """`weighted_values` for whole prompts (q, k and v of equal length), in tiles of queries, with the same
+    bits for any batch and any later tokens.
 
-    A tile's keys end where it ends, past the end of the prompt with keys nobody sees: a masked key adds
-    exactly 0, but how many there are decides the order of a sum.
+    The keys of a tile end where the tile ends; the last tile is padded with hidden keys. A masked key adds
+    exactly 0, but the number of keys decides the order of the sum, and here it depends on the position alone.
     """
     length = q.shape[2]
     ends = _tiles(length)
     k, v = (F.pad(x, (0, 0, 0, ends[-1] - length)) for x in (k, v))
-    found, start = [], 0
+    outputs, start = [], 0
     for end in ends:
         rows = min(end, length) - start
         padding = -rows % _QUERIES
-        if seen is None:
-            mask = causal(end, None, q.device, newest=end - start)[: rows + padding]
+        if mask is None:
+            tile_mask = causal(end, None, q.device, newest=end - start)[: rows + padding]
         else:
-            mask = seen[..., start : start + rows, :end]
-            mask = F.pad(mask, (0, end - mask.shape[-1], 0, padding))
+            tile_mask = mask[..., start : start + rows, :end]
+            tile_mask = F.pad(tile_mask, (0, end - tile_mask.shape[-1], 0, padding))
         tile = F.pad(q[:, :, start : start + rows], (0, 0, 0, padding))
-        found.append(weighed(tile, k[:, :, :end], v[:, :, :end], mask, how)[:, :, :rows])
+        outputs.append(weighted_values(tile, k[:, :, :end], v[:, :, :end], tile_mask, mixer)[:, :, :rows])
         start = end
-    return found[0] if len(found) == 1 else torch.cat(found, dim=2)
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
 
 
 def _tiles(length: int) -> list[int]:
-    """Where tiles end, the last one at or behind this length."""
+    """End positions of the tiles of a prompt; the last one is at or after its length."""
     ends = [0]
     while (start := ends[-1]) < length:
         ends.append(start + next((size for before, size in _TILES if start < before), _LARGEST_TILE))
     return ends[1:]
 
 
-def is_by_hand(q: Tensor, how: AttentionMixer) -> bool:
-    """Whether weights are computed step by step where nobody changes them: no fused kernel caps scores, adds
-    to them by distance or has a place for sinks, and none takes the softmax in float32 where all else is
-    float64, as the reference does."""
-    is_plain = how.sinks is None and how.relative is None and how.part is None
+def needs_unfused(q: Tensor, mixer: AttentionMixer) -> bool:
+    """Whether attention needs `unfused_attention`: the fused kernel supports no soft cap, no relative
+    position bias and no attention sinks, and in float64 it computes the softmax in float64, where the
+    reference uses float32."""
+    is_plain = mixer.sinks is None and mixer.relative is None and mixer.part is None
     if q.dtype == torch.bfloat16 and q.device.type == "cpu" and not _has_fused_bfloat16():
         return True
-    return how.is_capped or not is_plain or q.dtype == torch.float64
+    return mixer.is_capped or not is_plain or q.dtype == torch.float64
 
 
 @cache
 def _has_fused_bfloat16() -> bool:
-    """Whether torch's fused kernel runs in bfloat16 on this CPU: it fails where `ATEN_CPU_CAPABILITY` holds
-    torch below what the processor has, because it packs keys by what the processor has (torch 2.13)."""
+    """Whether torch's fused kernel runs in bfloat16 on this CPU. It fails if `ATEN_CPU_CAPABILITY` limits
+    torch to fewer instructions than the processor has, because the kernel packs keys for the processor (torch
+    2.13)."""
     x = torch.zeros(1, 4, 64, 16, dtype=torch.bfloat16)
     try:
         with torch.no_grad():
@@ -469,87 +557,95 @@ def _has_fused_bfloat16() -> bool:
 
 
 def output(z: Tensor, projection: Linear, layer: int, taps: Taps) -> Tensor:
-    """Heads z [B, H, S, dh] -> [B, S, D]; per head only where someone asks for ``hook_result``."""
+    """Heads' outputs z [B, H, S, dh] -> [B, S, D]; computed per head only if ``hook_result`` is used.
+
+    Arguments:
+        z: outputs of the heads.
+        projection: the output projection.
+        layer: the layer.
+        taps: hook point "result", [B, H, S, D].
+    """
     if taps.touches(layer, "result"):
         heads, width = z.shape[1], z.shape[-1]
         per_head = projection.weight.unflatten(1, (heads, width)).permute(1, 2, 0)
-        made = _of_heads(z, per_head)
-        # Taps may write into it.
-        result = taps("result", layer, made.clone() if is_beside_others() else made)
+        original = _per_head_product(z, per_head)
+        # A copy where it is compared below, because taps may write into it.
+        result = taps("result", layer, original.clone() if is_beside_others() else original)
         if taps.changes(layer, "result"):
-            mixed = sum(
-                result.unbind(1), torch.zeros_like(result[:, 0])
-            )  # in one order, however many queries
-            mixed = mixed if projection.bias is None else mixed + projection.bias
+            # `sum` over heads, as the order of torch's reduction depends on the number of queries.
+            summed = sum(result.unbind(1), torch.zeros_like(result[:, 0]))
+            summed = summed if projection.bias is None else summed + projection.bias
             if not is_beside_others():
-                return mixed
-            is_left = (result == made).all(-1).all(1)[..., None]
-            return torch.where(is_left, linear(z.transpose(1, 2).flatten(2), projection), mixed)
+                return summed
+            # Tokens without a change keep the bits of the plain projection.
+            is_unchanged = (result == original).all(-1).all(1)[..., None]
+            return torch.where(is_unchanged, linear(z.transpose(1, 2).flatten(2), projection), summed)
     return linear(z.transpose(1, 2).flatten(2), projection)
 
 
-def _of_heads(x: Tensor, maps: Tensor) -> Tensor:
-    """x [B, H, S, in], each head through its own map [H, in, out]: [B, H, S, out]."""
-    flat: Tensor = each_product(x.transpose(0, 1).flatten(1, 2), maps).unflatten(1, (x.shape[0], -1))
+def _per_head_product(x: Tensor, maps: Tensor) -> Tensor:
+    """x [B, H, S, in] times a matrix per head [H, in, out]: [B, H, S, out]."""
+    flat: Tensor = batched_product(x.transpose(0, 1).flatten(1, 2), maps).unflatten(1, (x.shape[0], -1))
     return flat.transpose(0, 1)
 
 
-def _spared(seen: Tensor, cut: Tensor, layer: int, how: AttentionMixer) -> Tensor:
-    """Where attention may look once edges are cut; InterventionError for a query left with no key."""
-    spared = seen & ~cut
-    blind = (~spared.any(-1) & seen.expand_as(spared).any(-1)).nonzero()
+def _without_cut(mask: Tensor, cut: Tensor, layer: int, mixer: AttentionMixer) -> Tensor:
+    """Mask without the cut edges; InterventionError if a query is left with no key."""
+    uncut = mask & ~cut
+    blind = (~uncut.any(-1) & mask.expand_as(uncut).any(-1)).nonzero()
     if len(blind):
-        # Rows may start anywhere in the prompt; the last key a causal query sees is its own.
-        query = int(seen.expand_as(spared)[tuple(blind[0].tolist())].nonzero()[-1])
-        head, which = int(blind[0][-2]), "a query" if how.is_bidirectional else f"query {query}"
+        # Row numbers are not positions, as rows may start anywhere in the prompt; but the last key that a
+        # causal query sees is its own position.
+        query = int(mask.expand_as(uncut)[tuple(blind[0].tolist())].nonzero()[-1])
+        head, label = int(blind[0][-2]), "a query" if mixer.is_bidirectional else f"query {query}"
         raise InterventionError(
-            f"Knockout at 'blocks.{layer}.attn.hook_scores' leaves {which} of head {head} no key to "
+            f"Knockout at 'blocks.{layer}.attn.hook_scores' leaves {label} of head {head} no key to "
             "attend to; expected at least one uncut key per row, so spare one, or zero the head at "
             f"'blocks.{layer}.attn.hook_z'"
         )
-    return spared
+    return uncut
 
 
-def _scores(q: Tensor, k: Tensor, how: AttentionMixer) -> Tensor:
-    """Scaled products [B, H, query, key] of queries and keys, with what they have besides by distance."""
+def _scores(q: Tensor, k: Tensor, mixer: AttentionMixer) -> Tensor:
+    """Scaled scores [B, H, query, key], with the relative position bias if the family has one."""
     batch, heads, queries, _ = q.shape
     kv_heads, keys = k.shape[1], k.shape[2]
     # Queries that share a key head are stacked into one matrix, so that keys are never repeated in memory.
     stacked = q.reshape(batch * kv_heads, -1, q.shape[-1])
-    raw = each_product(stacked * how.scale, k.reshape(batch * kv_heads, keys, -1).transpose(1, 2))
-    found = raw.view(batch, heads, queries, keys)
-    return found if how.relative is None else found + how.relative(q, k)
+    raw = batched_product(stacked * mixer.scale, k.reshape(batch * kv_heads, keys, -1).transpose(1, 2))
+    scores = raw.view(batch, heads, queries, keys)
+    return scores if mixer.relative is None else scores + mixer.relative(q, k)
 
 
-def _masked(scores: Tensor, seen: Tensor, how: AttentionMixer) -> Tensor:
-    """Scores capped, where the family does that, and -inf where attention may not look."""
-    if how.is_capped:
-        scores = evenly(lambda each: how.capped(each, torch), scores)
-    return scores.masked_fill(~seen, float("-inf"))
+def _masked(scores: Tensor, mask: Tensor, mixer: AttentionMixer) -> Tensor:
+    """Scores, soft-capped if the family does that, and -inf where attention may not look."""
+    if mixer.is_capped:
+        scores = evenly(lambda values: mixer.capped(values, torch), scores)
+    return scores.masked_fill(~mask, float("-inf"))
 
 
-def _pattern(masked: Tensor, seen: Tensor, how: AttentionMixer) -> Tensor:
-    """Weights of masked scores; of a query of the other side of a pair, which sees nothing, 0."""
-    if how.part is None:
-        return _weights(masked, how.sinks)
-    blank = ~seen.any(-1, keepdim=True)
-    # Finite before the softmax too, or there is no way back through it.
+def _pattern(masked: Tensor, mask: Tensor, mixer: AttentionMixer) -> Tensor:
+    """Softmax of masked scores. In an encoder-decoder, queries of the other side see no key and get 0."""
+    if mixer.part is None:
+        return _weights(masked, mixer.sinks)
+    blank = ~mask.any(-1, keepdim=True)
+    # Also finite before the softmax: a row of -inf would make its gradients NaN.
     return _weights(masked.masked_fill(blank, 0.0), None).masked_fill(blank, 0.0)
 
 
 def _weights(scores: Tensor, sinks: Tensor | None) -> Tensor:
-    """Softmax of masked scores [B, H, query, key], in float32; where there are sinks [H], rows sum to less
-    than 1, by what went there (Xiao et al., StreamingLLM, 2023; gpt-oss, 2025)."""
+    """Softmax of masked scores [B, H, query, key], in float32. With attention-sink logits [H], rows sum to
+    less than 1, by the weight of the sink (Xiao et al., StreamingLLM, 2023; gpt-oss, 2025)."""
     if sinks is None:
         return torch.softmax(scores, dim=-1, dtype=torch.float32)
     sink = sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:-1], 1)
     return torch.softmax(torch.cat([scores, sink], dim=-1), dim=-1, dtype=torch.float32)[..., :-1]
 
 
-def _mixed(pattern: Tensor, v: Tensor) -> Tensor:
-    """z [B, H, query, dh]: values by their weights."""
+def _weighted_sum(pattern: Tensor, v: Tensor) -> Tensor:
+    """Values averaged by the pattern [B, H, query, key]: z [B, H, query, dh]."""
     batch, heads, queries, keys = pattern.shape
     kv_heads = v.shape[1]
     stacked = pattern.reshape(batch * kv_heads, -1, keys)
-    mixed = each_product(stacked, v.reshape(batch * kv_heads, keys, -1))
-    return mixed.view(batch, heads, queries, -1)
+    z = batched_product(stacked, v.reshape(batch * kv_heads, keys, -1))
+    return z.view(batch, heads, queries, -1)

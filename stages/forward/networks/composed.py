@@ -3,12 +3,12 @@
     embed -> [resid_pre -> ln1 -> mixers -> attn_out -> resid_mid
                         -> ln2 -> channel mixer -> mlp_out -> resid_post] * L -> final_norm -> logits
 
-In layers that share a block (mixers/shared_block.py), ln1 norms what that adds to the stream as well.
+In layers with a shared block (mixers/shared_block.py), ln1 normalises the sum of stream and block output.
 
-Knows which class computes which kind of mixer, and nothing of what they do. A layer without a channel mixer,
-or without a mixer, has neither its half nor resid_mid. Norms may stand behind what mixers give, around them,
-on the stream, or on its sum with what they give (`LayerSpec.norms`); in a parallel layer both halves read
-the same norm.
+This file maps kinds of mixers to the classes that compute them. A layer without a mixer, or without a channel
+mixer, has only the other half, and no resid_mid. Norms are applied to the mixers' input, to their output, to
+both, to the stream, or to the stream after the addition (`LayerSpec.norms`); in a parallel layer both halves
+read the same norm unless the channel mixer has one.
 
 Axes: [B, token, channel].
 """
@@ -42,18 +42,18 @@ from .mixers.linear_attention import LinearAttention
 from .mixers.linear_unit import LinearUnit
 from .mixers.mamba import Mamba
 from .mixers.mamba2 import Mamba2
-from .mixers.mixer import ChannelMixer, LayerTensors, Mixer, own
+from .mixers.mixer import ChannelMixer, LayerTensors, PositionMixer, strip_prefix
 from .mixers.mlp import Mlp
 from .mixers.mlstm import Mlstm
 from .mixers.routed_attention import RoutedAttention
 from .mixers.shared_block import SharedBlock
 from .mixers.short_convolution import ShortConvolution
 from .norms import apply_norm, normalise
-from .weights import NormWeights, Weights, made, parts_of
+from .weights import NormWeights, Weights, parts_of, read_weight
 
 __all__ = ["ComposedNetwork", "LayerModules", "block", "tensors_of"]
 
-MIXERS: dict[str, Callable[[Any, LayerTensors], Mixer]] = {
+MIXERS: dict[str, Callable[[Any, LayerTensors], PositionMixer]] = {
     "attention": SelfAttention,
     "differential_attention": DifferentialAttention,
     "gated_attention": GatedAttention,
@@ -68,46 +68,59 @@ MIXERS: dict[str, Callable[[Any, LayerTensors], Mixer]] = {
     "routed_attention": RoutedAttention,
     "short_convolution": ShortConvolution,
 }
+"""Kind of mixer (`MixerSpec.kind`) -> class that computes it, built from the spec and the layer's tensors."""
 CHANNEL_MIXERS: dict[str, Callable[[Any, LayerTensors], ChannelMixer]] = {"mlp": Mlp, "experts": Experts}
-"""Kind of a shape -> what computes it, from the shape and the tensors of a layer."""
+"""Likewise for channel mixers."""
 KEPT_IN_TRAINING = 1 - 0.15 * 0.8
-"""Share of tokens that were not masked when ESM was trained."""
+"""Share of tokens that were not masked in training of ESM: 15 % were selected, 80 % of these masked."""
 START = "start"
-"""The embedding, carried beside the stream where layers read it again."""
+"""Name in `Carried` of the embedding, in families whose layers read it again (Zamba)."""
 
 
 @dataclass(frozen=True)
 class LayerModules:
-    """One layer's mixers and norms; norms by their names in architectures/layer_tensors.py."""
+    """Mixers and norms of one layer, with their weights."""
 
-    mixers: tuple[Mixer, ...]
+    mixers: tuple[PositionMixer, ...]
+    """Mixers that read the same input and whose outputs are added; mostly one."""
     channel_mixer: ChannelMixer | None
+    """MLP or experts; None if the layer has none."""
     norms: Mapping[str, NormWeights]
+    """Norms by their names in architectures/layer_tensors.py, such as "ln1" and "ln2_post"."""
     shared: SharedBlock | None = None
+    """Block before the mixer, with weights that several layers share."""
     gains: Mapping[str, Tensor] = field(default_factory=dict)
-    """What the stream is multiplied by where something is added to it, "1" and "2"."""
+    """Factors of the stream at its two additions, by "1" (mixer) and "2" (channel mixer)."""
 
 
 def tensors_of(take: Take, config: ComposedArchitecture, layer: int) -> dict[str, Tensor]:
-    """All weights of a layer by their names, from a function that gives a tensor by its checkpoint name."""
+    """All weights of a layer by their names in architectures/layer_tensors.py.
+
+    Arguments:
+        take: reads a tensor by its checkpoint name.
+        config: the architecture.
+        layer: the layer.
+    """
     tensors = config.tensors
     lent = {weight: tensors.outside[weight] for weight in LENT if weight in tensors.outside}
-    found = {weight: take(stored.name) for weight, stored in lent.items()}
-    stored = tensors.layers[layer]
-    for weight, where in sorted(stored.items(), key=lambda item: item[1].constant is not None):
-        found[weight] = made(take, where, tensors.in_layer(layer, weight), found)
-    return found
+    weights = {weight: take(stored.name) for weight, stored in lent.items()}
+    # Constants last: they get dtype and device of the weights read before.
+    for weight, stored in sorted(
+        tensors.layers[layer].items(), key=lambda item: item[1].constant is not None
+    ):
+        weights[weight] = read_weight(take, stored, tensors.in_layer(layer, weight), weights)
+    return weights
 
 
 def block(take: Take, config: ComposedArchitecture, layer: int) -> LayerModules:
-    """One layer from a function that gives a tensor by its checkpoint name."""
-    found, shape = tensors_of(take, config, layer), config.blocks[layer]
-    norms = parts_of({name: tensor for name, tensor in found.items() if name.startswith("ln")})
-    mixers = tuple(MIXERS[mixer.kind](mixer, found) for mixer in shape.mixers)
-    channel = shape.channel_mixer
-    channel_mixer = None if channel is None else CHANNEL_MIXERS[channel.kind](channel, found)
-    shared = None if shape.shared is None else SharedBlock(shape.shared, found)
-    return LayerModules(mixers, channel_mixer, norms, shared, own(found, "carry."))
+    """Build one layer; take: reads a tensor by its checkpoint name."""
+    tensors, spec = tensors_of(take, config, layer), config.blocks[layer]
+    norms = parts_of({name: tensor for name, tensor in tensors.items() if name.startswith("ln")})
+    mixers = tuple(MIXERS[mixer.kind](mixer, tensors) for mixer in spec.mixers)
+    channel = spec.channel_mixer
+    channel_mixer = None if channel is None else CHANNEL_MIXERS[channel.kind](channel, tensors)
+    shared = None if spec.shared is None else SharedBlock(spec.shared, tensors)
+    return LayerModules(mixers, channel_mixer, norms, shared, strip_prefix(tensors, "carry."))
 
 
 class ComposedNetwork(Ends[ComposedArchitecture, LayerModules]):
@@ -124,8 +137,8 @@ class ComposedNetwork(Ends[ComposedArchitecture, LayerModules]):
         shares: Shares | None = None,
         starts: Tensor | None = None,
     ) -> Carried:
-        """Token ids [B, S] -> embeddings [B, S, D], scaled where the family does, and with those of their
-        positions where these are learned; normed, and mapped to the stream, where it does that."""
+        """See `Network`: token embeddings, with scale, position embeddings, norm and projection as the family
+        has them."""
         x, weights = self.weights.embedded(ids), self.weights
         if self.config.embedding_scale is not None:
             scale: float | Tensor = self.config.embedding_scale
@@ -134,9 +147,10 @@ class ComposedNetwork(Ends[ComposedArchitecture, LayerModules]):
                 scale = torch.tensor(scale, dtype=torch.float32).to(x.dtype)
             x = x * scale
         if (dropped := self.config.dropped_token) is not None:
+            # ESM's token dropout: embeddings of mask tokens are zero and the others are rescaled.
             share = (shares or share_of)(dropped, ids)[..., None]
-            kept = x.masked_fill((ids == dropped)[..., None], 0)
-            x = (kept * KEPT_IN_TRAINING / (1 - share)).to(x.dtype)
+            unmasked = x.masked_fill((ids == dropped)[..., None], 0)
+            x = (unmasked * KEPT_IN_TRAINING / (1 - share)).to(x.dtype)
         if weights.token_type is not None:
             x = x + weights.token_type
         if positions is not None and weights.positions is not None:
@@ -146,53 +160,54 @@ class ComposedNetwork(Ends[ComposedArchitecture, LayerModules]):
             x = apply_norm(x, weights.embed_norm, c.norm_type, c.norm_eps)
         if weights.embed_in is not None:
             x = product(x, weights.embed_in.weight, weights.embed_in.bias)
-        # The reference keeps the stream in float32 where it is told to, whatever the weights are in.
+        # The reference keeps the stream in float32 if its config says so, whatever the dtype of the weights.
         return {STREAM: x.to(torch.promote_types(x.dtype, torch.float32)) if self._is_wide else x}
 
     def layer(self, layer: int, carried: Carried, history: History, taps: Taps) -> Carried:
-        """resid_pre [B, token, D] -> resid_post [B, kept, D] of one layer, where the loop shows it."""
-        part, block = self.weights.layers[layer], self.config.blocks[layer]
+        """One layer: resid_pre [B, token, D] -> resid_post [B, kept, D], at which the loop calls the taps."""
+        modules, block = self.weights.layers[layer], self.config.blocks[layer]
         beside = self._beside(carried)
-        h = x = entering = taps("resid_pre", layer, carried[STREAM])
-        if part.mixers:
-            ahead = None
-            if part.shared is not None:
-                ahead = part.shared(x, beside[START], layer, history, taps)
-            h, x = self._read(x, "ln1", layer, taps, ahead)
-            each = [self._mixed(mixer, h, entering, layer, history, taps) for mixer in part.mixers]
-            added = self._added(sum(each[1:], each[0]), "ln1_post", layer, taps)
-            x = self._carried(history.kept(x), "1", layer) + taps("attn_out", layer, added)
+        h = x = resid_pre = taps("resid_pre", layer, carried[STREAM])
+        if modules.mixers:
+            block_out = None
+            if modules.shared is not None:
+                block_out = modules.shared(x, beside[START], layer, history, taps)
+            h, x = self._read(x, "ln1", layer, taps, block_out)
+            outputs = [self._mixed(mixer, h, resid_pre, layer, history, taps) for mixer in modules.mixers]
+            added = self._added(sum(outputs[1:], outputs[0]), "ln1_post", layer, taps)
+            x = self._carried(history.needed(x), "1", layer) + taps("attn_out", layer, added)
             x = self._summed(x, "ln1", layer, taps)
         else:
-            x = history.kept(x)
-        if part.channel_mixer is not None:
+            x = history.needed(x)
+        if modules.channel_mixer is not None:
             if block.is_parallel:
-                own = "ln2" in block.norm_names
-                h = self._normed(history.kept(entering), "ln2", layer, taps) if own else history.kept(h)
+                has_norm = "ln2" in block.norm_names
+                h = history.needed(resid_pre if has_norm else h)
+                h = self._normed(h, "ln2", layer, taps) if has_norm else h
             else:
-                x = taps("resid_mid", layer, x) if part.mixers else x
+                x = taps("resid_mid", layer, x) if modules.mixers else x
                 h, x = self._read(x, "ln2", layer, taps)
             x = self._summed(self._carried(x, "2", layer) + self._written(h, layer, taps), "ln2", layer, taps)
-        return {STREAM: x} | {name: history.kept(each) for name, each in beside.items()}
+        return {STREAM: x} | {name: history.needed(tensor) for name, tensor in beside.items()}
 
     def fed(self, layer: int, x: Tensor, taps: Taps) -> Tensor:
-        """What the channel mixer adds [B, token, D], of the stream that it reads; where norms stand before
-        what reads them."""
+        """Output of the channel mixer [B, token, D] for a given stream x, in layers whose norms are applied
+        to the mixers' input."""
         name = "ln2" if "ln2" in self.config.blocks[layer].norm_names else "ln1"
         return self._written(self._normed(x, name, layer, taps), layer, taps)
 
     def _written(self, h: Tensor, layer: int, taps: Taps) -> Tensor:
-        """What the channel mixer adds to the stream, of what it reads behind its norm."""
+        """Output of the channel mixer, with its hook points, for its normalised input h."""
         channel_mixer = self.weights.layers[layer].channel_mixer
-        assert channel_mixer is not None  # nobody asks a layer without one
+        assert channel_mixer is not None  # callers check
         h = channel_mixer(taps("mlp_pre", layer, h), layer, taps)
         return taps("mlp_out", layer, self._added(taps("mlp_post", layer, h), "ln2_post", layer, taps))
 
     def _mixed(
-        self, mixer: Mixer, h: Tensor, stream: Tensor, layer: int, history: History, taps: Taps
+        self, mixer: PositionMixer, h: Tensor, stream: Tensor, layer: int, history: History, taps: Taps
     ) -> Tensor:
-        """What a mixer gives of normed h; attention is told which stream that is the norm of, as its heads
-        may be shown others."""
+        """Output of a mixer for normalised h. Attention with hook points for inputs of single heads also gets
+        the stream before the norm, as interventions may change it per head."""
         if not isinstance(mixer, SelfAttention) or not self.config.blocks[layer].has_split_inputs:
             return mixer(h, layer, history, taps)
         c, norm = self.config, self.norm_of("ln1", layer)
@@ -202,35 +217,38 @@ class ComposedNetwork(Ends[ComposedArchitecture, LayerModules]):
         return mixer(h, layer, history, taps, source)
 
     def _beside(self, carried: Carried) -> Carried:
-        """What is carried beside the stream: the embedding, once it has been shown, where layers read it."""
+        """Tensors carried in addition to the stream: the embedding, in families whose layers read it
+        again."""
         if not self._carries_embedding:
             return {}
-        # A copy: somebody may write over the stream.
+        # A copy, because interventions may write into the stream.
         return {START: carried[START] if START in carried else carried[STREAM].clone()}
 
     def _read(
-        self, x: Tensor, name: str, layer: int, taps: Taps, ahead: Tensor | None = None
+        self, x: Tensor, name: str, layer: int, taps: Taps, block_out: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """What mixers read of a stream x, and of what stands ahead of them; and the stream that their output
-        is added to."""
+        """Normalised input of mixers from the stream x, plus the output of a shared block; and the stream
+        that the mixers' output is added to."""
         block = self.config.blocks[layer]
         if block.norms in ("after", "of sums") or name not in block.norm_names:
-            # A copy, where somebody may write over what is read, and not over the stream.
+            # A copy, because an intervention at mlp_pre may write into the input but must not change the
+            # stream.
             return self._narrow(x.clone() if name == "ln2" and taps.changes(layer, "mlp_pre") else x), x
-        normed = self._normed(x if ahead is None else x + ahead, name, layer, taps)
+        normed = self._normed(x if block_out is None else x + block_out, name, layer, taps)
         return normed, normed * block.carried[name == "ln2"] if block.norms == "of stream" else x
 
     def _carried(self, x: Tensor, half: str, layer: int) -> Tensor:
-        """The stream as what attention ("1") or the channel mixer ("2") gives is added to it."""
+        """Stream times the gain of the addition, "1" of the mixer or "2" of the channel mixer, if there is
+        one."""
         gain = self.weights.layers[layer].gains.get(half)
         return x if gain is None else x * gain
 
     def _summed(self, x: Tensor, name: str, layer: int, taps: Taps) -> Tensor:
-        """The stream that a sum becomes."""
+        """Stream after an addition, normalised in post-norm layers."""
         return self._normed(x, name, layer, taps) if self.config.blocks[layer].norms == "of sums" else x
 
     def _added(self, x: Tensor, name: str, layer: int, taps: Taps) -> Tensor:
-        """What is added to the stream of what mixers give."""
+        """Output of mixers, normalised if the layer has a norm for it ("ln1_post", "ln2_post")."""
         return self._normed(x, name, layer, taps) if name in self.config.blocks[layer].norm_names else x
 
     def _normed(self, x: Tensor, name: str, layer: int, taps: Taps) -> Tensor:
@@ -238,7 +256,7 @@ class ComposedNetwork(Ends[ComposedArchitecture, LayerModules]):
         return normalise(self._narrow(x), norm, c.norm_type, c.norm_eps, taps, name, layer)
 
     def norm_of(self, name: str, layer: int) -> NormWeights:
-        """A norm of a layer that has it; ConfigError in others."""
+        """Weights of a norm of a layer, by name ("ln1"); ConfigError if the layer has no such norm."""
         norm = self.weights.layers[layer].norms.get(name)
         if norm is None:
             raise ConfigError(
@@ -253,32 +271,35 @@ class ComposedNetwork(Ends[ComposedArchitecture, LayerModules]):
     # -- weights as matrices
 
     def value_matrix(self, layer: int) -> Tensor:
-        """The V projection [kv_head * d_head, hidden]; ConfigError in a layer that does not attend, or where
-        values are no linear map."""
+        """Value projection [kv_head * d_head, hidden].
+
+        Raises:
+            ConfigError: the layer has no attention, or heads' outputs are not linear in the stream.
+        """
         attention = self._attention(layer)
         if (clip := attention.shape.clip_qkv) is not None:
             raise ConfigError(
                 f"expected values that are a linear map of the stream in {self.config.model_type}, found "
-                f"them held within {clip:g} in layer {layer}; no attribution follows such a model"
+                f"them clipped to {clip:g} in layer {layer}; attribution does not support such a model"
             )
         if attention.shape.inner_norm_eps is not None:
             raise ConfigError(
-                f"expected heads that write what they read in {self.config.model_type}, found them normed "
-                f"together in layer {layer}; no attribution follows such a model"
+                f"expected head outputs without a norm in {self.config.model_type}, found a norm over all "
+                f"heads in layer {layer}; attribution does not support such a model"
             )
         part = attention.weights.v
-        assert part is not None  # hybrids keep q, k and v apart
+        assert part is not None  # SelfAttention separates q, k and v
         return part.weight
 
     def output_matrix(self, layer: int) -> Tensor:
-        """The O projection [hidden, head * d_head]; ConfigError in a layer that does not attend."""
+        """Output projection [hidden, head * d_head]; ConfigError in a layer without attention."""
         return self._attention(layer).weights.o.weight
 
     def _attention(self, layer: int) -> SelfAttention:
-        found = next((m for m in self.weights.layers[layer].mixers if isinstance(m, SelfAttention)), None)
-        if found is None:
+        attention = next((m for m in self.weights.layers[layer].mixers if isinstance(m, SelfAttention)), None)
+        if attention is None:
             raise ConfigError(
                 f"expected attention in layer {layer} of {self.config.model_type}, found none that adds to "
-                "the stream; ask `model.config.layers` which layers attend"
+                "the stream; `model.config.layers` lists the mixer of each layer"
             )
-        return found
+        return attention

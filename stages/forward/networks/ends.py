@@ -1,11 +1,11 @@
-"""What every network does before its layers and behind them: embedding, final norm, LM head.
+"""The parts of a network outside of its layers, shared by all families: embedding, final norm, LM head.
 
-Encoders have a transform before the head, behind the final norm or in its place: what the head reads is what
-that gives (`head_transform`), here as everywhere.
+Encoders have a transform before the LM head, after the final norm or instead of it (`HeadTransform`). The
+input of the LM head includes this transform in all methods here.
 
-A network is made of these and of its own `embed`, `layer` and norms of layers (`Network` in loop.py).
+A subclass adds `embed`, `layer` and the norms of layers (`Network` in loop.py).
 
-Border: knows no layer, and weights outside of layers alone.
+Border: only weights outside of layers.
 
 Axes: [B, position, hidden].
 """
@@ -35,7 +35,7 @@ Layer = TypeVar("Layer")
 
 
 class Ends(Generic[Config, Layer]):
-    """The part of a network that does not depend on what its layers are."""
+    """Base class of networks, independent of the kind of their layers."""
 
     def __init__(self, config: Config, weights: Weights[Layer]) -> None:
         self.config = config
@@ -58,16 +58,17 @@ class Ends(Generic[Config, Layer]):
 
     @property
     def unembedding(self) -> Tensor:
-        """What the LM head multiplies by, [vocab, hidden]."""
+        """Matrix of the LM head [vocab, hidden], which may be the embedding."""
         head = self.weights.lm_head
         return self.weights.embed if head is None else head
 
     def gathered(self, carried: Carried, taps: Taps) -> Tensor:
-        """What the final norm reads of all that is carried behind the last layer: the stream."""
+        """Input of the final norm from the output of the last layer: the stream."""
         return carried[STREAM]
 
     def finish(self, x: Tensor, taps: Taps, want: Logits | None) -> Tensor:
-        """The last residual stream [B, S, D] -> what the LM head reads, [B, wanted positions, D]."""
+        """Final residual stream [B, S, D] -> input of the LM head [B, wanted positions, D], with hook
+        points."""
         c, final, x = self.config, self.weights.final_norm, self._narrow(x)
         if want is not None and not taps.touches(None, *BEFORE_HEAD):
             return self.final_norm(want.at_positions(x))
@@ -76,19 +77,27 @@ class Ends(Generic[Config, Layer]):
             x = taps("final_norm", None, normed)
         if c.transform is not None:
             x = transformed(x, self.weights, c.transform, c.norm_type, taps)
-        if taps.captures(None, LOGITS):  # handed over as what the head reads: whole, they would be the
-            taps(LOGITS, None, x)  # largest tensor of the pass (capture/vocabulary.py)
+        if taps.captures(None, LOGITS):
+            # The tap gets the head's input and computes logits in parts (capture/vocabulary.py): whole, they
+            # would be the largest tensor of the pass.
+            taps(LOGITS, None, x)
         return x if want is None else want.at_positions(x)
 
     def final_norm(self, x: Tensor) -> Tensor:
-        """What the LM head reads of residual states [..., D]: their final norm, transformed where it is."""
+        """Residual states [..., D] -> input of the LM head: final norm and, in encoders, the transform."""
         c, final, x = self.config, self.weights.final_norm, self._narrow(x)
         if final is not None:
             x = apply_norm(x, final, c.norm_type, c.final_norm_eps)
         return x if c.transform is None else transformed(x, self.weights, c.transform, c.norm_type)
 
     def unembed(self, x: Tensor, want: Logits, *, softcap: bool = True) -> Tensor:
-        """Normalised states [..., D] -> logits [..., tokens], soft-capped as the model's output is."""
+        """Inputs of the LM head [..., D] -> logits [..., tokens].
+
+        Arguments:
+            x: states after `final_norm`.
+            want: which tokens.
+            softcap: whether to apply the model's soft cap of logits.
+        """
         bias = self.weights.head_bias
         bias = None if bias is None else want.of_tokens(bias)
         logits = product(x, want.of_tokens(self.unembedding), bias)
@@ -96,7 +105,16 @@ class Ends(Generic[Config, Layer]):
         return cap * torch.tanh(logits / cap) if softcap and cap is not None else logits
 
     def norm_gain(self, name: str, layer: int | None, dtype: torch.dtype) -> Tensor:
-        """What a norm multiplies by [hidden]: a norm of a layer by its name ("ln1"); "ln_final"."""
+        """Gain of a norm [hidden], with the 1 that Gemma adds.
+
+        Arguments:
+            name: name of the norm, such as "ln1"; ignored for the final norm.
+            layer: the layer; None for the final norm.
+            dtype: dtype of the result.
+
+        Raises:
+            ConfigError: the model has no such norm.
+        """
         norm = self.weights.final_norm if layer is None else self.norm_of(name, layer)
         if norm is None:
             raise ConfigError(f"expected a final norm in {self.config.model_type}, found none")
@@ -104,9 +122,9 @@ class Ends(Generic[Config, Layer]):
         return 1 + weight if self.config.norm_type == "gemma_rms" else weight
 
     def norm_of(self, name: str, layer: int) -> NormWeights:
-        """A norm of a layer, by its name."""
+        """Weights of a norm of a layer, by name ("ln1")."""
         raise NotImplementedError
 
     def _narrow(self, x: Tensor) -> Tensor:
-        """The stream in the dtype of the weights: some models keep it wider."""
+        """The stream in the dtype of the weights, from float32 in models that keep it so."""
         return x.to(self.dtype)

@@ -1,8 +1,7 @@
-"""Whether a step is being recorded, so that its inputs must stay what they are.
+"""Whether autograd records an operation, so that its inputs must not be overwritten.
 
-A pass saves memory and time by writing over tensors nobody else has seen. Under autograd somebody has: the
-backward pass reads them again. Whoever overwrites asks here first; without gradients the answer is one look
-at a flag.
+A pass saves memory and time by in-place operations. Under autograd the backward pass reads the tensors again,
+so code checks `is_recorded` before it overwrites one. Without gradients the check costs one look at a flag.
 """
 
 from __future__ import annotations
@@ -12,5 +11,5 @@ from torch import Tensor
 
 
 def is_recorded(*tensors: Tensor) -> bool:
-    """Whether autograd keeps what is computed of one of these tensors."""
+    """Whether autograd records operations on any of these tensors."""
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)

@@ -1,14 +1,14 @@
-"""History: which earlier tokens the tokens of a pass can see, and where these are.
+"""The History protocol: which tokens a pass computes, and where the earlier tokens that they see are.
 
-A layer computes each token by itself, except for its mixer, which reads other tokens. They may be in the same
-batch (whole prompts), in a cache (generation), or in the parent branch (planned runs). Only the history knows
-which, so one network computes a batch of prompts, the newest token of a text, and thousands of variants of a
-prompt side by side.
+A layer computes tokens independently, except for its mixer, which reads other tokens. These may be in the
+same batch (whole prompts), in a cache (generation), or in the parent branch (planned runs). Only the history
+knows where, so the same network computes a batch of prompts, the newest token of a text, or thousands of
+variants of a prompt side by side.
 
 Each way of mixing positions is one method: `attend` (attention), `before` (token shift, short convolutions)
 and `scan` (recurrences). This file has the protocol; the implementations are in passes/.
 
-Axes: as in passes/; kept = the tokens whose output of a layer is needed later.
+Axes: as in passes/; kept = the tokens whose output of the current layer is needed later.
 """
 
 from __future__ import annotations
@@ -27,62 +27,93 @@ if TYPE_CHECKING:
 
 
 Carried = dict[str, Tensor]
-"""Tensors [B, token, width] that go from layer to layer, by name: the residual stream, and whatever a family
-passes along beside it."""
+"""Tensors [B, token, width] passed from layer to layer, by name: the residual stream (`STREAM`) and, in some
+families, further tensors."""
 STREAM = "stream"
+"""Name of the residual stream in `Carried`."""
 Shares = Callable[[int, Tensor], Tensor]
-"""What `History.shares` gives."""
+"""Signature of `History.shares`."""
 
 
 def share_of(token: int, ids: Tensor) -> Tensor:
-    """How much of each prompt [B, position] is a token, float32 [B, 1]."""
+    """Share of positions of each prompt [B, position] that hold one token id, float32 [B, 1] in 0 to 1."""
     return (ids == token).float().mean(1, keepdim=True)
 
 
 class History(Protocol):
-    """Which tokens a pass computes, and how they see each other."""
+    """Selects the tokens that a pass computes, and mixes them along positions."""
 
     @property
     def positions(self) -> Tensor:
-        """Of the tokens that enter the layer under way in their sequences, int [token]."""
+        """Positions in their sequences of the tokens that enter the current layer, int [token]."""
         ...
 
     @property
     def starts(self) -> Tensor | None:
-        """Where the target begins in the sequence of each token, int [B, token], or [B, 1] where a row is one
-        prompt; None where prompts are no pairs."""
+        """Position at which the decoder's target begins in the sequence of each token, int [B, token], or [B,
+        1] if each row is one prompt; None unless the model is an encoder-decoder."""
         ...
 
     def shares(self, token: int, ids: Tensor) -> Tensor:
-        """How much of its prompt is this token, of each of the ids [B, token] that are embedded: float32,
-        [B, token], or [B, 1] where a row is one prompt."""
+        """Share of positions of its prompt that hold a token id, for each of the ids [B, token] being
+        embedded: float32 in 0 to 1, [B, token], or [B, 1] if each row is one prompt."""
         ...
 
     def enter(self, layer: int, carried: Carried) -> Carried:
-        """What is carried into a layer, of the tokens it computes; `layer` is the number of layers for what
-        comes out of the last one."""
+        """Select the tokens that a layer computes from the output of the previous one. `layer` is the number
+        of layers for the output of the last layer."""
         ...
 
-    def kept(self, x: Tensor) -> Tensor:
-        """x [..., token, width] at those tokens whose output of this layer anyone needs."""
+    def needed(self, x: Tensor) -> Tensor:
+        """x [..., token, width] -> [..., kept, width]: the tokens whose output of this layer is needed
+        later."""
         ...
 
     def rotation(self, rope: RopeConfig, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """cos, sin of the tokens' positions, each float32 [token, rope.dim / 2], for heads of this dtype."""
+        """cos and sin for RoPE at the tokens' positions, each float32 [token, rope.dim / 2].
+
+        Arguments:
+            rope: rotary embedding of the layer.
+            dtype: dtype of queries and keys; for float64, angles are rounded as in the reference (rope.py).
+        """
         ...
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, how: AttentionMixer) -> Tensor:
-        """Pattern-weighted values z [B, H, kept, dh] from rotated q [B, H, kept, dh], and rotated k and v of
-        all tokens [B, Hk, token, dh]."""
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, mixer: AttentionMixer) -> Tensor:
+        """Attention of one layer: weighted values z [B, H, kept, dh].
+
+        Arguments:
+            layer: the layer.
+            q: queries after RoPE, [B, H, kept, dh].
+            k: keys after RoPE of the tokens that enter the layer, [B, Hk, token, dh].
+            v: their values, [B, Hk, token, dh].
+            mixer: parameters of the layer's attention, such as window, scale and soft cap.
+        """
         ...
 
     def before(self, layer: int, name: str, x: Tensor, count: int) -> Tensor:
-        """What stands before each of x [B, token, width] in its sequence: [B, token, count, width], the
-        farthest first, zeros before the beginning. name: which of the layer's shifts it is."""
+        """Rows of x at the positions just before each token in its sequence (token shift, convolutions).
+
+        Arguments:
+            layer: the layer.
+            name: which of the layer's shifts this is; caches keep each separately.
+            x: rows of the tokens that enter the layer, [B, token, width].
+            count: how many previous positions.
+
+        Returns:
+            [B, token, count, width], the most distant position first; zeros before the start.
+        """
         ...
 
     def scan(self, layer: int, recurrence: Recurrence, tokens: Mapping[str, Tensor], room: str) -> Tensor:
-        """What each token reads of the state before it and of its own write: [B, H, token, V] float32 from
-        tokens [B, H, token, width] by name. room: of the hook points on the way, "rwkv": the states, and the
-        attention they amount to."""
+        """Run a recurrence over the tokens of each sequence.
+
+        Arguments:
+            layer: the layer.
+            recurrence: how the state is decayed, written and read.
+            tokens: inputs of the recurrence by name, such as "q", "k", "v", each [B, H, token, width].
+            room: prefix of the hook points of states and effective attention, such as "rwkv".
+
+        Returns:
+            What each token reads from the state, [B, H, token, V], float32.
+        """
         ...

@@ -1,18 +1,19 @@
-"""The one loop over layers, whoever asks for it.
+"""The loop over layers, shared by all kinds of forward pass.
 
     carried = network.embed(ids, positions)
-    for each layer:     history: which tokens enter it      taps: embed, or resid_post of the layer before
-                        network: what the layer makes of them, hook points shown to the taps on the way
-    after the last one: history, and taps: its resid_post
+    for layer in layers:  history selects the tokens that enter; taps see embed, or resid_post of the
+                          previous layer; network.layer computes the layer and calls the taps at its hook
+                          points
+    after the last layer: history, then taps on its resid_post
 
-A plain pass, a text read on token by token, a sweep over branches of many runs and a pass in which features
-are set are this loop over different histories with different taps. What comes before it (which tokens) and
-after it (final norm, LM head) is theirs.
+A plain pass, token-by-token generation, a sweep over branches of many runs and a pass with features set to
+given values differ only in the `History` and the taps they use. Choosing the tokens (before the loop) and
+final norm and LM head (after it) belong to the callers.
 
-It can be run under autograd: nothing that needs a gradient is written over, and who wants no gradients says
-so at the door (`torch.no_grad` in `Model`), not here.
+The loop runs under autograd: tensors that need a gradient are never overwritten. Callers that need no
+gradients use `torch.no_grad` themselves, as `Model` does.
 
-Border: knows neither families nor hook points by name, but for the two at which the stream enters a layer.
+Border: knows no families, and only the two hook points at which the stream enters a layer.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from ..hooks.wants import Logits
     from .history import History, Shares
 
-__all__ = ["Network", "onwards", "part_way", "through_layers"]
+__all__ = ["Network", "run_layers", "run_layers_partly", "through_layers"]
 
 
 class Network(Protocol):
@@ -39,17 +40,17 @@ class Network(Protocol):
 
     @property
     def config(self) -> Architecture:
-        """What it was built from."""
+        """The architecture that the network was built from."""
         ...
 
     @property
     def dtype(self) -> torch.dtype:
-        """What is computed in, whatever dtype the checkpoint has."""
+        """Dtype of the computation, which may differ from that of the checkpoint."""
         ...
 
     @property
     def device(self) -> torch.device:
-        """Where it is computed."""
+        """Device of the computation."""
         ...
 
     @property
@@ -64,101 +65,126 @@ class Network(Protocol):
         shares: Shares | None = None,
         starts: Tensor | None = None,
     ) -> Carried:
-        """Token ids [B, S] at these positions [S] -> what enters the first layer; None for tokens alone.
-        shares: how much of its prompt is a token (`History.shares`); None where each row is one prompt.
-        starts: where the target of its prompt begins, of each token or row (`History.starts`)."""
+        """Compute the tensors that enter the first layer.
+
+        Arguments:
+            ids: token ids, int [B, S].
+            positions: their positions, int [S]; None to leave out learned position embeddings.
+            shares: function that returns which share of its prompt a token makes up (`History.shares`); None
+                if each row is one prompt.
+            starts: position at which the target begins, per token or row (`History.starts`).
+        """
         ...
 
     def layer(self, layer: int, carried: Carried, history: History, taps: Taps) -> Carried:
-        """What enters a layer -> what comes out of it, the same names, of the tokens that are kept."""
+        """Compute one layer: its input tensors -> its output under the same names, for the needed tokens."""
         ...
 
     def gathered(self, carried: Carried, taps: Taps) -> Tensor:
-        """What is carried behind the last layer -> what the final norm reads, [B, token, D]."""
+        """Output of the last layer -> input of the final norm, [B, token, D]."""
         ...
 
     def finish(self, x: Tensor, taps: Taps, want: Logits | None) -> Tensor:
-        """The last residual stream [B, S, D] -> normalised [B, wanted positions, D], past its hook points."""
+        """Final residual stream [B, S, D] -> normalised input of the LM head [B, wanted positions, D], with
+        the hook points between them."""
         ...
 
     def final_norm(self, x: Tensor) -> Tensor:
-        """Residual states [..., D] normalised for the LM head."""
+        """Residual states [..., D] -> input of the LM head, without hook points."""
         ...
 
     def unembed(self, x: Tensor, want: Logits, *, softcap: bool = True) -> Tensor:
-        """Normalised states [..., D] -> logits [..., tokens]; softcap: as the model's own output has it."""
+        """Normalised states [..., D] -> logits [..., tokens]; softcap: whether to apply the model's soft
+        cap."""
         ...
 
     @property
     def unembedding(self) -> Tensor:
-        """What the LM head multiplies by, [vocab, hidden]."""
+        """Weight matrix of the LM head, [vocab, hidden]."""
         ...
 
     def norm_gain(self, name: str, layer: int | None, dtype: torch.dtype) -> Tensor:
-        """What a norm multiplies by [hidden], by its hook points' name: "ln1" of a layer, "ln_final"."""
+        """Gain of a norm [hidden], by the name in its hook points: "ln1" of a layer, or "ln_final"."""
         ...
 
     def value_matrix(self, layer: int) -> Tensor:
-        """What a layer with attention makes values with, [kv_head * d_head, hidden]."""
+        """Value projection of a layer with attention, [kv_head * d_head, hidden]."""
         ...
 
     def output_matrix(self, layer: int) -> Tensor:
-        """What a layer with attention writes heads with, [hidden, head * d_head]."""
+        """Output projection of a layer with attention, [hidden, head * d_head]."""
         ...
 
 
 def through_layers(
     network: Network, ids: Tensor, history: History, taps: Taps, order: Sequence[int] | None = None
 ) -> Tensor:
-    """Token ids [B, S] -> what the final norm reads [B, token, D]: mostly the stream behind the last layer.
+    """Embed token ids and run all layers.
 
-    order: layers as they are gone through, where some are more than once (hooks/recurrent.py); only a history
-    that keeps nothing of a layer can say what that means.
-    Raises EarlyStop, by way of the taps, where the last thing wanted is reached earlier.
+    Arguments:
+        network: the network.
+        ids: token ids, int [B, S].
+        history: which tokens the pass computes and how they see each other.
+        taps: hook points of the pass.
+        order: layers in execution order, which may repeat (hooks/recurrent.py); None for each layer once. A
+            history that caches tensors per layer supports no repeated layers.
+
+    Returns:
+        Input of the final norm, [B, token, D]: in most families the residual stream.
+
+    Raises:
+        EarlyStop: from the taps, once the last wanted hook point is reached.
     """
     carried = network.embed(ids, history.positions, history.shares, history.starts)
-    return onwards(
+    return run_layers(
         network, carried, range(network.config.num_layers) if order is None else order, history, taps
     )
 
 
-def onwards(
+def run_layers(
     network: Network,
     carried: Carried,
     layers: Sequence[int],
     history: History,
     taps: Taps,
-    left: int | None = None,
+    previous: int | None = None,
 ) -> Tensor:
-    """What comes out of one layer, or is embedded -> what the final norm would read [B, token, D] behind
-    these layers: mostly the stream.
+    """Run some layers and return the input of the final norm.
 
-    left: the layer it comes out of; None for the embedding.
+    Arguments:
+        network: the network.
+        carried: output of the embedding or of a layer.
+        layers: layers to run, in order; may be empty.
+        history: which tokens the pass computes and how they see each other.
+        taps: hook points of the pass.
+        previous: layer that `carried` comes from; None for the embedding.
+
+    Returns:
+        Input of the final norm after these layers, [B, token, D]: in most families the residual stream.
     """
-    carried = part_way(network, carried, layers, history, taps, left)
-    left = layers[-1] if layers else left
-    return network.gathered(_entering(network.config.num_layers, left, carried, history, taps), taps)
+    carried = run_layers_partly(network, carried, layers, history, taps, previous)
+    previous = layers[-1] if layers else previous
+    return network.gathered(_entering(network.config.num_layers, previous, carried, history, taps), taps)
 
 
-def part_way(
+def run_layers_partly(
     network: Network,
     carried: Carried,
     layers: Sequence[int],
     history: History,
     taps: Taps,
-    left: int | None = None,
+    previous: int | None = None,
 ) -> Carried:
-    """As `onwards`, all that is carried, where it comes out of the last of these layers: whoever goes on from
-    there shows it to the taps."""
+    """Like `run_layers`, but return all tensors that leave the last of these layers. The caller that
+    continues from them calls the taps for its resid_post."""
     for layer in layers:
-        carried = _entering(layer, left, carried, history, taps)
-        carried, left = network.layer(layer, carried, history, taps), layer
+        carried = _entering(layer, previous, carried, history, taps)
+        carried, previous = network.layer(layer, carried, history, taps), layer
     return carried
 
 
-def _entering(layer: int, left: int | None, carried: Carried, history: History, taps: Taps) -> Carried:
-    """What enters a layer, the stream read and changed at the hook point it comes from: of the layer that was
-    left, or the embedding."""
+def _entering(layer: int, previous: int | None, carried: Carried, history: History, taps: Taps) -> Carried:
+    """Input of a layer, after the taps on the stream: resid_post of the previous layer, or embed if None."""
     carried = history.enter(layer, carried)
-    kind = "embed" if left is None else "resid_post"
-    return {**carried, STREAM: taps(kind, left, carried[STREAM])}
+    kind = "embed" if previous is None else "resid_post"
+    return {**carried, STREAM: taps(kind, previous, carried[STREAM])}

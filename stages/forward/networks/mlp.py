@@ -27,7 +27,8 @@ IN_PLACE: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": lambda x: F.silu(x, inplace=True),
     "relu": lambda x: F.relu(x, inplace=True),
 }
-"""Same bits, no new tensor: the widest of a layer, whose fresh pages cost more than the function."""
+"""The same functions in place, with the same bits: allocating the inner activations, the widest tensor of a
+layer, costs more than the function."""
 
 
 def mlp(
@@ -39,8 +40,20 @@ def mlp(
     inner_eps: float | None = None,
     sparsity: float = 0.0,
 ) -> Tensor:
-    """What the down projection gives of normalised x, [B, token, D], before any post-norm. inner_eps: of the
-    norm of what it reads, where there is one. sparsity: the share of the inside that is to be 0."""
+    """MLP of one layer.
+
+    Arguments:
+        x: normalised stream [B, token, D].
+        weights: weights of the MLP.
+        activation: name in `ACTIVATIONS` or `LEARNED`.
+        layer: the layer.
+        taps: hook points mlp_pre_act, mlp_pre_linear and mlp_post_act.
+        inner_eps: epsilon of the norm before the down projection, if there is one.
+        sparsity: share of gates set to 0 (Gemma 3n); 0 for none.
+
+    Returns:
+        Output of the down projection [B, token, D], before any post-norm.
+    """
     gate: Tensor | None
     if weights.gate_up is not None:
         gate, up = linear(x, weights.gate_up).chunk(2, dim=-1)
@@ -57,26 +70,34 @@ def mlp(
         act = IN_PLACE.get(activation, act)
     inner = evenly(act, activated)
     if gate is not None:
-        inner = inner * up if recorded else inner.mul_(up)  # nobody else has seen it
+        inner = inner * up if recorded else inner.mul_(up)  # in place: no tap has a reference to it
     if weights.inner_norm is not None and inner_eps is not None:
         inner = apply_norm(inner, weights.inner_norm, "rms", inner_eps)
     return linear(taps("mlp_post_act", layer, inner), weights.down)
 
 
 def _over_most(gate: Tensor, share: float) -> Tensor:
-    """Gates [B, token, inner] less what a share of them would be below if they were normally distributed, 0
-    where they are below it (Gemma 3n, gaussian top-k)."""
+    """relu(gate - t) for gates [B, token, inner], where t is the quantile `share` of a normal distribution
+    with the token's mean and deviation (Gemma 3n, Gaussian top-k)."""
     deviations = torch.special.ndtri(torch.tensor(share)).to(gate.dtype)
     deviation = gate.std(-1, keepdim=True, correction=0)
     return F.relu(gate - (gate.mean(-1, keepdim=True) + deviation * deviations.to(gate.device)))
 
 
 def xielu(x: Tensor, alpha_p: Tensor, alpha_n: Tensor, beta: Tensor, eps: Tensor) -> Tensor:
-    """Quadratic above zero, the integral of an ELU below (Huang and Schlag, xIELU, 2024, equation 6)."""
+    """xIELU: quadratic above zero, integral of an ELU below (Huang and Schlag, xIELU, 2024, equation 6).
+
+    Arguments:
+        x: values of any shape.
+        alpha_p: learned curvature above zero, before its softplus.
+        alpha_n: learned factor below zero, before its softplus.
+        beta: slope at zero.
+        eps: upper limit of the argument of expm1, for precision near zero.
+    """
     above = F.softplus(alpha_p) * x * x + beta * x
     below = (torch.expm1(torch.minimum(x, eps)) - x) * (beta + F.softplus(alpha_n)) + beta * x
     return torch.where(x > 0, above, below)
 
 
 LEARNED: dict[str, Callable[..., Tensor]] = {"xielu": xielu}
-"""Activations that learn something: of x, and of that by its names."""
+"""Activation functions with learned parameters, which they take as keyword arguments after x."""

@@ -1,10 +1,10 @@
-"""What scores have besides products of queries and keys, by how far apart they are (`RelativeSpec`).
+"""Relative position terms of attention scores (`RelativeSpec`).
 
-A number of each head (Raffel et al., T5, 2020, section 2.1), or products with what positions make: queries
-with keys made of a table of distances, and keys with queries made of it (He et al., DeBERTa, 2021, section
-3.1).
+Either a learned bias per head and distance (Raffel et al., T5, 2020, section 2.1), or products of queries
+with keys projected from a table of distances, and of keys with queries projected from it (He et al., DeBERTa,
+2021, section 3.1).
 
-Axes: [B, H, query, key]; row = of the table, by distance.
+Axes: [B, H, query, key]; row = row of the table, which stands for a distance.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["Relative"]
 
 
 class Relative:
-    """What the scores of one layer have besides."""
+    """Relative position terms of the scores of one layer."""
 
     def __init__(
         self, shape: AttentionSpec, weights: AttentionWeights, tensors: Mapping[str, Tensor]
@@ -38,31 +38,37 @@ class Relative:
             self._maps = {part: _linear(tensors, f"relative.{part}") for part in "qk"}
 
     def __call__(self, q: Tensor, k: Tensor, places: Tensor) -> Tensor:
-        """Of q [B, H, query, dh] at these places, [query] or [B, query], and k [B, H, key, dh] of a prompt
-        from its first token: [B, H, query, key]."""
+        """Terms that are added to the scores, [B, H, query, key].
+
+        Arguments:
+            q: queries [B, H, query, dh].
+            k: keys [B, H, key, dh] at positions 0, 1, ….
+            places: positions of the queries, [query] or [B, query].
+        """
         keys = torch.arange(k.shape[2], device=k.device)
         rows = _rows(places[..., :, None] - keys, self.shape)
         rows = rows.view(-1, 1, *rows.shape[-2:]).expand(len(q), q.shape[1], -1, -1)
-        found = []
+        terms = []
         for term in self.shape.terms:
             if term == "bias":
-                found.append(self._table.T[:, rows[:, 0]].transpose(0, 1))
+                terms.append(self._table.T[:, rows[:, 0]].transpose(0, 1))
             elif term == "content to position":
-                scores = torch.matmul(q * self._scale, self._made("k").transpose(-1, -2))
-                found.append(scores.gather(-1, rows))
+                scores = torch.matmul(q * self._scale, self._projected("k").transpose(-1, -2))
+                terms.append(scores.gather(-1, rows))
             else:
-                scores = torch.matmul(k * self._scale, self._made("q").transpose(-1, -2))
-                found.append(scores.gather(-1, rows.transpose(-1, -2)).transpose(-1, -2))
-        return sum(found[1:], found[0])
+                scores = torch.matmul(k * self._scale, self._projected("q").transpose(-1, -2))
+                terms.append(scores.gather(-1, rows.transpose(-1, -2)).transpose(-1, -2))
+        return sum(terms[1:], terms[0])
 
-    def _made(self, part: str) -> Tensor:
-        """Queries or keys that positions make, [H, row, dh]."""
-        table, of = self._table, self._maps[part]
-        assert of is not None  # whoever has a term has its map
+    def _projected(self, part: str) -> Tensor:
+        """Queries ("q") or keys ("k") projected from the table, [H, row, dh]."""
+        table, linear = self._table, self._maps[part]
+        assert linear is not None  # a layer with the term has its projection
         if self.shape.norm_eps is not None:
             table = F.layer_norm(table, table.shape[1:], self._norm, self._norm_bias, self.shape.norm_eps)
-        made: Tensor = product(table, of.weight, of.bias).unflatten(-1, (self._heads, -1)).transpose(0, 1)
-        return made
+        flat = product(table, linear.weight, linear.bias)
+        projected: Tensor = flat.unflatten(-1, (self._heads, -1)).transpose(0, 1)
+        return projected
 
 
 def _linear(tensors: Mapping[str, Tensor], name: str) -> Linear | None:
@@ -70,7 +76,8 @@ def _linear(tensors: Mapping[str, Tensor], name: str) -> Linear | None:
 
 
 def _rows(back: Tensor, shape: RelativeSpec) -> Tensor:
-    """Row of the table for keys so far back, int; those ahead are so far back by a negative number."""
+    """Row of the table for each distance `back` = query position - key position, int, negative for later
+    keys."""
     half = shape.rows if shape.looks_back else shape.rows // 2
     if shape.terms == ("bias",):
         size = back.clamp(min=0) if shape.looks_back else back.abs()

@@ -4,7 +4,7 @@
           -> [resid_pre -> ln1 -> time mix -> attn_out -> resid_mid
                         -> ln2 -> channel mix -> mlp_out -> resid_post] * L -> final_norm -> logits
 
-The state is the history's: this file says what each token reads it with, writes to it, and how it decays
+The state belongs to the history; this file computes the queries, keys, values and decays of the tokens
 (section 1 of each paper: Peng et al. 2023, 2024, 2025). Decay, state and head norm are float32 in any dtype.
 
 Axes: [batch, token, channel] outside of heads, [batch, head, token, key or value] inside.
@@ -36,26 +36,27 @@ from .weights import NormWeights
 __all__ = ["Rwkv", "block"]
 
 FIRST_VALUES = "first_values"
-"""What RWKV-7 carries beside the stream: the values of layer 0, [B, token, channel]."""
+"""Name in `Carried` of the values of layer 0 [B, token, channel], which all layers of RWKV-7 mix with
+theirs."""
 DECAY_SCALE = -0.6065306597126334
 """-exp(-1/2): the strongest log-decay of RWKV-7."""
 
 LayerTensors = Mapping[str, Tensor]
-"""Tensors of a layer by the names of `architectures/rwkv_tensors.py`."""
+"""Weights of a layer by their names in `architectures/rwkv_tensors.py`."""
 
 
 def block(take: Take, config: RwkvConfig, layer: int) -> LayerTensors:
-    """One layer from a function that gives a tensor by its checkpoint name."""
-    tensors, found = config.tensors, dict[str, Tensor]()
-    for weight, where in tensors.layers[layer].items():
+    """Read the weights of one layer; take: reads a tensor by its checkpoint name."""
+    tensors, weights = config.tensors, dict[str, Tensor]()
+    for weight, stored in tensors.layers[layer].items():
         tensor = take(tensors.in_layer(layer, weight))
-        if where.is_transposed:
+        if stored.is_transposed:
             tensor = tensor.T.contiguous()
-        # Vectors come as [1, 1, channel] or [channel], as the training code happened to keep them.
-        found[weight] = tensor.flatten() if where.shape[:2] == (1, 1) else tensor
-    if (mixes := found.pop("mixes", None)) is not None:
-        found |= {f"mix_{mix}": mixes[row] for row, mix in enumerate(MIXES)}
-    return found
+        # Checkpoints store vectors as [1, 1, channel] or [channel], depending on the training code.
+        weights[weight] = tensor.flatten() if stored.shape[:2] == (1, 1) else tensor
+    if (mixes := weights.pop("mixes", None)) is not None:
+        weights |= {f"mix_{mix}": mixes[row] for row, mix in enumerate(MIXES)}
+    return weights
 
 
 class Rwkv(Ends[RwkvConfig, LayerTensors]):
@@ -72,7 +73,7 @@ class Rwkv(Ends[RwkvConfig, LayerTensors]):
         return {STREAM: self.weights.embedded(ids)}
 
     def layer(self, layer: int, carried: Carried, history: History, taps: Taps) -> Carried:
-        """resid_pre [B, token, D] -> resid_post [B, kept, D] of one layer, where the loop shows it."""
+        """One layer: resid_pre [B, token, D] -> resid_post [B, kept, D], at which the loop calls the taps."""
         c, weights = self.config, self.weights.layers[layer]
         x = taps("resid_pre", layer, carried[STREAM])
         if "pre_norm" in weights:
@@ -80,21 +81,22 @@ class Rwkv(Ends[RwkvConfig, LayerTensors]):
                 "pre_norm", layer, apply_norm(x, self.norm_of("pre_norm", layer), c.norm_type, c.norm_eps)
             )
         y = normalise(x, self.norm_of("ln1", layer), c.norm_type, c.norm_eps, taps, "ln1", layer)
-        mixed, beside = self._time_mix(y, layer, carried, history, taps)
+        mixed, extra = self._time_mix(y, layer, carried, history, taps)
         x = taps("resid_mid", layer, x + taps("attn_out", layer, mixed))
         z = normalise(x, self.norm_of("ln2", layer), c.norm_type, c.norm_eps, taps, "ln2", layer)
         z = taps("mlp_pre", layer, z)
         previous = history.before(layer, "channel mix", z, 1)[:, :, 0]
-        mixed = self._channel_mix(history.kept(z), history.kept(previous), layer, taps)
-        kept = {name: history.kept(each) for name, each in beside.items()}
-        return {**kept, STREAM: history.kept(x) + taps("mlp_out", layer, mixed)}
+        mixed = self._channel_mix(history.needed(z), history.needed(previous), layer, taps)
+        extra = {name: history.needed(tensor) for name, tensor in extra.items()}
+        return {**extra, STREAM: history.needed(x) + taps("mlp_out", layer, mixed)}
 
     # -- time mix
 
     def _time_mix(
         self, y: Tensor, layer: int, carried: Carried, history: History, taps: Taps
     ) -> tuple[Tensor, Carried]:
-        """Normed y [B, token, D] -> what is added to the stream, and what is carried on beside it."""
+        """Normalised y [B, token, D] -> output that is added to the stream, and further tensors for later
+        layers."""
         previous = history.before(layer, "time mix", y, 1)[:, :, 0]
         if self.config.generation == 4:
             return self._time_mix_4(y, previous, layer, history, taps), {}
@@ -103,7 +105,7 @@ class Rwkv(Ends[RwkvConfig, LayerTensors]):
         return self._time_mix_5_6(y, previous, layer, history, taps), {}
 
     def _time_mix_4(self, y: Tensor, previous: Tensor, layer: int, history: History, taps: Taps) -> Tensor:
-        """A running average by exponentials, channel by channel."""
+        """Exponentially weighted average of values, per channel."""
         w = self.weights.layers[layer]
         mixed = {s: torch.lerp(previous, y, w[f"mix_{s}"]) for s in ("r", "k", "v")}
         r, k, v = (taps(f"rwkv_{s}", layer, self._heads(product(mixed[s], w[s]))) for s in ("r", "k", "v"))
@@ -114,7 +116,8 @@ class Rwkv(Ends[RwkvConfig, LayerTensors]):
         return product(torch.sigmoid(_channels(r)) * out.to(y.dtype), w["o"])
 
     def _time_mix_5_6(self, y: Tensor, previous: Tensor, layer: int, history: History, taps: Taps) -> Tensor:
-        """A matrix per head, decayed by constants (5) or by tokens (6); readers see the state before."""
+        """A matrix state per head, with constant (5) or token-dependent decay (6); a token reads the state
+        before its own write."""
         w, mixed = self.weights.layers[layer], self._mixed(y, previous, layer)
         r, k, v = (taps(f"rwkv_{s}", layer, self._heads(product(mixed[s], w[s]))) for s in ("r", "k", "v"))
         gate = None
@@ -127,7 +130,7 @@ class Rwkv(Ends[RwkvConfig, LayerTensors]):
         if self.config.generation == 6:
             log_decay = self._heads(log_decay)
         else:
-            # Taps may write into it: every token needs its own.
+            # Contiguous, because taps may write into it, and an expanded view shares memory between tokens.
             log_decay = log_decay.reshape(1, self.config.num_heads, 1, -1).expand_as(k).contiguous()
         bonus = _wide(w["bonus"]).reshape(self.config.num_heads, -1).expand(-1, self.config.head_dim)
         tokens = {"q": r, "k": k, "v": v, "log_decay": log_decay}
@@ -137,7 +140,7 @@ class Rwkv(Ends[RwkvConfig, LayerTensors]):
     def _time_mix_7(
         self, y: Tensor, previous: Tensor, layer: int, carried: Carried, history: History, taps: Taps
     ) -> tuple[Tensor, Carried]:
-        """A matrix per head from which what stood under a key is removed; readers see the state behind."""
+        """A matrix state per head with delta-rule updates; a token reads the state after its own write."""
         w, heads = self.weights.layers[layer], self._heads
         mixed = {s: torch.lerp(y, previous, w[f"mix_{s}"]) for s in MIXES}
         r = taps("rwkv_r", layer, heads(product(mixed["r"], w["r"])))
@@ -146,11 +149,11 @@ class Rwkv(Ends[RwkvConfig, LayerTensors]):
         kk = taps("rwkv_kk", layer, kk)
         a = taps("rwkv_a", layer, heads(torch.sigmoid(_low_rank(mixed["a"], w, "a"))))
         k = taps("rwkv_k", layer, heads(raw_k) * (1 + (a - 1) * heads(w["k_a"])))
-        first = v if layer == 0 else carried[FIRST_VALUES]
+        first_values = v if layer == 0 else carried[FIRST_VALUES]
         if layer:
-            v = torch.lerp(v, first, torch.sigmoid(_low_rank(mixed["v"], w, "v")))
+            v = torch.lerp(v, first_values, torch.sigmoid(_low_rank(mixed["v"], w, "v")))
         elif taps.changes(layer, "rwkv_v"):
-            v = v.clone()  # later layers mix with the values as they were projected
+            v = v.clone()  # later layers mix with the values before an intervention
         v = taps("rwkv_v", layer, heads(v))
         gate = taps("rwkv_g", layer, heads(product(torch.sigmoid(product(mixed["g"], w["g1"])), w["g2"])))
         decay = _low_rank(mixed["w"], w, "w", torch.tanh)
@@ -166,27 +169,28 @@ class Rwkv(Ends[RwkvConfig, LayerTensors]):
         out = self._head_norm(out, layer)
         r_k = w["r_k"][None, :, None]
         out = out + _wide((r * k * r_k).sum(-1, keepdim=True) * v)
-        return self._written(out, gate, y.dtype, layer), {FIRST_VALUES: first}
+        return self._written(out, gate, y.dtype, layer), {FIRST_VALUES: first_values}
 
     def _read(
         self, recurrence: Recurrence, tokens: dict[str, Tensor], layer: int, history: History, taps: Taps
     ) -> Tensor:
-        """What each head reads of the state, [B, head, token, value], past the hook points on the way."""
+        """Output of the scan [B, head, token, value], with the hook points of decay, state and output."""
         return taps("rwkv_wkv_out", layer, scan(recurrence, tokens, layer, history, taps, "rwkv"))
 
     def _mixed(self, y: Tensor, previous: Tensor, layer: int) -> dict[str, Tensor]:
-        """What each projection of versions 5 and 6 reads: a mixture of a token and the one before."""
+        """Inputs of the projections of versions 5 and 6: interpolations of a token and the previous one
+        (token shift)."""
         w = self.weights.layers[layer]
         if self.config.generation == 5:
             return {s: torch.lerp(previous, y, w[f"mix_{s}"]) for s in "rkvg" if f"mix_{s}" in w}
-        away = previous - y
-        low = torch.tanh((y + away * w["mix_x"]) @ w["mix_w1"]).unflatten(-1, (5, -1))
+        difference = previous - y
+        low = torch.tanh((y + difference * w["mix_x"]) @ w["mix_w1"]).unflatten(-1, (5, -1))
         shares = torch.einsum("btsm,smh->sbth", low, w["mix_w2"])
-        # The five maps lie in this order in the checkpoint.
-        return {s: y + away * (w[f"mix_{s}"] + share) for s, share in zip("wkvrg", shares, strict=True)}
+        # Order of the five maps in the checkpoint.
+        return {s: y + difference * (w[f"mix_{s}"] + share) for s, share in zip("wkvrg", shares, strict=True)}
 
     def _head_norm(self, x: Tensor, layer: int) -> Tensor:
-        """[B, head, token, value] normalised head by head."""
+        """Group norm of [B, head, token, value], one group per head."""
         w, c = self.weights.layers[layer], self.config
         rows = x.transpose(1, 2)
         gain, bias = (w[name].to(x.dtype) for name in ("head_norm", "head_norm.bias"))
@@ -194,24 +198,26 @@ class Rwkv(Ends[RwkvConfig, LayerTensors]):
         return flat.view(rows.shape).transpose(1, 2)
 
     def _written(self, x: Tensor, gate: Tensor | None, dtype: torch.dtype, layer: int) -> Tensor:
-        """Heads [B, head, token, value], gated where there is a gate -> [B, token, D]."""
+        """Output projection of heads [B, head, token, value], after the gate if there is one: [B, token,
+        D]."""
         x = x if gate is None else x * gate
         return product(_channels(x).to(dtype), self.weights.layers[layer]["o"])
 
     def _heads(self, x: Tensor) -> Tensor:
-        """[B, token, channel] -> [B, head, token, channel of it]; a vector [channel] -> [head, 1, …]."""
+        """[B, token, channel] -> [B, head, token, width]; a vector [channel] -> [head, 1, width]."""
         size = self.config.head_dim
         return x.unflatten(-1, (-1, size)).transpose(-3, -2) if x.ndim > 1 else x.view(-1, 1, size)
 
     # -- channel mix, and norms
 
     def _channel_mix(self, z: Tensor, previous: Tensor, layer: int, taps: Taps) -> Tensor:
-        """z and the token before each [B, kept, D] -> what is added to the stream."""
+        """Output of the channel mix from z and the previous tokens, each [B, kept, D]."""
         w, generation = self.weights.layers[layer], self.config.generation
 
         def mixed(s: str) -> Tensor:
-            one, other = (previous, z) if generation < 6 else (z, previous)
-            return torch.lerp(one, other, w[f"ffn_mix_{s}"])
+            # Versions 4 and 5 store the share of the token itself, 6 and 7 that of the previous one.
+            start, end = (previous, z) if generation < 6 else (z, previous)
+            return torch.lerp(start, end, w[f"ffn_mix_{s}"])
 
         inner = taps("mlp_pre_act", layer, product(mixed("k"), w["ffn_key"]))
         inner = taps("mlp_post_act", layer, torch.relu(inner).square())
@@ -221,7 +227,7 @@ class Rwkv(Ends[RwkvConfig, LayerTensors]):
         return taps("mlp_post", layer, out)
 
     def norm_of(self, name: str, layer: int) -> NormWeights:
-        """One of "ln1", "ln2", in layer 0 "pre_norm"."""
+        """Weights of a norm: "ln1", "ln2", or in layer 0 "pre_norm"."""
         weights = self.weights.layers[layer]
         return NormWeights(weights[name], weights.get(f"{name}.bias"))
 
@@ -241,17 +247,17 @@ class Rwkv(Ends[RwkvConfig, LayerTensors]):
 
 
 def _channels(x: Tensor) -> Tensor:
-    """[B, head, token, channel of it] -> [B, token, channel]."""
+    """[B, head, token, width] -> [B, token, channel]."""
     return x.transpose(1, 2).flatten(2)
 
 
 def _low_rank(
     x: Tensor, weights: LayerTensors, name: str, between: Callable[[Tensor], Tensor] = lambda low: low
 ) -> Tensor:
-    """x through a map of low rank, with its bias."""
+    """Low-rank map of x with bias; between: activation between its two factors."""
     return product(between(product(x, weights[f"{name}1"])), weights[f"{name}2"], weights[f"{name}0"])
 
 
 def _wide(x: Tensor) -> Tensor:
-    """In float32, or float64 where the model computes in it."""
+    """x in float32, or in float64 if it already is."""
     return x if x.dtype == torch.float64 else x.float()

@@ -1,7 +1,7 @@
-"""What tokens read of a state: a scan, past the hook points of decay and write that every room has.
+"""Recurrent scan of a mixer, with the hook points of decay and write that all recurrent mixers have.
 
-The state is the history's (`History.scan`); a mixer hands over what each token reads it with, writes to it,
-and how it decays.
+The state belongs to the history (`History.scan`); a mixer provides queries, keys, values and decays of the
+tokens.
 
 Axes: as in recurrences/recurrence.py.
 """
@@ -19,16 +19,25 @@ from .recurrences.recurrence import Recurrence
 def scan(
     recurrence: Recurrence, tokens: dict[str, Tensor], layer: int, history: History, taps: Taps, room: str
 ) -> Tensor:
-    """What each head reads, [B, H, token, V], from the tokens of a LinearRecurrence without "write".
+    """Run a recurrence, with the hook points of its log decay, decay and write.
 
-    room: of the hook points, "rwkv": its log_decay, decay and write, before those of states.
+    Arguments:
+        recurrence: the recurrence.
+        tokens: its inputs by name, [B, H, token, width], without "write".
+        layer: the layer.
+        history: runs the recurrence.
+        taps: hook points of the pass.
+        room: prefix of the hook points: "rwkv", "ssm", "linear" or "mlstm".
+
+    Returns:
+        What each head reads from the state, [B, H, token, V], float32.
     """
     tokens["log_decay"] = shown_decay(tokens["log_decay"], layer, taps, room)
     return scan_decayed(recurrence, tokens, layer, history, taps, room)
 
 
 def shown_decay(log_decay: Tensor, layer: int, taps: Taps, room: str) -> Tensor:
-    """The log decay [B, H, token, K or 1] to go on with, past its two hook points."""
+    """Log decay [B, H, token, K or 1] after the taps on its two hook points, log_decay and decay."""
     log_decay = taps(f"{room}_log_decay", layer, log_decay)
     if taps.touches(layer, f"{room}_decay"):
         decay = taps(f"{room}_decay", layer, torch.exp(log_decay))
@@ -39,7 +48,8 @@ def shown_decay(log_decay: Tensor, layer: int, taps: Taps, room: str) -> Tensor:
 def scan_decayed(
     recurrence: Recurrence, tokens: dict[str, Tensor], layer: int, history: History, taps: Taps, room: str
 ) -> Tensor:
-    """As `scan`, of decays that have been shown: where other tokens are made of them."""
+    """Like `scan`, for log decays that already passed `shown_decay`, as in mixers that derive other inputs
+    from the decays."""
     if taps.touches(layer, f"{room}_write"):
         log_decay = tokens["log_decay"]
         tokens["write"] = taps(f"{room}_write", layer, log_decay.new_ones(*tokens["k"].shape[:3], 1))

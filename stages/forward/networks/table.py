@@ -1,4 +1,4 @@
-"""From an architecture to the network that computes it: one entry for each kind.
+"""Building a network from an architecture: a table with one entry per kind of architecture.
 
 Border: the only file that knows which class computes which kind of architecture.
 """
@@ -29,10 +29,11 @@ NETWORKS: dict[str, tuple[Callable[..., Any], Callable[[Any, Any], Network]]] = 
     "carrying": (carrying.block, carrying.Carrying),
     "pair": (pairs.block, pairs.PairNetwork),
 }
-"""Kind -> what makes the weights of a layer of tensors, and what computes with all of them."""
+"""Kind of architecture -> (function that builds a layer's weights, class of the network)."""
 
 WHOLE: dict[str, Callable[..., Network]] = {"bridge": bridge.build}
-"""Kind -> what makes the network of a folder, where the weights are somebody else's to read."""
+"""Kind of architecture -> function that builds the network from a directory, for kinds whose weights
+transformers reads."""
 
 
 def build(
@@ -43,26 +44,33 @@ def build(
     device: torch.device,
     progress: bool | None = None,
 ) -> Network:
-    """The network of an architecture with the weights of a checkpoint.
+    """Build the network of an architecture with the weights of a checkpoint.
 
-    progress: show a bar on stderr; None does so on a terminal for checkpoints over 1 GiB.
-    Raises WeightsError naming the tensor or file that does not fit.
+    Arguments:
+        architecture: the architecture.
+        files: files of the checkpoint.
+        dtype: dtype of the computation.
+        device: device of the computation.
+        progress: whether to show a progress bar on stderr; None for checkpoints over 1 GiB only.
+
+    Raises:
+        WeightsError: names the tensor or file that does not fit.
     """
     if architecture.kind in WHOLE:
         return WHOLE[architecture.kind](
             architecture, checkpoint_of(files).files[0].parent, dtype=dtype, device=device
         )
     block, _ = NETWORKS[architecture.kind]
-    held = weights.load(files, architecture, block, dtype=dtype, device=device, progress=progress)
-    return of_weights(architecture, held)
+    loaded = weights.load(files, architecture, block, dtype=dtype, device=device, progress=progress)
+    return of_weights(architecture, loaded)
 
 
 def over(architecture: Architecture, take: Callable[[str], Tensor]) -> Network:
-    """The network of an architecture whose tensors a function gives by their names in a checkpoint."""
+    """Build a network from a function that returns tensors by their checkpoint names."""
     block, _ = NETWORKS[architecture.kind]
     return of_weights(architecture, weights.assemble(take, architecture, block))
 
 
-def of_weights(architecture: Architecture, held: weights.Weights[Any]) -> Network:
-    """The network of an architecture with weights that somebody has made."""
-    return NETWORKS[architecture.kind][1](architecture, held)
+def of_weights(architecture: Architecture, loaded: weights.Weights[Any]) -> Network:
+    """Build a network from weights that are already loaded."""
+    return NETWORKS[architecture.kind][1](architecture, loaded)

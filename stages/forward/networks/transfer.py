@@ -1,8 +1,7 @@
-"""Small tensors on their way to where a pass is computed.
+"""Copies of small tensors to the device of a pass, such as token ids and RoPE tables.
 
-What the CPU makes for a pass - token ids, tables of angles - goes to a GPU in its turn, behind what that has
-still to do: a copy that is waited for would leave it idle from the end of one pass until the next one's first
-product is on its way.
+The copies are queued without waiting: a blocking copy would leave the GPU idle between the end of one pass
+and the first kernel of the next.
 """
 
 from __future__ import annotations
@@ -14,5 +13,6 @@ __all__ = ["to_device"]
 
 
 def to_device(x: Tensor, device: torch.device) -> Tensor:
-    """x of the CPU on a device. CUDA takes what is in plain memory before it returns, so x may go at once."""
+    """Copy x from the CPU to a device, without blocking on CUDA. x may be freed at once: CUDA copies unpinned
+    memory before the call returns."""
     return x.to(device, non_blocking=device.type == "cuda")

@@ -1,8 +1,8 @@
-"""What stands before the LM head of an encoder: a dense map, an activation, a norm (`HeadTransform`).
+"""The transform before the LM head of an encoder: dense map, activation, norm (`HeadTransform`).
 
 Devlin et al., BERT, 2019, and its reference code.
 
-Axes: [..., embedding], as wide as what the head reads.
+Axes: [..., embedding], the width of the head's input.
 """
 
 from __future__ import annotations
@@ -24,15 +24,23 @@ BEFORE_HEAD = (
     *("ln_final_scale", "ln_final_normalized", "final_norm"),
     *("head_pre_act", "head_post_act", "head_scale", "head_normalized", "head_out"),
 )
-"""Hook points between the last stream and the LM head."""
+"""Hook points between the final residual stream and the LM head."""
 
 
 def transformed(
     x: Tensor, weights: Weights[Any], shape: HeadTransform, norm_type: str, taps: Taps | None = None
 ) -> Tensor:
-    """States [..., hidden] -> what the head reads [..., embedding]; taps: None where nobody looks."""
+    """Apply the transform: states [..., hidden] -> input of the LM head [..., embedding].
+
+    Arguments:
+        x: states after the final norm, if there is one.
+        weights: weights of the network.
+        shape: activation and epsilon of the transform.
+        norm_type: kind of its norm.
+        taps: hook points of the transform; None to compute it without them.
+    """
     dense, norm, act = weights.transform, weights.transform_norm, ACTIVATIONS[shape.activation]
-    assert dense is not None  # whoever has a transform has both
+    assert dense is not None  # models with a transform have both
     assert norm is not None
     x = product(x, dense.weight, dense.bias)
     if taps is None:

@@ -1,7 +1,7 @@
-"""Weights: which tensors a configuration needs, and how they come from a checkpoint.
+"""Weights of a network: which tensors an architecture needs, and how they are read from a checkpoint.
 
-Tensors are read one by one, cast where another dtype or device is asked. Every tensor is checked against the
-configuration before it is used: present, of the right shape, finite.
+Tensors are read one by one and cast to the wanted dtype and device. Every tensor is checked against the
+architecture before use: it is present, has the right shape and is finite.
 """
 
 from __future__ import annotations
@@ -27,30 +27,33 @@ if TYPE_CHECKING:
 Config = TypeVar("Config", bound=Architecture)
 Layer = TypeVar("Layer")
 _COMPARED = 1 << 20
-"""Numbers compared at once."""
+"""Numbers per step when two tensors are compared."""
 _CHECKED = 1 << 17
-"""Numbers whose exponents are looked at at once: they fit in the cache of a core."""
+"""Numbers per step when tensors are checked for NaN and infinity: they fit in a core's cache."""
 BENIGN = (
     *("rotary_emb.inv_freq", "rotary_embeddings.inv_freq", "attn.masked_bias", "attn.bias"),
     *("attention.masked_bias", "attention.bias"),
     *("self_attn.k_scale", "self_attn.v_scale"),  # of a quantised cache of keys and values
     *("attn.slope_rate", "attn.query_decay", "attn.key_decay", "attn.diagonal_decay"),
 )
+"""Endings of names of buffers that checkpoints contain and no forward pass reads."""
 
 
 @dataclass(frozen=True)
 class Linear:
-    """weight [out, in], bias [out] or None: y = x weight^T + bias; low: [rank, in] and [out, rank], whose
-    product stands beside the weight, which other layers share."""
+    """A linear map y = x weight^T + bias, optionally plus a low-rank map."""
 
     weight: Tensor
+    """[out, in]."""
     bias: Tensor | None = None
+    """[out]."""
     low: tuple[Tensor, Tensor] | None = None
+    """Low-rank factors [rank, in] and [out, rank], added to a weight that several layers share (Zamba2)."""
 
 
 @dataclass(frozen=True)
 class NormWeights:
-    """weight and bias, each [width]; bias None for RMS norms."""
+    """Gain and bias of a norm, each [width]; bias is None for RMS norms."""
 
     weight: Tensor
     bias: Tensor | None = None
@@ -58,7 +61,7 @@ class NormWeights:
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionWeights:
-    """Projections of attention, and norms of queries and keys."""
+    """Projections of attention, and norms of queries and keys; None for those a family does not have."""
 
     o: Linear
     q: Linear | None = None
@@ -67,60 +70,66 @@ class AttentionWeights:
     q_norm: NormWeights | None = None
     k_norm: NormWeights | None = None
     rise: Linear | None = None
+    """Map from a key's values to a bias of its scores, one per key head (Doge)."""
     rise_gain: Tensor | None = None
-    """What scores rise by, of the values of a key: a map to key heads, and a number of each."""
+    """Factor of that bias, one per key head."""
     z_norm: NormWeights | None = None
-    """Of what all heads have read together, before it is projected."""
+    """Norm over all heads' outputs, before the output projection."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MlpWeights:
-    """What an MLP multiplies by: either gate_up, or gate and up, or up alone (plain MLP)."""
+    """Weights of an MLP: gate_up, or gate and up, or up alone (plain MLP), and down."""
 
     down: Linear
     gate: Linear | None = None
     up: Linear | None = None
     gate_up: Linear | None = None
-    """Rows: gate, then up."""
+    """Rows of gate, then rows of up."""
     inner_norm: NormWeights | None = None
-    """Of what the down projection reads."""
+    """Norm of the input of the down projection."""
     activation: Mapping[str, Tensor] = field(default_factory=dict)
-    """What an activation learns."""
+    """Learned parameters of the activation function, by name."""
 
 
 @dataclass(frozen=True)
 class Weights(Generic[Layer]):
-    """All of a network's tensors; lm_head None means the embedding serves as head."""
+    """All tensors of a network."""
 
     embed: Tensor
+    """Embedding matrix [vocab, width]."""
     layers: Sequence[Layer]
+    """Weights of the layers, in order."""
     final_norm: NormWeights | None
-    """None where the last stream is as it is read (BERT)."""
+    """Norm before the LM head; None if the head reads the stream without a norm (BERT)."""
     lm_head: Tensor | None = None
+    """Matrix of the LM head [vocab, hidden]; None if it is tied to the embedding."""
     positions: Tensor | None = None
-    """[position, hidden], where they are learned."""
+    """Position embeddings [position, hidden], learned or sinusoidal."""
     head_bias: Tensor | None = None
-    """Of the LM head, [vocab]."""
+    """Bias of the LM head, [vocab]."""
     embed_norm: NormWeights | None = None
-    """What embeddings are normed by before they become the stream."""
+    """Norm of the embeddings."""
     embed_in: Linear | None = None
-    """What maps embeddings to the stream, where they are not as wide."""
+    """Map from embeddings to the residual stream, in families where their widths differ."""
     token_type: Tensor | None = None
-    """Embedding of the one type that tokens have here, [embedding]."""
+    """Embedding of token type 0, which all tokens have here, [width]."""
     transform: Linear | None = None
+    """Dense map before the LM head of an encoder (`HeadTransform`)."""
     transform_norm: NormWeights | None = None
-    """What stands before the LM head, and its norm."""
+    """Norm after that map."""
     beside: Mapping[str, Tensor] = field(default_factory=dict)
-    """What else stands outside of layers, of what is carried beside the stream."""
+    """Further tensors outside of layers, by name, in families that carry more than the stream
+    (networks/carrying)."""
 
     @property
     def dtype(self) -> torch.dtype:
-        """What is computed in, whatever dtype the checkpoint has."""
+        """Dtype of the computation, which may differ from that of the checkpoint."""
         return self.embed.dtype
 
     @property
     def device(self) -> torch.device:
-        """Where they are."""
+        """Device of the weights."""
         return self.embed.device
 
     def embedded(self, ids: Tensor) -> Tensor:
@@ -131,19 +140,17 @@ class Weights(Generic[Layer]):
 
 
 def expected_tensors(config: Architecture) -> dict[str, tuple[int, ...]]:
-    """Every tensor a configuration needs, by its name in the checkpoint, with its shape."""
+    """Shapes of all tensors that an architecture needs, by their names in the checkpoint."""
     return config.tensors.shapes
 
 
 def read_shapes(files: Files) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of all tensors of a checkpoint, without reading one; WeightsError for a truncated
-    file.
-    """
+    """Shapes of all tensors of a checkpoint by name, from its headers; WeightsError for a truncated file."""
     return checkpoint_of(files).shapes
 
 
 def check_dtypes(checkpoint: Checkpoint, config: Architecture) -> None:
-    """Raise WeightsError for the first needed tensor that does not hold plain floating-point numbers."""
+    """Raise WeightsError for the first needed tensor whose dtype is not an unquantised float."""
     expected = expected_tensors(config)
     for name, entry in checkpoint.entries.items():
         if name in expected and entry.dtype not in FLOATS:
@@ -162,15 +169,22 @@ def load(
     device: torch.device,
     progress: bool | None = None,
 ) -> Weights[Layer]:
-    """The weights of an architecture from its checkpoint.
+    """Load the weights of an architecture from its checkpoint.
 
-    layer_of: makes a layer's of a function that gives a tensor by its checkpoint name. progress: show a bar
-    on stderr; None does so on a terminal for checkpoints over 1 GiB.
-    Raises WeightsError naming the tensor or file: missing, truncated, misshapen, not finite.
+    Arguments:
+        files: files of the checkpoint.
+        config: the architecture.
+        layer_of: builds the weights of a layer from a function that reads a tensor by its checkpoint name.
+        dtype: dtype of the computation.
+        device: device of the computation.
+        progress: whether to show a progress bar on stderr; None for checkpoints over 1 GiB only.
+
+    Raises:
+        WeightsError: names a tensor or file that is missing, truncated, misshapen or not finite.
     """
     from ....pipeline.progress import Progress
 
-    checkpoint = fitting(files, config)
+    checkpoint = checked_checkpoint(files, config)
     total = checkpoint.nbytes
     quiet = not progress if progress is not None else total < 1 << 30
     with checkpoint.opened() as tensors, Progress(quiet=quiet) as bars:
@@ -185,7 +199,8 @@ def load(
 
 
 def as_computed(tensors: Take, dtype: torch.dtype, device: torch.device) -> Take:
-    """What gives tensors, as they are computed with. Raises WeightsError for those that are not finite."""
+    """Wrap a function that reads tensors, to cast and move them, and raise WeightsError for any that is not
+    finite."""
 
     def take(name: str) -> Tensor:
         tensor = tensors(name)
@@ -195,10 +210,13 @@ def as_computed(tensors: Take, dtype: torch.dtype, device: torch.device) -> Take
     return take
 
 
-def fitting(files: Files, config: Architecture) -> Checkpoint:
-    """A checkpoint whose tensors are those an architecture needs, as far as can be told without making any of
-    them a weight. Raises WeightsError naming the tensor or file, also for one inside a layer that nothing
-    would read; ConfigError for a copy that differs."""
+def checked_checkpoint(files: Files, config: Architecture) -> Checkpoint:
+    """Open a checkpoint and check its tensors against an architecture, without loading them as weights.
+
+    Raises:
+        WeightsError: a tensor is missing, misshapen or of a wrong dtype, or no part of a layer reads it.
+        ConfigError: tensors that the architecture ties differ.
+    """
     checkpoint = checkpoint_of(files).standing_in(config)
     shapes = checkpoint.shapes
     check_shapes(shapes, config)
@@ -210,72 +228,92 @@ def fitting(files: Files, config: Architecture) -> Checkpoint:
     return checkpoint
 
 
-def _are_equal(one: Array, other: Array) -> bool:
-    """Whether two tensors hold the same numbers, whatever their dtypes; rows by rows, as they may be mapped
-    and larger than memory."""
-    if one.shape != other.shape:
+def _are_equal(a: Array, b: Array) -> bool:
+    """Whether two tensors hold the same numbers, in whatever dtypes."""
+    if a.shape != b.shape:
         return False
-    rows = max(1, _COMPARED // max(1, math.prod(one.shape[1:])))
+    # Some rows at a time, as the tensors may be memory-mapped and larger than memory.
+    rows = max(1, _COMPARED // max(1, math.prod(a.shape[1:])))
     return all(
-        np.array_equal(one[at : at + rows].astype(np.float64), other[at : at + rows].astype(np.float64))
-        for at in range(0, len(one), rows)
+        np.array_equal(a[start : start + rows].astype(np.float64), b[start : start + rows].astype(np.float64))
+        for start in range(0, len(a), rows)
     )
 
 
 def assemble(take: Take, config: Config, layer_of: Callable[[Take, Config, int], Layer]) -> Weights[Layer]:
-    """All weights, from a function that gives a tensor by its checkpoint name and one that makes a layer."""
-    each = shared_once(take, config)
-    layers = tuple(layer_of(each, config, layer) for layer in range(config.num_layers))
+    """All weights, from a function that reads a tensor by its checkpoint name and one that builds a layer."""
+    take_shared = read_shared_once(take, config)
+    layers = tuple(layer_of(take_shared, config, layer) for layer in range(config.num_layers))
     table = take(config.tensors.outside["embed"].name)
-    return Weights(table, layers, lm_head=own_head(take, config, table), **small_ends(take, config, table))
+    return Weights(
+        table, layers, lm_head=separate_head(take, config, table), **outer_weights(take, config, table)
+    )
 
 
-def shared_once(take: Take, config: Architecture, held: dict[str, Tensor] | None = None) -> Take:
-    """The same function, by which a tensor that several layers read is one in all of them. held: those that
-    were read before, by name."""
-    shared, held = config.tensors.shared, {} if held is None else held
+def read_shared_once(take: Take, config: Architecture, cache: dict[str, Tensor] | None = None) -> Take:
+    """Wrap a function that reads tensors, so that one that several layers share is read once.
+
+    Arguments:
+        take: reads a tensor by its checkpoint name.
+        config: the architecture, which names the shared tensors.
+        cache: shared tensors read before, by name; filled by the returned function.
+    """
+    shared, cache = config.tensors.shared, {} if cache is None else cache
 
     def once(name: str) -> Tensor:
         if name not in shared:
             return take(name)
-        if name not in held:
-            held[name] = take(name)
-        return held[name]
+        if name not in cache:
+            cache[name] = take(name)
+        return cache[name]
 
     return once
 
 
-def own_head(take: Take, config: Architecture, table: Tensor | None = None) -> Tensor | None:
-    """What the LM head multiplies by, where it is not the embedding. table: the embedding, where it is held;
-    a head that is the embedding's tensor, multiplied, is a matrix of its own."""
+def separate_head(take: Take, config: Architecture, table: Tensor | None = None) -> Tensor | None:
+    """Matrix of the LM head [vocab, hidden]; None if it is the embedding. A head that is the embedding times
+    a factor is a separate matrix.
+
+    Arguments:
+        take: reads a tensor by its checkpoint name.
+        config: the architecture.
+        table: the embedding matrix, if already loaded.
+    """
     embed, head = config.tensors.outside["embed"], config.tensors.outside["head"]
     if head == embed:
         return None
-    own = table if head.name == embed.name and table is not None else take(head.name)
-    return multiplied(own, head.factors)
+    matrix = table if head.name == embed.name and table is not None else take(head.name)
+    return scale_rows(matrix, head.factors)
 
 
-def small_ends(take: Take, config: Architecture, like: Tensor) -> dict[str, Any]:
-    """What stands outside of layers beside embedding and head, as fields of `Weights`. like: dtype and device
-    of what no checkpoint holds."""
+def outer_weights(take: Take, config: Architecture, like: Tensor) -> dict[str, Any]:
+    """Weights outside of layers other than embedding and LM head, as keyword arguments of `Weights`.
+
+    Arguments:
+        take: reads a tensor by its checkpoint name.
+        config: the architecture.
+        like: tensor whose dtype and device constants get that no checkpoint contains.
+    """
     outside = config.tensors.outside
 
-    def held(name: str) -> Tensor | None:
-        return made(take, outside[name], outside[name].name, {"": like}) if name in outside else None
+    def optional(name: str) -> Tensor | None:
+        return read_weight(take, outside[name], outside[name].name, {"": like}) if name in outside else None
 
     def norm(name: str) -> NormWeights | None:
-        weight = held(name)
-        return None if weight is None else NormWeights(weight, held(f"{name}.bias"))
+        weight = optional(name)
+        return None if weight is None else NormWeights(weight, optional(f"{name}.bias"))
 
     def linear(name: str) -> Linear | None:
-        weight = held(name)
-        return None if weight is None else Linear(weight, held(f"{name}.bias"))
+        weight = optional(name)
+        return None if weight is None else Linear(weight, optional(f"{name}.bias"))
 
-    types = held("token_types")
+    types = optional("token_types")
     return {
         "final_norm": norm("final_norm"),
-        "positions": waves(config, like) if config.has_position_waves else held("positions"),
-        "head_bias": held("head.bias"),
+        "positions": sinusoidal_positions(config, like)
+        if config.has_position_waves
+        else optional("positions"),
+        "head_bias": optional("head.bias"),
         "embed_norm": norm("embed_norm"),
         "embed_in": linear("embed_in"),
         "token_type": None if types is None else types[0],
@@ -289,14 +327,14 @@ def small_ends(take: Take, config: Architecture, like: Tensor) -> dict[str, Any]
     }
 
 
-def waves(config: Architecture, like: Tensor) -> Tensor:
-    """Positions as sines and cosines of falling frequency [position, hidden], all sines first (Vaswani et
-    al., Attention Is All You Need, 2017, section 3.5; `Architecture.ends_with_slowest_wave` tells the two
-    ways apart)."""
+def sinusoidal_positions(config: Architecture, like: Tensor) -> Tensor:
+    """Sinusoidal position embeddings [position, hidden], sines before cosines, in dtype and on device of a
+    tensor (Vaswani et al., Attention Is All You Need, 2017, section 3.5;
+    `Architecture.ends_with_slowest_wave` selects one of two variants)."""
     import torch
 
     half, is_fairseq = config.hidden_size // 2, config.ends_with_slowest_wave
-    # Each in the precision of its reference: angles reach a thousand, of which float32 loses 1e-4.
+    # The precision of each variant's reference: angles reach 1000, where float32 is only exact to 1e-4.
     dtype = torch.float32 if is_fairseq else torch.float64
     slowest = half - 1 if is_fairseq else half
     falling = torch.exp(torch.arange(half, dtype=dtype) * -(math.log(10000) / slowest))
@@ -304,20 +342,27 @@ def waves(config: Architecture, like: Tensor) -> Tensor:
     return torch.cat([angles.sin(), angles.cos()], dim=1).to(like)
 
 
-def made(take: Take, stored: Stored, name: str, others: Mapping[str, Tensor]) -> Tensor:
-    """A weight as a model holds it; where no checkpoint has it, in the dtype and on the device of others."""
+def read_weight(take: Take, stored: Stored, name: str, siblings: Mapping[str, Tensor]) -> Tensor:
+    """Read a weight and bring it into the form that the network uses: transposed, expanded, shifted, scaled.
+
+    Arguments:
+        take: reads a tensor by its checkpoint name.
+        stored: how the checkpoint stores the weight.
+        name: its name in the checkpoint.
+        siblings: other weights; a weight that is a constant gets dtype and device of the first.
+    """
     if stored.constant is not None:
-        return next(iter(others.values())).new_full(stored.shape, stored.constant)
+        return next(iter(siblings.values())).new_full(stored.shape, stored.constant)
     tensor = take(name)
     tensor = tensor.T.contiguous() if stored.is_transposed else tensor
     if stored.groups is not None:
         tensor = stored.on_diagonal(tensor, tensor.new_zeros(len(tensor), tensor.shape[1] * stored.groups))
-    return multiplied(tensor + stored.plus if stored.plus else tensor, stored.factors)
+    return scale_rows(tensor + stored.plus if stored.plus else tensor, stored.factors)
 
 
 def parts_of(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Weights with their biases and maps of low rank, as `Linear`s and norms, by name; norms are named "ln…"
-    or "…_norm"."""
+    """Group weights with their biases and low-rank factors into `Linear` and `NormWeights`, by name. Names of
+    norms start with "ln" or end with "_norm"."""
     parts: dict[str, Any] = {}
     for name, tensor in tensors.items():
         if name.endswith((".bias", ".low_in", ".low_out")):
@@ -331,8 +376,9 @@ def parts_of(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     return parts
 
 
-def multiplied(tensor: Tensor, factors: Sequence[tuple[int, float]]) -> Tensor:
-    """A weight with its rows multiplied by what a model multiplies their products by (`Stored.factors`)."""
+def scale_rows(tensor: Tensor, factors: Sequence[tuple[int, float]]) -> Tensor:
+    """Multiply groups of rows of a weight by (number of rows, factor) pairs, in order (`Stored.factors`):
+    factors that a model applies to the products are folded into the weight."""
     if not factors:
         return tensor
     import torch
@@ -341,29 +387,29 @@ def multiplied(tensor: Tensor, factors: Sequence[tuple[int, float]]) -> Tensor:
     return torch.cat([part * factor for part, (_, factor) in zip(parts, factors, strict=True)])
 
 
-def check_shapes(found: Mapping[str, tuple[int, ...]], config: Architecture) -> None:
-    """Raise WeightsError for the first tensor that is missing or misshapen."""
+def check_shapes(shapes: Mapping[str, tuple[int, ...]], config: Architecture) -> None:
+    """Raise WeightsError for the first tensor that is missing or misshapen; shapes: of a checkpoint, by
+    name."""
     expected = expected_tensors(config)
-    missing = [name for name in expected if name not in found]
+    missing = [name for name in expected if name not in shapes]
     if missing:
-        near = nearest(missing[0], found)
-        rest = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
+        near = nearest(missing[0], shapes)
+        more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
         raise WeightsError(
-            f"expected a tensor {missing[0]!r}{rest}, found none among {len(found)} tensors"
+            f"expected a tensor {missing[0]!r}{more}, found none among {len(shapes)} tensors"
             + (f"; nearest is {near!r}" if near else "; run `mizarr models inspect` on the directory")
         )
     for name, shape in expected.items():
-        if found[name] != shape:
+        if shapes[name] != shape:
             raise WeightsError(
-                f"expected {name!r} of shape {list(shape)} as config.json says, found {list(found[name])}; "
+                f"expected {name!r} of shape {list(shape)} as config.json says, found {list(shapes[name])}; "
                 "is config.json of another model?"
             )
 
 
 def _refuse_unused(shapes: Mapping[str, Any], config: Architecture) -> None:
-    """Raise WeightsError for a tensor in one of the layers that nothing reads: a bias, a norm or a part of an
-    adapter changes what the layer computes. Layers behind the last one, which predict further tokens, are not
-    those of this model."""
+    """Raise WeightsError for a tensor of a layer that the forward pass does not read: a bias, norm or adapter
+    weight would change the layer's output. Layers after the last one (multi-token prediction) are ignored."""
     layers = {name: config.tensors.placed(name)[0] for name in unused_tensors(shapes, config)}
     inside = [name for name, layer in layers.items() if layer is not None and layer < config.num_layers]
     if inside:
@@ -376,29 +422,31 @@ def _refuse_unused(shapes: Mapping[str, Any], config: Architecture) -> None:
 
 
 def unread_line(files: Files, config: Architecture) -> str:
-    """Which tensors outside of the layers nothing reads, by the beginning of their names; "" for none."""
+    """One line that lists prefixes of tensors that the forward pass does not read, with counts; "" for
+    none."""
     counts: dict[str, int] = {}
     for name in unused_tensors(checkpoint_of(files).standing_in(config).entries, config):
-        beginning = ".".join(name.split(".")[:2])
-        counts[beginning] = counts.get(beginning, 0) + 1
-    listed = ", ".join(f"{beginning} ({count})" for beginning, count in counts.items())
+        prefix = ".".join(name.split(".")[:2])
+        counts[prefix] = counts.get(prefix, 0) + 1
+    listed = ", ".join(f"{prefix} ({count})" for prefix, count in counts.items())
     return f"tensors that are not read: {listed}" if counts else ""
 
 
-def unused_tensors(found: Mapping[str, Any], config: Architecture) -> list[str]:
-    """Tensors of a checkpoint no part of the forward pass reads, known buffers left out."""
+def unused_tensors(entries: Mapping[str, Any], config: Architecture) -> list[str]:
+    """Names of tensors of a checkpoint that the forward pass does not read, except for known buffers."""
     tensors = config.tensors
-    known = {*tensors.shapes, *tensors.copies, *tensors.unread}
-    return sorted(name for name in found if name not in known and not name.endswith(BENIGN))
+    expected = {*tensors.shapes, *tensors.copies, *tensors.unread}
+    return sorted(name for name in entries if name not in expected and not name.endswith(BENIGN))
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """Whether a tensor of floating-point numbers holds no NaN and no infinity, the only ones whose exponents
-    are all ones; of other numbers, whether torch says so.
+    """Whether a tensor contains neither NaN nor infinity.
 
-    Exponents are looked at in one thread, some numbers at a time. A sum by torch is handed to all threads,
-    tensor by tensor, which wait for each other: measured, on two cores that others used as well, 100 million
-    numbers took 0.04 to 0.4 s of processor time in float32 and 0.03 to 1.2 s in bfloat16, here 0.03 s.
+    Floats on the CPU are checked by their exponent bits, which are all ones in NaN and infinity alone, in one
+    thread and in steps that fit in the cache. A reduction by torch runs on all threads, which wait for each
+    other at every tensor: on two busy cores, 100 million numbers took 0.04 to 0.4 s of processor time in
+        float32 and
+    0.03 to 1.2 s in bfloat16; here 0.03 s.
     """
     import torch
 
@@ -410,14 +458,14 @@ def is_finite(tensor: Tensor) -> bool:
     }
     if tensor.dtype not in exponents or tensor.device.type != "cpu":
         return bool(torch.isfinite(tensor).all())
-    width, behind = exponents[tensor.dtype]
-    whole = {2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.itemsize]
-    bits = tensor.detach().contiguous().reshape(-1).view(whole).numpy().view(f"u{tensor.itemsize}")
-    ones = bits.dtype.type(((1 << width) - 1) << behind)
-    found = np.empty_like(bits[:_CHECKED])
-    for at in range(0, len(bits), _CHECKED):
-        here = bits[at : at + _CHECKED]
-        if np.bitwise_and(here, ones, out=found[: len(here)]).max() == ones:
+    exponent_bits, mantissa_bits = exponents[tensor.dtype]
+    integer = {2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.itemsize]
+    bits = tensor.detach().contiguous().reshape(-1).view(integer).numpy().view(f"u{tensor.itemsize}")
+    ones = bits.dtype.type(((1 << exponent_bits) - 1) << mantissa_bits)
+    buffer = np.empty_like(bits[:_CHECKED])
+    for start in range(0, len(bits), _CHECKED):
+        part = bits[start : start + _CHECKED]
+        if np.bitwise_and(part, ones, out=buffer[: len(part)]).max() == ones:
             return False
     return True
 

@@ -20,7 +20,7 @@ from ..architectures.architecture import AttentionMixer
 from ..architectures.transformer import RopeConfig
 from ..hooks.taps import PassTaps
 from ..hooks.wants import LAST_LOGITS
-from ..networks.attention import attend, causal, is_by_hand, keys_filled, over
+from ..networks.attention import attend, causal, fused_over_padded, needs_unfused, padded_keys
 from ..networks.history import Carried
 from ..networks.loop import Network, through_layers
 from ..networks.pairs.parts import CrossTaps, seen_of, starts_of
@@ -208,7 +208,7 @@ class NewestPositions:
         """The carried tensors unchanged: every layer computes the same tokens."""
         return carried
 
-    def kept(self, x: Tensor) -> Tensor:
+    def needed(self, x: Tensor) -> Tensor:
         """x unchanged: the next layer needs every new token."""
         return x
 
@@ -220,39 +220,39 @@ class NewestPositions:
             self._rotations[rope] = cos[new], sin[new]
         return self._rotations[rope]
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, how: AttentionMixer) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, mixer: AttentionMixer) -> Tensor:
         """See `History`; the layer that computes keys and values appends them to the cache."""
-        if how.source is None:
+        if mixer.source is None:
             keys, values = self._cache.append(layer, k, v)
         else:
-            keys, values = self._cache.newest(how.source, k.shape[2])
+            keys, values = self._cache.newest(mixer.source, k.shape[2])
         new, total = q.shape[2], keys.shape[2]
-        if how.part is not None:
-            return self._attend_in_pair(layer, q, keys, values, how)
-        window = None if how.window is None or how.window >= total else how.window
-        by_hand = is_by_hand(q, how) or self._taps.touches(layer, "scores", "attn_scores", "pattern")
-        if new == 1 and not by_hand:
+        if mixer.part is not None:
+            return self._attend_in_pair(layer, q, keys, values, mixer)
+        window = None if mixer.window is None or mixer.window >= total else mixer.window
+        is_unfused = needs_unfused(q, mixer) or self._taps.touches(layer, "scores", "attn_scores", "pattern")
+        if new == 1 and not is_unfused:
             # One query sees every key that is left after its window or chunk is cut out: no mask.
-            width = (total - 1) % window + 1 if window and how.is_chunked else window
+            width = (total - 1) % window + 1 if window and mixer.is_chunked else window
             first = 0 if width is None else max(total - width, 0)
             wide = self._cache.stretch(
-                layer if how.source is None else how.source, first, keys_filled(q, total - first)
+                layer if mixer.source is None else mixer.source, first, padded_keys(q, total - first)
             )
-            weigh = None if wide is None else over(*wide)
+            weigh = None if wide is None else fused_over_padded(*wide)
             seen = keys[:, :, first:], values[:, :, first:]
-            return attend(q, *seen, None, how, layer, self._taps, weigh)
+            return attend(q, *seen, None, mixer, layer, self._taps, weigh)
         # A whole prompt without window is plain causal attention, for which kernels need no mask.
-        plain = new == total and window is None and not by_hand
-        allowed = None if plain else causal(total, window, q.device, newest=new, is_chunked=how.is_chunked)
-        return attend(q, keys, values, allowed, how, layer, self._taps)
+        plain = new == total and window is None and not is_unfused
+        allowed = None if plain else causal(total, window, q.device, newest=new, is_chunked=mixer.is_chunked)
+        return attend(q, keys, values, allowed, mixer, layer, self._taps)
 
-    def _attend_in_pair(self, layer: int, q: Tensor, k: Tensor, v: Tensor, how: AttentionMixer) -> Tensor:
+    def _attend_in_pair(self, layer: int, q: Tensor, k: Tensor, v: Tensor, mixer: AttentionMixer) -> Tensor:
         """As `attend`, for an encoder-decoder, whose mask depends on where the target begins."""
-        assert how.part is not None
-        taps = CrossTaps(self._taps) if how.part == "cross" else self._taps
+        assert mixer.part is not None
+        taps = CrossTaps(self._taps) if mixer.part == "cross" else self._taps
         starts = None if self.starts is None else self.starts[:, :, None, None]
-        seen = seen_of(how.part, self.positions[:, None], self.positions, starts)
-        return attend(q, k, v, seen, how, layer, taps, None, self.positions)
+        seen = seen_of(mixer.part, self.positions[:, None], self.positions, starts)
+        return attend(q, k, v, seen, mixer, layer, taps, None, self.positions)
 
     def before(self, layer: int, name: str, x: Tensor, count: int) -> Tensor:
         """See `History`; the newest rows are cached."""

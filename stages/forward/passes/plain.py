@@ -12,10 +12,10 @@ from ..architectures.architecture import AttentionMixer
 from ..architectures.transformer import RopeConfig
 from ..hooks.taps import EarlyStop, PassTaps
 from ..hooks.wants import Logits
-from ..networks.attention import attend, in_tiles, visible
+from ..networks.attention import attend, tiled_attention, window_mask
 from ..networks.gradients import is_recorded
 from ..networks.history import STREAM, Carried, share_of
-from ..networks.loop import Network, onwards, part_way, through_layers
+from ..networks.loop import Network, run_layers, run_layers_partly, through_layers
 from ..networks.pairs.network import TARGET
 from ..networks.pairs.parts import CrossTaps, seen_of, starts_of
 from ..networks.recurrences.recurrence import Recurrence
@@ -81,10 +81,10 @@ def forward_part(
     # The layer whose output enters here: its `resid_post` taps were left to this call.
     previous = layers[0] - 1 if layers and layers[0] else None
     if not ends:
-        return part_way(network, carried, layers, history, taps, previous)
+        return run_layers_partly(network, carried, layers, history, taps, previous)
     last = network.config.num_layers - 1
     try:
-        x = onwards(network, carried, layers, history, taps, previous if layers else last)
+        x = run_layers(network, carried, layers, history, taps, previous if layers else last)
         if not layers or layers[-1] == last:
             network.finish(x, taps, None)
     except EarlyStop:
@@ -131,7 +131,7 @@ class WholePrompts:
         """The carried tensors unchanged: every layer computes the same tokens."""
         return carried
 
-    def kept(self, x: Tensor) -> Tensor:
+    def needed(self, x: Tensor) -> Tensor:
         """x unchanged: the next layer needs every token."""
         return x
 
@@ -143,19 +143,19 @@ class WholePrompts:
             self._rotations[rope] = rope_tables(rope, self._length, self._device, dtype)
         return self._rotations[rope]
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, how: AttentionMixer) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, mixer: AttentionMixer) -> Tensor:
         """See `History`; in tiles on the CPU, with the fused kernel of torch elsewhere."""
         is_float64 = q.dtype == torch.float64
         # Tiles are for causal masks and inference: they record no gradient. In float64 the reference rounds
         # its softmax otherwise, and other devices have faster kernels of their own.
-        plain = how.is_bidirectional or is_float64 or is_recorded(q, k, v) or q.device.type != "cpu"
-        weigh = None if plain else in_tiles
-        if how.part is not None:
-            taps = CrossTaps(self._taps) if how.part == "cross" else self._taps
+        plain = mixer.is_bidirectional or is_float64 or is_recorded(q, k, v) or q.device.type != "cpu"
+        weigh = None if plain else tiled_attention
+        if mixer.part is not None:
+            taps = CrossTaps(self._taps) if mixer.part == "cross" else self._taps
             starts = None if self.starts is None else self.starts[:, :, None, None]
-            seen = seen_of(how.part, self.positions[:, None], self.positions, starts)
-            return attend(q, k, v, seen, how, layer, taps, None, self.positions)
-        return attend(q, k, v, self._mask(how), how, layer, self._taps, weigh, self.positions)
+            seen = seen_of(mixer.part, self.positions[:, None], self.positions, starts)
+            return attend(q, k, v, seen, mixer, layer, taps, None, self.positions)
+        return attend(q, k, v, self._mask(mixer), mixer, layer, self._taps, weigh, self.positions)
 
     def before(self, layer: int, name: str, x: Tensor, count: int) -> Tensor:
         """See `History`."""
@@ -168,9 +168,9 @@ class WholePrompts:
         show_derived(layer, recurrence, tokens, state, room, self._taps)
         return read
 
-    def _mask(self, how: AttentionMixer) -> Tensor | None:
+    def _mask(self, mixer: AttentionMixer) -> Tensor | None:
         """The attention mask of a layer (`visible`), computed once per kind of layer."""
-        kind = how.window, how.is_bidirectional, how.is_chunked
+        kind = mixer.window, mixer.is_bidirectional, mixer.is_chunked
         if kind not in self._masks:
-            self._masks[kind] = visible(self._length, how, self._device)
+            self._masks[kind] = window_mask(self._length, mixer, self._device)
         return self._masks[kind]

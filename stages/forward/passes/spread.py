@@ -19,7 +19,15 @@ from torch import Tensor
 from ....store.arrays import Ints
 from ..architectures.architecture import AttentionMixer
 from ..architectures.transformer import RopeConfig
-from ..networks.attention import attend, by_hand, is_by_hand, keys_by_hand, keys_filled, over, within
+from ..networks.attention import (
+    attend,
+    fused_over_padded,
+    limit_to_window,
+    needs_unfused,
+    padded_keys,
+    padded_keys_unfused,
+    unfused_attention,
+)
 from ..networks.history import Carried
 from ..networks.pairs.parts import seen_of
 from ..networks.recurrences.recurrence import Recurrence
@@ -113,7 +121,7 @@ class BranchHistory:
         self._rotations.clear()
         return carried
 
-    def kept(self, x: Tensor) -> Tensor:
+    def needed(self, x: Tensor) -> Tensor:
         """x [..., token, width] at the tokens whose output of this layer is needed."""
         return x if self._kept_tokens is None else x.index_select(-2, self._kept_tokens)
 
@@ -123,7 +131,7 @@ class BranchHistory:
             self._rotations[rope] = _tables(rope, self._forest, self.row, self._device, dtype)
         return self._rotations[rope]
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, how: AttentionMixer) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, mixer: AttentionMixer) -> Tensor:
         """Attention of query tokens to keys of their own branch and its ancestors.
 
         Arguments:
@@ -131,7 +139,7 @@ class BranchHistory:
             q: queries [1, H, kept token, dh].
             k: keys [1, Hk, token, dh].
             v: values, likewise.
-            how: parameters of the layer's attention.
+            mixer: parameters of the layer's attention.
 
         Returns:
             z [1, H, kept token, dh].
@@ -141,25 +149,29 @@ class BranchHistory:
         score_bytes = 3 * q.element_size() * q.shape[1]
         # torch has no fused kernel for keys and values of different widths; its fallback picks steps by size.
         is_narrow = q.shape[3] != v.shape[3] and q.device.type == "cpu"
-        for bare_group in self._groups(layer, how, key_bytes, score_bytes):
+        for bare_group in self._groups(layer, mixer, key_bytes, score_bytes):
             queries = torch.from_numpy(bare_group.queries).to(self._device)
             group_q = q[0][:, queries].transpose(0, 1)
             # Padding that the kernel would add is gathered with the keys, which saves a second copy.
             size = bare_group.keys.shape[1]
             steps = (
-                is_by_hand(q, how) or self._taps.reads_attention(bare_group.branches[0], layer) or is_narrow
+                needs_unfused(q, mixer)
+                or self._taps.reads_attention(bare_group.branches[0], layer)
+                or is_narrow
             )
-            group = bare_group.with_keys(keys_by_hand(group_q, size, how)) if steps else bare_group
+            group = bare_group.with_keys(padded_keys_unfused(group_q, size, mixer)) if steps else bare_group
             size = group.keys.shape[1]
-            n_filled = 0 if steps else keys_filled(group_q, size) - size
+            n_filled = 0 if steps else padded_keys(group_q, size) - size
             keys = torch.from_numpy(np.pad(group.keys, ((0, 0), (0, n_filled)))).to(self._device)
             wide_k, wide_v = (x[0][:, keys].transpose(0, 1) for x in (k, v))
-            weigh = over(wide_k, wide_v) if n_filled else by_hand if is_narrow else None
-            allowed = self._allowed(group, how)
+            weigh = (
+                fused_over_padded(wide_k, wide_v) if n_filled else unfused_attention if is_narrow else None
+            )
+            allowed = self._allowed(group, mixer)
             places = torch.from_numpy(group.positions).to(self._device)
-            taps = self._taps.of_group(group, self._kept, layer, how.room)
+            taps = self._taps.of_group(group, self._kept, layer, mixer.room)
             mixed = attend(
-                group_q, wide_k[:, :, :size], wide_v[:, :, :size], allowed, how, layer, taps, weigh, places
+                group_q, wide_k[:, :, :size], wide_v[:, :, :size], allowed, mixer, layer, taps, weigh, places
             )
             # Padding repeats the last query, whose copies are dropped here.
             real = np.arange(queries.shape[1]) < np.array(group.counts)[:, None]
@@ -188,10 +200,10 @@ class BranchHistory:
         )
         return Row(self._forest, {n: branch.held(layer) for n, branch in taking_part})
 
-    def _allowed(self, group: AttentionGroup, how: AttentionMixer) -> Tensor | None:
+    def _allowed(self, group: AttentionGroup, mixer: AttentionMixer) -> Tensor | None:
         """Attention mask, bool [row, 1, query, key]; None where it would hide only later keys, or nothing."""
-        size, window = group.keys.shape[1], how.window
-        if how.part is not None:
+        size, window = group.keys.shape[1], mixer.window
+        if mixer.part is not None:
             target_starts = self._starts()
             starts = (
                 None
@@ -202,19 +214,19 @@ class BranchHistory:
             queries = torch.from_numpy(group.positions).to(self._device)[:, None, :, None]
             lengths = torch.tensor(group.lengths, device=self._device)[:, None, None, None]
             column = None if starts is None else starts[:, None, None, None]
-            return seen_of(how.part, queries, keys, column) & (keys < lengths)
+            return seen_of(mixer.part, queries, keys, column) & (keys < lengths)
         if group.is_whole and (window is None or window >= size):
             return None
         keys = torch.arange(size, device=self._device)
         queries = torch.from_numpy(group.positions).to(self._device)[:, None, :, None]
         seen = queries >= keys
-        if how.is_bidirectional:
+        if mixer.is_bidirectional:
             lengths = torch.tensor(group.lengths, device=self._device)[:, None, None, None]
             seen = (keys < lengths).expand_as(seen)
-        return within(queries, keys, seen, window, is_chunked=how.is_chunked)
+        return limit_to_window(queries, keys, seen, window, is_chunked=mixer.is_chunked)
 
     def _groups(
-        self, layer: int, how: AttentionMixer, key_bytes: int, score_bytes: int
+        self, layer: int, mixer: AttentionMixer, key_bytes: int, score_bytes: int
     ) -> Iterator[AttentionGroup]:
         """Groups of branches that share an attention call within the memory limit.
 
@@ -222,7 +234,7 @@ class BranchHistory:
 
         Arguments:
             layer: layer index.
-            how: parameters of the layer's attention.
+            mixer: parameters of the layer's attention.
             key_bytes: bytes of one gathered key with its value.
             score_bytes: bytes of the scores of one query and one key, where they are materialised.
         """
@@ -234,7 +246,7 @@ class BranchHistory:
             while start < len(branches):
                 most = len(self._kept.held[branches[start]])
                 materialised = score_bytes * (
-                    is_read or how.is_capped or how.relative is not None or how.part is not None
+                    is_read or mixer.is_capped or mixer.relative is not None or mixer.part is not None
                 )
                 stop, longest = start, 0
                 while stop < len(branches) and len(self._kept.held[branches[stop]]) >= RAGGED * most:

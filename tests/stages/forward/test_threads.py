@@ -17,7 +17,7 @@ from mizarr.stages.causal.grids.patching_metrics import KL
 from mizarr.stages.forward.architectures.architecture import AttentionMixer
 from mizarr.stages.forward.generation.generate import generate
 from mizarr.stages.forward.hooks.wants import Logits
-from mizarr.stages.forward.networks.attention import keys_filled, over, weighed
+from mizarr.stages.forward.networks.attention import fused_over_padded, padded_keys, weighted_values
 from mizarr.stages.forward.runs.run import Run, stream
 
 from .random_models import save_random_model
@@ -98,13 +98,13 @@ def test_the_fused_kernel_gives_a_query_the_same_bits_beside_others(queries):
         seen = torch.rand(3, 1, queries, size) < 0.7
         seen[..., 0] = True
         torch.set_num_threads(1)
-        alone = weighed(q, k, v, seen, how)
-        wide = [torch.nn.functional.pad(x, (0, 0, 0, keys_filled(q, size) - size), value=3.0) for x in (k, v)]
+        alone = weighted_values(q, k, v, seen, how)
+        wide = [torch.nn.functional.pad(x, (0, 0, 0, padded_keys(q, size) - size), value=3.0) for x in (k, v)]
         for count in OTHERS:
             torch.set_num_threads(count)
-            assert torch.equal(weighed(q, k, v, seen, how), alone)
-            assert torch.equal(over(*wide)(q, k, v, seen, how), alone)
-        assert torch.equal(weighed(q[1:2], k[1:2], v[1:2], seen[1:2], how), alone[1:2])
+            assert torch.equal(weighted_values(q, k, v, seen, how), alone)
+            assert torch.equal(fused_over_padded(*wide)(q, k, v, seen, how), alone)
+        assert torch.equal(weighted_values(q[1:2], k[1:2], v[1:2], seen[1:2], how), alone[1:2])
         more = [torch.nn.functional.pad(x, (0, 0, 0, 21), value=2.0) for x in (k, v)]
         hidden = torch.nn.functional.pad(seen, (0, 21))
-        assert torch.equal(weighed(q, *more, hidden, how), alone)
+        assert torch.equal(weighted_values(q, *more, hidden, how), alone)

@@ -1,1 +1,1 @@
-"""Facts that questions are asked about: records, pairs, and which of them a model knows."""
+"""Facts as inputs of workflows: records, pairs, and which facts a model knows."""

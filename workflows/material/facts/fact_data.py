@@ -1,10 +1,10 @@
-"""Facts that questions are asked about: the shipped ones, or those of a user's files, in one format.
+"""Facts for workflows: shipped ones, or from the user's files.
 
 A file is a JSON list of records. A record is a pair of facts with the fields of CounterFact,
-`original_prompt`, `counterfactual_prompt`, `gt_original_target` and `gt_counterfactual_target`; where single
-facts are asked for, a pair is two of them, and a record may be one, `{"prompt": ..., "target": ...}`, as the
-shipped facts are. `data` names one file or several, and the word "shipped" among them stands for what ships:
-alone they are read in its place, beside it in addition to it, in the order given (docs/how-to/facts.md).
+`original_prompt`, `counterfactual_prompt`, `gt_original_target` and `gt_counterfactual_target`. For workflows
+on single facts, a pair counts as two facts, and a record may be a single fact `{"prompt": ..., "target":
+...}`. The setting `data` names files to use instead of the shipped facts; "shipped" among them adds these, in
+the given order (docs/how-to/facts.md).
 
 Border: texts; loads no model and never imports torch.
 """
@@ -23,11 +23,11 @@ from ..answers import fact
 __all__ = ["FACT", "FIELDS", "SHIPPED_DATA", "Fact", "enough", "facts_of", "read_records", "shown_fact"]
 
 FIELDS = ("original_prompt", "counterfactual_prompt", "gt_original_target", "gt_counterfactual_target")
-"""Of a record that is a pair of facts."""
+"""Fields of a record that is a pair of facts."""
 FACT = ("prompt", "target")
-"""Of a record that is one fact."""
+"""Fields of a record that is a single fact."""
 SHIPPED_DATA = "shipped"
-"""Stands in `data` for the facts that ship with mizarr."""
+"""Name of the shipped facts in the setting `data`."""
 
 
 T = TypeVar("T")
@@ -37,42 +37,49 @@ class Fact(NamedTuple):
     """A prompt, the word that completes it, and the other prompt of its pair."""
 
     prompt: str
+    """The prompt."""
     target: str
+    """The word that completes it."""
     other: str = ""
-    """The other prompt of its pair, which differs in the subject; "" where it is no part of a pair."""
+    """The other prompt of the pair, which differs in the subject; "" for a single fact."""
 
 
 def facts_of(data: Sequence[str]) -> list[Fact]:
-    """Facts of files, in their order; the shipped ones for no file. Raises ConfigError as `read_records`."""
-    found: list[Fact] = []
+    """Facts of files, in their order; the shipped ones if no file is named. Raises ConfigError like
+    `read_records`."""
+    facts: list[Fact] = []
     for path in data or (SHIPPED_DATA,):
         if path == SHIPPED_DATA:
-            found += [Fact(each["prompt"], each["target"]) for each in shipped_facts()]
+            facts += [Fact(record["prompt"], record["target"]) for record in shipped_facts()]
             continue
         for record in read_records(path, single=True):
             if FACT[0] in record:
-                found.append(Fact(*(record[name] for name in FACT)))
+                facts.append(Fact(*(record[name] for name in FACT)))
             else:
-                one, other, target, wrong = (record[name] for name in FIELDS)
-                found += [Fact(one, target, other), Fact(other, wrong, one)]
-    return found
+                original, counterfactual, target, counterfactual_target = (record[name] for name in FIELDS)
+                facts += [
+                    Fact(original, target, counterfactual),
+                    Fact(counterfactual, counterfactual_target, original),
+                ]
+    return facts
 
 
 def shown_fact(model: str, prompt: str, target: str, data: Sequence[str]) -> tuple[str, str]:
-    """The prompt and target asked for; by default the first fact of `data`, without it as `answers.fact`."""
+    """Prompt and target of the settings; without them the first fact of `data`, or the default of
+    `answers.fact`."""
     return facts_of(data)[0][:2] if data and not (prompt or target) else fact(model, prompt, target)
 
 
 def read_records(path: str, *, single: bool = False) -> list[dict[str, str]]:
-    """A JSON list of records.
+    """Read a JSON list of records.
 
     Arguments:
-        path: of the file.
+        path: path of the file.
         single: whether records may be single facts.
 
     Raises:
-        ConfigError: no such file, no list, no record at all, or one without its fields or whose fields are no
-            texts.
+        ConfigError: the file is missing, contains no list or no record, or a record lacks a field or has one
+            that is no text.
     """
     records = json_file(Path(path).expanduser(), ConfigError, "name a JSON list of CounterFact records")
     listed = records if isinstance(records, list) else [records]
@@ -95,23 +102,23 @@ def read_records(path: str, *, single: bool = False) -> list[dict[str, str]]:
     return list(listed)
 
 
-def enough(found: list[T], data: Sequence[str], wanted: int, choice: str) -> list[T]:
-    """Facts that fit a model, as many as were asked for, or of one's own an even number of what there are.
+def enough(facts: list[T], data: Sequence[str], count: int, choice: str) -> list[T]:
+    """The first `count` facts; of a user's facts fewer if there are not so many, but an even number.
 
     Arguments:
-        found: facts that fit.
-        data: where they come from.
-        wanted: number of them, half to choose on and half to score on.
-        choice: what is chosen on them: "a place".
+        facts: facts that fit the model.
+        data: setting that names their files; empty for the shipped facts.
+        count: number of facts, half for selection and half for scoring.
+        choice: what is selected on them, for the message: "a place".
 
     Raises:
-        ConfigError: fewer than that of the shipped ones, or fewer than two of one's own.
+        ConfigError: fewer than `count` shipped facts, or fewer than two of the user's.
     """
-    if len(found) >= wanted or (data and len(found) > 1):
-        return found[: min(wanted, len(found) // 2 * 2)]
-    whose, more = ("facts in data", ", or give more") if data else ("shipped facts", "")
+    if len(facts) >= count or (data and len(facts) > 1):
+        return facts[: min(count, len(facts) // 2 * 2)]
+    source, more = ("facts in data", ", or give more") if data else ("shipped facts", "")
     raise ConfigError(
-        f"expected {2 if data else wanted} {whose} to choose {choice} on, found {len(found)} that fit the "
+        f"expected {2 if data else count} {source} to choose {choice} on, found {len(facts)} that fit the "
         f"model; ask for fewer: facts=…{more}, or ask for no claim: controls=0"
     )
 

@@ -1,4 +1,4 @@
-"""Pairs of facts that differ in their subject: from a file of CounterFact records, or the shipped ones.
+"""Pairs of facts that differ in their subject, from files of CounterFact records or from the shipped facts.
 
 Border: texts and token ids; loads no model and never imports torch.
 """
@@ -41,18 +41,24 @@ __all__ = [
 
 @dataclass(frozen=True)
 class FactPair:
-    """One record of CounterFact, tokenised. labels: fact, fact_final or other, per token of the original."""
+    """One record of CounterFact, tokenised."""
 
     original: str
+    """Original prompt."""
     counterfactual: str
+    """Prompt with another subject."""
     target: str
+    """Answer to the original prompt."""
     counterfactual_target: str
+    """Answer to the counterfactual prompt."""
     pair: FactTokens
+    """Token ids of both prompts, and positions of the subject."""
     labels: tuple[str, ...]
+    """Label of each token of the original prompt: fact, fact_final or other."""
 
     @property
     def label(self) -> str:
-        """For people: the fact and the two targets."""
+        """Title of the pair: the fact and the two targets."""
         return f"{self.original.split(chr(10))[0]} {self.target} -> {self.counterfactual_target}"
 
 
@@ -61,22 +67,26 @@ SUBJECTS: Mapping[SubjectRule, str] = {
     "differing": "subject's last token",
     "last_fact": "fact's last token",
 }
-"""What is patched by a rule that says where a subject is: all tokens in which the prompts differ, the last of
-them, or the last token of the fact, as candle-mi has it."""
+"""Rule for the subject's tokens -> name of what is patched: all tokens in which the prompts differ, the last
+of them, or the last token of the fact (candle-mi)."""
 
 
 def fact_pairs(
     subject: Subject, data: Sequence[str], limit: int, *, rule: SubjectRule = "whole"
 ) -> list[FactPair]:
-    """The first pairs of files, or of the shipped facts for none (`pair_records`); limit 0 takes all.
+    """The first pairs of files or of the shipped facts, tokenised.
 
-    rule: see SUBJECTS.
+    Arguments:
+        subject: the model.
+        data: files; empty for the shipped facts.
+        limit: number of pairs; 0 for all.
+        rule: which tokens are the subject, see SUBJECTS.
     """
     return [_tokenised(subject, record, rule) for record in pair_records(subject, data)[: limit or None]]
 
 
 def pair_records(subject: Subject, data: Sequence[str]) -> list[dict[str, str]]:
-    """Pairs of files as records, in their order; the shipped ones for no file (fact_data.py)."""
+    """Records of pairs from files, in their order; shipped pairs if no file is named (fact_data.py)."""
     return [
         record
         for path in data or (SHIPPED_DATA,)
@@ -85,40 +95,41 @@ def pair_records(subject: Subject, data: Sequence[str]) -> list[dict[str, str]]:
 
 
 def shipped_pairs(subject: Subject) -> list[dict[str, str]]:
-    """Shipped facts of one relation, as many tokens and other answers, each fact in one pair at most.
+    """Pairs of shipped facts with equal relation and number of tokens and different answers; each fact is in
+    at most one pair.
 
-    Those whose original answer is a single token come first, and of them those where both are; else in the
-    order of the facts. Of a pair with one such answer its fact is the original.
+    Pairs in which both answers are single tokens come first, then those in which the original answer is. If
+    only one answer is a single token, its fact is the original.
     """
     facts = shipped_facts()
-    alike: dict[Any, list[dict[str, Any]]] = defaultdict(list)
+    groups: dict[Any, list[dict[str, Any]]] = defaultdict(list)
     for fact, ids in zip(facts, subject.tokenizer.ids_of([fact["prompt"] for fact in facts]), strict=True):
         relation = relation_of(fact["prompt"], words=2)
         if relation is not None:
-            alike[relation, len(ids)].append(fact)
+            groups[relation, len(ids)].append(fact)
     order = {fact["prompt"]: i for i, fact in enumerate(facts)}
-    found = []
-    for group in alike.values():
+    pairs = []
+    for group in groups.values():
         waiting: list[dict[str, Any]] = []
         for fact in group:
-            other = next((o for o in waiting if o["target"] != fact["target"]), None)
-            if other is None:
+            partner = next((o for o in waiting if o["target"] != fact["target"]), None)
+            if partner is None:
                 waiting.append(fact)
             else:
-                waiting.remove(other)
-                found.append((other, fact))
+                waiting.remove(partner)
+                pairs.append((partner, fact))
 
-    asked = [(fact["prompt"], fact["target"]) for pair in found for fact in pair]
-    pieces = dict(zip(asked, subject.pieces_of_answers(asked), strict=True))
+    answers = [(fact["prompt"], fact["target"]) for pair in pairs for fact in pair]
+    pieces = dict(zip(answers, subject.pieces_of_answers(answers), strict=True))
 
     def has_several(fact: dict[str, Any]) -> bool:
         return len(pieces[fact["prompt"], fact["target"]]) > 1
 
-    in_order = sorted(found, key=lambda pair: order[pair[0]["prompt"]])
-    turned = [sorted(pair, key=has_several) for pair in in_order]
+    in_order = sorted(pairs, key=lambda pair: order[pair[0]["prompt"]])
+    single_first = [sorted(pair, key=has_several) for pair in in_order]
     return [
         dict(zip(FIELDS, (a["prompt"], b["prompt"], a["target"], b["target"]), strict=True))
-        for a, b in sorted(turned, key=lambda pair: [has_several(fact) for fact in pair])
+        for a, b in sorted(single_first, key=lambda pair: [has_several(fact) for fact in pair])
     ]
 
 
@@ -142,47 +153,47 @@ def _tokenised(subject: Subject, record: dict[str, str], rule: SubjectRule) -> F
 
 
 class PairWorkflow(KnownWorkflow):
-    """A question about pairs of facts, patched block by block of layers."""
+    """A workflow that patches pairs of facts in blocks of layers."""
 
     settings: PairSettings
     asked_about = "pairs"
-    # How a fact turns into another is nothing to be told of facts that are not there.
+    # Patching from one fact to another means nothing if the model knows neither.
     describes_unknown = False
 
     def read_pairs(self) -> dict[str, Any]:
-        """Pairs and blocks, as an experiment takes them."""
+        """Read pairs and blocks from the settings; returns them as arguments of an experiment."""
         require_next(self.subject)
-        given, layers = self.settings, self.subject.config.num_layers
-        self.pairs = fact_pairs(self.subject, given.data, given.limit, rule=given.subject)
-        self.block_size = given.block_size or max(1, min(4, layers // 3))
+        settings, layers = self.settings, self.subject.config.num_layers
+        self.pairs = fact_pairs(self.subject, settings.data, settings.limit, rule=settings.subject)
+        self.block_size = settings.block_size or max(1, min(4, layers // 3))
         self.blocks = blocks_of(layers, self.block_size)
-        return {"pairs": tuple(each.pair for each in self.pairs), "block_size": self.block_size}
+        return {"pairs": tuple(pair.pair for pair in self.pairs), "block_size": self.block_size}
 
     def control_nodes(self) -> Nodes:
-        """The subject patched in other pairs, to choose on, and from unrelated prompts in these pairs; and
-        which of all these pairs the model knows. None where no control is asked for."""
-        given = self.settings
-        if not given.controls:
+        """Nodes "choice" (the subject patched in other pairs, to select a block), "controls" (patched from
+        unrelated prompts), and the node of known pairs. Empty if controls=0."""
+        settings = self.settings
+        if not settings.controls:
             return {}
-        shown = {each.pair.original for each in self.pairs}
-        records = (_tokenised(self.subject, record, given.subject) for record in self._other_records())
-        chosen_on = [each for each in records if each.pair.original not in shown][: given.others]
+        shown = {pair.pair.original for pair in self.pairs}
+        candidates = (_tokenised(self.subject, record, settings.subject) for record in self._other_records())
+        chosen_on = [pair for pair in candidates if pair.pair.original not in shown][: settings.others]
         if not chosen_on:
             raise ConfigError(
                 "expected other pairs of facts to choose the block on, found none that fit the model; give "
                 "more in data=…, or ask for no claim: controls=0"
             )
         unrelated, from_unrelated = Unrelated(self.subject), list[FactTokens]()
-        for number, each in enumerate(self.pairs):
-            pair, targets = each.pair, (each.target, each.counterfactual_target)
-            seed = given.seed + number
-            donors = unrelated.to(pair.counterfactual, given.donors, seed=seed, targets=targets)
+        for number, fact_pair in enumerate(self.pairs):
+            pair, targets = fact_pair.pair, (fact_pair.target, fact_pair.counterfactual_target)
+            seed = settings.seed + number
+            donors = unrelated.to(pair.counterfactual, settings.donors, seed=seed, targets=targets)
             from_unrelated += [replace(pair, counterfactual=donor) for donor in donors]
-        experiments = {"choice": tuple(each.pair for each in chosen_on), "controls": tuple(from_unrelated)}
+        experiments = {"choice": tuple(pair.pair for pair in chosen_on), "controls": tuple(from_unrelated)}
         self.only_claims = (*self.only_claims, *experiments)
-        asked = {CHOSEN_ON: chosen_on, SCORED: self.pairs}
+        groups = {CHOSEN_ON: chosen_on, SCORED: self.pairs}
         return self.known_node(
-            {name: [self._asked(each) for each in pairs] for name, pairs in asked.items()}
+            {name: [self._asked(pair) for pair in pairs] for name, pairs in groups.items()}
         ) | {
             name: self.on_model(AtOnce((FactualRouting(pairs=pairs, block_size=self.block_size),)))
             for name, pairs in experiments.items()
@@ -193,28 +204,29 @@ class PairWorkflow(KnownWorkflow):
         return pair.pair.original, self.subject.answer_id(pair.original, pair.target), -1
 
     def _other_records(self) -> list[dict[str, str]]:
-        """Pairs that are not shown, a few more than needed: the rest of `data`, or where nothing is left of
-        it, shipped ones."""
-        limit, given = self.subject.config.context_length, self.settings
-        first, few = len(self.pairs), 4 * given.others
-        records = pair_records(self.subject, given.data)[first : first + few]
-        records = records or shipped_pairs(self.subject)[:few]
+        """Records of pairs that are not shown, a few more than needed: further pairs of `data`, or shipped
+        ones if there are none."""
+        limit, settings = self.subject.config.context_length, self.settings
+        start, count = len(self.pairs), 4 * settings.others
+        records = pair_records(self.subject, settings.data)[start : start + count]
+        records = records or shipped_pairs(self.subject)[:count]
         fits = (limit or sys.maxsize).__ge__
         return [r for r in records if fits(len(self.subject.tokenizer.encode(r["original_prompt"])))]
 
     def by_donor(self, values: Any) -> Any:
-        """Of the node "controls" [pair and donor, …], of the pairs that the model knows: [pair, donor, …]."""
+        """Values of the node "controls", [pair * donor, …] -> [pair, donor, …], for pairs that the model
+        knows."""
         by_pair = values.reshape(len(self.pairs), self.settings.donors, *values.shape[1:])
         return by_pair[self.is_known(SCORED)]
 
     def counted(self) -> str:
-        """How many pairs the claims are about, for captions."""
+        """Numbers of pairs that claims are based on, for captions."""
         counts = [int(self.is_known(name).sum()) for name in (CHOSEN_ON, SCORED)]
         return f"{counts[0]} other pairs whose answer the model says, scored on {counts[1]}"
 
     @property
     def about(self) -> dict[str, Any]:
-        """What a document says of model and blocks."""
+        """Fields of a document on model and blocks."""
         layers, count = self.subject.config.num_layers, len(self.blocks)
         return {
             "model_id": self.subject.name,
@@ -224,14 +236,15 @@ class PairWorkflow(KnownWorkflow):
         }
 
     def pair_told(self, i: int, result: Any) -> dict[str, Any]:
-        """Pair `i`, and what its two prompts would say, from the variables of a result."""
-        each = self.pairs[i]
+        """Fields of a document on pair `i`: its prompts, and their most likely next tokens from a result."""
+        pair = self.pairs[i]
         ids = [int(result[f"{name}_token_id"][i]) for name in ("original", "counterfactual")]
-        texts = (each.original, each.counterfactual, each.target, each.counterfactual_target)
-        said = zip(("original_continuation", "cf_continuation"), named(self.subject, ids), strict=True)
-        return {"label": each.label, **dict(zip(FIELDS, texts, strict=True)), **dict(said)}
+        texts = (pair.original, pair.counterfactual, pair.target, pair.counterfactual_target)
+        names = ("original_continuation", "cf_continuation")
+        continuations = zip(names, named(self.subject, ids), strict=True)
+        return {"label": pair.label, **dict(zip(FIELDS, texts, strict=True)), **dict(continuations)}
 
 
 def layers_told(layers: Sequence[int]) -> str:
-    """A block as people write it: 0-3."""
+    """A block of layers as text: "0-3"."""
     return f"{layers[0]}-{layers[-1]}" if len(layers) > 1 else str(layers[0])

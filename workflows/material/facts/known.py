@@ -1,9 +1,9 @@
-"""Claims about prompts that a model knows: measured first, so that no control is run for a claim never made.
+"""Claims restricted to prompts that a model knows; without enough of them, no controls are run.
 
-A prompt is known where its answer is the model's likeliest next token (stages/causal/answer_ranks.py). A
-workflow names groups of prompts, such as those a place is chosen on and those it is scored on. `run` computes
-their ranks before anything else; where a group has fewer known prompts than a claim needs, the nodes that
-only claims need are left out, and the findings say why instead. `controls=0` leaves them out from the start.
+A prompt is known if its answer is the model's most likely next token (stages/causal/answer_ranks.py). A
+workflow names groups of prompts, such as those for selection and those for scoring. `run` computes the ranks
+of their answers first. If a group has fewer known prompts than a claim needs, nodes that only claims need are
+removed, and the findings state the reason. `controls=0` removes them from the start.
 
 Border: token ids and stored ranks; loads no model and never imports torch.
 """
@@ -30,31 +30,32 @@ if TYPE_CHECKING:
 __all__ = ["CHOSEN_ON", "NO_CONTROLS", "SCORED", "KnownWorkflow"]
 
 CHOSEN_ON, SCORED = "to choose on", "to score on"
-"""What prompts are for, as messages say it behind "8 facts"."""
+"""Names of groups of prompts, in words that follow "8 facts" in messages."""
 NO_CONTROLS = "Nothing is claimed, as no control was run (controls=0)."
 NODE = "known"
 """Name of the node that measures ranks."""
 
 
 class KnownWorkflow(ModelWorkflow):
-    """A question whose claims are about prompts that the model knows."""
+    """A workflow whose claims are about prompts that the model knows."""
 
     settings: Any
-    """With those of `ControlSettings`."""
+    """Settings, including those of `ControlSettings`."""
     asked_about: ClassVar[str] = "facts"
-    """What the prompts are, in messages: "facts" or "pairs"."""
+    """Name of the prompts in messages: "facts" or "pairs"."""
     describes_unknown: ClassVar[bool] = True
-    """Whether what is left without claims is worth showing of prompts that the model does not know."""
+    """Whether results without claims are meaningful for prompts that the model does not know."""
     only_claims: tuple[str, ...] = ()
     """Names of the nodes that only claims need; `plan` sets it."""
     groups: Mapping[str, int]
-    """Number of prompts in each group, by what it is for: {"to choose on": 8}; set by `known_node`."""
+    """Number of prompts in each group, by its name: {"to choose on": 8}; set by `known_node`."""
 
     def known_node(self, groups: Mapping[str, Sequence[AskedPrompt]]) -> Nodes:
         """The node that measures which prompts the model knows.
 
-        groups: prompts by what they are for, in words that follow "8 facts": {"to choose on": ...}. A claim
-        needs KNOWN of each.
+        groups: prompts by the name of their group, which follows "8 facts" in messages: {"to choose on":
+            ...}. A
+        claim needs KNOWN known prompts in each group.
         """
         self.groups = {name: len(prompts) for name, prompts in groups.items()}
         return {NODE: self.on_model(AnswerRanks(tuple(chain.from_iterable(groups.values()))))}
@@ -69,17 +70,17 @@ class KnownWorkflow(ModelWorkflow):
     @cached_property
     def _ranks(self) -> npt.NDArray[np.float64]:
         assert self.store is not None, "measured by `run`"
-        found: npt.NDArray[np.float64] = self.nodes[NODE].open(self.store)["rank"].values
-        return found
+        ranks: npt.NDArray[np.float64] = self.nodes[NODE].open(self.store)["rank"].values
+        return ranks
 
     @property
     def known_counts(self) -> tuple[dict[str, int], dict[str, int]]:
-        """By group how many prompts the model knows, and how many there are."""
+        """(number of known prompts by group, number of prompts by group)."""
         return {name: int(self.is_known(name).sum()) for name in self.groups}, dict(self.groups)
 
     @property
     def not_claimed(self) -> str:
-        """Why nothing is claimed, in a sentence; empty where something is."""
+        """Reason why nothing is claimed, in a sentence; empty if there are claims."""
         if not self.settings.controls:
             return NO_CONTROLS
         if NODE not in self.nodes:
@@ -87,25 +88,25 @@ class KnownWorkflow(ModelWorkflow):
         counts, totals = self.known_counts
         if min(counts.values()) >= KNOWN:
             return ""
-        whose, each = self.asked_about, " of each" if len(totals) > 1 else ""
-        known = " and ".join(f"{counts[name]} of {total} {whose} {name}" for name, total in totals.items())
+        prompts, of_each = self.asked_about, " of each" if len(totals) > 1 else ""
+        known = " and ".join(f"{counts[name]} of {total} {prompts} {name}" for name, total in totals.items())
         return (
-            f"The model knows the answer of {known}; a claim needs {KNOWN}{each}. So no control was run and "
-            f"nothing is claimed: give {whose} that it knows with data=FILE, or ask for what describes the "
-            "model alone with controls=0."
+            f"The model knows the answer of {known}; a claim needs {KNOWN}{of_each}. So no control was run "
+            f"and nothing is claimed: give {prompts} that it knows with data=FILE, or ask for what describes "
+            "the model alone with controls=0."
         )
 
     def unclaimed(self) -> Findings:
-        """See `Workflow`; read from the ranks of the answers, if these were computed."""
+        """See `Workflow`; the reason is read from the ranks of answers, if these were computed."""
         return Findings.none(self.not_claimed, (NODE,) if NODE in self.nodes else ())
 
     def first_nodes(self) -> Nodes:
-        """See `Workflow`: ranks, where a claim hangs on them."""
+        """See `Workflow`: the node of the ranks, if claims depend on it."""
         return {NODE: self.nodes[NODE]} if NODE in self.nodes and self.only_claims else {}
 
     def settle(self, store: Store, *, refuses: bool = True) -> Self:
-        """See `Workflow`: the nodes that only claims need are left out where there will be none. Raises
-        ConfigError where unknown prompts are not described."""
+        """See `Workflow`: removes nodes that only claims need if nothing can be claimed. Raises ConfigError
+        if the remaining results are not meaningful (`describes_unknown`)."""
         self.store = store
         vars(self).pop("_ranks", None)
         if self.only_claims and self.not_claimed:

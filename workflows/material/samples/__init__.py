@@ -1,1 +1,1 @@
-"""Texts that questions ship with: samples of markers, first lines whose rhyme is asked for."""
+"""Texts that ship with workflows: samples with markers, couplets, and random repeated tokens."""

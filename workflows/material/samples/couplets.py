@@ -1,10 +1,10 @@
-"""Couplets in pairs that differ in the first line's end alone: the same words, another rhyme.
+"""Pairs of couplets that differ only in the last word of the first line, and so in the rhyme.
+
+Their frames follow the rules of the specimen's training couplets (tests/specimen_training/couplets.py), but do not
+occur in its training data; a test checks this. No other word of the two lines belongs to either rhyme family,
+so the last word alone determines the rhyme, and no word between the two line ends depends on it.
 
 Border: texts and words; knows no tokens and no model.
-
-In frames that the specimen never read together, after the rules by which its couplets are made
-(tests/specimen_training/couplets.py; a test holds it). No other word of the two lines is of either family, so
-that the end is all there is to rhyme with; nothing between the two ends depends on the rhyme.
 """
 
 from __future__ import annotations
@@ -41,43 +41,48 @@ FAMILIES = (
     ("done", "one", "sun", "won", "run"),
     ("dear", "fear", "near", "mere"),
 )
-"""Families of rhymes, after the CMU Pronouncing Dictionary; no word is in two of them."""
+"""Rhyme families, from the CMU Pronouncing Dictionary; no word is in two of them."""
 
 _FAMILY = {word: number for number, family in enumerate(FAMILIES) for word in family}
+"""Word -> index of its family."""
 
 
 @dataclass(frozen=True)
 class CoupletPair:
-    """A first line without its end, a second one without its own; the end, and one of another family."""
+    """Two lines without their last words, and two last words of the first line from different families."""
 
     first: str
+    """First line without its last word."""
     second: str
+    """Second line without its last word."""
     end: str
+    """Last word of the first line."""
     other: str
+    """Alternative last word, of another rhyme family."""
 
     def text(self, end: str) -> str:
-        """Both lines, the first with an end of its own; the second lacks its."""
+        """Both lines, the first with a given last word, the second without one."""
         return f"{self.first} {end}\n{self.second}"
 
     @property
     def said(self) -> frozenset[str]:
-        """The words of both lines, without ends."""
+        """Words of both lines, without the last ones."""
         return frozenset(re.findall(r"\w+", f"{self.first} {self.second}"))
 
     @property
     def same(self) -> Sequence[str]:
-        """Words that rhyme with the end, and are not it."""
+        """Words that rhyme with `end`, without `end` itself."""
         return [word for word in FAMILIES[family_of(self.end)] if word != self.end]
 
     @property
     def third(self) -> Sequence[str]:
-        """Words that rhyme with neither end, nor with any word of the lines."""
-        taken = {_FAMILY[word] for word in (*self.said, self.end, self.other) if word in _FAMILY}
-        return [word for word, family in _FAMILY.items() if family not in taken]
+        """Words that rhyme with neither `end` nor `other`, nor with any word of the lines."""
+        excluded = {_FAMILY[word] for word in (*self.said, self.end, self.other) if word in _FAMILY}
+        return [word for word, family in _FAMILY.items() if family not in excluded]
 
 
 def family_of(word: str) -> int:
-    """The number of the family of a word that has one."""
+    """Index of a word's rhyme family in FAMILIES; KeyError for a word without one."""
     return _FAMILY[word]
 
 
@@ -133,4 +138,4 @@ COUPLETS = tuple(CoupletPair(*row) for row in (
     ("In the last house they read", "and Estella with the fire said", "knew", "care"),
 ))
 # fmt: on
-"""The first lines are in turn of all families."""
+"""All pairs; the last words of first lines cycle through all families."""

@@ -1,7 +1,8 @@
-"""Texts of one's own kind and of other kinds: what a choice made on one text is scored on, and held against.
+"""Related and unrelated texts of a prompt: a choice made on the prompt is scored on the former, and
+controlled by the latter.
 
-Of a fact these are other shipped facts of its relation that end on the same word; of a couplet other couplets
-whose first line ends on a rhyme of that word. Texts of other kinds are shipped facts.
+Related to a fact are other shipped facts with its relation and answer; related to a couplet are other
+couplets whose first line ends on a rhyme of its answer. Unrelated texts are other shipped facts.
 
 Border: texts and characters; knows no tokens and no model.
 """
@@ -22,49 +23,55 @@ COUPLET = "couplet"
 
 @dataclass(frozen=True)
 class Kin:
-    """Texts of one kind. told: what they are, in words. place: where in them, in words.
-
-    texts: each with the span, in characters, of the word in the place of the site; None where that is as far
-    from the end as the site is.
-    """
+    """Texts related to a prompt."""
 
     texts: tuple[tuple[str, tuple[int, int] | None], ...]
+    """(text, span in characters of the word that corresponds to the site in the prompt); None for the
+    position as far from the end as the site."""
     told: str
+    """Description of the texts."""
     place: str
+    """Description of the position in them."""
 
     @property
     def where(self) -> str:
-        """What they are and where in them, in words."""
+        """Description of texts and position."""
         return f"{self.told}, {self.place}"
 
 
 def kin_of(prompt: str, kind: str, word: str) -> Kin:
-    """Other texts of the prompt's kind that would end as it does. word: what it would end on."""
+    """Texts related to a prompt.
+
+    Arguments:
+        prompt: the prompt.
+        kind: kind of the prompt, COUPLET or other.
+        word: answer to the prompt.
+    """
     if kind == COUPLET:
-        told = f"other couplets whose first line ends on a rhyme of {word!r}"
-        return Kin(tuple(_couplets(prompt, word)), told, "at that end")
-    own = _relation(prompt)
+        description = f"other couplets whose first line ends on a rhyme of {word!r}"
+        return Kin(tuple(_couplets(prompt, word)), description, "at that end")
+    relation = _relation(prompt)
     texts = tuple(
         (fact["prompt"], None)
         for fact in shipped_facts()
-        if fact["target"] == word and fact["prompt"] != prompt and _relation(fact["prompt"]) == own
+        if fact["target"] == word and fact["prompt"] != prompt and _relation(fact["prompt"]) == relation
     )
     return Kin(texts, f"other facts that end on {word!r}", "as far from their end")
 
 
 def strangers(prompt: str) -> list[str]:
-    """Shipped facts that neither begin nor end as the prompt does."""
+    """Shipped facts whose first two words and last word differ from those of the prompt."""
     begins, ends = _relation(prompt)
     facts = [fact["prompt"] for fact in shipped_facts()]
     return [fact for fact in facts if (of := _relation(fact))[0] != begins and of[1] != ends]
 
 
 def _couplets(prompt: str, word: str) -> Iterator[tuple[str, tuple[int, int]]]:
-    """Every couplet that names nothing of the word's family, its first line ending on one of it in turn; none
-    for a word without."""
+    """Couplets with no word of the answer's rhyme family, whose first lines end on its words in turn, with
+    the span of that word; none for an answer without a family."""
     family = next((family for family in FAMILIES if word.strip() in family), ())
-    own = prompt.partition("\n")[0].split()[-1]
-    ends = [end for end in family if end not in (word.strip(), own)]
+    prompt_end = prompt.partition("\n")[0].split()[-1]
+    ends = [end for end in family if end not in (word.strip(), prompt_end)]
     frames = [pair for pair in COUPLETS if ends and not pair.said & set(family)]
     for number, pair in enumerate(frames):
         end = ends[number % len(ends)]
@@ -75,6 +82,7 @@ def _couplets(prompt: str, word: str) -> Iterator[tuple[str, tuple[int, int]]]:
 
 
 def _relation(prompt: str) -> tuple[list[str], list[str]]:
-    """What facts of one kind share: "The mother" and "is"."""
+    """(first two words, last word) of a fact, such as "The mother" and "is", which facts of one relation
+    share."""
     words = prompt.split()
     return words[:2], words[-1:]

@@ -1,10 +1,11 @@
-"""Texts with a marker and places it may look at, by characters: from a corpus file, or made of prose.
-
-Border: texts and characters, and the tokens of one tokenizer they turn into; loads no model.
+"""Texts with a marker and target positions for attention, in characters: from a corpus file, or built from
+prose.
 
 A corpus is plip-rs' "universal" JSON: {"_format_version": "2.0", "python_doctest": [sample, …], "rust_test":
 […], …}, a sample {"id", "code", "marker_char_pos", "marker_pattern", "target_char_positions"}. Characters are
-counted as Python counts them, or in bytes as Rust does.
+counted as in Python, or in bytes as in Rust.
+
+Border: texts, characters, and tokens of one tokenizer; loads no model.
 """
 
 from __future__ import annotations
@@ -24,40 +25,51 @@ if TYPE_CHECKING:
 __all__ = ["Conversion", "Placed", "Sample", "place", "read_samples", "repeated_samples"]
 
 SENTENCE = (8, 25)
-"""Words of the sentences that samples are made of."""
+"""Smallest and largest number of words of the sentences that samples are built from."""
 SAID_AGAIN = 5
-"""Words said again."""
+"""Number of repeated words."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """A text, the character its marker stands at, and the characters of what it may look at."""
+    """A text with a marker and target positions; fields are named as in plip-rs."""
 
     id: str
+    """Name of the sample."""
     code: str
+    """The text."""
     marker_char_pos: int
+    """Character offset of the marker."""
     marker_pattern: str
+    """Text of the marker."""
     target_char_positions: tuple[int, ...]
+    """Character offsets of the targets."""
 
 
 @dataclass(frozen=True)
 class Placed:
-    """A sample in tokens: position of the marker, positions of the targets."""
+    """A sample with token positions."""
 
     sample: Sample
+    """The sample."""
     marker: int
+    """Token position of the marker."""
     targets: tuple[int, ...]
+    """Token positions of the targets."""
 
 
 @dataclass
 class Conversion:
-    """How characters became tokens, as plip-rs counts it: samples whose marker and a target were placed,
-    samples whose marker was not, and characters that no token covers, placed at the nearest."""
+    """Counts of the conversion from characters to tokens, as in plip-rs."""
 
     total_samples: int = 0
+    """Samples converted."""
     successful_conversions: int = 0
+    """Samples whose marker and at least one target have a token."""
     failed_conversions: int = 0
+    """Samples whose marker has no token."""
     fuzzy_matches: int = 0
+    """Characters that no token covers, assigned to the nearest token."""
 
     def to_json(self) -> dict[str, int]:
         """The four counts."""
@@ -65,20 +77,28 @@ class Conversion:
 
 
 def read_samples(path: str, conditions: Sequence[str], *, unit: str) -> tuple[str, list[list[Sample]]]:
-    """The format version of a corpus file, and its samples of each of some conditions.
+    """Read a corpus file.
 
-    unit: of the positions, "characters" or "bytes" (of the text in UTF-8).
-    Raises ConfigError for a file that is no such corpus or has no such condition, PromptError for a position
-    outside of its text, or a marker that does not stand where it should.
+    Arguments:
+        path: the file.
+        conditions: names of groups of samples.
+        unit: unit of the positions, "characters" or "bytes" (of the text in UTF-8).
+
+    Returns:
+        Format version of the file, and the samples of each condition.
+
+    Raises:
+        ConfigError: the file is no such corpus, or has no such condition.
+        PromptError: a position is outside its text, or the marker is not at its position.
     """
     file = Path(path).expanduser()
-    held = json_file(file, ConfigError, "name a corpus of samples as JSON")
+    document = json_file(file, ConfigError, "name a corpus of samples as JSON")
     groups = (
-        {name: group for name, group in held.items() if isinstance(group, list)}
-        if isinstance(held, dict)
+        {name: group for name, group in document.items() if isinstance(group, list)}
+        if isinstance(document, dict)
         else {}
     )
-    found = []
+    samples = []
     for name in conditions:
         if name not in groups:
             near = nearest(name, groups)
@@ -86,73 +106,88 @@ def read_samples(path: str, conditions: Sequence[str], *, unit: str) -> tuple[st
             raise ConfigError(
                 f"expected a condition among {', '.join(groups) or 'none'} of {path!r}, found {name!r}{hint}"
             )
-        found.append([_read(one, name, unit) for one in groups[name]])
-    return str(held.get("_format_version", "1.0")), found
+        samples.append([_read(record, name, unit) for record in groups[name]])
+    return str(document.get("_format_version", "1.0")), samples
 
 
 def repeated_samples(text: str, samples: int) -> tuple[list[Sample], list[Sample]]:
-    """Sentences of a text whose beginning is said again, and the same beginnings after another sentence.
+    """Sentences followed by a repetition of their beginning, and controls: beginnings after another sentence.
 
-    The marker is where the text ends; its target the word that came next the first time, or the word in the
-    same place of the other sentence. No sentence is in both lists.
-    Raises PromptError for a text with too few sentences of a middling length.
+    The marker is the last character; its target is the word that followed the first time, or in controls the
+    word at the same place of the other sentence. No sentence is in both lists.
+
+    Arguments:
+        text: text that sentences are taken from.
+        samples: number of samples in each list.
+
+    Raises:
+        PromptError: the text has too few sentences of suitable length.
     """
-    sentences = [" ".join(one.split()) for one in re.split(r"(?<=[.!?])\s+", text)]
-    sentences = [one for one in sentences if SENTENCE[0] <= len(one.split()) <= SENTENCE[1]]
+    sentences = [" ".join(part.split()) for part in re.split(r"(?<=[.!?])\s+", text)]
+    sentences = [part for part in sentences if SENTENCE[0] <= len(part.split()) <= SENTENCE[1]]
     if len(sentences) < 3 * samples:
         raise PromptError(
             f"expected {3 * samples} sentences of {SENTENCE[0]} to {SENTENCE[1]} words, found "
             f"{len(sentences)}; ask for fewer samples"
         )
-    own, others, before = (sentences[start : 3 * samples : 3] for start in range(3))
-    repeated = [_said_again(f"repeated_{i}", one, one) for i, one in enumerate(own)]
-    return repeated, [
-        _said_again(f"other_{i}", *pair) for i, pair in enumerate(zip(before, others, strict=True))
+    repeated, control, before_control = (sentences[start : 3 * samples : 3] for start in range(3))
+    return [_with_repetition(f"repeated_{i}", part, part) for i, part in enumerate(repeated)], [
+        _with_repetition(f"other_{i}", *pair)
+        for i, pair in enumerate(zip(before_control, control, strict=True))
     ]
 
 
-def place(sample: Sample, encoding: Encoding, told: Conversion) -> Placed | None:
-    """A sample in tokens, counted in `told`; None where its marker or all of its targets become none."""
+def place(sample: Sample, encoding: Encoding, counts: Conversion) -> Placed | None:
+    """Convert a sample to token positions; None if its marker or all of its targets have no token.
+
+    Arguments:
+        sample: the sample.
+        encoding: its tokenised text.
+        counts: counts of the conversion, which are updated.
+    """
     marker, *targets = encoding.convert_positions([sample.marker_char_pos, *sample.target_char_positions])
-    told.total_samples += 1
-    told.fuzzy_matches += sum(one.token_idx is not None and not one.exact_match for one in (marker, *targets))
+    counts.total_samples += 1
+    counts.fuzzy_matches += sum(
+        position.token_idx is not None and not position.exact_match for position in (marker, *targets)
+    )
     if marker.token_idx is None:
-        told.failed_conversions += 1
+        counts.failed_conversions += 1
         return None
-    placed = tuple(one.token_idx for one in targets if one.token_idx is not None)
-    if not placed:
+    target_tokens = tuple(position.token_idx for position in targets if position.token_idx is not None)
+    if not target_tokens:
         return None
-    told.successful_conversions += 1
-    return Placed(sample, marker.token_idx, placed)
+    counts.successful_conversions += 1
+    return Placed(sample, marker.token_idx, target_tokens)
 
 
-def _said_again(name: str, before: str, sentence: str) -> Sample:
+def _with_repetition(name: str, before: str, sentence: str) -> Sample:
+    """A sentence followed by the beginning of `sentence`."""
     again = " ".join(sentence.split()[:SAID_AGAIN])
     code = f"{before} {again}"
     target = len(" ".join(before.split()[:SAID_AGAIN])) + 1
     return Sample(name, code, len(code) - 1, code[-1], (target,))
 
 
-def _read(given: Any, condition: str, unit: str) -> Sample:
-    """One sample of a file, its positions in characters, checked."""
+def _read(record: Any, condition: str, unit: str) -> Sample:
+    """Check a record of a file and convert its positions to characters."""
     from ....stages.forward.text.tokens import byte_positions, byte_to_char
 
     try:
-        positions = [int(given["marker_char_pos"]), *map(int, given["target_char_positions"])]
-        name, code, pattern = str(given["id"]), str(given["code"]), str(given.get("marker_pattern", ""))
+        positions = [int(record["marker_char_pos"]), *map(int, record["target_char_positions"])]
+        name, code, pattern = str(record["id"]), str(record["code"]), str(record.get("marker_pattern", ""))
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(
             f"expected samples of {condition!r} with id, code, marker_char_pos and target_char_positions, "
             f"found one without: {error}"
         ) from error
     size = len(code) if unit == "characters" else byte_positions(code)[-1]
-    if outside := [one for one in positions if not 0 <= one < size]:
+    if outside := [position for position in positions if not 0 <= position < size]:
         raise PromptError(
             f"sample {name!r} of {condition!r}: expected positions in 0..{size - 1}, found {outside[0]} "
             f"({unit}); is it of another text?"
         )
     if unit == "bytes":
-        positions = [byte_to_char(code, one) for one in positions]
+        positions = [byte_to_char(code, position) for position in positions]
     if pattern and not code.startswith(pattern, positions[0]):
         stands = code[positions[0] : positions[0] + len(pattern)]
         raise PromptError(

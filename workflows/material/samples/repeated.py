@@ -1,6 +1,6 @@
-"""Random tokens that are repeated, and the same with every repetition shuffled.
+"""Sequences of repeated random tokens, and controls with shuffled repetitions.
 
-Nothing but the repetition can tell what comes next.
+The next token can be predicted from the repetition alone.
 
 Border: token ids; loads no model and never imports torch.
 """
@@ -21,29 +21,39 @@ if TYPE_CHECKING:
 __all__ = ["RepeatedBlocks", "repeated_tokens", "shuffled"]
 
 COMMON = (100, 20_000)
-"""Ids random tokens are drawn from, as in TransformerLens' `induction_loss`: below, vocabularies keep bytes
-and special tokens, above, rare words."""
+"""Range of ids that random tokens are drawn from, as in TransformerLens' `induction_loss`: lower ids are
+often bytes and special tokens, higher ones rare words."""
 
 
 @dataclass(frozen=True)
 class RepeatedBlocks:
-    """Rows of a random block of common tokens, all different, that stands in them several times."""
+    """Rows that repeat a random block of distinct common tokens."""
 
     rows: list[list[int]]
-    """Token ids of each row, behind the special tokens that the tokenizer puts before every prompt."""
+    """Token ids of each row, starting with the special tokens that the tokenizer puts before every prompt."""
     mixed: list[list[int]]
-    """The same with every repetition shuffled."""
+    """The rows with every repetition shuffled."""
     prefix: int
     """Number of special tokens before the first block."""
     start: int
-    """Position of the first token that is repeated."""
+    """Position at which the first repetition begins."""
 
     @classmethod
     def of(cls, subject: Subject, sequences: int, length: int, *, repeats: int = 2, seed: int) -> Self:
-        """Rows for one model: so many, of blocks of so many tokens. Raises PromptError for a block that is
-        longer than the vocabulary."""
+        """Draw rows for a model.
+
+        Arguments:
+            subject: the model, for its tokenizer.
+            sequences: number of rows.
+            length: tokens per block.
+            repeats: number of times that a block occurs in a row.
+            seed: of the draw.
+
+        Raises:
+            PromptError: a block is longer than the number of ordinary tokens.
+        """
         encoded = subject.tokenizer.encode("a")
-        prefix = [one for one, is_special in zip(encoded.ids, encoded.special, strict=True) if is_special]
+        prefix = [token for token, is_special in zip(encoded.ids, encoded.special, strict=True) if is_special]
         candidates = _ordinary_tokens(subject, length)
         rows = repeated_tokens(
             candidates, prefix, sequences=sequences, length=length, repeats=repeats, seed=seed
@@ -56,9 +66,18 @@ class RepeatedBlocks:
 def repeated_tokens(
     candidates: npt.NDArray[Any], prefix: list[int], *, sequences: int, length: int, repeats: int, seed: int
 ) -> list[list[int]]:
-    """Rows of `prefix` and a random block of different tokens, `repeats` times.
+    """Rows of a prefix and a repeated random block of distinct tokens.
 
-    Raises PromptError when there are fewer candidates than a block has tokens.
+    Arguments:
+        candidates: token ids to draw from.
+        prefix: token ids at the start of each row.
+        sequences: number of rows.
+        length: tokens per block.
+        repeats: number of times that a block occurs in a row.
+        seed: of the draw.
+
+    Raises:
+        PromptError: there are fewer candidates than a block has tokens.
 
     >>> row = repeated_tokens(np.arange(5, 9), [0], sequences=1, length=3, repeats=2, seed=0)[0]
     >>> row[0], len(row), row[1:4] == row[4:]
@@ -75,18 +94,25 @@ def repeated_tokens(
 
 
 def _ordinary_tokens(subject: Subject, least: int) -> npt.NDArray[Any]:
-    """Ids of common tokens without special ones; all ordinary tokens where fewer than `least` are common."""
+    """Ids of common tokens without special ones; all ordinary tokens if fewer than `least` are common."""
     tokenizer = subject.tokenizer
-    known = min(subject.config.vocab_size, tokenizer.vocab_size)
+    n_tokens = min(subject.config.vocab_size, tokenizer.vocab_size)
     roles = ("bos_token", "eos_token", "unk_token", "pad_token")
-    special = [one for one in map(tokenizer.special_id, roles) if one is not None]
-    ids = np.setdiff1d(np.arange(known), special)
+    special = [token for token in map(tokenizer.special_id, roles) if token is not None]
+    ids = np.setdiff1d(np.arange(n_tokens), special)
     common = ids[(ids >= COMMON[0]) & (ids < COMMON[1])]
     return common if len(common) >= least else ids
 
 
 def shuffled(row: list[int], fixed: int, block: int, seed: int) -> list[int]:
-    """A row with the tokens of every block behind its first `fixed` ones permuted among themselves."""
+    """A row with tokens permuted within each block.
+
+    Arguments:
+        row: token ids.
+        fixed: number of tokens at the start that keep their places.
+        block: tokens per block.
+        seed: of the permutations.
+    """
     rng = np.random.default_rng(seed)
-    rest = [rng.permutation(row[start : start + block]).tolist() for start in range(fixed, len(row), block)]
-    return row[:fixed] + [token for part in rest for token in part]
+    blocks = [rng.permutation(row[start : start + block]).tolist() for start in range(fixed, len(row), block)]
+    return row[:fixed] + [token for permuted in blocks for token in permuted]

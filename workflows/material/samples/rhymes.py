@@ -1,9 +1,10 @@
-"""First lines whose rhyme is asked for, and under which recurrences: as published, and for the specimen.
+"""First lines of couplets and conditions of the recurrent feedback experiment: published ones, and for the
+specimen.
 
-Border: texts, words and numbers, and what of a text counts as a rhyme; opens nothing.
+The published ones are from the experiment "anacrousis" of the Rust library candle-mi on Llama 3.2 1B, with 28
+conditions. Its score also counts a second line that ends on the last word of the first.
 
-The published ones are those of the Rust library candle-mi's "anacrousis" experiment on Llama 3.2 1B, with its
-28 conditions; its score counts a second line that ends on the word of the first.
+Border: texts, words and numbers, and the definition of a rhyme; reads no files.
 """
 
 from __future__ import annotations
@@ -20,36 +21,44 @@ __all__ = ["PRESETS", "Condition", "FirstLine", "RhymePreset", "block_of", "cond
 
 @dataclass(frozen=True)
 class FirstLine:
-    """A line, the word it ends on, and all words that rhyme, that one among them."""
+    """First line of a couplet."""
 
     number: int
+    """Number of the line, from 1."""
     text: str
+    """The line."""
     target: str
+    """Its last word."""
     family: tuple[str, ...]
+    """Words that rhyme with the last word, including itself."""
 
     def rhymes(self, word: str) -> bool:
-        """Whether a word is of the family."""
+        """Whether a word is in the rhyme family."""
         return word in self.family
 
     def rhymes_anew(self, word: str) -> bool:
-        """Whether it is, and is not the line's own end."""
+        """Whether a word is in the rhyme family and differs from the line's last word."""
         return word in self.family and word != self.target
 
 
 @dataclass(frozen=True)
 class Condition:
-    """One recurrence: a block of layers, how often it is gone through, and what is fed. strength: None feeds
-    nothing."""
+    """One condition of the experiment: a block of layers that is repeated, and feedback into it."""
 
     name: str
+    """Name of the condition, as published."""
     block: tuple[int, int] = (0, 0)
+    """First and last layer of the block."""
     depth: int = 1
+    """Number of times that the block runs; 1 for a plain pass."""
     strength: float | None = None
+    """Strength of the feedback; None for none."""
     sustained: bool = False
+    """Whether feedback is given at every generated token, instead of at the first line's end only."""
 
     @property
     def short(self) -> str:
-        """In a few characters: block, what is fed, and + where that is at every step."""
+        """Short form: block and strength, with "+" for sustained feedback."""
         layers = "{}-{}".format(*self.block)
         if self.depth == 1:
             return "plain"
@@ -61,7 +70,7 @@ class Condition:
 
     @property
     def description(self) -> str:
-        """What people read of it."""
+        """Description in words."""
         start, end = self.block
         if self.depth == 1:
             return "a plain pass"
@@ -74,32 +83,35 @@ class Condition:
 
 @dataclass(frozen=True)
 class RhymePreset:
-    """Lines and recurrences for one model.
-
-    blocks, strengths: a pass twice through each, and each fed at every strength. sustained: block and
-    strengths fed at every step. chosen: name of the selected condition; looked_at: among how many it
-    was chosen on these lines; found: how, in a sentence.
-    """
+    """Lines and conditions for one model."""
 
     model: str
+    """Name of the model."""
     lines: tuple[FirstLine, ...]
+    """First lines of couplets."""
     blocks: tuple[str, ...]
+    """Blocks of layers, "first-last"; each is repeated without feedback and with every strength."""
     strengths: tuple[float, ...]
+    """Strengths of feedback at the first line's end."""
     sustained: tuple[str, tuple[float, ...]]
+    """Block and strengths of feedback at every generated token."""
     chosen: str
+    """Name of the selected condition."""
     looked_at: int
+    """Number of conditions that it was selected from on these lines."""
     found: str
+    """How it was selected, in a sentence."""
 
 
 def last_word(text: str) -> str:
-    """The last word of the first line, without punctuation behind it, in small letters; "" where there is
-    none."""
+    """Last word of the first line, in lower case and without trailing punctuation; "" for an empty line."""
     line = text.split("\n", 1)[0].split()
     return line[-1].rstrip(string.punctuation).lower() if line else ""
 
 
 def block_of(text: str) -> tuple[int, int]:
-    """ "8-15" -> (8, 15). Raises ConfigError for another spelling, or layers in no order."""
+    """Parse a block of layers: "8-15" -> (8, 15). Raises ConfigError for another form, or layers out of
+    order."""
     first, _, last = text.partition("-")
     if not (first.isdigit() and last.isdigit() and int(first) <= int(last)):
         raise ConfigError(f"expected a block of layers such as '8-15', first and last, found {text!r}")
@@ -109,7 +121,15 @@ def block_of(text: str) -> tuple[int, int]:
 def conditions_of(
     blocks: Sequence[str], strengths: Sequence[float], sustained: tuple[str, Sequence[float]], depth: int
 ) -> Iterator[Condition]:
-    """The protocol: a plain pass; each block gone through again, and fed; one block fed at every step."""
+    """All conditions: a plain pass; each block repeated without and with feedback; one block with sustained
+    feedback.
+
+    Arguments:
+        blocks: blocks of layers, "first-last".
+        strengths: strengths of feedback for each block.
+        sustained: block and strengths of sustained feedback.
+        depth: number of times that a block runs.
+    """
     yield Condition("baseline")
     for block in blocks:
         yield Condition(f"double_pass_{block}", block_of(block), depth)
@@ -164,7 +184,8 @@ ANACROUSIS = _lines(
      "earth birth worth mirth berth girth dearth rebirth hearth"),
 )
 # fmt: on
-# Of tests/specimen_training/couplets.py, in frames that were never trained on, a family each.
+# Lines after the rules of tests/specimen_training/couplets.py, in frames outside the training data; one per rhyme
+# family.
 SPECIMEN = tuple(
     FirstLine(number, text, last_word(text), FAMILIES[family_of(last_word(text))])
     for number, text in enumerate(

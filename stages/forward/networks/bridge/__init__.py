@@ -1,1 +1,1 @@
-"""Models that transformers computes: how one is loaded, what running it shows, and its network."""
+"""The bridge: models that transformers computes, how they are loaded and probed, and their network."""

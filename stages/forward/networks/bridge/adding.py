@@ -1,9 +1,10 @@
-"""Which parts of layers are what is added to the stream: found in a traced pass, named by what they do, and
-put to the test with other values in their place.
+"""Hook points attn_out and mlp_out of layers: parts found in a traced pass, named by what they do, and
+tested.
 
-Every pass asks all layers at once: each layer's sum stands for itself, whatever entered it.
+A part is tested by replacing its output: stream in + parts must still be stream out. Every pass tests all
+layers at once, as each layer's sum can be checked whatever entered it.
 
-Border: a model under examination; parts that fail are left out, and nothing is refused here.
+Border: a model being probed; parts that fail a test are left out without an error.
 """
 
 from __future__ import annotations
@@ -32,87 +33,95 @@ __all__ = ["with_parts"]
 TRIED = 7
 """Length of the prompts on which parts are replaced."""
 KINDS = ("attn_out", "mlp_out")
+"""Hook points of the part that mixes positions, and of the part that does not."""
 
 
 def with_parts(model: Examined, config: BridgeConfig, calls: Sequence[Call], stack: Stack) -> BridgeConfig:
-    """The configuration with those parts of layers that stand every test."""
+    """Add to a configuration the parts of layers that pass all tests.
+
+    Arguments:
+        model: the model being probed.
+        config: what is known of it so far.
+        calls: calls of a traced pass.
+        stack: layers of that pass.
+    """
     sums = [_sums_of(calls, stack, layer) for layer in range(config.num_layers)]
-    norms = {each.norms for each in sums if each is not None}
+    norms = {layer_sums.norms for layer_sums in sums if layer_sums is not None}
     if len(norms) != 1 or config.context < TRIED:
         return config
-    parts = [_parts_of(layer.path, each) for layer, each in zip(config.found, sums, strict=True)]
+    parts = [_parts_of(layer.path, layer_sums) for layer, layer_sums in zip(config.found, sums, strict=True)]
     try:
-        found = _having(replace(config, norms=next(iter(norms))), parts)
-        found = _having(found, _named(model, found))
-        stands = _standing(model, found, sums)
-    except ConfigError:  # what was found is met otherwise in another pass
+        extended = _with_parts(replace(config, norms=next(iter(norms))), parts)
+        extended = _with_parts(extended, _named(model, extended))
+        is_valid = _validated(model, extended, sums)
+    except ConfigError:  # another pass calls the modules in another order
         return config
-    kept = [layer.parts if is_kept else () for layer, is_kept in zip(found.found, stands, strict=True)]
-    return _having(found, kept) if any(kept) else config
+    valid = [layer.parts if is_kept else () for layer, is_kept in zip(extended.found, is_valid, strict=True)]
+    return _with_parts(extended, valid) if any(valid) else config
 
 
 def _named(model: Examined, config: BridgeConfig) -> list[tuple[LayerPart, ...]]:
-    """The parts of each layer by what they do: the one that mixes positions is attn_out, the one that does
-    not is mlp_out. None of a layer where that cannot be told.
+    """Parts of each layer with their kinds: attn_out mixes positions, mlp_out does not. No parts for a layer
+    whose two parts get the same kind.
 
-    Measured by what changes at other positions when one position of a layer's stream changes, whatever the
-    layers before it do; of a part that follows another, with that other held.
+    Measured by whether a part's output changes at other positions if one position of the layer's input
+    changes. For the second part, the output of the first is held at its original value.
     """
     ids = model.ids(1, TRIED, seed=9)
     points = [_points(config, layer) for layer in range(config.num_layers)]
     streams = [HookPoint.resid_pre(layer) for layer in range(config.num_layers)]
-    every = [point for each in points for point in each]
-    plain = model.hooked(config, ids, HookSpec().capture(*streams, *every))
-    pushed = HookSpec().capture(*every)
+    all_points = [point for layer_points in points for point in layer_points]
+    plain = model.hooked(config, ids, HookSpec().capture(*streams, *all_points))
+    pushed = HookSpec().capture(*all_points)
     for point in streams:
         x = plain.at[point].clone()
         x[:, 0] += noise(x.shape[2:], x)
         pushed = pushed.intervene(point, Replace(x))
     free = model.hooked(config, ids, pushed)
-    for each in points:
-        for point in each[:1]:
+    for layer_points in points:
+        for point in layer_points[:1]:
             pushed = pushed.intervene(point, Replace(plain.at[point]))
-    held = model.hooked(config, ids, pushed)
+    with_first_held = model.hooked(config, ids, pushed)
 
     def is_mixing(point: HookPoint, passed: Passed) -> bool:
         return not is_close(passed.at[point][:, 1:], plain.at[point][:, 1:])
 
-    found = []
-    for layer, each in zip(config.found, points, strict=True):
-        mixing = [is_mixing(point, held if place else free) for place, point in enumerate(each)]
+    parts = []
+    for layer, layer_points in zip(config.found, points, strict=True):
+        mixing = [is_mixing(point, with_first_held if i else free) for i, point in enumerate(layer_points)]
         kinds = [KINDS[0] if mixes else KINDS[1] for mixes in mixing]
         named = [replace(part, kind=kind) for part, kind in zip(layer.parts, kinds, strict=True)]
-        found.append(tuple(named) if len(set(kinds)) == len(kinds) else ())
-    return found
+        parts.append(tuple(named) if len(set(kinds)) == len(kinds) else ())
+    return parts
 
 
-def _standing(model: Examined, config: BridgeConfig, sums: Sequence[PartSums | None]) -> list[bool]:
-    """Of each layer whether its parts are what is added: as they are, and with other values in the place of
-    either, and of both."""
-    every = [point for layer in range(config.num_layers) for point in _points(config, layer)]
+def _validated(model: Examined, config: BridgeConfig, sums: Sequence[PartSums | None]) -> list[bool]:
+    """Whether the parts of each layer sum to its output: unchanged, and with random values in place of either
+    part, and of both."""
+    all_points = [point for layer in range(config.num_layers) for point in _points(config, layer)]
     reading = HookSpec().capture("blocks.*")
-    stands = [bool(layer.parts) for layer in config.found]
+    is_valid = [bool(layer.parts) for layer in config.found]
     for length in (length for length in LENGTHS if length <= config.context):
         ids = model.ids(2, length, seed=10)
         plain = model.hooked(config, ids, reading)
         changed: list[tuple[str, ...]] = [(), *((kind,) for kind in KINDS), KINDS]
         for kinds in changed if length == TRIED else changed[:1]:
             spec = reading
-            for seed, point in enumerate(point for point in every if point.kind in kinds):
+            for seed, point in enumerate(point for point in all_points if point.kind in kinds):
                 spec = spec.intervene(point, Replace(noise(plain.at[point].shape, plain.at[point], seed)))
             for layer, is_sum in enumerate(_sums(model, config, ids, spec, sums)):
-                stands[layer] &= is_sum
-    return stands
+                is_valid[layer] &= is_sum
+    return is_valid
 
 
 def _sums(
     model: Examined, config: BridgeConfig, ids: Tensor, spec: HookSpec, sums: Sequence[PartSums | None]
 ) -> list[bool]:
-    """Of each layer whether its parts add up to what leaves it, or to what its norms take."""
-    held = list[Passed]()
+    """Whether the parts of each layer sum to its output, or with post-norm to the inputs of its norms."""
+    passes = list[Passed]()
 
     def run() -> None:
-        held.append(model.hooked(config, ids, spec))
+        passes.append(model.hooked(config, ids, spec))
 
     calls: Sequence[Call] = ()
     if config.norms == "of stream":
@@ -121,62 +130,61 @@ def _sums(
         run()
     paths = {layer.path for layer in config.found}
     entered = [call for call in calls if call.path in paths]
-    found = []
-    for layer, each in enumerate(sums):
-        states = [held[0].at[point] for point in (HookPoint.resid_pre(layer), *_points(config, layer))]
-        y = held[0].at[HookPoint.resid_post(layer)]
-        if each is None or len(states) == 1:
-            found.append(False)
-        elif each.through:
+    results = []
+    for layer, layer_sums in enumerate(sums):
+        states = [passes[0].at[point] for point in (HookPoint.resid_pre(layer), *_points(config, layer))]
+        y = passes[0].at[HookPoint.resid_post(layer)]
+        if layer_sums is None or len(states) == 1:
+            results.append(False)
+        elif layer_sums.through:
             inside = [call for call in calls if entered[layer] in call.above]
-            found.append(_norms_take(inside, each, states, y))
+            results.append(_norms_take(inside, layer_sums, states, y))
         else:
-            found.append(is_close(reduce(add, states), y, torch.stack([*states, y])))
-    return found
+            results.append(is_close(reduce(add, states), y, torch.stack([*states, y])))
+    return results
 
 
 def _norms_take(inside: Sequence[Call], sums: PartSums, states: Sequence[Tensor], y: Tensor) -> bool:
-    """Whether in the calls of a layer the first norm takes x + a, and the second what the first gives + m,
-    and gives y."""
-    x, first, second = states
-    (one, one_slot), (other, other_slot) = sums.through
-    met = [call for call in inside if call.path == one.path]
-    last = [call for call in inside if call.path == other.path]
-    if len(met) != 1 or len(last) != 1 or not met[0].made:
+    """Whether the calls of a post-norm layer are N1(x + a) and y = N2(N1(x + a) + m); states: x, a and m."""
+    x, a, m = states
+    (call1, slot1), (call2, slot2) = sums.through
+    norm1 = [call for call in inside if call.path == call1.path]
+    norm2 = [call for call in inside if call.path == call2.path]
+    if len(norm1) != 1 or len(norm2) != 1 or not norm1[0].made:
         return False
-    taken, middle = met[0].taken[one_slot], next(iter(met[0].made.values()))
+    norm1_input, middle = norm1[0].taken[slot1], next(iter(norm1[0].made.values()))
     return (
-        is_close(taken, _as_theirs(x + first, taken))
-        and is_close(last[0].taken[other_slot], middle + _as_theirs(second, middle))
-        and any(torch.equal(made, _as_theirs(y, made)) for made in last[0].made.values())
+        is_close(norm1_input, _in_module_axes(x + a, norm1_input))
+        and is_close(norm2[0].taken[slot2], middle + _in_module_axes(m, middle))
+        and any(torch.equal(result, _in_module_axes(y, result)) for result in norm2[0].made.values())
     )
 
 
-def _as_theirs(ours: Tensor, like: Tensor) -> Tensor:
-    """Our view of states [B, S, D] with the axes as a module has them."""
-    return (ours if ours.shape[:2] == like.shape[:2] else ours.transpose(0, 1)).reshape(like.shape)
+def _in_module_axes(states: Tensor, like: Tensor) -> Tensor:
+    """States [B, S, D] in the axes of a module's tensor."""
+    return (states if states.shape[:2] == like.shape[:2] else states.transpose(0, 1)).reshape(like.shape)
 
 
 def _points(config: BridgeConfig, layer: int) -> list[HookPoint]:
-    """Of the parts of a layer, as they end."""
+    """Hook points of the parts of a layer, in order of completion."""
     return [HookPoint(part.kind, layer) for part in config.found[layer].parts]
 
 
-def _having(config: BridgeConfig, parts: Sequence[tuple[LayerPart, ...]]) -> BridgeConfig:
-    """With these parts of each layer."""
-    found = (replace(layer, parts=each) for layer, each in zip(config.found, parts, strict=True))
-    return replace(config, found=tuple(found))
+def _with_parts(config: BridgeConfig, parts: Sequence[tuple[LayerPart, ...]]) -> BridgeConfig:
+    """The configuration with these parts of each layer."""
+    layers = (replace(layer, parts=own) for layer, own in zip(config.found, parts, strict=True))
+    return replace(config, found=tuple(layers))
 
 
 def _sums_of(calls: Sequence[Call], stack: Stack, number: int) -> PartSums | None:
-    """How a layer of the traced pass adds up."""
+    """Parts of a layer in the traced pass."""
     layer = stack.calls[number]
     inside = [call for call in calls if layer in call.above]
     return find_sums(inside, layer.taken[stack.taken], layer.made[stack.made])
 
 
 def _parts_of(layer: str, sums: PartSums | None) -> tuple[LayerPart, ...]:
-    """As they come: the first is attn_out until it is known which mixes."""
+    """Parts of a layer with preliminary kinds: the first is attn_out until `_named` measures which mixes."""
     return tuple(
         LayerPart(kind, TensorPlace(call.path.removeprefix(f"{layer}."), slot))
         for kind, (call, slot) in zip(KINDS, () if sums is None else sums.parts, strict=False)

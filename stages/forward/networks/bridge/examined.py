@@ -1,6 +1,6 @@
-"""A model under examination: passes over prompts that are the same whenever asked, with and without hooks.
+"""A loaded transformers model being probed: passes over reproducible random prompts, with and without hooks.
 
-Border: one loaded module. What is concluded from its passes is other files' business (probe.py, adding.py).
+Border: one loaded module; probe.py and adding.py draw conclusions from its passes.
 
 Axes: B prompts, S positions, V vocabulary.
 """
@@ -26,29 +26,35 @@ from .trace import Call, traced
 __all__ = ["LENGTHS", "Examined", "Passed", "agree"]
 
 LENGTHS = (1, 2, 7, 40, 90)
-"""Prompts every model is checked on, as far as its context reaches."""
-BESIDE = 1e-4
-"""Largest difference that company in a batch, or another way to make the same change, may make, relative to
-the largest number: float32 passes in other shapes differ by 1e-6 to 1e-5 of it."""
+"""Lengths of the prompts that every model is checked on, up to its context length."""
+TOLERANCE = 1e-4
+"""Largest difference, relative to the largest value, between passes that should agree but differ in batch
+size or in how a change is made: float32 passes of other shapes differ by 1e-6 to 1e-5."""
 
 
 @dataclass(frozen=True)
 class Passed:
-    """What a pass gave: logits [B, S, V], and captures by hook point."""
+    """Results of a pass."""
 
     logits: Tensor
+    """[B, S, V]."""
     at: Mapping[HookPoint, Tensor]
+    """Captured activations by hook point."""
 
 
-def agree(one: Tensor, other: Tensor) -> bool:
-    """Whether two passes gave the same, but for how they were computed."""
-    return bool(float((one - other).abs().max()) <= BESIDE * float(other.abs().max()))
+def agree(logits: Tensor, reference: Tensor) -> bool:
+    """Whether results of two passes are equal up to `TOLERANCE`."""
+    return bool(float((logits - reference).abs().max()) <= TOLERANCE * float(reference.abs().max()))
 
 
 class Examined:
-    """A module, and its passes. tokens: rows of its embedding."""
+    """A module and passes through it."""
+
+    tokens: int
+    """Rows of its embedding matrix."""
 
     def __init__(self, module: nn.Module) -> None:
+        """Raises NotBridged if the module has no matrix of token embeddings."""
         self.module = module
         self.config: Any = module.config
         whole: Any = module
@@ -59,7 +65,13 @@ class Examined:
         self.tokens = weight.shape[0]
 
     def ids(self, rows: int, length: int, *, seed: int) -> Tensor:
-        """The same random tokens [B, S] whenever asked, but for those the configuration gives a meaning."""
+        """Random token ids [B, S], the same for equal arguments, without special tokens of the config.
+
+        Arguments:
+            rows: number of prompts B.
+            length: tokens per prompt S.
+            seed: of the random numbers.
+        """
         text = self.config.get_text_config()
         named = {
             value
@@ -73,15 +85,16 @@ class Examined:
         return usable[torch.randint(0, len(usable), (rows, length), generator=seeded)]
 
     def plain(self, ids: Tensor) -> Tensor:
-        """Logits [B, S, V] of the model by itself. Raises NotBridged where it gives none, or no numbers."""
+        """Logits [B, S, V] of the model without hooks. Raises NotBridged if it fails, or logits are not
+        finite."""
         try:
-            given = self.module(input_ids=ids)
+            output = self.module(input_ids=ids)
         except Exception as error:
             raise NotBridged(
                 f"expected it to run prompts of {ids.shape[1]} tokens of text alone, found that it cannot "
                 f"({in_one_line(error)})"
             ) from error
-        logits = getattr(given, "logits", None)
+        logits = getattr(output, "logits", None)
         if not isinstance(logits, Tensor) or logits.ndim != 3 or logits.shape[:2] != ids.shape:
             shape = list(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
             raise NotBridged(
@@ -92,15 +105,20 @@ class Examined:
         return logits
 
     def runs(self, length: int) -> bool:
-        """Whether it reads a prompt of so many tokens."""
+        """Whether the model can run a prompt of so many tokens."""
         try:
             self.module(input_ids=self.ids(1, length, seed=1))
-        except Exception:  # noqa: BLE001 - whatever foreign code raises, it cannot read so much
+        except Exception:  # noqa: BLE001 - model code may raise anything for too long a prompt
             return False
         return True
 
     def traced(self, ids: Tensor, run: Callable[[], Any]) -> Sequence[Call]:
-        """Every call of a module while a pass over ids [B, S] runs."""
+        """All calls of submodules during a pass.
+
+        Arguments:
+            ids: token ids of the pass [B, S], whose shape identifies states among tensors.
+            run: runs the pass.
+        """
         size = (ids.shape[0], ids.shape[1])
 
         def is_state(value: Tensor) -> bool:
@@ -111,35 +129,41 @@ class Examined:
         return calls
 
     def hooked(self, config: BridgeConfig, ids: Tensor, spec: HookSpec) -> Passed:
-        """A pass behind the bridge, as far as it is found by now."""
-        network, held = Bridged(config, self.module), dict[Capture, Tensor]()
+        """A pass through the bridge's network, with captures and interventions.
+
+        Arguments:
+            config: what is known of the model so far.
+            ids: token ids [B, S].
+            spec: captures and interventions.
+        """
+        network, captured = Bridged(config, self.module), dict[Capture, Tensor]()
         try:
-            logits = network.logits(ids, RunTaps(spec.bind(config.hook_points), held.__setitem__))
+            logits = network.logits(ids, RunTaps(spec.bind(config.hook_points), captured.__setitem__))
         finally:
             network.remove()
-        return Passed(logits, {capture.point: value for capture, value in held.items()})
+        return Passed(logits, {capture.point: value for capture, value in captured.items()})
 
     def settings(self) -> dict[str, Any]:
-        """Every number, word, switch and buffer of its modules and their configurations, which passes may
-        read; what is large by its sum."""
+        """Plain attributes of all modules, settings of the config and summaries of buffers, by name: state
+        that a pass could change and a later pass read."""
         plain = bool | int | float | str
-        found = {
+        settings = {
             f"{path}.{name}": value
-            for path, each in self.module.named_modules()
-            for name, value in vars(each).items()
+            for path, module in self.module.named_modules()
+            for name, value in vars(module).items()
             if isinstance(value, plain)
         }
-        found |= {f"config.{key}": str(value) for key, value in self.config.to_dict().items()}
-        return found | {name: _told(value) for name, value in self.module.named_buffers()}
+        settings |= {f"config.{key}": str(value) for key, value in self.config.to_dict().items()}
+        return settings | {name: _summary(value) for name, value in self.module.named_buffers()}
 
 
-def _told(buffer: Tensor) -> str:
-    """A buffer, as it can be compared."""
+def _summary(buffer: Tensor) -> str:
+    """Shape and sum of a buffer, for comparison."""
     return f"{list(buffer.shape)} of sum {float(buffer.double().sum()):.17g}"
 
 
 def noise(shape: Sequence[int], like: Tensor, seed: int = 8) -> Tensor:
-    """Random numbers as large as others."""
+    """Normally distributed random numbers with the standard deviation of a tensor."""
     return torch.randn(tuple(shape), generator=torch.Generator().manual_seed(seed)) * float(
         like.std(correction=0) + 1e-3
     )

@@ -1,11 +1,11 @@
-"""What of a layer adds to its stream: modules whose results add up to the difference it makes.
+"""Find the modules of a layer (attention, MLP) whose outputs are added to the residual stream.
 
-    norms before:      x -> x + a + m               (and x + a where there is one part)
-    norms of stream:   x -> N2(N1(x + a) + m)       (BERT: the norm of the sum becomes the stream)
+    norms before:      x -> x + a + m               (or x + a for a layer with one part)
+    norms of stream:   x -> N2(N1(x + a) + m)       (BERT: post-norm)
 
-Only sums are looked for; which of two parts mixes positions is measured elsewhere (probe.py).
+Only sums are searched for; adding.py measures which of two parts mixes positions.
 
-Border: the calls of one layer; states as they were copied.
+Border: traced calls of one layer, with copies of their states.
 """
 
 from __future__ import annotations
@@ -22,45 +22,55 @@ from .trace import Call, Slot, same
 __all__ = ["PartSums", "find_sums", "is_close"]
 
 TOLERANCE = 1e-5
-"""Of the largest entry: sums of float32 in another order are apart by 1e-7 of it."""
+"""Largest difference of equal states, relative to the largest entry: float32 sums in another order differ by
+1e-7."""
 MOST = 64
-"""States of a layer that are tried."""
+"""Largest number of states of a layer that are tried."""
 
 Norms = Literal["before", "of stream"]
-Found = tuple[Call, Slot]
+CallSlot = tuple[Call, Slot]
+"""A call, and where the tensor is among its arguments or results."""
 
 
 @dataclass(frozen=True)
 class PartSums:
-    """How a layer comes by what it gives.
+    """The modules whose outputs sum up to the change that a layer makes to the stream."""
 
-    parts: (call, slot) of what is added, in order of their ends. norms: what becomes the stream: sums, or
-    norms of them, which are `through`: calls and the slot of what they take.
-    """
-
-    parts: tuple[Found, ...]
+    parts: tuple[CallSlot, ...]
+    """Calls with the slots of the outputs that are added, in order of completion."""
     norms: Norms
-    through: tuple[Found, ...] = ()
+    """Whether the sums are the stream, or their norms."""
+    through: tuple[CallSlot, ...] = ()
+    """With post-norm, calls of the norms with the slots of their inputs."""
 
 
-def is_close(one: Tensor, other: Tensor, scale: Tensor | None = None) -> bool:
-    """Whether two states are one up to the order of a sum."""
-    if one.shape != other.shape:
+def is_close(state: Tensor, reference: Tensor, scale: Tensor | None = None) -> bool:
+    """Whether two states are equal up to the order of a sum.
+
+    Arguments:
+        state: a state.
+        reference: another one.
+        scale: tensor whose largest entry the tolerance is relative to; None for `reference`.
+    """
+    if state.shape != reference.shape:
         return False
-    largest = float((other if scale is None else scale).abs().max())
-    return bool(float((one - other).abs().max()) <= TOLERANCE * max(largest, 1e-30))
+    largest = float((reference if scale is None else scale).abs().max())
+    return bool(float((state - reference).abs().max()) <= TOLERANCE * max(largest, 1e-30))
 
 
 def find_sums(inside: Sequence[Call], x: Tensor, y: Tensor) -> PartSums | None:
-    """How the calls inside a layer make y of x; None where no sum is found."""
+    """Find the parts by which a layer computes its output y from its input x; None if no sum is found.
+
+    inside: calls of modules within the layer.
+    """
     states = list(_states(inside, x))[:MOST]
     return _added(states, x, y) or _normed(inside, states, x, y)
 
 
 def _states(inside: Sequence[Call], x: Tensor) -> Iterator[tuple[Call, Slot, Tensor]]:
-    """What the calls gave that could be added: of the stream's shape, and neither nothing nor the stream; the
-    outermost first, so that a module is found before what it ends with."""
-    for call in sorted(inside, key=lambda each: (len(each.above), each.ended)):
+    """Outputs of calls that could be added: of the stream's shape, neither zero nor the stream itself.
+    Outermost calls come first, so that a module is found before its last submodule."""
+    for call in sorted(inside, key=lambda call: (len(call.above), call.ended)):
         for slot, value in call.made.items():
             if value.shape == x.shape and not same(value, x) and float(value.abs().max()) > 0:
                 yield call, slot, value
@@ -81,7 +91,7 @@ def _added(states: Sequence[tuple[Call, Slot, Tensor]], x: Tensor, y: Tensor) ->
 def _normed(
     inside: Sequence[Call], states: Sequence[tuple[Call, Slot, Tensor]], x: Tensor, y: Tensor
 ) -> PartSums | None:
-    """Two parts, each added and the sum normed."""
+    """Two parts of a post-norm layer: each is added, and the sum is normalised."""
     takers = [(call, slot, u) for call in inside for slot, u in call.taken.items() if u.shape == x.shape]
     last = [each for each in takers if any(same(made, y) for made in each[0].made.values())]
     for first in takers:
@@ -97,6 +107,6 @@ def _normed(
     return None
 
 
-def _apart(one: Call, other: Call) -> bool:
+def _apart(a: Call, b: Call) -> bool:
     """Whether neither call was made within the other."""
-    return one not in other.above and other not in one.above
+    return a not in b.above and b not in a.above

@@ -1,17 +1,18 @@
-"""What can be said of a model that transformers computes: found in one traced pass, then put to the test.
+"""Probe a model that transformers computes: find its structure in a traced pass, then test it.
 
-Of a checkpoint, in float32 on the CPU, eager, with its own weights:
+The tests run on a checkpoint in float32 on the CPU, with eager attention and its own weights:
 
-1. a traced pass shows the layers (stack.py), what adds up in them (adding.py) and the readout (readout.py);
-2. passes repeat to the bit, whatever was run between them; a prompt gives the same beside others; hooks that
-   only read change no bit;
-3. at every length, what leaves a layer enters the next to the bit, and parts add up;
-4. a change of what leaves a layer does what the same change of what enters the next does, and moves logits;
-5. with other values in a part's place, stream in + parts is still stream out: it is what is added.
+1. a traced pass shows the layers (stack.py), their added parts (adding.py) and the readout (readout.py);
+2. passes repeat to the bit, whatever ran between them; a prompt gives equal results in any batch; hooks that
+only
+   read change no bit;
+3. at every tested length, the output of a layer is the input of the next to the bit, and parts sum up;
+4. a change of a layer's output has the same effect as that change of the next layer's input, and moves
+logits; 5. with random values in place of a part, stream in + parts is still stream out.
 
-A model that fails 1 to 4 is refused with what was seen; parts that fail are left out.
+A model that fails 1 to 4 is refused with the observation; parts that fail 5 are left out.
 
-Border: one checkpoint and some fifty short passes. It cannot see what begins at a longer prompt.
+Border: one checkpoint and about fifty short passes. Behaviour that starts at longer prompts is not detected.
 """
 
 from __future__ import annotations
@@ -37,27 +38,35 @@ from .stack import NotBridged, find_stack
 __all__ = ["NotBridged", "probe"]
 
 ROWS, LENGTH = 2, 7
-"""Of the traced prompts: two sizes no axis could mistake for one another."""
+"""Number and length of the traced prompts, different so that axes can be told apart."""
 LONGEST = 1024
-"""The longest context of which one prompt is run, to see that it is one."""
+"""Up to this context length, a prompt of full length is run to confirm the declared context."""
 CONTEXT_KEYS = (
     *("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length"),
     *("n_ctx", "max_target_positions", "context_length", "max_seqlen", "model_max_length"),
 )
+"""Settings of a config that may declare the context length, in order of preference."""
 UNBOUNDED = 2**31 - 1
+"""Context length of models that declare none."""
 
 
 def probe(directory: Path, raw: Mapping[str, Any], files: Sequence[Path]) -> BridgeConfig:
-    """What was found of a checkpoint. Raises NotBridged for a model that cannot be relied on, ConfigError or
-    WeightsError for one that cannot be loaded.
+    """Probe a checkpoint.
 
-    raw: config.json. files: its safetensors files.
+    Arguments:
+        directory: folder of the checkpoint.
+        raw: contents of its config.json.
+        files: its safetensors files.
+
+    Raises:
+        NotBridged: the model fails a test.
+        ConfigError, WeightsError: the model cannot be loaded.
     """
     name, is_causal = chosen_class(raw)
 
     def load() -> Examined:
-        how: dict[str, Any] = {"dtype": torch.float32, "device": torch.device("cpu")}
-        return Examined(load_reference(directory, raw, name, **how))
+        cpu = torch.device("cpu")
+        return Examined(load_reference(directory, raw, name, dtype=torch.float32, device=cpu))
 
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         model = load()
@@ -80,7 +89,7 @@ def probe(directory: Path, raw: Mapping[str, Any], files: Sequence[Path]) -> Bri
 def _found(
     model: Examined, raw: Mapping[str, Any], name: str, is_causal: bool, files: Sequence[Path]
 ) -> BridgeConfig:
-    """See `probe`."""
+    """Find the structure of a model and test it."""
     context = _context(model)
     ids = model.ids(ROWS, min(LENGTH, context), seed=0)
     logits = model.plain(ids)
@@ -90,7 +99,7 @@ def _found(
         )
     calls = model.traced(ids, lambda: model.plain(ids))
     stack = find_stack(model.module, calls)
-    first = stack.stream(0)
+    entering = stack.stream(0)
     config = BridgeConfig(
         model_type=str(raw["model_type"]),
         class_name=name,
@@ -101,8 +110,8 @@ def _found(
         embedded_tokens=model.tokens,
         stream_in=stack.taken,
         stream_out=stack.made,
-        stream_tail=tuple(first.shape[2:]),
-        position_first=first.shape[:2] != ids.shape,
+        stream_tail=tuple(entering.shape[2:]),
+        position_first=entering.shape[:2] != ids.shape,
         next_token=is_causal and not _looks_ahead(model, context),
         norms="before",
         found=tuple(FoundLayer(call.path) for call in stack.calls),
@@ -115,8 +124,8 @@ def _found(
     _require_stream(model, config)
     _require_reached(model, config)
     if _reads_beside(model, config):
-        told = "layers read something of the prompt beside the stream: its last state is not all there is"
-        config = replace(config, remarks=(*config.remarks, told))
+        remark = "layers read something of the prompt beside the stream: its last state is not all there is"
+        config = replace(config, remarks=(*config.remarks, remark))
     config = with_parts(model, config, calls, stack)
     if config.position_first or len(config.stream_tail) > 1:
         return config
@@ -124,13 +133,14 @@ def _found(
 
 
 def _context(model: Examined) -> int:
-    """Tokens of the longest prompt: what the configuration says, and of a short one what runs."""
+    """Context length in tokens: the declared one or, if that is short, the longest that runs."""
     text = model.config.get_text_config()
-    said = [getattr(text, key, None) for key in CONTEXT_KEYS]
-    declared = next((value for value in said if isinstance(value, int) and value > 0), UNBOUNDED)
+    settings = [getattr(text, key, None) for key in CONTEXT_KEYS]
+    declared = next((value for value in settings if isinstance(value, int) and value > 0), UNBOUNDED)
     if declared > LONGEST or model.runs(declared):
         return declared
-    low, high = 1, declared  # a padding id may take the first places of a table of positions
+    # Fewer tokens than declared can run if the table of positions reserves rows for padding (RoBERTa).
+    low, high = 1, declared
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if model.runs(middle) else (low, middle)
@@ -138,21 +148,22 @@ def _context(model: Examined) -> int:
 
 
 def _looks_ahead(model: Examined, context: int) -> bool:
-    """Whether a token changes logits of earlier ones."""
+    """Whether a change of the last token changes logits at earlier positions (no causal mask)."""
     length = min(16, context)
     ids = model.ids(1, length, seed=2)
-    other = ids.clone()
-    other[0, -1] = next(token for token in model.ids(1, 64, seed=3)[0] if token != ids[0, -1])
-    one, two = model.plain(ids)[:, :-1], model.plain(other)[:, :-1]
-    return one.numel() > 0 and not agree(one, two)
+    changed_ids = ids.clone()
+    changed_ids[0, -1] = next(token for token in model.ids(1, 64, seed=3)[0] if token != ids[0, -1])
+    original, changed = model.plain(ids)[:, :-1], model.plain(changed_ids)[:, :-1]
+    return original.numel() > 0 and not agree(original, changed)
 
 
 def _require_repeats(model: Examined, config: BridgeConfig) -> None:
-    """Raise NotBridged unless a pass repeats, leaves no trace, and gives the same in company."""
+    """Raise NotBridged unless passes repeat to the bit, leave no state behind, and agree with batched
+    passes."""
     lengths = [length for length in LENGTHS if length <= config.context]
     before = [model.plain(model.ids(1, length, seed=4)) for length in lengths]
-    for length, wanted in reversed(list(zip(lengths, before, strict=True))):
-        if not torch.equal(model.plain(model.ids(1, length, seed=4)), wanted):
+    for length, logits in reversed(list(zip(lengths, before, strict=True))):
+        if not torch.equal(model.plain(model.ids(1, length, seed=4)), logits):
             raise NotBridged(
                 f"expected a pass to repeat, found other logits of the same {length} tokens the next time"
             )
@@ -162,8 +173,8 @@ def _require_repeats(model: Examined, config: BridgeConfig) -> None:
 
 
 def _require_stream(model: Examined, config: BridgeConfig) -> None:
-    """Raise NotBridged unless what leaves a layer enters the next, in prompts of every length, and hooks that
-    read it change nothing."""
+    """Raise NotBridged unless the output of each layer is the input of the next at every length, and
+    capturing changes no bit."""
     reading = HookSpec().capture("hook_embed", "blocks.*")
     for length in (length for length in LENGTHS if length <= config.context):
         ids = model.ids(2, length, seed=6)
@@ -180,7 +191,7 @@ def _require_stream(model: Examined, config: BridgeConfig) -> None:
 
 
 def _require_reached(model: Examined, config: BridgeConfig) -> None:
-    """Raise NotBridged unless what a layer gives is read by the next alone, and changes of it reach the
+    """Raise NotBridged unless only the next layer reads a layer's output, and changes of it reach the
     logits."""
     ids, layers = model.ids(1, min(LENGTH, config.context), seed=7), config.num_layers
     plain, moved = model.plain(ids), False
@@ -203,24 +214,24 @@ def _require_reached(model: Examined, config: BridgeConfig) -> None:
 
 
 def _reads_beside(model: Examined, config: BridgeConfig) -> bool:
-    """Whether the last layer, given all of another prompt's stream, still gives something else than for that
-    prompt: an encoder's states or embeddings of its own come to it by other ways."""
+    """Whether the last layer reads something besides the stream, such as an encoder's states or embeddings:
+    with the stream of another prompt at its input, logits differ from those of that prompt."""
     length, entering = min(LENGTH, config.context), HookPoint.resid_pre(config.num_layers - 1)
-    one, other = (model.ids(1, length, seed=seed) for seed in (13, 14))
-    wanted = model.hooked(config, other, HookSpec().capture(entering))
-    given = HookSpec().intervene(entering, Replace(wanted.at[entering]))
-    return not agree(model.hooked(config, one, given).logits, wanted.logits)
+    ids, donor_ids = (model.ids(1, length, seed=seed) for seed in (13, 14))
+    donor = model.hooked(config, donor_ids, HookSpec().capture(entering))
+    patch = HookSpec().intervene(entering, Replace(donor.at[entering]))
+    return not agree(model.hooked(config, ids, patch).logits, donor.logits)
 
 
 def _changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
-    """What passes have set that later ones may read, in words; empty for nothing."""
+    """The first setting that passes have changed, in words; empty for none."""
     changed = [name for name in before if name in after and before[name] != after[name]]
     return "".join(f"{name} set from {before[name]!r} to {after[name]!r}" for name in changed[:1])
 
 
 def _require_settled(model: Examined, fresh: Examined, context: int, changed: str) -> None:
-    """Raise NotBridged unless the first pass of a model gives what later ones do, though it sets something:
-    else a long prompt would be read in one way after a short one, and in another before it."""
+    """Raise NotBridged if the first pass changes state that later passes read: a long prompt would then give
+    different results before and after a short one."""
     ids = model.ids(1, min(context, LONGEST), seed=12)
     if not agree(fresh.plain(ids), model.plain(ids)):
         raise NotBridged(
@@ -230,12 +241,14 @@ def _require_settled(model: Examined, fresh: Examined, context: int, changed: st
 
 
 def _missing(config: BridgeConfig) -> list[str]:
-    """What a found model cannot do, in lines."""
+    """Limitations of the probed model, one line each."""
     lines = ["inside of layers nothing is offered: no heads, patterns, neurons or states"]
     without = [number for number, layer in enumerate(config.found) if not layer.parts]
     if without:
-        which = "any layer" if len(without) == config.num_layers else f"layers {', '.join(map(str, without))}"
-        lines.append(f"no attn_out and mlp_out of {which}: nothing was found that adds up to the stream")
+        layers = (
+            "any layer" if len(without) == config.num_layers else f"layers {', '.join(map(str, without))}"
+        )
+        lines.append(f"no attn_out and mlp_out of {layers}: nothing was found that adds up to the stream")
     if config.norms == "of stream":
         lines.append("layers norm the stream itself, which is then no sum of what was added")
     if config.readout is None:

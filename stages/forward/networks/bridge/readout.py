@@ -1,9 +1,10 @@
-"""A final norm and a head, where the logits are nothing else: head(norm(last stream)), scaled or soft-capped.
+"""Find the readout of a model: final norm and LM head, if logits = head(norm(last stream)), scaled or
+soft-capped.
 
-Modules are found by running: a norm is what takes the last stream and gives what the head takes. What is
-found is computed anew by our own norm and product, and must give the model's logits.
+Candidates are modules that take the last stream in a traced pass. The readout is recomputed with mizarr's own
+norm and product, and must give the model's logits.
 
-Border: modules, states and the names of tensors in safetensors files.
+Border: modules, states and names of tensors in safetensors files.
 """
 
 from __future__ import annotations
@@ -27,25 +28,31 @@ __all__ = ["find_readout"]
 
 KINDS: tuple[Literal["rms", "gemma_rms", "layer"], ...] = ("layer", "rms", "gemma_rms")
 LOGITS = 1e-4
-"""Largest difference of logits, relative to the largest; a head's sums are long."""
+"""Largest difference of logits, relative to the largest logit. Sums over the hidden size are long."""
 
 
 def find_readout(
     module: nn.Module, calls: Sequence[Call], last: Tensor, logits: Tensor, files: Sequence[Path]
 ) -> FoundReadout | None:
-    """The readout of a model; None where its logits are made in another way.
+    """Find the readout of a model; None if its logits are computed in another way.
 
-    last: the stream [B, S, D] the last layer gave. logits: [B, S, V] of the same pass.
+    Arguments:
+        module: the model.
+        calls: traced calls of a pass.
+        last: output of the last layer in that pass, [B, S, D].
+        logits: logits of that pass, [B, S, V].
+        files: safetensors files of the checkpoint.
     """
     whole: Any = module
     head = whole.get_output_embeddings() if hasattr(module, "get_output_embeddings") else None
     if not isinstance(head, nn.Linear) or head.weight.shape != (logits.shape[-1], last.shape[-1]):
         return None
     for path, kind, eps, weights in _norms(module, calls, last):
-        made = _how(F.linear(apply_norm(last, weights, kind, eps), head.weight, head.bias), logits, module)
-        if made is None:
+        products = F.linear(apply_norm(last, weights, kind, eps), head.weight, head.bias)
+        cap_and_scale = _cap_and_scale(products, logits, module)
+        if cap_and_scale is None:
             continue
-        cap, scale = made
+        cap, scale = cap_and_scale
         parameters = {id(value): name for name, value in module.named_parameters(remove_duplicate=False)}
         named = [
             "" if value is None else _in_files(parameters[id(value)], value, files)
@@ -61,7 +68,7 @@ def find_readout(
 def _norms(
     module: nn.Module, calls: Sequence[Call], last: Tensor
 ) -> Iterator[tuple[str, Literal["rms", "gemma_rms", "layer"], float, NormWeights]]:
-    """(path, kind, eps, weights) of every norm that takes the last stream, and computes as ours of a kind."""
+    """(path, kind, eps, weights) of modules that take the last stream and compute a norm of a known kind."""
     for call in calls:
         if not any(same(value, last) for value in call.taken.values()):
             continue
@@ -72,55 +79,56 @@ def _norms(
             continue
         weights = NormWeights(weight, bias if isinstance(bias, nn.Parameter) else None)
         for kind in KINDS:
-            ours = apply_norm(last, weights, kind, eps)
-            if any(is_close(ours, made) for made in call.made.values()):
+            normed = apply_norm(last, weights, kind, eps)
+            if any(is_close(normed, result) for result in call.made.values()):
                 yield call.path, kind, eps, weights
                 break
 
 
-def _how(ours: Tensor, theirs: Tensor, module: nn.Module) -> tuple[float | None, float] | None:
-    """(soft cap, scale) by which products become logits; None where neither does."""
+def _cap_and_scale(products: Tensor, logits: Tensor, module: nn.Module) -> tuple[float | None, float] | None:
+    """(soft cap, scale) that turn the head's products into the model's logits; None if none do."""
     config: Any = module.config
     cap = getattr(config.get_text_config(), "final_logit_softcapping", None)
-    if cap and _agree(cap * torch.tanh(ours / cap), theirs):
+    if cap and _agree(cap * torch.tanh(products / cap), logits):
         return float(cap), 1.0
-    if _agree(ours, theirs):
+    if _agree(products, logits):
         return None, 1.0
-    scale = float((ours * theirs).double().sum() / ours.double().square().sum())
-    return (None, scale) if _agree(ours * scale, theirs) else None
+    # Least-squares fit of one factor.
+    scale = float((products * logits).double().sum() / products.double().square().sum())
+    return (None, scale) if _agree(products * scale, logits) else None
 
 
-def _agree(ours: Tensor, theirs: Tensor) -> bool:
-    return bool(float((ours - theirs).abs().max()) <= LOGITS * float(theirs.abs().max()))
+def _agree(computed: Tensor, logits: Tensor) -> bool:
+    return bool(float((computed - logits).abs().max()) <= LOGITS * float(logits.abs().max()))
 
 
 def _in_files(name: str, value: Tensor, files: Sequence[Path]) -> str | None:
-    """What a checkpoint calls a parameter, whose bytes it must hold; None where it does not.
+    """Name of a parameter's tensor in the checkpoint, with equal numbers; None if there is none.
 
-    A base model's tensors may lack a prefix that a parameter has, or have one more; a tied head is stored as
-    the embedding.
+    Names can differ: a base model's tensors lack a prefix or have one more, and a tied head is stored as the
+    embedding.
     """
-    found = []
+    candidates = []
     for path in files:
         header, start = read_header(path)
         for stored, entry in header.items():
             if tuple(entry["shape"]) == tuple(value.shape) and entry["dtype"] in FLOATS:
-                found.append((_shared_end(stored, name), stored, path, entry, start))
-    # A weight by another name is looked for among large ones alone: norms are many, and may be equal.
-    for ending, stored, path, entry, start in sorted(found, key=lambda each: (-each[0], each[1])):
+                candidates.append((_shared_end(stored, name), stored, path, entry, start))
+    # Best matching names first. Only matrices may have unrelated names: norms of several layers may be equal.
+    for ending, stored, path, entry, start in sorted(candidates, key=lambda item: (-item[0], item[1])):
         if ending < 2 and value.ndim < 2:
             return None
-        held = torch.from_numpy(mapped_tensor(path, entry, start, stored).astype("float32"))
-        if torch.equal(held, value.float().cpu()):
+        numbers = torch.from_numpy(mapped_tensor(path, entry, start, stored).astype("float32"))
+        if torch.equal(numbers, value.float().cpu()):
             return stored
     return None
 
 
-def _shared_end(one: str, other: str) -> int:
-    """How many of the last parts of two dotted names agree."""
+def _shared_end(a: str, b: str) -> int:
+    """Number of equal parts at the ends of two dotted names."""
     count = 0
-    for left, right in zip(reversed(one.split(".")), reversed(other.split(".")), strict=False):
-        if left != right:
+    for part_a, part_b in zip(reversed(a.split(".")), reversed(b.split(".")), strict=False):
+        if part_a != part_b:
             break
         count += 1
     return count

@@ -1,7 +1,7 @@
-"""A checkpoint as transformers loads it: offline, without foreign code, eager, from safetensors alone.
+"""Load a checkpoint with transformers: offline, without remote code, eager attention, safetensors only.
 
-Border: a folder in, a module out; what is inside of it nobody here knows. Importing this module imports
-neither torch nor transformers.
+Border: a folder in, a module out, whose structure is unknown here. Importing this file imports neither torch
+nor transformers.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _QUANTIZED = ("quantization_config", "compression_config")
 
 
 def version() -> str | None:
-    """The version of the transformers that is installed, without importing it; None where there is none."""
+    """Version of the installed transformers, without importing it; None if it is not installed."""
     try:
         if importlib.util.find_spec("transformers") is None:
             return None
@@ -37,35 +37,40 @@ def version() -> str | None:
 
 
 def witness() -> str | None:
-    """The installed transformers by name and version; None where there is none."""
-    found = version()
-    return None if found is None else f"transformers {found}"
+    """Name and version of the installed transformers, "transformers 5.0"; None if it is not installed."""
+    installed = version()
+    return None if installed is None else f"transformers {installed}"
 
 
 def chosen_class(raw: Mapping[str, Any]) -> tuple[str, bool]:
-    """(class that computes a checkpoint, whether it is a causal one): what `architectures` names, if it is a
-    language model of this type, or the text model of one; else the causal one, unless the type has a masked
-    one and is no decoder.
+    """(name of the transformers class for a checkpoint, whether it is a causal language model).
 
-    Raises ConfigError for a type transformers lists as neither.
+    That is the class in `architectures` of config.json if it is a language model of this model_type, or the
+    text model of one; else the causal class, unless the type has a masked class and `is_decoder` is not set.
+
+    Arguments:
+        raw: contents of config.json.
+
+    Raises:
+        ConfigError: transformers lists the type neither as causal nor as masked language model.
     """
     auto: Any = importlib.import_module("transformers.models.auto.modeling_auto")
     model_type = str(raw.get("model_type"))
     causals, maskeds = auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES
     causal, masked = causals.get(model_type), maskeds.get(model_type)
     named = raw.get("architectures")
-    first = str(named[0]) if isinstance(named, list) and named else ""
+    class_name = str(named[0]) if isinstance(named, list) and named else ""
     if causal is None and masked is None:
         listed = {**dict.fromkeys(maskeds.values(), False), **dict.fromkeys(causals.values(), True)}
-        if first in listed and _config_type(first) == model_type:
-            return first, listed[first]
+        if class_name in listed and _config_type(class_name) == model_type:
+            return class_name, listed[class_name]
         raise ConfigError(
             f"expected a model_type that {witness()} lists as a causal or masked language model, found "
             f"{model_type!r}; the bridge runs no other"
         )
-    if causal is not None and first == causal:
+    if causal is not None and class_name == causal:
         return causal, True
-    if masked is not None and (first == masked or causal is None or raw.get("is_decoder") is not True):
+    if masked is not None and (class_name == masked or causal is None or raw.get("is_decoder") is not True):
         return masked, False
     return str(causal), True
 
@@ -73,22 +78,31 @@ def chosen_class(raw: Mapping[str, Any]) -> tuple[str, bool]:
 def load_reference(
     directory: Path, raw: Mapping[str, Any], class_name: str, *, dtype: torch.dtype, device: torch.device
 ) -> nn.Module:
-    """The model in evaluation mode, that keeps nothing between passes.
+    """Load a model in evaluation mode, without key-value cache.
 
-    raw: config.json. Raises ConfigError where transformers cannot make it, or would read more than these
-    files; WeightsError unless the checkpoint holds every weight, in its shape and finite.
+    Arguments:
+        directory: folder of the checkpoint.
+        raw: contents of its config.json.
+        class_name: transformers class.
+        dtype: dtype of the weights.
+        device: device of the weights.
+
+    Raises:
+        ConfigError: transformers cannot load it, or would read files besides the checkpoint.
+        WeightsError: a weight is missing, has another shape or is not finite.
     """
     import torch
 
     _require_plain(directory, raw)
     transformers: Any = importlib.import_module("transformers")
-    kind, told = getattr(transformers, class_name), {"local_files_only": True, "trust_remote_code": False}
+    model_class = getattr(transformers, class_name)
+    offline = {"local_files_only": True, "trust_remote_code": False}
     try:
         with quiet(), torch.random.fork_rng(devices=[]):
-            described = transformers.AutoConfig.from_pretrained(str(directory), **told)
-            module, how = kind.from_pretrained(
+            config = transformers.AutoConfig.from_pretrained(str(directory), **offline)
+            module, loading_info = model_class.from_pretrained(
                 str(directory),
-                config=described,
+                config=config,
                 local_files_only=True,
                 use_safetensors=True,
                 dtype=dtype,
@@ -100,9 +114,9 @@ def load_reference(
             f"expected {witness()} to load {class_name} from {directory}, found that it cannot "
             f"({in_one_line(error)})"
         ) from error
-    _require_whole(how, class_name)
-    for each in (module.config, module.config.get_text_config()):
-        each.use_cache = False
+    _require_whole(loading_info, class_name)
+    for config in (module.config, module.config.get_text_config()):
+        config.use_cache = False
     module = module.to(device).eval().requires_grad_(False)
     for name, weight in module.named_parameters():
         if not is_finite(weight):
@@ -110,18 +124,18 @@ def load_reference(
                 f"expected finite weights, found NaN or infinite values in {name!r}; the checkpoint is "
                 "damaged, fetch it again"
             )
-    found: nn.Module = module
-    return found
+    loaded: nn.Module = module
+    return loaded
 
 
 def in_one_line(error: BaseException) -> str:
-    """What foreign code says went wrong."""
+    """Type and message of an error in one line of at most 300 characters."""
     return " ".join(f"{type(error).__name__}: {error}".split())[:300]
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """transformers says nothing: its bars and warnings are about a model nobody asked it for."""
+    """Context without progress bars and warnings of transformers."""
     import warnings
 
     logging: Any = importlib.import_module("transformers.utils.logging")
@@ -147,14 +161,14 @@ def quiet() -> Iterator[None]:
 
 
 def _config_type(class_name: str) -> str | None:
-    """The model_type of the configuration a class is made of."""
-    kind = getattr(importlib.import_module("transformers"), class_name, None)
-    found: str | None = getattr(getattr(kind, "config_class", None), "model_type", None)
-    return found
+    """model_type of the config class of a transformers class."""
+    model_class = getattr(importlib.import_module("transformers"), class_name, None)
+    model_type: str | None = getattr(getattr(model_class, "config_class", None), "model_type", None)
+    return model_type
 
 
 def _require_plain(directory: Path, raw: Mapping[str, Any]) -> None:
-    """Raise ConfigError for what reads files no identity covers, or computes in numbers of its own."""
+    """Raise ConfigError for quantised checkpoints, and for adapters, whose base model no digest covers."""
     for key in _QUANTIZED:
         if raw.get(key) is not None:
             raise ConfigError(
@@ -168,14 +182,15 @@ def _require_plain(directory: Path, raw: Mapping[str, Any]) -> None:
         )
 
 
-def _require_whole(how: Mapping[str, Any], class_name: str) -> None:
-    """Raise WeightsError for weights that transformers would make up."""
-    for key, what in (("missing_keys", "no"), ("mismatched_keys", "another shape of")):
-        names = sorted(str(each[0] if isinstance(each, tuple) else each) for each in how.get(key) or ())
+def _require_whole(loading_info: Mapping[str, Any], class_name: str) -> None:
+    """Raise WeightsError for weights that transformers would initialise at random."""
+    for key, problem in (("missing_keys", "no"), ("mismatched_keys", "another shape of")):
+        entries = loading_info.get(key) or ()
+        names = sorted(str(entry[0] if isinstance(entry, tuple) else entry) for entry in entries)
         if names:
-            rest = f" (and {len(names) - 1} more)" if names[1:] else ""
+            more = f" (and {len(names) - 1} more)" if names[1:] else ""
             raise WeightsError(
-                f"expected every weight of {class_name} in the checkpoint, found {what} {names[0]!r}{rest}, "
-                "which would be drawn at random; name the class it was saved from in config.json's "
+                f"expected every weight of {class_name} in the checkpoint, found {problem} {names[0]!r}"
+                f"{more}, which would be drawn at random; name the class it was saved from in config.json's "
                 "architectures, or fetch it again"
             )

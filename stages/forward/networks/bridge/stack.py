@@ -1,10 +1,11 @@
-"""Which modules are the layers: those of a list of which each takes what the one before it gave, to the bit.
+"""Find the layers of a model: modules of a list, each of which takes the output of the previous one, to the
+bit.
 
-A list may hold one module that is called again and again (ALBERT). Lists that stand in no other such list
-count, and of these the one whose last layer ends last: of an encoder and a decoder the decoder, whose states
+A list may contain one module that is called repeatedly (ALBERT). Of several lists that are not nested in
+another, the one whose last layer ends last is chosen: in an encoder-decoder this is the decoder, whose states
 become the logits.
 
-Border: calls and modules; checks nothing that takes another pass.
+Border: modules and calls of one traced pass.
 """
 
 from __future__ import annotations
@@ -23,36 +24,37 @@ _LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
 
 class NotBridged(Exception):
-    """The bridge cannot run a model; says what was expected and found."""
+    """The bridge cannot run a model; the message says what was expected and found."""
 
 
 @dataclass(frozen=True)
 class Stack:
-    """The layers of a model as a pass goes through them.
-
-    path: of their list. taken, made: where each takes its stream and gives it. others: paths of further lists
-    that are stacks as well.
-    """
+    """The layers of a model in a traced pass."""
 
     path: str
+    """Dotted path of the list of layers."""
     calls: tuple[Call, ...]
+    """Calls of the layers, in order."""
     taken: Slot
+    """Slot of the residual stream among a layer's arguments."""
     made: Slot
+    """Slot of the residual stream among a layer's results."""
     others: tuple[str, ...]
+    """Paths of other lists of layers in the model."""
 
     def stream(self, layer: int) -> Tensor:
-        """What a layer took, as it took it."""
+        """Residual stream that entered a layer, in the module's own axes."""
         return self.calls[layer].taken[self.taken]
 
     @property
     def last(self) -> Tensor:
-        """What the last layer gave."""
+        """Output of the last layer."""
         return self.calls[-1].made[self.made]
 
 
 def find_stack(module: nn.Module, calls: Sequence[Call]) -> Stack:
-    """The layers in a traced pass. Raises NotBridged where none hand on a stream."""
-    lists = {path for path, each in module.named_modules() if isinstance(each, _LISTS)}
+    """Find the layers in a traced pass. Raises NotBridged if no list of modules passes a stream on."""
+    lists = {path for path, submodule in module.named_modules() if isinstance(submodule, _LISTS)}
     groups: dict[str, list[Call]] = {}
     for call in calls:
         path = call.path.rpartition(".")[0]
@@ -64,7 +66,7 @@ def find_stack(module: nn.Module, calls: Sequence[Call]) -> Stack:
         for path in stacks
         if not any(above.path.rpartition(".")[0] in stacks for above in groups[path][0].above)
     ]
-    # A list of one is a stack only where no list is longer: any module beside others may stand in one.
+    # A list of one module counts only if no list is longer, as many modules are wrapped in a list.
     long = [path for path in outer if len(groups[path]) > 1] or outer
     if not long:
         raise NotBridged(
@@ -78,13 +80,14 @@ def find_stack(module: nn.Module, calls: Sequence[Call]) -> Stack:
 
 
 def _chained(group: Sequence[Call]) -> tuple[Slot, Slot] | None:
-    """(where each takes the stream, where it gives it), if these calls hand one on; None if not."""
-    first = group[0]
-    for made, given in first.made.items():
-        for taken, got in first.taken.items():
-            if got.shape == given.shape and all(
-                made in one.made and taken in other.taken and same(one.made[made], other.taken[taken])
-                for one, other in itertools.pairwise(group)
+    """(input slot, output slot) of a stream that each of these calls passes to the next; None if there is
+    none."""
+    layer0 = group[0]
+    for made, output in layer0.made.items():
+        for taken, entering in layer0.taken.items():
+            if entering.shape == output.shape and all(
+                made in a.made and taken in b.taken and same(a.made[made], b.taken[taken])
+                for a, b in itertools.pairwise(group)
             ):
                 return taken, made
     return None

@@ -1,4 +1,4 @@
-"""What a pass through somebody's modules does, call by call: which module got which states, and gave which.
+"""Trace of a pass through arbitrary torch modules: inputs and outputs of each call of a submodule.
 
 Border: modules and tensors; knows no layers and no hook points.
 
@@ -18,72 +18,80 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-__all__ = ["Call", "Slot", "at_slot", "given", "same", "tensors_in", "traced", "with_slot"]
+__all__ = ["Call", "Slot", "argument_tensors", "at_slot", "same", "tensors_in", "traced", "with_slot"]
 
 Slot = str
-"""Where a tensor is among what a module gets or gives: "0" by position, "hidden_states" by name, "" where it
-is all that is given."""
+"""Place of a tensor among a module's arguments or results: "0" by position, "hidden_states" by name, "" if it
+is the whole result."""
 
 
 @dataclass
 class Call:
-    """One call of a module.
-
-    path: of the module. began, ended: places in the order of all beginnings and ends. above: the calls it was
-    made in, outermost first. taken, made: copies of the states among its arguments and results, by slot.
-    """
+    """One call of a module during a pass."""
 
     path: str
+    """Dotted path of the module."""
     began: int
+    """Index of its start in the order of all starts and ends of calls."""
     above: tuple[Call, ...]
+    """Calls that it was made in, outermost first."""
     taken: Mapping[Slot, Tensor]
+    """Copies of the states among its arguments."""
     ended: int = -1
+    """Index of its end in the order of all starts and ends; -1 while it runs."""
     made: Mapping[Slot, Tensor] = field(default_factory=dict)
+    """Copies of the states among its results."""
 
 
-def tensors_in(found: Any) -> Iterator[tuple[Slot, Tensor]]:
-    """(slot, tensor) of the tensors at the top of arguments or results."""
-    if isinstance(found, Tensor):
-        yield "", found
-    elif isinstance(found, Mapping):
-        yield from ((str(name), each) for name, each in found.items() if isinstance(each, Tensor))
-    elif isinstance(found, tuple | list):
-        yield from ((str(place), each) for place, each in enumerate(found) if isinstance(each, Tensor))
+def tensors_in(values: Any) -> Iterator[tuple[Slot, Tensor]]:
+    """(slot, tensor) for the tensors at the top level of arguments or results."""
+    if isinstance(values, Tensor):
+        yield "", values
+    elif isinstance(values, Mapping):
+        yield from ((str(name), value) for name, value in values.items() if isinstance(value, Tensor))
+    elif isinstance(values, tuple | list):
+        yield from ((str(i), value) for i, value in enumerate(values) if isinstance(value, Tensor))
 
 
-def given(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[Slot, Tensor]:
-    """The tensors among arguments, by slot."""
+def argument_tensors(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[Slot, Tensor]:
+    """Tensors among the arguments of a call, by slot."""
     return {**dict(tensors_in(args)), **dict(tensors_in(kwargs))}
 
 
-def at_slot(found: Any, slot: Slot) -> Tensor:
-    """The tensor at a slot of what a module gave. Raises LookupError or TypeError where there is none."""
+def at_slot(result: Any, slot: Slot) -> Tensor:
+    """The tensor at a slot of a module's result. Raises LookupError or TypeError if there is none."""
     if slot == "":
-        value = found
+        value = result
     else:
-        value = found[slot] if isinstance(found, Mapping) else found[int(slot)]
+        value = result[slot] if isinstance(result, Mapping) else result[int(slot)]
     if not isinstance(value, Tensor):
         raise TypeError(type(value).__name__)
     return value
 
 
-def with_slot(found: Any, slot: Slot, value: Tensor) -> Any:
-    """What a module gave with another tensor at a slot."""
+def with_slot(result: Any, slot: Slot, value: Tensor) -> Any:
+    """Replace the tensor at a slot of a module's arguments or result; mappings are changed in place."""
     if slot == "":
         return value
-    if isinstance(found, Mapping):
-        found[slot] = value  # type: ignore[index]  # results by name are ordered dicts
-        return found
-    parts = [value if place == int(slot) else each for place, each in enumerate(found)]
-    return type(found)(*parts) if hasattr(found, "_fields") else type(found)(parts)
+    if isinstance(result, Mapping):
+        result[slot] = value  # type: ignore[index]  # transformers' named results are ordered dicts
+        return result
+    parts = [value if i == int(slot) else part for i, part in enumerate(result)]
+    return type(result)(*parts) if hasattr(result, "_fields") else type(result)(parts)
 
 
 def traced(
     module: nn.Module, run: Callable[[], Any], is_state: Callable[[Tensor], bool]
 ) -> tuple[list[Call], Any]:
-    """Every call of a module below `module` while `run` runs, in order of beginning; and what `run` gives.
+    """Run a function and record all calls of submodules.
 
-    is_state: which tensors are kept.
+    Arguments:
+        module: module whose submodules are traced.
+        run: runs a pass through the module.
+        is_state: selects the tensors that are copied.
+
+    Returns:
+        Calls in order of their starts, and the result of `run`.
     """
     calls: list[Call] = []
     with _watched(module, calls, is_state):
@@ -94,34 +102,34 @@ def traced(
 @contextmanager
 def _watched(module: nn.Module, calls: list[Call], is_state: Callable[[Tensor], bool]) -> Iterator[None]:
     clock, handles = itertools.count(), list[RemovableHandle]()
-    under_way: list[Call] = []
+    running: list[Call] = []
 
-    def states(found: Mapping[Slot, Tensor]) -> dict[Slot, Tensor]:
-        return {slot: each.detach().clone() for slot, each in found.items() if is_state(each)}
+    def states(tensors: Mapping[Slot, Tensor]) -> dict[Slot, Tensor]:
+        return {slot: tensor.detach().clone() for slot, tensor in tensors.items() if is_state(tensor)}
 
-    def watch(path: str, each: nn.Module) -> None:
+    def watch(path: str, submodule: nn.Module) -> None:
         def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            call = Call(path, next(clock), tuple(under_way), states(given(args, kwargs)))
+            call = Call(path, next(clock), tuple(running), states(argument_tensors(args, kwargs)))
             calls.append(call)
-            under_way.append(call)
+            running.append(call)
 
-        def after(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], made: Any) -> None:
-            call = under_way.pop()
-            call.ended, call.made = next(clock), states(dict(tensors_in(made)))
+        def after(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+            call = running.pop()
+            call.ended, call.made = next(clock), states(dict(tensors_in(result)))
 
-        handles.append(each.register_forward_pre_hook(before, with_kwargs=True))
-        handles.append(each.register_forward_hook(after, with_kwargs=True))
+        handles.append(submodule.register_forward_pre_hook(before, with_kwargs=True))
+        handles.append(submodule.register_forward_hook(after, with_kwargs=True))
 
     try:
-        for path, each in module.named_modules():
+        for path, submodule in module.named_modules():
             if path:
-                watch(path, each)
+                watch(path, submodule)
         yield
     finally:
         for handle in handles:
             handle.remove()
 
 
-def same(one: Tensor, other: Tensor) -> bool:
-    """Whether two states are one: to the bit, as nothing was computed between them."""
-    return one.shape == other.shape and torch.equal(one, other)
+def same(a: Tensor, b: Tensor) -> bool:
+    """Whether two states are equal to the bit, so that nothing was computed between them."""
+    return a.shape == b.shape and torch.equal(a, b)

@@ -1,1 +1,1 @@
-"""The network of decoders whose layers hand on more than one stream."""
+"""The network of decoders whose layers pass on more tensors than the residual stream (Gemma 3n, Gemma 4)."""

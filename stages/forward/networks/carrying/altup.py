@@ -1,12 +1,12 @@
-"""AltUp: several streams, of which a layer computes one and predicts and corrects all by small matrices.
+"""AltUp: several residual streams; a layer computes one of them, and small matrices update the others.
 
     predicted_j = x_j + sum_i P_ji x_i          P = W_p tanh(W_r norm(x_a) / D)
     corrected_j = predicted_j + (1 + c_j) (y - predicted_a)          c = W_c tanh(W_r norm(y) / D)
 
-(Baykal et al., Alternating Updates, 2023, algorithm 1, with coefficients that depend on the token, as the
-reference has them.) x are the streams that enter the layer, a is the one it computes, y what it makes of
-predicted_a. Streams begin as maps of the embedding and end as the mean of maps of them, each brought to the
-size of the first.
+(Baykal et al., Alternating Updates, 2023, algorithm 1, with token-dependent coefficients as in the reference
+code.) x are the streams that enter the layer, a is the index of the active one, y the layer's output for
+predicted_a. The initial streams are linear maps of the embedding; the final stream is the mean of linear maps
+of all streams. Each mapped stream is rescaled to the root mean square of the first.
 
 Axes: streams are [B, stream, token, D].
 """
@@ -25,58 +25,70 @@ from ..weights import NormWeights
 __all__ = ["AltUp", "merged", "spread"]
 
 LEAST = 1e-5
-"""A mean of squares that what is brought to a size is taken to have at least."""
+"""Lower bound of the mean square of a stream that is rescaled."""
 
 
 class AltUp:
-    """The predictions and corrections of one layer."""
+    """Prediction and correction of streams in one layer."""
 
     def __init__(self, tensors: Mapping[str, Tensor], active: int, eps: float) -> None:
-        """active: the stream the layer computes. eps: of the router's norm."""
+        """Prepare a layer.
+
+        Arguments:
+            tensors: weights by name: "norm", "router", "predicts", "corrects".
+            active: index of the stream that the layer computes.
+            eps: epsilon of the router's norm.
+        """
         self._weights, self._active, self._eps = tensors, active, eps
 
     def predicted(self, streams: Tensor) -> Tensor:
-        """The streams as the layer finds them."""
+        """Predicted streams [B, stream, token, D] before the layer."""
         count = streams.shape[1]
-        told = product(self._routed(streams[:, self._active]), self._weights["predicts"])
-        shares = told.unflatten(-1, (count, count)).unsqueeze(-1)
-        # Entry by entry: what products of so few rows sum up first would depend on their company.
+        coefficients = product(self._routed(streams[:, self._active]), self._weights["predicts"])
+        shares = coefficients.unflatten(-1, (count, count)).unsqueeze(-1)
+        # Summed entry by entry: a matrix product of so few rows sums in an order that depends on the batch.
         rows = (sum(shares[:, :, j, i] * streams[:, i] for i in range(count)) for j in range(count))
         return streams + torch.stack(list(rows), dim=1)
 
-    def corrected(self, predicted: Tensor, made: Tensor) -> Tensor:
-        """The streams behind what the layer has made [B, token, D] of the one it computes."""
-        shares = product(self._routed(made), self._weights["corrects"]) + 1
-        innovation = made - predicted[:, self._active]
+    def corrected(self, predicted: Tensor, output: Tensor) -> Tensor:
+        """Streams after the layer, from the predicted ones and the layer's output [B, token, D]."""
+        shares = product(self._routed(output), self._weights["corrects"]) + 1
+        innovation = output - predicted[:, self._active]
         return predicted + shares.transpose(1, 2).unsqueeze(-1) * innovation.unsqueeze(1)
 
     def _routed(self, stream: Tensor) -> Tensor:
-        """What coefficients are made of [B, token, stream]."""
+        """Output of the router, from which coefficients are computed, [B, token, stream]."""
         w = self._weights
         normed = apply_norm(stream, NormWeights(w["norm"]), "rms", self._eps) * stream.shape[-1] ** -1.0
         return torch.tanh(product(normed, w["router"]).float()).to(stream.dtype)
 
 
 def spread(embedded: Tensor, maps: Mapping[str, Tensor], count: int) -> Tensor:
-    """The streams that enter the first layer, of embeddings [B, token, D]; maps: "in.{i}" of all but the
-    first."""
+    """Initial streams [B, stream, token, D] from embeddings.
+
+    Arguments:
+        embedded: embeddings [B, token, D], which are the first stream.
+        maps: matrices of the other streams by name, "in.{i}".
+        count: number of streams.
+    """
     size = _size(embedded)
-    rest = (_brought(product(embedded, maps[f"in.{stream}"]), size) for stream in range(1, count))
-    return torch.stack([embedded, *rest], dim=1)
+    mapped = (_rescaled(product(embedded, maps[f"in.{stream}"]), size) for stream in range(1, count))
+    return torch.stack([embedded, *mapped], dim=1)
 
 
 def merged(streams: Tensor, maps: Mapping[str, Tensor]) -> Tensor:
-    """What the final norm reads [B, token, D] of the streams behind the last layer; maps: "out.{i}"."""
+    """Input of the final norm [B, token, D] from the streams after the last layer; maps: matrices of all
+    streams but the first by name, "out.{i}"."""
     size, count = _size(streams[:, 0]), streams.shape[1]
-    rest = (_brought(product(streams[:, i], maps[f"out.{i}"]), size) for i in range(1, count))
-    return torch.stack([streams[:, 0], *rest]).mean(0)
+    mapped = (_rescaled(product(streams[:, i], maps[f"out.{i}"]), size) for i in range(1, count))
+    return torch.stack([streams[:, 0], *mapped]).mean(0)
 
 
 def _size(x: Tensor) -> Tensor:
-    """The root of the mean of squares, [B, token, 1]."""
+    """Root mean square over channels, [B, token, 1]."""
     return x.square().mean(-1, keepdim=True) ** 0.5
 
 
-def _brought(x: Tensor, size: Tensor) -> Tensor:
-    """x [B, token, D] with this root of its mean of squares."""
+def _rescaled(x: Tensor, size: Tensor) -> Tensor:
+    """x [B, token, D] scaled to a root mean square of `size`."""
     return x * size / x.square().mean(-1, keepdim=True).clamp(min=LEAST).sqrt()

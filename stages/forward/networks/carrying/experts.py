@@ -1,9 +1,9 @@
-"""An MLP with experts beside it (Gemma 4).
+"""An MLP and experts in parallel (Gemma 4).
 
     norm(MLP(h)) + norm(experts(norm(x)))
 
-h is what the MLP reads, x the stream that h is the norm of. The router reads the same norm of x as experts
-do, with weights of its own, and each expert has a number that its weight is multiplied by.
+h is the normalised stream, x the stream before that norm. Router and experts read another RMS norm of x, with
+a separate gain each. Each expert has a learned factor of its routing weight.
 
 Axes: as in mixers/experts.py.
 """
@@ -16,8 +16,8 @@ from torch import Tensor
 
 from ...architectures.mixers import MlpAndExpertsSpec
 from ...hooks.taps import Taps
-from ..mixers.experts import Experts, Given
-from ..mixers.mixer import LayerTensors, own
+from ..mixers.experts import ExpertOutput, Experts
+from ..mixers.mixer import LayerTensors, strip_prefix
 from ..mixers.mlp import Mlp
 from ..norms import apply_norm
 from ..weights import NormWeights
@@ -26,19 +26,19 @@ __all__ = ["MlpAndExperts"]
 
 
 class MlpAndExperts:
-    """The MLP and the experts of one layer."""
+    """MLP and experts of one layer, in parallel."""
 
     def __init__(self, shape: MlpAndExpertsSpec, tensors: LayerTensors) -> None:
-        found = own(tensors, "beside.")
+        extra = strip_prefix(tensors, "beside.")
         self._mlp, self._eps = Mlp(shape.mlp, tensors), shape.norm_eps
         self._experts = _Experts(shape, tensors)
         self._mlp_post, self._experts_post = (
-            NormWeights(found[f"{name}_post"]) for name in ("mlp", "experts")
+            NormWeights(extra[f"{name}_post"]) for name in ("mlp", "experts")
         )
-        self._unit = NormWeights(found["experts"].new_ones(found["experts"].shape))
+        self._unit = NormWeights(extra["experts"].new_ones(extra["experts"].shape))
 
     def __call__(self, h: Tensor, x: Tensor, layer: int, taps: Taps) -> Tensor:
-        """What the MLP reads, and the stream, each [B, kept, D] -> what both give [B, kept, D]."""
+        """Sum of both outputs [B, kept, D], from the MLP's input h and the stream x, each [B, kept, D]."""
         dense = apply_norm(self._mlp(h, layer, taps), self._mlp_post, "rms", self._eps)
         routed = self._experts(apply_norm(x, self._unit, "rms", self._eps), layer, taps)
         dense = taps("shared_expert_out", layer, dense)
@@ -46,18 +46,20 @@ class MlpAndExperts:
 
 
 class _Experts(Experts):
-    """Experts that read a norm of which they and the router have weights of their own."""
+    """Experts whose input and router have separate gains of the norm, and that have factors of their
+    weights."""
 
     def __init__(self, shape: MlpAndExpertsSpec, tensors: LayerTensors) -> None:
         super().__init__(shape.experts, tensors)
-        found = own(tensors, "beside.")
-        self._gain, self._gains = found["experts"], found["expert_gains"]
-        reads = found["router_gain"] * len(found["router_gain"]) ** -0.5
-        self.weights["router"] = self.weights["router"] * reads
+        extra = strip_prefix(tensors, "beside.")
+        self._gain, self._expert_gains = extra["experts"], extra["expert_gains"]
+        # The gain of the router's norm is folded into its weights.
+        router_gain = extra["router_gain"] * len(extra["router_gain"]) ** -0.5
+        self.weights["router"] = self.weights["router"] * router_gain
 
-    def _given(self, inner: Tensor, chosen: Tensor, share: Tensor) -> Iterator[Given]:
-        return super()._given(inner * self._gain, chosen, share)
+    def _expert_outputs(self, inner: Tensor, experts: Tensor, share: Tensor) -> Iterator[ExpertOutput]:
+        return super()._expert_outputs(inner * self._gain, experts, share)
 
-    def _chosen(self, scores: Tensor) -> tuple[Tensor, Tensor]:
-        chosen, share = super()._chosen(scores)
-        return chosen, share * self._gains[chosen]
+    def _top_k(self, scores: Tensor) -> tuple[Tensor, Tensor]:
+        experts, share = super()._top_k(scores)
+        return experts, share * self._expert_gains[experts]

@@ -1,8 +1,8 @@
-"""Which kernel of torch computes what: for speed, and for sums whose order depends on nobody else.
+"""Choice of torch's kernels: for speed, and for sums whose order does not depend on the rest of the batch.
 
-Knows tensors; this file does not even import torch.
+This file does not import torch.
 """
 
 FEW_ROWS = 32
-"""Rows below which libraries have kernels of their own for a product, which sum in another order: MKL below
-12 for up to eight threads, below 28 for sixteen."""
+"""Rows below which libraries use special kernels for a product, with another order of summation: MKL below 12
+rows with up to eight threads, below 28 with sixteen."""

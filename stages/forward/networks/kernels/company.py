@@ -1,13 +1,14 @@
-"""Whether what is computed shares its tensors with whatever else happens to be asked for.
+"""A flag for passes in which unrelated runs share tensors, so that results must not depend on their number.
 
-In a sweep over runs (passes/sweep.py) the numbers of rows, queries and keys are accidents of the plan: of
-which runs were asked for together, which of them were stored, and how workers share them. Kernels that torch
-or its libraries choose by such numbers sum in other orders. Within `beside_others` nothing is chosen by them:
-rows and queries are filled up to whole blocks, even a single one, and one library multiplies all.
+In a sweep over runs (passes/sweep.py), the numbers of rows, queries and keys depend on which runs were
+requested together, which are already stored, and how workers share them. torch and its libraries choose
+kernels by these numbers, and the kernels sum in different orders. Within `beside_others` no kernel is chosen
+by them: rows and queries are padded to whole blocks, even a single one, and one library computes all
+products.
 
-Elsewhere a single row, or query, is all there is (a token that is generated), every time.
+Elsewhere the numbers are always the same: for example, a generated token is always a single row.
 
-Border: a flag of this thread of execution; who asks it knows kernels.
+Border: a context variable; the files that read it know the kernels.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _IS_BESIDE: ContextVar[bool] = ContextVar("is_beside_others", default=False)
 
 @contextmanager
 def beside_others() -> Iterator[None]:
-    """Within, how many rows there are decides no bit."""
+    """Context in which the number of rows changes no bit of the results."""
     before = _IS_BESIDE.set(True)
     try:
         yield
@@ -32,5 +33,5 @@ def beside_others() -> Iterator[None]:
 
 
 def is_beside_others() -> bool:
-    """Whether this is computed within `beside_others`."""
+    """Whether the caller runs within `beside_others`."""
     return _IS_BESIDE.get()

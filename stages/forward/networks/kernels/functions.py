@@ -1,8 +1,8 @@
-"""Functions of single numbers, so that each gives the same bits wherever in a tensor it stands.
+"""Elementwise functions that give the same bits at any place of a tensor.
 
-torch hands a tensor to its threads in parts, and each part to vector instructions, but for a few numbers at
-its end, for which it has another exp. So an activation's last bit depends on how many tokens share a pass and
-how many threads there are. Here no part has such an end.
+torch splits a tensor between its threads and computes each part with vector instructions, except for a few
+numbers at its end, for which it uses another exp. So the last bit of an activation depends on the number of
+tokens in a pass and on the number of threads. `evenly` pads tensors so that no part has such a remainder.
 """
 
 from __future__ import annotations
@@ -19,15 +19,20 @@ from ..gradients import is_recorded
 __all__ = ["evenly"]
 
 _STEP = 64
-"""Numbers that vector instructions take in one turn, at most: two vectors of 512 bits of 16 each."""
+"""Largest number of elements that vector instructions process per step (of which AVX-512 vectors hold 16)."""
 _GRAIN, _SMALLER_GRAIN = 1 << 15, 1 << 14
-"""Numbers from which torch uses further threads: one for each so many (at::internal::GRAIN_SIZE), and of GELU
-all of them from half of that."""
+"""Elements per thread from which torch uses further threads (at::internal::GRAIN_SIZE); GELU uses all threads
+from half as many."""
 
 
 def evenly(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """function(x) of a function of single numbers, whatever else is in x; as it is where gradients are
-    recorded, and on other devices, whose kernels have no such ends."""
+    """function(x) for an elementwise function, with bits that depend on each element alone.
+
+    Arguments:
+        function: an elementwise function.
+        x: values of any shape. Under autograd and on GPUs, whose kernels have no such remainder, the function
+            is called directly.
+    """
     if x.device.type != "cpu" or is_recorded(x):
         return function(x)
     if not x.is_contiguous() and x.shape[-1] % _STEP:
@@ -36,20 +41,20 @@ def evenly(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     if even == x.numel():
         return function(x)
     flat = x.flatten()
-    rest = flat[even:]
-    made = function(F.pad(rest, (0, -len(rest) % _STEP)))[: len(rest)]
-    return (torch.cat([function(flat[:even]), made]) if even else made).view(x.shape)
+    remainder = flat[even:]
+    end = function(F.pad(remainder, (0, -len(remainder) % _STEP)))[: len(remainder)]
+    return (torch.cat([function(flat[:even]), end]) if even else end).view(x.shape)
 
 
 def _even_part(count: int) -> int:
-    """The most of these numbers that threads share without an end."""
-    while (left := count % _unit(count)) != 0:
-        count -= left
+    """Largest number of elements, at most `count`, that threads share without a remainder."""
+    while (excess := count % _unit(count)) != 0:
+        count -= excess
     return count
 
 
 def _unit(count: int) -> int:
-    """What the size of a tensor is a multiple of if no thread's part of it has an end."""
+    """Number of which a tensor's size must be a multiple so that no thread's part has a remainder."""
     if count <= _SMALLER_GRAIN:
         return _STEP
     threads = torch.get_num_threads()

@@ -1,22 +1,21 @@
-"""Products of activations with weights: which of the libraries that torch carries computes them.
+"""Matrix products of activations with weights: which of torch's two libraries, MKL or oneDNN, computes them.
 
-In float32 on a CPU torch asks MKL, whose kernels for other makers' processors are not its best; oneDNN, which
-torch asks for bfloat16, has the same ones for all. Measured on an AMD EPYC (Zen 4, two cores), oneDNN's time
-over MKL's: 0.83 to 0.93 for 2,048 rows and weights from 512 x 512 to 2048 x 8192, 0.34 to 0.74 for four rows
-of the larger ones; without AVX-512 0.84 to 1.02 and 0.37 to 0.86. It reads weights where they lie, without a
-second copy.
+For float32 on a CPU torch uses MKL, whose kernels are slower on processors of other makers than Intel.
+oneDNN, which torch uses for bfloat16, has the same kernels for all. Measured on an AMD EPYC (Zen 4, two
+cores), time of oneDNN relative to MKL: 0.83 to 0.93 for 2,048 rows and weights from 512 x 512 to 2048 x 8192,
+0.34 to 0.74 for four rows of the larger ones; without AVX-512 0.84 to 1.02 and 0.37 to 0.86. It reads weights
+in place.
 
-For every size it meets it prepares code, which takes 0.6 ms, and keeps it among the memory that large
-temporaries come from: hundreds of different numbers of rows left a process 100 to 350 MB larger. So it is
-asked for powers of two alone, which full batches of full windows have, and single tokens in generation.
+oneDNN compiles code for every new size, which takes 0.6 ms, and the code fragments the memory of large
+temporaries: after hundreds of different numbers of rows a process was 100 to 350 MB larger. So it is used for
+powers of two only: full batches of full windows, and single tokens in generation.
 
-Either library sums a row in one order whatever stands in the others, where it is given whole blocks of rows
-and of columns; MKL on Intel's processors in its strict mode alone (tuning.py). Pieces of a block, of the
-whole or of the share of a thread, go through kernels of their own: so sizes are filled up to whole blocks,
-for any number of threads alike. A single row stays one: its kernel takes a third of the time of that of four,
-and it is all there is of a token that is generated. The two libraries differ: so the length of prompts
-decides which is asked, and a harvest batches prompts so that it is their own length that decides, `FEW_ROWS`
-at least.
+Both libraries sum a row in an order independent of the other rows if they get whole blocks of rows and
+columns (on Intel processors MKL only in strict mode, tuning.py). Partial blocks, of the whole or of one
+thread's share, use other kernels, so sizes are padded to whole blocks for any number of threads. A single row
+is not padded: its kernel takes a third of the time of that for four rows, and generation always has a single
+row. The two libraries differ in the last bits, so the choice depends on the length of a prompt alone; a
+harvest batches prompts such that this holds, with at least `FEW_ROWS` rows.
 
 MIZARR_TUNING=off leaves every product to torch; tests/benchmarks/bench_tuning.py measures the choice.
 """
@@ -34,37 +33,44 @@ from .company import is_beside_others
 from .tuning import is_tuned, processor_maker
 
 _LARGE = 1 << 26
-"""Multiplications of one prompt from which asking oneDNN is worth its preparation."""
+"""Multiplications per prompt from which oneDNN's compilation pays off."""
 _ROWS, _COLUMNS = 4, 16
-"""MKL's blocks: threads get whole ones, and the last what is left."""
+"""Rows and columns of MKL's blocks."""
 _ALIGNED = 4
-"""Numbers of a row whose first the kernel for few columns sums by where it lies in memory."""
+"""Row lengths are padded to a multiple of this for few columns: that kernel's order of summation depends on
+the memory alignment of a row."""
 _SPLIT = 1 << 11
-"""Rows and columns from which even 192 threads are left with whole blocks: measured, 400 and 1,052."""
+"""Rows and columns from which even 192 threads get whole blocks: measured, 400 and 1,052."""
 _FEW = 16
-"""Rows that fewer take as long as: what takes time then is reading the weights."""
+"""Fewer rows than these take as long, because reading the weights takes the time."""
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x [..., in], weight [out, in], bias [out] -> x weight^T + bias, [..., out].
+    """Linear map x weight^T + bias.
 
-    Where gradients are recorded it is torch's own, as oneDNN's has none.
+    Arguments:
+        x: [..., in].
+        weight: [out, in].
+        bias: [out] or None.
+
+    Returns:
+        [..., out]. Under autograd torch's own product is used, as oneDNN's operator has no gradient.
     """
     if _wants_onednn(x, weight) and (onednn := _onednn()) is not None:
-        made: Tensor = onednn(x, weight, bias, "none", [], "")
-        return made
+        out: Tensor = onednn(x, weight, bias, "none", [], "")
+        return out
     if weight.shape[0] == 1 and x.device.type == "cpu" and not torch.is_grad_enabled():
-        # A vector: MKL has kernels for four rows of x at a time, and others for what is left over.
-        alone = (x * weight[0]).sum(-1, keepdim=True)
-        return alone if bias is None else alone + bias
-    # Of rows that do not adjoin torch makes a product for each prompt.
+        # Matrix times vector: MKL would use one kernel for four rows at a time and another for the remainder.
+        dot = (x * weight[0]).sum(-1, keepdim=True)
+        return dot if bias is None else dot + bias
+    # For rows that are not contiguous torch would run a separate product per prompt.
     x = x.contiguous()
     return _in_full_blocks(x, weight, bias) if _is_chosen_by_size(x) else F.linear(x, weight, bias)
 
 
-def each_product(x: Tensor, y: Tensor) -> Tensor:
-    """Matrices x [n, row, in] with matrices y [n, in, column], [n, row, column]: as `product`, the same on
-    any number of threads, which share one matrix where there are few."""
+def batched_product(x: Tensor, y: Tensor) -> Tensor:
+    """Batched product of x [n, row, in] and y [n, in, column], [n, row, column], with the same bits for any
+    number of threads (several threads share a matrix if there are few)."""
     if not _is_chosen_by_size(x):
         return torch.bmm(x, y)
     rows, columns = x.shape[1], y.shape[2]
@@ -74,26 +80,25 @@ def each_product(x: Tensor, y: Tensor) -> Tensor:
         more_rows, more_columns = _to_whole(rows, _ROWS), _to_whole(columns, _COLUMNS)
     if not more_rows and not more_columns:
         return torch.bmm(x, y)
-    made: Tensor = torch.bmm(F.pad(x, (0, 0, 0, more_rows)), F.pad(y, (0, more_columns)))
-    return made[:, :rows, :columns].contiguous()
+    padded: Tensor = torch.bmm(F.pad(x, (0, 0, 0, more_rows)), F.pad(y, (0, more_columns)))
+    return padded[:, :rows, :columns].contiguous()
 
 
 def _to_whole(count: int, block: int) -> int:
-    """What is missing to whole blocks, where threads may be left with less."""
+    """Padding to whole blocks, for sizes at which a thread may get a partial block; else 0."""
     return -count % block if _COLUMNS < count < _SPLIT else 0
 
 
 def _is_chosen_by_size(x: Tensor) -> bool:
-    """Whether a library chooses the kernel, and with it the order of a sum, by sizes and threads."""
+    """Whether sizes and the number of threads decide the kernel, and with it the order of summation."""
     return x.device.type == "cpu" and x.dtype == torch.float32 and not torch.is_grad_enabled()
 
 
 def _in_full_blocks(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """The product with zeros to whole blocks of rows and columns, which are dropped, and whole widths.
+    """`product` with zero padding to whole blocks of rows and columns, and to aligned rows.
 
-    Some number of threads would leave one with a piece of a block, which kernels of their own sum in another
-    order: a few rows, or a few columns; and a kernel for few columns sums a row by where it begins. It is
-    asked of the sizes alone, so that all numbers of threads multiply alike.
+    With some numbers of threads, one would get a partial block, which another kernel sums in another order.
+    The padding depends on the sizes alone, so that results are equal for all numbers of threads.
     """
     rows, (columns, width) = x.numel() // max(x.shape[-1], 1), weight.shape
     more_rows = -rows % _ROWS if rows < _SPLIT else 0
@@ -105,15 +110,15 @@ def _in_full_blocks(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     flat = x.flatten(0, -2)
     weight = F.pad(weight, (0, wider, 0, more_columns)) if more_columns or wider else weight
     bias = F.pad(bias, (0, more_columns)) if more_columns and bias is not None else bias
-    made = F.linear(F.pad(flat, (0, wider, 0, more_rows)) if more_rows or wider else flat, weight, bias)
-    found: Tensor = made[:rows, :columns].contiguous().unflatten(0, x.shape[:-1])
-    return found
+    padded = F.linear(F.pad(flat, (0, wider, 0, more_rows)) if more_rows or wider else flat, weight, bias)
+    out: Tensor = padded[:rows, :columns].contiguous().unflatten(0, x.shape[:-1])
+    return out
 
 
 def _wants_onednn(x: Tensor, weight: Tensor) -> bool:
     if not _is_chosen_by_size(x) or weight.dtype != torch.float32:
         return False
-    if x.dim() < 3 or is_beside_others():  # rows of several prompts, as many as it happens to be
+    if x.dim() < 3 or is_beside_others():  # rows of several prompts, whose number depends on the batch
         return False
     rows, length = x.numel() // max(x.shape[-1], 1), x.shape[-2]
     is_large = rows.bit_count() == 1 and max(length, _FEW) * weight.numel() >= _LARGE
@@ -122,9 +127,9 @@ def _wants_onednn(x: Tensor, weight: Tensor) -> bool:
 
 @cache
 def _onednn() -> Any:
-    """oneDNN's product, where torch would ask MKL and MKL is not at home; else None."""
-    both = torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()
-    at_home = processor_maker() in (None, "GenuineIntel")
-    if not is_tuned() or at_home or not both:
+    """oneDNN's product; None if torch's default is kept: on Intel processors, or without tuning."""
+    has_both = torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()
+    is_intel = processor_maker() in (None, "GenuineIntel")
+    if not is_tuned() or is_intel or not has_both:
         return None
     return getattr(torch.ops.mkldnn, "_linear_pointwise", None)

@@ -1,13 +1,12 @@
-"""Whether the process is tuned to its machine: one setting for three changes, and the first of them.
+"""The environment variable MIZARR_TUNING, which switches three adaptations to the machine on or off.
 
-* The order of sums (`fix_order_of_sums`, below): on Intel processors MKL chooses the order in which a matrix
-  product adds up by the number of rows, so that a prompt's numbers would depend on how many others share its
-  batch. Its strict mode has one order for all.
-* Large float32 products go to the other of torch's two libraries where the processor is not Intel's
-  (products.py).
-* The system's allocator keeps what a pass frees (stages/forward/models/residency.py).
+* Order of summation (`fix_order_of_sums`, below): on Intel processors MKL chooses the order in which a matrix
+  product sums by the number of rows, so a prompt's numbers would depend on the size of its batch. Its strict
+  mode has one order for all sizes.
+* Large float32 products use oneDNN instead of MKL on processors of other makers (products.py).
+* The allocator keeps memory that a pass frees (stages/forward/models/residency.py).
 
-`MIZARR_TUNING=off` leaves all three alone; the provenance of every result notes the setting.
+`MIZARR_TUNING=off` disables all three; the provenance of every result records the setting.
 tests/benchmarks/bench_tuning.py measures what each is worth on a machine.
 
 Border: the environment. Never imports torch.
@@ -24,9 +23,9 @@ __all__ = ["VARIABLE", "fix_order_of_sums", "is_tuned", "processor_maker", "tuni
 
 VARIABLE = "MIZARR_TUNING"
 _MKL_MODE = "MKL_CBWR"
-"""MKL's variable for reproducible sums, read once: before the first product of the process."""
+"""MKL's environment variable for reproducible sums, which it reads once, before its first product."""
 _STRICT = "AUTO,STRICT"
-"""The newest kernels of the processor, with one order of sums for all sizes and numbers of threads."""
+"""Value of it: the best kernels of the processor, with one order of summation for all sizes and threads."""
 
 
 def is_tuned() -> bool:
@@ -38,7 +37,7 @@ def is_tuned() -> bool:
 
 
 def tuning() -> dict[str, str]:
-    """The setting, as provenance notes it."""
+    """The setting, as it is recorded in provenance."""
     return {"tuning": "on" if is_tuned() else "off"}
 
 
@@ -54,7 +53,10 @@ def fix_order_of_sums() -> None:
 
 
 def processor_maker(cpuinfo: Path = Path("/proc/cpuinfo")) -> str | None:
-    """ "AuthenticAMD", "GenuineIntel", …, as Linux says it; None where it does not."""
+    """Vendor of the processor, such as "AuthenticAMD" or "GenuineIntel", from Linux; None on other systems.
+
+    cpuinfo: file to read.
+    """
     try:
         with cpuinfo.open(encoding="utf-8", errors="replace") as lines:
             return next((line.split(":")[1].strip() for line in lines if line.startswith("vendor_id")), None)

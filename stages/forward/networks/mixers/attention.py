@@ -1,7 +1,7 @@
-"""Attention as a mixer: networks/attention.py over the layer's own sizes.
+"""Self-attention as a mixer: networks/attention.py with the sizes and weights of one layer.
 
-Where its heads are gated, the projection of queries has a head's gate behind its query, or gates have one of
-their own.
+In gated attention, gates come from the rows after each head's queries in the query projection, or from a
+separate projection.
 """
 
 from __future__ import annotations
@@ -19,43 +19,41 @@ from ..kernels.functions import evenly
 from ..kernels.products import product
 from ..relative import Relative
 from ..weights import AttentionWeights, parts_of
-from .mixer import LayerTensors, by_heads
+from .mixer import LayerTensors, split_heads
 
 __all__ = ["GatedAttention", "SelfAttention"]
 
 
 class SelfAttention:
-    """Grouped-query attention of one layer (`Mixer`)."""
+    """Grouped-query attention of one layer (`PositionMixer`)."""
 
     def __init__(self, shape: AttentionSpec, tensors: LayerTensors) -> None:
-        parts, known = (
-            parts_of(_separated(tensors, shape)),
-            {field.name for field in fields(AttentionWeights)},
-        )
+        parts = parts_of(_separated(tensors, shape))
+        names = {field.name for field in fields(AttentionWeights)}
         if shape.rope is not None and shape.has_stored_frequencies:
             shape = replace(shape, rope=replace(shape.rope, frequencies=tensors["frequencies"]))
         self.weights = AttentionWeights(
-            **{name: part for name, part in parts.items() if name in known},
+            **{name: part for name, part in parts.items() if name in names},
             rise_gain=tensors.get("rise.gain"),
         )
         relative = None if shape.relative is None else Relative(shape, self.weights, tensors)
-        self.shape, self._how = shape, replace(shape.summary, sinks=tensors.get("sinks"), relative=relative)
+        self.shape, self._mixer = shape, replace(shape.summary, sinks=tensors.get("sinks"), relative=relative)
 
     def __call__(
         self, x: Tensor, layer: int, history: History, taps: Taps, source: StreamRead | None = None
     ) -> Tensor:
-        """See `Mixer`; source: what x is the norm of."""
-        return attention(x, self.weights, self.shape, self._how, layer, history, taps, source=source)
+        """See `PositionMixer`; source: the stream before the norm (`attention`)."""
+        return attention(x, self.weights, self.shape, self._mixer, layer, history, taps, source=source)
 
 
 def _separated(tensors: LayerTensors, shape: AttentionSpec) -> LayerTensors:
-    """The projections of queries, keys and values each by itself."""
+    """The layer's tensors with a fused qkv projection split into "q", "k" and "v"."""
     if shape.layout == "separate":
         return tensors
-    found = dict(tensors)
+    split = dict(tensors)
     counts = [shape.num_attention_heads, shape.num_kv_heads, shape.num_kv_heads]
-    for name in {"qkv", "qkv.bias"} & set(found):
-        whole = found.pop(name)
+    for name in {"qkv", "qkv.bias"} & set(split):
+        whole = split.pop(name)
         if shape.layout == "by head":
             grouped = whole.unflatten(0, (counts[1], -1, shape.head_dim))
             queries, keys, values = grouped[:, :-2], grouped[:, -2], grouped[:, -1]
@@ -65,25 +63,26 @@ def _separated(tensors: LayerTensors, shape: AttentionSpec) -> LayerTensors:
             parts = [x.flatten(0, 1) for x in (queries, keys, values)]
         else:
             parts = list(whole.split([count * shape.head_dim for count in counts]))
-        found |= {name.replace("qkv", part): x for part, x in zip("qkv", parts, strict=True)}
-    return found
+        split |= {name.replace("qkv", part): x for part, x in zip("qkv", parts, strict=True)}
+    return split
 
 
 class GatedAttention(SelfAttention):
-    """The same with gated heads (`Mixer`)."""
+    """Grouped-query attention whose heads' outputs are multiplied by a sigmoid gate (`PositionMixer`)."""
 
     def __init__(self, shape: AttentionSpec, tensors: LayerTensors) -> None:
-        found, gate = dict(tensors), "gate_of_heads"
-        for name in {"q", "q.bias"} & set(found) if gate not in found else ():
-            both = found[name].unflatten(0, (shape.num_attention_heads, 2, shape.head_dim))
-            found[name], found[name.replace("q", gate, 1)] = (both[:, i].flatten(0, 1) for i in range(2))
-        super().__init__(shape, found)
-        self._gate, self._gate_bias = found[gate], found.get(f"{gate}.bias")
+        tensors, gate = dict(tensors), "gate_of_heads"
+        for name in {"q", "q.bias"} & set(tensors) if gate not in tensors else ():
+            # Rows of each head: its query, then its gate.
+            rows = tensors[name].unflatten(0, (shape.num_attention_heads, 2, shape.head_dim))
+            tensors[name], tensors[name.replace("q", gate, 1)] = (rows[:, i].flatten(0, 1) for i in range(2))
+        super().__init__(shape, tensors)
+        self._gate, self._gate_bias = tensors[gate], tensors.get(f"{gate}.bias")
 
     def __call__(
         self, x: Tensor, layer: int, history: History, taps: Taps, source: StreamRead | None = None
     ) -> Tensor:
-        """See `Mixer`; source: what x is the norm of."""
-        gate = evenly(torch.sigmoid, product(history.kept(x), self._gate, self._gate_bias))
-        gate = taps("attn_gate", layer, by_heads(gate, self.shape.head_dim))
-        return attention(x, self.weights, self.shape, self._how, layer, history, taps, gate, source)
+        """See `PositionMixer`; source: the stream before the norm (`attention`)."""
+        gate = evenly(torch.sigmoid, product(history.needed(x), self._gate, self._gate_bias))
+        gate = taps("attn_gate", layer, split_heads(gate, self.shape.head_dim))
+        return attention(x, self.weights, self.shape, self._mixer, layer, history, taps, gate, source)

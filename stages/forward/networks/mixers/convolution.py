@@ -1,4 +1,4 @@
-"""Short causal convolutions: each channel by itself, over a token and the few before it.
+"""Short causal depthwise convolutions, over a token and the few before it.
 
 Axes: [B, token, channel].
 """
@@ -9,20 +9,28 @@ import torch
 from torch import Tensor
 
 from ..history import History
-from .mixer import wide
+from .mixer import upcast
 
 __all__ = ["convolve"]
 
 
 def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, layer: int, history: History) -> Tensor:
-    """x [B, token, channel] convolved by weight [channel, 1, size], whose last entry is of the token itself.
+    """Convolve x along positions, with zeros before the first token.
 
-    Tokens before the first are zeros. Summed in float32 whatever the dtype, as kernels do.
+    Arguments:
+        x: [B, token, channel].
+        weight: [channel, 1, size]; the last entry multiplies the token itself.
+        bias: [channel] or None.
+        layer: the layer.
+        history: gives the previous tokens.
+
+    Returns:
+        [B, token, channel] in the dtype of x, summed in float32 as the reference kernels do.
     """
-    *earlier, own = wide(weight).squeeze(1).unbind(-1)
-    found = wide(x) * own
+    *earlier, current = upcast(weight).squeeze(1).unbind(-1)
+    total = upcast(x) * current
     if earlier:
         before = history.before(layer, "convolution", x, len(earlier))
-        for place, factor in enumerate(earlier):
-            found = torch.addcmul(found, wide(before[:, :, place]), factor)
-    return (found if bias is None else found + wide(bias)).to(x.dtype)
+        for offset, factor in enumerate(earlier):
+            total = torch.addcmul(total, upcast(before[:, :, offset]), factor)
+    return (total if bias is None else total + upcast(bias)).to(x.dtype)

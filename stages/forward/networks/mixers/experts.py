@@ -1,19 +1,19 @@
-"""Experts: MLPs of which a router sends every token to a few, and perhaps one that all tokens go through.
+"""Mixture of experts: a router sends every token to its top-k MLPs; a shared expert may process all tokens.
 
-| routing | weights of the chosen |
+| routing | weights of the top-k experts |
 | --- | --- |
-| "softmax of chosen" | softmax over the largest k scores (Granite) |
-| "chosen of softmax" | the largest k of the softmax over all scores (Jamba), or over the best groups |
-| "chosen of corrected softmax" | the same, chosen by these plus a correction, over their sum (ERNIE 4.5) |
-| "sigmoid" | sigmoids of the scores, scaled; chosen by these plus any correction, in the best groups |
-| "sigmoid of chosen" | sigmoids of the scores; chosen by the scores plus a correction (Kolibri) |
-| "sigmoid of inputs" | sigmoids of the scores, of what the chosen read, not of what they give (Llama 4) |
-| "sparse mixing" | of each of two, softmax over the scores near it and left (Phi 3.5 MoE) |
+| "softmax of chosen" | softmax over the k largest scores (Granite) |
+| "chosen of softmax" | k largest of the softmax over all scores (Jamba), or over those of the best groups |
+| "chosen of corrected softmax" | likewise, selected after adding a correction, divided by their sum (ERNIE
+4.5) | | "sigmoid" | sigmoids of scores, scaled; selected after adding a correction, in the best groups |
+| "sigmoid of chosen" | sigmoids of scores; selected by scores plus a correction (Kolibri) |
+| "sigmoid of inputs" | sigmoids of scores; they multiply the experts' inputs, not their outputs (Llama 4) |
+| "sparse mixing" | for each of two, softmax over the scores near it that remain (Phi 3.5 MoE) |
 
 "sigmoid" is Nemotron's, from DeepSeek-V3 (2024, section 2.1.2); groups of softmaxes are DeepSeek-V2's. Tokens
 are grouped by expert, so that each expert is one product over its own tokens.
 
-Axes: n = tokens of all prompts, k = chosen experts.
+Axes: n = tokens of all prompts, k = experts per token.
 """
 
 from __future__ import annotations
@@ -31,28 +31,29 @@ from ..kernels import FEW_ROWS
 from ..kernels.functions import evenly
 from ..kernels.products import product
 from ..mlp import ACTIVATIONS
-from .mixer import LayerTensors, own
+from .mixer import LayerTensors, strip_prefix
 
 __all__ = ["Experts"]
 
-Given = tuple[int, Tensor, Tensor, Tensor]
-"""An expert, the tokens it reads [m], their weights [m, 1], and what it gives [m, hidden]."""
+ExpertOutput = tuple[int, Tensor, Tensor, Tensor]
+"""Work of one expert: (expert, its tokens [m], their routing weights [m, 1], its outputs [m, hidden])."""
 
 
 class Experts:
     """The experts of one layer (`ChannelMixer`)."""
 
     def __init__(self, shape: ExpertsSpec, tensors: LayerTensors) -> None:
-        found = own(tensors, "experts.")
+        tensors = strip_prefix(tensors, "experts.")
         self.shape = shape
-        self.weights = {name: tensor for name, tensor in found.items() if not name[0].isdigit()}
+        self.weights = {name: tensor for name, tensor in tensors.items() if not name[0].isdigit()}
         if shape.is_listed:
-            words = ("gate", "up") if shape.is_gated else ("up",)
-            both = [torch.cat([found[f"{e}.{word}"] for word in words]) for e in range(shape.count)]
-            self.weights["up"] = torch.stack(both)
-            self.weights["down"] = torch.stack([found[f"{e}.down"] for e in range(shape.count)])
+            # The checkpoint has one tensor per expert, named by its number.
+            names = ("gate", "up") if shape.is_gated else ("up",)
+            rows = [torch.cat([tensors[f"{e}.{name}"] for name in names]) for e in range(shape.count)]
+            self.weights["up"] = torch.stack(rows)
+            self.weights["down"] = torch.stack([tensors[f"{e}.down"] for e in range(shape.count)])
         if shape.limits is not None:
-            self._unravel()
+            self._deinterleave()
         if shape.is_transposed:
             for name in ("up", "down"):
                 self.weights[name] = self.weights[name].transpose(1, 2).contiguous()
@@ -61,60 +62,61 @@ class Experts:
     def __call__(self, x: Tensor, layer: int, taps: Taps) -> Tensor:
         """See `ChannelMixer`."""
         w, rows = self.weights, x.flatten(0, 1)
-        chosen, share = self._weighed(*self._routed(x, layer, taps), x, layer, taps)
+        experts, share = self._tapped_weights(*self._routed(x, layer, taps), x, layer, taps)
         inner = product(rows, w["into_latent"], w.get("into_latent.bias")) if self.shape.latent_size else rows
-        found = torch.zeros_like(inner)
-        given = self._given(inner, chosen, share)
+        total = torch.zeros_like(inner)
+        outputs = self._expert_outputs(inner, experts, share)
         if taps.touches(layer, "expert_out"):
-            given = iter(_shown(list(given), x, self.shape.count, layer, taps))
-        for _, token, weight, out in given:
-            found.index_add_(0, token, out * weight)
+            outputs = iter(_tapped(list(outputs), x, self.shape.count, layer, taps))
+        for _, token, weight, out in outputs:
+            total.index_add_(0, token, out * weight)
         if self.shape.latent_size:
-            found = product(found, w["from_latent"], w.get("from_latent.bias"))
+            total = product(total, w["from_latent"], w.get("from_latent.bias"))
         if self.shape.shared_size:
             shared = self._shared(x)
             if self.shape.has_shared_gate:
                 shared = shared * evenly(torch.sigmoid, product(x, w["shared_gate"]))
-            found = found + taps("shared_expert_out", layer, shared).flatten(0, 1)
+            total = total + taps("shared_expert_out", layer, shared).flatten(0, 1)
         if self.shape.has_output_bias:
-            found = found + w["out.bias"]
-        return found.view(x.shape)
+            total = total + w["out.bias"]
+        return total.view(x.shape)
 
-    def _given(self, inner: Tensor, chosen: Tensor, share: Tensor) -> Iterator[Given]:
-        """Expert by expert: the tokens it reads, its weights there, and what it gives."""
+    def _expert_outputs(self, inner: Tensor, experts: Tensor, share: Tensor) -> Iterator[ExpertOutput]:
+        """Run each selected expert on its tokens; experts and weights of tokens are [n, k]."""
         w, by_inputs = self.weights, self.shape.routing == "sigmoid of inputs"
-        for expert in chosen.unique().tolist():
-            # A weight of 0 is that of an expert somebody left out; its gradient is what it would give. Where
-            # the weight is of what it reads it would give nothing.
-            is_its = chosen == expert
-            takes_all = is_recorded(share) and not by_inputs
-            token, place = (is_its if takes_all else is_its & (share != 0)).nonzero(as_tuple=True)
+        for expert in experts.unique().tolist():
+            # Tokens with weight 0 (an intervention left the expert out) are skipped, except under autograd:
+            # the gradient of the weight is the expert's output. If weights multiply inputs, that output is 0.
+            is_routed = experts == expert
+            needs_all = is_recorded(share) and not by_inputs
+            token, slot = (is_routed if needs_all else is_routed & (share != 0)).nonzero(as_tuple=True)
             if len(token):
                 biases = (w[name][expert] if name in w else None for name in ("up.bias", "down.bias"))
-                its, own, weight = inner[token], len(token), share[token, place, None]
-                its = its * weight if by_inputs else its
-                if own < FEW_ROWS <= len(chosen):  # what a token gets does not depend on how many others come
-                    its = F.pad(its, (0, 0, 0, FEW_ROWS - own))
-                out = self._through(its, w["up"][expert], w["down"][expert], *biases)[:own]
-                # What is added is the weight times what an expert gives, in every routing.
+                rows, count, weight = inner[token], len(token), share[token, slot, None]
+                rows = rows * weight if by_inputs else rows
+                if count < FEW_ROWS <= len(experts):
+                    # Products of few rows sum in another order; padding keeps a token's bits in every batch.
+                    rows = F.pad(rows, (0, 0, 0, FEW_ROWS - count))
+                out = self._mlp(rows, w["up"][expert], w["down"][expert], *biases)[:count]
+                # The caller multiplies outputs by the weight in every routing.
                 yield expert, token, weight, out / weight if by_inputs else out
 
-    def _weighed(
-        self, chosen: Tensor, share: Tensor, x: Tensor, layer: int, taps: Taps
+    def _tapped_weights(
+        self, experts: Tensor, share: Tensor, x: Tensor, layer: int, taps: Taps
     ) -> tuple[Tensor, Tensor]:
-        """Experts of each token and their weights, past the hook point of weights; where these are changed,
-        all experts, most of them with a weight of 0."""
+        """Experts of each token and their weights after the hook point "expert_weights". If an intervention
+        changes weights, all experts are returned, most of them with weight 0."""
         if not taps.touches(layer, "expert_weights"):
-            return chosen, share
-        every = share.new_zeros(*x.shape[:2], self.shape.count)
-        every.view(-1, self.shape.count).scatter_(1, chosen, share)
-        told = taps("expert_weights", layer, every).flatten(0, 1)
+            return experts, share
+        weights = share.new_zeros(*x.shape[:2], self.shape.count)
+        weights.view(-1, self.shape.count).scatter_(1, experts, share)
+        changed = taps("expert_weights", layer, weights).flatten(0, 1)
         if not taps.changes(layer, "expert_weights"):
-            return chosen, share
-        return torch.arange(self.shape.count, device=x.device).expand_as(told), told
+            return experts, share
+        return torch.arange(self.shape.count, device=x.device).expand_as(changed), changed
 
     def _routed(self, x: Tensor, layer: int, taps: Taps) -> tuple[Tensor, Tensor]:
-        """The experts of each token [n, k], and their weights [n, k]."""
+        """Top-k experts of each token [n, k] and their routing weights [n, k]."""
         s, w = self.shape, self.weights
         is_sigmoid = s.routing.startswith("sigmoid")
         read = x.float() if s.routing == "sigmoid" else x
@@ -122,46 +124,47 @@ class Experts:
         scores = taps("router_logits", layer, scores)
         if taps.captures(layer, "router_probs"):
             taps("router_probs", layer, evenly(torch.sigmoid, scores) if is_sigmoid else scores.softmax(-1))
-        chosen, share = self._chosen(scores.flatten(0, 1))
-        return chosen, share.to(x.dtype)
+        experts, share = self._top_k(scores.flatten(0, 1))
+        return experts, share.to(x.dtype)
 
-    def _chosen(self, scores: Tensor) -> tuple[Tensor, Tensor]:
-        """The same from scores [n, expert]."""
+    def _top_k(self, scores: Tensor) -> tuple[Tensor, Tensor]:
+        """Top-k experts and their weights, each [n, k], from router scores [n, expert]."""
         s = self.shape
         if s.routing == "sigmoid":
             return self._by_sigmoid(evenly(torch.sigmoid, scores))
         if s.routing == "sparse mixing":
-            chosen, share = _mixed_sparsely(scores, s.jitter)
+            experts, share = _sparse_mixing(scores, s.jitter)
         elif s.routing == "chosen of corrected softmax":
-            chosen, share = self._corrected(scores.softmax(-1))
+            experts, share = self._corrected(scores.softmax(-1))
         elif s.routing == "sigmoid of chosen":
-            chosen, share = self._corrected(scores)
+            experts, share = self._corrected(scores)
         elif s.routing == "chosen of softmax":
-            share, chosen = self._in_best_groups(scores.softmax(-1)).topk(s.chosen, dim=-1)
+            share, experts = self._in_best_groups(scores.softmax(-1)).topk(s.chosen, dim=-1)
             share = share * s.routed_factor
         else:
-            top, chosen = scores.topk(s.chosen, dim=-1)
+            top, experts = scores.topk(s.chosen, dim=-1)
             share = evenly(torch.sigmoid, top) if s.routing == "sigmoid of inputs" else top.softmax(-1)
-        return chosen, share
+        return experts, share
 
     def _corrected(self, scores: Tensor) -> tuple[Tensor, Tensor]:
-        """Those of the largest scores [n, expert] plus a correction, and their weights without it."""
+        """Experts with the largest scores [n, expert] plus correction, and their weights without the
+        correction (auxiliary-loss-free balancing)."""
         s = self.shape
-        chosen = (scores + self.weights["correction"].float().flatten()).topk(s.chosen, dim=-1).indices
-        share = scores.gather(-1, chosen)
+        experts = (scores + self.weights["correction"].float().flatten()).topk(s.chosen, dim=-1).indices
+        share = scores.gather(-1, experts)
         share = evenly(torch.sigmoid, share) if s.routing == "sigmoid of chosen" else share
-        return chosen, share / share.sum(-1, keepdim=True).clamp_min(s.sum_eps) if s.sums_to_one else share
+        return experts, share / share.sum(-1, keepdim=True).clamp_min(s.sum_eps) if s.sums_to_one else share
 
     def _in_best_groups(self, scores: Tensor) -> Tensor:
-        """Scores [n, expert], 0 in all groups but those of the largest ones."""
+        """Scores [n, expert] with 0 outside of the groups that have the largest scores (DeepSeek-V2)."""
         s = self.shape
         if s.groups == 1:
             return scores
         by_group = scores.unflatten(-1, (s.groups, -1))
         best = by_group.amax(-1).topk(s.chosen_groups, dim=-1).indices
         allowed = torch.zeros_like(by_group[..., 0], dtype=torch.bool).scatter(-1, best, True)
-        found: Tensor = by_group.masked_fill(~allowed[..., None], 0).flatten(-2)
-        return found
+        masked: Tensor = by_group.masked_fill(~allowed[..., None], 0).flatten(-2)
+        return masked
 
     def _by_sigmoid(self, scores: Tensor) -> tuple[Tensor, Tensor]:
         s, w = self.shape, self.weights
@@ -170,14 +173,15 @@ class Experts:
         best = by_group.topk(2, dim=-1).values.sum(-1).topk(s.chosen_groups, dim=-1).indices
         allowed = torch.zeros_like(by_group[..., 0], dtype=torch.bool).scatter(-1, best, True)
         candidates = by_group.masked_fill(~allowed[..., None], float("-inf")).flatten(-2)
-        chosen = candidates.topk(s.chosen, dim=-1).indices
-        share = scores.gather(-1, chosen)
+        experts = candidates.topk(s.chosen, dim=-1).indices
+        share = scores.gather(-1, experts)
         if s.sums_to_one:
             share = share / (share.sum(-1, keepdim=True) + s.sum_eps)
-        return chosen, share * s.routed_factor
+        return experts, share * s.routed_factor
 
-    def _unravel(self) -> None:
-        """Tensors of which gate and up projections take turns, [expert, in, out], as all others are."""
+    def _deinterleave(self) -> None:
+        """Bring tensors with interleaved gate and up columns, [expert, in, out] (gpt-oss), into the layout of
+        the other families."""
         w = self.weights
         rows = w["up"].transpose(1, 2)
         w["up"] = torch.cat([rows[:, ::2], rows[:, 1::2]], dim=1).contiguous()
@@ -185,56 +189,58 @@ class Experts:
         w["down"] = w["down"].transpose(1, 2).contiguous()
 
     def _shared(self, x: Tensor) -> Tensor:
-        """What the expert of all tokens adds to x [batch, position, hidden]."""
+        """Output of the shared expert for x [batch, position, hidden]."""
         w = self.weights
         if "shared.gate_up" in w:
-            return self._through(x, w["shared.gate_up"], w["shared.down"])
+            return self._mlp(x, w["shared.gate_up"], w["shared.down"])
         up, bias = w["shared.up"], w.get("shared.up.bias")
         if "shared.gate" in w:
             up = torch.cat([w["shared.gate"], up])
             bias = None if bias is None else torch.cat([w["shared.gate.bias"], bias])
-        return self._through(x, up, w["shared.down"], bias, w.get("shared.down.bias"))
+        return self._mlp(x, up, w["shared.down"], bias, w.get("shared.down.bias"))
 
-    def _through(
+    def _mlp(
         self, x: Tensor, up: Tensor, down: Tensor, bias: Tensor | None = None, last: Tensor | None = None
     ) -> Tensor:
-        """x [..., in] through an MLP: up [inner, in], with the gate's rows before it where it is gated."""
+        """MLP of one expert on x [..., in]; up [inner, in], preceded by the gate's rows if gated; `bias` of
+        up, `last` of down."""
         inner = product(x, up, bias)
         if self.shape.is_gated:
             gate, inner = inner.chunk(2, dim=-1)
             if self.shape.limits is not None:
-                return product(_limited(gate, inner, *self.shape.limits), down, last)
+                return product(_clamped_gate(gate, inner, *self.shape.limits), down, last)
             return product(evenly(self._activation, gate) * inner, down, last)
         return product(evenly(self._activation, inner), down, last)
 
 
-def _shown(given: list[Given], x: Tensor, count: int, layer: int, taps: Taps) -> list[Given]:
-    """What experts give, past its hook point. x: what they read, [batch, position, hidden]."""
-    every = x.new_zeros(x.shape[0] * x.shape[1], count, x.shape[-1])
-    for expert, token, _, out in given:
-        every = every.index_put((token, torch.full_like(token, expert)), out)
-    told = taps("expert_out", layer, every.view(*x.shape[:2], count, -1).transpose(1, 2))
+def _tapped(outputs: list[ExpertOutput], x: Tensor, count: int, layer: int, taps: Taps) -> list[ExpertOutput]:
+    """Experts' outputs after the hook point "expert_out"; x: the layer's input [batch, position, hidden]."""
+    dense = x.new_zeros(x.shape[0] * x.shape[1], count, x.shape[-1])
+    for expert, token, _, out in outputs:
+        dense = dense.index_put((token, torch.full_like(token, expert)), out)
+    changed = taps("expert_out", layer, dense.view(*x.shape[:2], count, -1).transpose(1, 2))
     if not taps.changes(layer, "expert_out"):
-        return given
-    told = told.transpose(1, 2).flatten(0, 1)
-    return [(expert, token, weight, told[token, expert]) for expert, token, weight, _ in given]
+        return outputs
+    changed = changed.transpose(1, 2).flatten(0, 1)
+    return [(expert, token, weight, changed[token, expert]) for expert, token, weight, _ in outputs]
 
 
-def _limited(gate: Tensor, up: Tensor, alpha: float, limit: float) -> Tensor:
-    """x sigmoid(alpha x) of a gate held below a limit, times an up projection held within it, plus 1
-    (gpt-oss)."""
+def _clamped_gate(gate: Tensor, up: Tensor, alpha: float, limit: float) -> Tensor:
+    """gate sigmoid(alpha gate) (up + 1), with the gate clamped to at most the limit and the up projection to
+    [-limit, limit] (gpt-oss)."""
     gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
     return (up + 1) * (gate * evenly(torch.sigmoid, gate * alpha))
 
 
-def _mixed_sparsely(scores: Tensor, jitter: float) -> tuple[Tensor, Tensor]:
-    """The two largest of scores [n, expert] and their weights, each [n, 2] (Liu et al., GRIN, 2024, section
-    2.1): softmax over scores no farther from the largest one left than a share of their size."""
-    left, chosen, share = scores, [], []
+def _sparse_mixing(scores: Tensor, jitter: float) -> tuple[Tensor, Tensor]:
+    """SparseMixer routing: the two experts with the largest scores [n, expert] and their weights, each [n, 2]
+    (Liu et al., GRIN, 2024, section 2.1). A weight is the softmax over the remaining scores whose relative
+    distance from the largest is at most 2 jitter."""
+    remaining, experts, weights = scores, [], []
     for _ in range(2):
-        largest, place = left.max(dim=-1, keepdim=True)
+        largest, expert = remaining.max(dim=-1, keepdim=True)
         is_far = (largest - scores) / scores.abs().clamp(min=largest) > 2 * jitter
-        share.append(left.masked_fill(is_far, float("-inf")).softmax(-1).gather(-1, place))
-        chosen.append(place)
-        left = left.scatter(-1, place, float("-inf"))
-    return torch.cat(chosen, dim=-1), torch.cat(share, dim=-1)
+        weights.append(remaining.masked_fill(is_far, float("-inf")).softmax(-1).gather(-1, expert))
+        experts.append(expert)
+        remaining = remaining.scatter(-1, expert, float("-inf"))
+    return torch.cat(experts, dim=-1), torch.cat(weights, dim=-1)

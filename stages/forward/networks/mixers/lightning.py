@@ -1,10 +1,10 @@
-"""Lightning attention: linear attention with one fixed decay a head.
+"""Lightning attention: linear attention with one fixed decay per head.
 
     q, k, v = act(W u)      S_t = exp(-s) S_{t-1} + k v^T      out = W_out (sigmoid(W_z u) norm(q^T S_t))
 
 (Qin et al., Various Lengths, Constant Speed, 2024; MiniMax-01, 2025, section 2.2.) Head h of H has the slope
-s = slope 2^(-8 (h + 1) / H); the layer's share of it is the shape's. Queries are not scaled: the norm is over
-all heads.
+s = slope 2^(-8 (h + 1) / H), with a factor `slope` per layer. Queries are not scaled, because the norm over
+all heads removes any scale.
 
 Axes: as in mixer.py; K = V, the width of a head.
 """
@@ -23,33 +23,33 @@ from ..norms import apply_norm
 from ..recurrences.linear import LinearRecurrence
 from ..scan import scan
 from ..weights import NormWeights
-from .mixer import LayerTensors, by_heads, flat, own, wide
+from .mixer import LayerTensors, merge_heads, split_heads, strip_prefix, upcast
 
 __all__ = ["Lightning"]
 
 
 class Lightning:
-    """The lightning attention of one layer (`Mixer`)."""
+    """The lightning attention of one layer (`PositionMixer`)."""
 
     def __init__(self, shape: LightningSpec, tensors: LayerTensors) -> None:
-        self.shape, self.weights = shape, own(tensors, "linear.")
-        # In a checkpoint a head's query, key and value lie one after the other.
+        self.shape, self.weights = shape, strip_prefix(tensors, "linear.")
+        # In a checkpoint, each head's query, key and value rows are adjacent.
         by_part = self.weights["qkv"].unflatten(0, (shape.heads, 3, shape.head_dim)).transpose(0, 1)
         self.weights["qkv"] = by_part.flatten(0, 2)
         slopes = shape.slope * 2 ** (-8 / shape.heads * torch.arange(1, shape.heads + 1, dtype=torch.float64))
         self._log_decay = -slopes.to(by_part.device).view(1, -1, 1, 1)
 
     def __call__(self, x: Tensor, layer: int, history: History, taps: Taps) -> Tensor:
-        """See `Mixer`."""
+        """See `PositionMixer`."""
         s, w = self.shape, self.weights
-        gate = torch.sigmoid(product(history.kept(x), w["gate"]))
-        gate = taps("linear_gate", layer, by_heads(gate, s.head_dim))
+        gate = torch.sigmoid(product(history.needed(x), w["gate"]))
+        gate = taps("linear_gate", layer, split_heads(gate, s.head_dim))
         inner = ACTIVATIONS[s.activation](product(x, w["qkv"]))
-        q, k, v = (by_heads(part, s.head_dim) for part in inner.chunk(3, dim=-1))
+        q, k, v = (split_heads(part, s.head_dim) for part in inner.chunk(3, dim=-1))
         q, k, v = taps("linear_q", layer, q), taps("linear_k", layer, k), taps("linear_v", layer, v)
-        log_decay = self._log_decay.to(wide(q).dtype).expand(len(x), -1, x.shape[1], -1).contiguous()
+        log_decay = self._log_decay.to(upcast(q).dtype).expand(len(x), -1, x.shape[1], -1).contiguous()
         tokens = {"q": q, "k": k, "v": v, "log_decay": log_decay}
         read = scan(LinearRecurrence("after"), tokens, layer, history, taps, "linear")
-        read = flat(history.kept(taps("linear_out", layer, read))).to(x.dtype)
+        read = merge_heads(history.needed(taps("linear_out", layer, read))).to(x.dtype)
         normed = apply_norm(read, NormWeights(w["norm"]), "rms", s.norm_eps)
-        return product(flat(gate) * normed, w["out"])
+        return product(merge_heads(gate) * normed, w["out"])

@@ -1,10 +1,11 @@
-"""A real-gated linear recurrent unit (RG-LRU) behind a short convolution, and a gate of the token itself.
+"""A real-gated linear recurrent unit (RG-LRU) after a short convolution, with a multiplicative output gate.
 
     x = convolution of W_x u      r, i = sigmoid(W_a x + b_a), sigmoid(W_i x + b_i), block by block
     log a = -8 r softplus(c)      h_t = a h_{t-1} + sqrt(1 - a^2) i x       out = W_out (act(W_y u) h)
 
-(De et al., Griffin, 2024, section 2.4.) The first token of a sequence is written whole, without the root. A
-channel is a head with a state of one number, whose key is what multiplies x.
+(De et al., Griffin, 2024, section 2.4.) The first token of a sequence is written without the factor sqrt(1 -
+a^2). In terms of a linear recurrence, a channel is a head with a state of one number; its key is the factor
+of x.
 
 Axes: as in mixer.py; head = channel.
 """
@@ -23,47 +24,48 @@ from ..mlp import ACTIVATIONS
 from ..recurrences.linear import LinearRecurrence
 from ..scan import scan
 from .convolution import convolve
-from .mixer import LayerTensors, by_heads, flat, own, wide
+from .mixer import LayerTensors, merge_heads, split_heads, strip_prefix, upcast
 
 __all__ = ["LinearUnit"]
 
 _SHARPNESS = 8.0
-"""c in the paper: how far a gate may lower a decay."""
+"""Constant c of the paper, by which the recurrence gate scales the log decay."""
 
 
 class LinearUnit:
-    """The gated linear recurrent unit of one layer (`Mixer`)."""
+    """The gated linear recurrent unit of one layer (`PositionMixer`)."""
 
     def __init__(self, shape: LinearUnitSpec, tensors: LayerTensors) -> None:
-        self.shape, self.weights = shape, own(tensors, "linear.")
+        self.shape, self.weights = shape, strip_prefix(tensors, "linear.")
 
     def __call__(self, x: Tensor, layer: int, history: History, taps: Taps) -> Tensor:
-        """See `Mixer`."""
+        """See `PositionMixer`."""
         w = self.weights
-        gate = ACTIVATIONS[self.shape.activation](product(history.kept(x), w["gate"], w["gate.bias"]))
-        gate = taps("linear_gate", layer, by_heads(gate, 1))
+        gate = ACTIVATIONS[self.shape.activation](product(history.needed(x), w["gate"], w["gate.bias"]))
+        gate = taps("linear_gate", layer, split_heads(gate, 1))
         inner = product(x, w["in"], w["in.bias"])
         inner = taps("linear_conv", layer, convolve(inner, w["conv"], w["conv.bias"], layer, history))
         forgets, enters = self._gate(inner, "forget"), self._gate(inner, "input")
-        log_decay = -_SHARPNESS * forgets * F.softplus(wide(w["decays"]))
-        keys = enters * self._room(log_decay, layer, history)
-        keys = taps("linear_k", layer, by_heads(keys, 1))
-        values = taps("linear_v", layer, by_heads(inner, 1))
-        tokens = {"q": torch.ones_like(keys), "k": keys, "v": values, "log_decay": by_heads(log_decay, 1)}
+        log_decay = -_SHARPNESS * forgets * F.softplus(upcast(w["decays"]))
+        keys = enters * self._input_scale(log_decay, layer, history)
+        keys = taps("linear_k", layer, split_heads(keys, 1))
+        values = taps("linear_v", layer, split_heads(inner, 1))
+        tokens = {"q": torch.ones_like(keys), "k": keys, "v": values, "log_decay": split_heads(log_decay, 1)}
         read = scan(LinearRecurrence("after"), tokens, layer, history, taps, "linear")
-        read = history.kept(taps("linear_out", layer, read))
-        return product(flat(read.to(x.dtype) * gate), w["out"], w["out.bias"])
+        read = history.needed(taps("linear_out", layer, read))
+        return product(merge_heads(read.to(x.dtype) * gate), w["out"], w["out.bias"])
 
     def _gate(self, x: Tensor, name: str) -> Tensor:
-        """A sigmoid of x [B, token, channel], whose blocks of channels each have a map."""
+        """Sigmoid of a block-diagonal linear map of x [B, token, channel]."""
         w = self.weights
         blocks = x.unflatten(-1, (self.shape.gates, -1))
-        found = torch.einsum("btgi,gij->btgj", blocks, w[name]) + w[f"{name}.bias"]
-        return wide(torch.sigmoid(found).flatten(-2))
+        logits = torch.einsum("btgi,gij->btgj", blocks, w[name]) + w[f"{name}.bias"]
+        return upcast(torch.sigmoid(logits).flatten(-2))
 
     @staticmethod
-    def _room(log_decay: Tensor, layer: int, history: History) -> Tensor:
-        """sqrt(1 - a^2) [B, token, channel], and 1 where nothing stands before a token."""
-        here = log_decay.new_ones(*log_decay.shape[:2], 1)
-        is_first = history.before(layer, "start", here, 1).squeeze(2) == 0
+    def _input_scale(log_decay: Tensor, layer: int, history: History) -> Tensor:
+        """sqrt(1 - a^2) [B, token, channel], and 1 at the first token of a sequence."""
+        # Only the history knows which token is first: ones shifted by one position are 0 there.
+        ones = log_decay.new_ones(*log_decay.shape[:2], 1)
+        is_first = history.before(layer, "start", ones, 1).squeeze(2) == 0
         return torch.where(is_first, 1.0, torch.sqrt(-torch.expm1(2 * log_decay)))

@@ -1,11 +1,11 @@
-"""Mamba-2: heads with one decay each, whose keys and queries groups of heads share.
+"""Mamba-2: a state-space model with one decay per head; groups of heads share keys and queries.
 
     z, (x, B, C), dt = W_in u       x, B, C = silu(convolution)     dt = softplus(dt + b), within limits
     S_t = exp(dt A) S_{t-1} + dt B x^T      y = C S_t + D x         out = W_out norm(y silu(z))
 
-(Dao and Gu, Transformers are SSMs, 2024, section 7.) Queries C, keys dt B and values x of a linear recurrence
-with one decay a head. The norm is over each group's channels, as the reference has it; Falcon-H1 norms before
-the gate, or not at all.
+(Dao and Gu, Transformers are SSMs, 2024, section 7.) In terms of a linear recurrence: queries C, keys dt B,
+values x, one decay per head. The norm is over each group's channels, as in the reference code; Falcon-H1
+normalises before the gate, or not at all.
 
 Axes: G groups, N keys of a head's state.
 """
@@ -23,46 +23,48 @@ from ..kernels.products import product
 from ..recurrences.linear import LinearRecurrence
 from ..scan import scan
 from .convolution import convolve
-from .mixer import LayerTensors, by_heads, flat, own, wide
+from .mixer import LayerTensors, merge_heads, split_heads, strip_prefix, upcast
 
 __all__ = ["Mamba2"]
 
 
 class Mamba2:
-    """The Mamba-2 mixer of one layer (`Mixer`)."""
+    """The Mamba-2 mixer of one layer (`PositionMixer`)."""
 
     def __init__(self, shape: Mamba2Spec, tensors: LayerTensors) -> None:
-        self.shape, self.weights = shape, own(tensors, "ssm.")
+        self.shape, self.weights = shape, strip_prefix(tensors, "ssm.")
 
     def __call__(self, x: Tensor, layer: int, history: History, taps: Taps) -> Tensor:
-        """See `Mixer`."""
+        """See `PositionMixer`."""
         s, w = self.shape, self.weights
         sizes = (s.channels, s.convolved, s.heads)
         gate, inner, step = product(x, w["in"], w.get("in.bias")).split(sizes, dim=-1)
-        gate = taps("ssm_gate", layer, by_heads(F.silu(wide(gate)), s.head_dim))
+        gate = taps("ssm_gate", layer, split_heads(F.silu(upcast(gate)), s.head_dim))
         inner = F.silu(convolve(inner, w["conv"], w.get("conv.bias"), layer, history))
         inner = taps("ssm_conv", layer, inner)
         shared = s.groups * s.state_size
         values, keys, queries = inner.split((s.channels, shared, shared), dim=-1)
-        values = taps("ssm_x", layer, by_heads(values, s.head_dim))
+        values = taps("ssm_x", layer, split_heads(values, s.head_dim))
         low, high = s.limits
-        step = F.softplus(wide(step) + wide(w["dt_bias"])).clamp(low, high)
-        step = taps("ssm_dt", layer, by_heads(step, 1))
-        keys = self._of_heads(taps("ssm_B", layer, by_heads(keys, s.state_size)))
-        queries = self._of_heads(taps("ssm_C", layer, by_heads(queries, s.state_size)))
-        decays = -torch.exp(wide(w["A_log"]))[:, None, None]
+        step = F.softplus(upcast(step) + upcast(w["dt_bias"])).clamp(low, high)
+        step = taps("ssm_dt", layer, split_heads(step, 1))
+        keys = self._repeat_for_heads(taps("ssm_B", layer, split_heads(keys, s.state_size)))
+        queries = self._repeat_for_heads(taps("ssm_C", layer, split_heads(queries, s.state_size)))
+        decays = -torch.exp(upcast(w["A_log"]))[:, None, None]
         tokens = {"q": queries, "k": step * keys, "v": values, "log_decay": step * decays}
         read = taps("ssm_out", layer, scan(LinearRecurrence("after"), tokens, layer, history, taps, "ssm"))
-        read, values, gate = (history.kept(each) for each in (read, values, gate))
-        read = torch.addcmul(read, wide(values), wide(w["D"])[:, None, None])
-        return product(self._gated(flat(read), flat(gate), x.dtype), w["out"], w.get("out.bias"))
+        read, values, gate = (history.needed(tensor) for tensor in (read, values, gate))
+        read = torch.addcmul(read, upcast(values), upcast(w["D"])[:, None, None])
+        return product(
+            self._gated(merge_heads(read), merge_heads(gate), x.dtype), w["out"], w.get("out.bias")
+        )
 
-    def _of_heads(self, x: Tensor) -> Tensor:
-        """What groups share, [B, G, token, N], for each of their heads [B, head, token, N]."""
+    def _repeat_for_heads(self, x: Tensor) -> Tensor:
+        """x [B, G, token, N] of groups, repeated for their heads: [B, head, token, N]."""
         return x.repeat_interleave(self.shape.heads // self.shape.groups, dim=1)
 
     def _gated(self, read: Tensor, gate: Tensor, dtype: torch.dtype) -> Tensor:
-        """What was read [B, token, channel], gated and normed as the family does."""
+        """Output of the scan [B, token, channel], gated and normalised in the order of the family."""
         if self.shape.norm is None:
             return (read * gate).to(dtype)
         if self.shape.norm == "before gate":
@@ -70,7 +72,7 @@ class Mamba2:
         return self.weights["norm"] * self._unit(read * gate).to(dtype)
 
     def _unit(self, x: Tensor) -> Tensor:
-        """x [B, token, channel] over the root mean square of each group."""
+        """x [B, token, channel] divided by the root mean square of each group."""
         groups: Tensor = x.unflatten(-1, (self.shape.groups, -1))
         scale = torch.rsqrt(groups.pow(2).mean(-1, keepdim=True) + self.shape.norm_eps)
         return (groups * scale).flatten(-2)

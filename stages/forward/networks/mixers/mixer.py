@@ -1,8 +1,8 @@
-"""What mixers are called with, and what several of them need.
+"""Protocols of mixers, and tensor helpers that several of them use.
 
-Border: protocols and a few lines on tensors; which mixers there are is known to networks/composed.py.
+Border: networks/composed.py lists the mixers.
 
-Axes: as in the files of this room: [B, token, channel] outside of heads, [B, head, token, width] inside.
+Axes: as in the files of this folder: [B, token, channel] outside of heads, [B, head, token, width] inside.
 """
 
 from __future__ import annotations
@@ -16,44 +16,53 @@ from torch import Tensor
 from ...hooks.taps import Taps
 from ..history import History
 
-__all__ = ["ChannelMixer", "LayerTensors", "Mixer", "by_heads", "flat", "own", "wide"]
+__all__ = [
+    "ChannelMixer",
+    "LayerTensors",
+    "PositionMixer",
+    "merge_heads",
+    "split_heads",
+    "strip_prefix",
+    "upcast",
+]
 
 LayerTensors = Mapping[str, Tensor]
-"""Tensors of a layer by the names of architectures/layer_tensors.py."""
+"""Weights of a layer by their names in architectures/layer_tensors.py."""
 
 
-class Mixer(Protocol):
-    """What mixes positions in a layer."""
+class PositionMixer(Protocol):
+    """Computes the part of a layer that mixes positions: attention, a recurrence or a convolution. The
+    torch-free description of the same part is `architectures.architecture.Mixer`."""
 
     def __call__(self, x: Tensor, layer: int, history: History, taps: Taps) -> Tensor:
-        """Normalised x [B, token, D] -> what is added to the stream [B, kept, D]."""
+        """Normalised x [B, token, D] -> output that is added to the residual stream, [B, kept, D]."""
         ...
 
 
 class ChannelMixer(Protocol):
-    """What mixes channels of single tokens."""
+    """Computes the part of a layer that mixes channels of single tokens: an MLP or experts."""
 
     def __call__(self, x: Tensor, layer: int, taps: Taps) -> Tensor:
-        """Normalised x [B, kept, D] -> what is added to the stream [B, kept, D]."""
+        """Normalised x [B, kept, D] -> output that is added to the residual stream, [B, kept, D]."""
         ...
 
 
-def own(tensors: LayerTensors, room: str) -> dict[str, Tensor]:
-    """The tensors of a mixer, its room taken off their names: "ssm." of "ssm.A_log"."""
-    return {name.removeprefix(room): tensor for name, tensor in tensors.items() if name.startswith(room)}
+def strip_prefix(tensors: LayerTensors, prefix: str) -> dict[str, Tensor]:
+    """The tensors whose names start with a prefix, without it: for "ssm.", "ssm.A_log" becomes "A_log"."""
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 
-def by_heads(x: Tensor, width: int) -> Tensor:
+def split_heads(x: Tensor, width: int) -> Tensor:
     """[B, token, head * width] -> [B, head, token, width]."""
-    found: Tensor = x.unflatten(-1, (-1, width)).transpose(1, 2)
-    return found
+    heads: Tensor = x.unflatten(-1, (-1, width)).transpose(1, 2)
+    return heads
 
 
-def flat(x: Tensor) -> Tensor:
+def merge_heads(x: Tensor) -> Tensor:
     """[B, head, token, width] -> [B, token, head * width]."""
     return x.transpose(1, 2).flatten(2)
 
 
-def wide(x: Tensor) -> Tensor:
-    """In float32, or float64 where the model computes in it."""
+def upcast(x: Tensor) -> Tensor:
+    """x in float32, or in float64 if it already is."""
     return x if x.dtype == torch.float64 else x.float()

@@ -1,4 +1,4 @@
-"""The MLP as a channel mixer: networks/mlp.py over the layer's own weights."""
+"""The MLP as a channel mixer: networks/mlp.py with the weights of one layer."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ...architectures.mixers import MlpSpec
 from ...hooks.taps import Taps
 from ..mlp import mlp
 from ..weights import MlpWeights, parts_of
-from .mixer import LayerTensors, own
+from .mixer import LayerTensors, strip_prefix
 
 __all__ = ["Mlp", "mlp_weights"]
 
@@ -28,7 +28,7 @@ class Mlp:
 
 
 def mlp_weights(tensors: LayerTensors) -> MlpWeights:
-    """The weights of an MLP among those of a layer."""
-    parts, known = parts_of(tensors), {field.name for field in fields(MlpWeights)}
-    found = {name: part for name, part in parts.items() if name in known}
-    return MlpWeights(**found, activation=own(tensors, "act."))
+    """Select the weights of the MLP from those of a layer."""
+    parts, names = parts_of(tensors), {field.name for field in fields(MlpWeights)}
+    weights = {name: part for name, part in parts.items() if name in names}
+    return MlpWeights(**weights, activation=strip_prefix(tensors, "act."))

@@ -1,10 +1,10 @@
-"""An mLSTM: a matrix memory with exponential input gates, read over a normaliser.
+"""An mLSTM: a matrix memory with exponential input gates, read out with a normaliser.
 
-    q, k, v = W u      o = sigmoid(W_o u)       i, f = cap tanh(W u + b / cap), the latter's sigmoid decays
+    q, k, v = W u      o = sigmoid(W_o u)       i, f = cap tanh((W u + b) / cap)
     h = memory(q / sqrt(K), k, v, i, log sigmoid(f))        out = W_out (o norm(h))
 
-(Beck et al., xLSTM, 2024, section 2.3; xLSTM 7B, 2025, section 3.) The memory is
-recurrences/matrix_memory.py; the norm is a layer norm of each head.
+(Beck et al., xLSTM, 2024, section 2.3; xLSTM 7B, 2025, section 3.) The memory is in
+recurrences/matrix_memory.py; the norm is a layer norm per head.
 
 Axes: K keys and V values of a head's memory.
 """
@@ -23,51 +23,51 @@ from ..history import History
 from ..kernels.products import product
 from ..recurrences.matrix_memory import MatrixMemory
 from ..scan import scan
-from .mixer import LayerTensors, by_heads, flat, own, wide
+from .mixer import LayerTensors, merge_heads, split_heads, strip_prefix, upcast
 
 __all__ = ["Mlstm"]
 
 
 class Mlstm:
-    """The mLSTM of one layer (`Mixer`)."""
+    """The mLSTM of one layer (`PositionMixer`)."""
 
     def __init__(self, shape: MlstmSpec, tensors: LayerTensors) -> None:
-        self.shape, self.weights = shape, _arranged(own(tensors, "mlstm."), shape)
+        self.shape, self.weights = shape, _rearranged(strip_prefix(tensors, "mlstm."), shape)
         self._memory = MatrixMemory(shape.eps)
 
     def __call__(self, x: Tensor, layer: int, history: History, taps: Taps) -> Tensor:
-        """See `Mixer`."""
+        """See `PositionMixer`."""
         s = self.shape
-        gate = torch.sigmoid(self._projected(history.kept(x), "ogate_preact"))
-        gate = taps("mlstm_gate", layer, by_heads(gate, s.value_size))
-        queries = by_heads(self._projected(x, "q"), s.key_size) * s.key_size**-0.5
+        gate = torch.sigmoid(self._projected(history.needed(x), "ogate_preact"))
+        gate = taps("mlstm_gate", layer, split_heads(gate, s.value_size))
+        queries = split_heads(self._projected(x, "q"), s.key_size) * s.key_size**-0.5
         tokens = {"q": taps("mlstm_q", layer, queries)}
-        tokens["k"] = taps("mlstm_k", layer, by_heads(self._projected(x, "k"), s.key_size))
-        tokens["v"] = taps("mlstm_v", layer, by_heads(self._projected(x, "v"), s.value_size))
+        tokens["k"] = taps("mlstm_k", layer, split_heads(self._projected(x, "k"), s.key_size))
+        tokens["v"] = taps("mlstm_v", layer, split_heads(self._projected(x, "v"), s.value_size))
         tokens["input"] = taps("mlstm_input", layer, self._capped(x, "igate_preact"))
         tokens["log_decay"] = F.logsigmoid(self._capped(x, "fgate_preact"))
         read = taps("mlstm_out", layer, scan(self._memory, tokens, layer, history, taps, "mlstm"))
-        normed = flat(self._normed(history.kept(read), x.dtype))
+        normed = merge_heads(self._normed(history.needed(read), x.dtype))
         w = self.weights
         normed = normed * w["norm"] + w["norm.bias"] if "norm.bias" in w else normed * w["norm"]
-        return self._projected(flat(gate) * normed, "out")
+        return self._projected(merge_heads(gate) * normed, "out")
 
     def _projected(self, x: Tensor, name: str) -> Tensor:
         return product(x, self.weights[name], self.weights.get(f"{name}.bias"))
 
     def _capped(self, x: Tensor, name: str) -> Tensor:
-        """A gate before its activation [B, head, token, 1]."""
+        """Soft-capped gate before its activation, [B, head, token, 1]."""
         cap = self.shape.gate_cap
-        return by_heads(cap * torch.tanh(wide(self._projected(x, name)) / cap), 1)
+        return split_heads(cap * torch.tanh(upcast(self._projected(x, name)) / cap), 1)
 
     def _normed(self, read: Tensor, dtype: torch.dtype) -> Tensor:
-        """What was read [B, head, token, V], each head with a mean of 0 and a variance of 1."""
+        """Output of the memory [B, head, token, V], normalised per head to mean 0 and variance 1."""
         width = (self.shape.value_size,)
-        return F.layer_norm(wide(read.to(dtype)), width, eps=self.shape.norm_eps).to(dtype)
+        return F.layer_norm(upcast(read.to(dtype)), width, eps=self.shape.norm_eps).to(dtype)
 
 
-def _arranged(w: Mapping[str, Tensor], shape: MlstmSpec) -> dict[str, Tensor]:
-    """Weights of either layout by the names of the one in which every projection has a tensor."""
+def _rearranged(w: Mapping[str, Tensor], shape: MlstmSpec) -> dict[str, Tensor]:
+    """Weights of both checkpoint layouts under the names of the unfused one: fused projections are split."""
     if not shape.is_fused:
         return dict(w)
     found = {name: tensor for name, tensor in w.items() if not name.startswith(("qkvo", "gates"))}

@@ -1,11 +1,10 @@
-"""A block of attention and MLP that several layers share, ahead of a mixer of their own.
+"""A block of attention and MLP whose weights several layers share, before each layer's own mixer (Zamba).
 
     a = attention(norm([x, e]))     t = W_layer MLP(norm(a))        the mixer then reads norm(x + t)
 
 (Glorioso et al., Zamba, 2024, section 2; Zamba2, 2024, section 2.) x is the stream that enters the layer, e
-the embedding of the tokens, which is carried beside it. Nothing in the block is added to what it read: the
-stream sees of it what the mixer makes of it. What a layer has to itself is W_layer and, in Zamba2, maps of
-low rank beside the shared ones.
+the embedding of the tokens. The block has no residual connection, and its output reaches the stream only
+through the mixer. Each layer has its own W_layer and, in Zamba2, low-rank additions to the shared weights.
 
 Axes: as in mixer.py.
 """
@@ -22,25 +21,32 @@ from ..kernels.products import product
 from ..norms import normalise
 from ..weights import NormWeights
 from .attention import SelfAttention
-from .mixer import LayerTensors, own
+from .mixer import LayerTensors, strip_prefix
 from .mlp import Mlp
 
 __all__ = ["SharedBlock"]
 
 
 class SharedBlock:
-    """The shared block of one layer."""
+    """The shared block, as one layer uses it."""
 
     def __init__(self, shape: SharedBlockSpec, tensors: LayerTensors) -> None:
-        found = own(tensors, "shared.")
+        shared = strip_prefix(tensors, "shared.")
         self.shape = shape
-        self.attention, self.mlp = SelfAttention(shape.attention, found), Mlp(shape.mlp, found)
-        self._norms = {"shared": NormWeights(found["ln"]), "ln2": NormWeights(tensors["ln2"])}
-        self._out = found["out"]
+        self.attention, self.mlp = SelfAttention(shape.attention, shared), Mlp(shape.mlp, shared)
+        self._norms = {"shared": NormWeights(shared["ln"]), "ln2": NormWeights(tensors["ln2"])}
+        self._out = shared["out"]
 
     def __call__(self, x: Tensor, start: Tensor, layer: int, history: History, taps: Taps) -> Tensor:
-        """The stream x and the embedding `start`, each [B, token, D], -> what is added to what the layer's
-        mixer reads [B, token, D]."""
+        """Output of the block, which is added to the input of the layer's mixer, [B, token, D].
+
+        Arguments:
+            x: residual stream [B, token, D].
+            start: token embeddings [B, token, D].
+            layer: the layer.
+            history: mixes the positions.
+            taps: hook points of the pass.
+        """
         h = self._normed(torch.cat([x, start], dim=-1), "shared", layer, taps)
         h = taps("shared_attn_out", layer, self.attention(h, layer, history, taps))
         h = taps("mlp_pre", layer, self._normed(h, "ln2", layer, taps))

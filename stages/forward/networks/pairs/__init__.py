@@ -1,1 +1,1 @@
-"""Encoders with decoders, as networks."""
+"""Networks of encoder-decoder models."""

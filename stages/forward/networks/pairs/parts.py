@@ -1,4 +1,4 @@
-"""What of a pair sees what of it, and where in a row of ids a target begins.
+"""Attention masks between source and target of encoder-decoder models, and where targets begin.
 
 Axes: [B, H, query, key].
 """
@@ -20,17 +20,25 @@ __all__ = ["CrossTaps", "seen_of", "starts_of"]
 
 
 def starts_of(ids: Tensor, config: Architecture) -> Tensor | None:
-    """Where targets begin in whole prompts of ids [B, S]: int [B, 1]; None where prompts are no pairs."""
+    """Position of each prompt's first target token, int [B, 1], from ids [B, S]: ids of targets are offset by
+    the vocabulary size. None unless the model is an encoder-decoder."""
     if config.target_start is None:
         return None
     return (ids >= config.vocab_size).int().argmax(1, keepdim=True)
 
 
 def seen_of(part: str, queries: Tensor, keys: Tensor, starts: Tensor | None) -> Tensor:
-    """Bool, True where a part of a pair is looked at: queries, keys and starts of targets broadcast.
+    """Attention mask of one kind of attention, bool, True where it may look; all False for queries of the
+    other side.
 
-    part: of self-attention among "source" or "target", or "cross" from the second to the first. At other
-    queries nothing is seen. Raises ConfigError where nobody knows where targets begin.
+    Arguments:
+        part: self-attention of "source" or "target", or "cross" from target to source.
+        queries: positions of queries.
+        keys: positions of keys, broadcastable with queries.
+        starts: positions at which targets begin, broadcastable with both.
+
+    Raises:
+        ConfigError: `starts` is None, as the pass does not support encoder-decoders.
     """
     if starts is None:
         raise no_pairs()
@@ -42,7 +50,7 @@ def seen_of(part: str, queries: Tensor, keys: Tensor, starts: Tensor | None) -> 
 
 
 def no_pairs() -> ConfigError:
-    """What to say where a pass does not know of pairs."""
+    """Error of a pass that does not support encoder-decoders."""
     return ConfigError(
         "expected a model of one sequence here, found one with an encoder and a decoder; ask it by forward, "
         "run, capture or generate"
@@ -50,9 +58,9 @@ def no_pairs() -> ConfigError:
 
 
 class CrossTaps:
-    """Taps of cross-attention (`AttentionTaps`), whose hook points are attention's with "cross_" before.
+    """Taps of cross-attention (`AttentionTaps`): hook points of attention with the prefix "cross_".
 
-    Cut edges are those of self-attention alone.
+    Edges can be cut in self-attention only.
     """
 
     def __init__(self, taps: PassTaps) -> None:

@@ -1,1 +1,1 @@
-"""Recurrences over tokens: the scans that recurrent mixers are made of. Knows tensors only."""
+"""Recurrences over tokens: the scans of recurrent mixers, on plain tensors."""

@@ -1,11 +1,10 @@
-"""Linear recurrences by chunks of tokens: matrix products over all chunks at once, then a walk from one
-chunk to the next.
+"""Chunked linear recurrences: matrix products over all chunks at once, then a loop over chunks.
 
-What tokens read of others of their chunk, and what a chunk leaves in the state, are products of the
-matrices of pairs.py, made for all chunks at once. With a correction every token also writes what its alpha
-reads, u_t = alpha_t^T S_{t-1}; in a chunk these solve a unit lower triangular system, so that they are
-linear in the state before it and in its values (Yang et al., Parallelizing Linear Transformers with the
-Delta Rule, 2024, section 3). Only what reads that state waits for the chunk before.
+Reads within a chunk, and the chunk's contribution to the state, are products of the matrices of pairs.py,
+computed for all chunks at once. With a correction, every token also writes what its alpha reads, u_t =
+alpha_t^T S_{t-1}. Within a chunk these u solve a unit lower triangular system, so they are linear in the
+state before the chunk and in its values (Yang et al., Parallelizing Linear Transformers with the Delta Rule,
+2024, section 3). Only reads of that state depend on the previous chunk.
 
 Axes: as in recurrence.py; chunk = C tokens of one head of one prompt.
 """
@@ -22,11 +21,11 @@ from .pairs import ChunkPairs, pair
 from .terms import Terms
 
 LENGTH = 32
-"""Tokens of a chunk."""
+"""Tokens per chunk."""
 
 
 def by_chunks(terms: Terms, state: Tensor) -> tuple[Tensor, Tensor]:
-    """The kernel for many tokens, of any decay (terms.Kernel)."""
+    """Kernel for many tokens and any decay (terms.Kernel)."""
     length = terms.values.shape[2]
     if terms.correction is None:
         read, state = _diagonal(terms, state)
@@ -36,14 +35,14 @@ def by_chunks(terms: Terms, state: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _chunked(x: Tensor) -> Tensor:
-    """[B, H, T, width] -> [chunk, C, width], filled up with zeros: tokens that change nothing."""
+    """[B, H, T, width] -> [chunk, C, width], padded with zeros: tokens that do not change the state."""
     missing = -x.shape[2] % LENGTH
     filled = F.pad(x, (0, 0, 0, missing)) if missing else x
     return filled.reshape(-1, LENGTH, x.shape[3])
 
 
 def _diagonal(terms: Terms, state: Tensor) -> tuple[Tensor, Tensor]:
-    """What is read, [B, H, chunk, C, V], and the last state."""
+    """Reads [B, H, chunk, C, V] and the final state, for a diagonal transition."""
     heads, values = state.shape[:2], _chunked(terms.values)
     pairs = _paired((terms.queries,), (terms.keys,), terms.log_decay)
     written = pairs.keys[:, 0].mT @ values
@@ -54,19 +53,20 @@ def _diagonal(terms: Terms, state: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _walk(decay: Tensor, written: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-    """The state before each chunk, [B, H, chunk, K, V], and the one behind the last.
+    """States before each chunk, [B, H, chunk, K, V], and after the last one.
 
-    decay: of whole chunks, [B, H, chunk, K or 1, 1]; written: what each adds, [B, H, chunk, K, V].
+    decay: of whole chunks, [B, H, chunk, K or 1, 1]; written: contributions of chunks, [B, H, chunk, K, V].
     """
     starts = []
-    for left, new in zip(decay.unbind(2), written.unbind(2), strict=True):
+    for chunk_decay, chunk_written in zip(decay.unbind(2), written.unbind(2), strict=True):
         starts.append(state)
-        state = torch.addcmul(new, left, state)
+        state = torch.addcmul(chunk_written, chunk_decay, state)
     return torch.stack(starts, dim=2), state
 
 
 def _corrected(terms: Terms, alpha: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-    """As _diagonal. Alphas and queries, which read the same, are rows of one matrix."""
+    """`_diagonal` with a rank-one correction. Alphas and queries read the same state, so they are rows of one
+    matrix."""
     heads, values = state.shape[:2], _chunked(terms.values)
     pairs = _paired((alpha, terms.queries), (beta, terms.keys), terms.log_decay)
     of_beta, of_key = pairs.products.unbind(1)
@@ -78,7 +78,7 @@ def _corrected(terms: Terms, alpha: Tensor, beta: Tensor, state: Tensor) -> tupl
         pairs.keys[:, 1].mT @ values,
         pairs.keys[:, 0].mT,
     )
-    # B and H as one, which batched products would make of them at every step.
+    # B and H merged once here; batched products would do it at every step.
     rows = state.flatten(0, 1)
     corrections, read, last = _walk_corrected(
         Chunks(*(x.unflatten(0, (len(rows), -1)) for x in chunks)), rows
@@ -88,28 +88,28 @@ def _corrected(terms: Terms, alpha: Tensor, beta: Tensor, state: Tensor) -> tupl
 
 
 class Chunks(NamedTuple):
-    """What chunks do to the state S before them, each [row of B H, chunk, ...]."""
+    """Matrices by which chunks read and update the state S before them, each [row of B H, chunk, ...]."""
 
     reading: Tensor
-    """[2 C, K]: alphas, then queries, of S."""
-    beside: Tensor
-    """[2 C, V]: what both read of values of the chunk, u left out."""
+    """[2 C, K]: alphas, then queries, which multiply S."""
+    within: Tensor
+    """[2 C, V]: what both read from values of their own chunk, without u."""
     resolvent: Tensor
-    """[C, C]: of what alphas read so, u."""
+    """[C, C]: maps what alphas read to u."""
     decay: Tensor
-    """[K or 1, 1]: of S."""
+    """[K or 1, 1]: decay of S over the chunk."""
     written: Tensor
-    """[K, V]: what values add to the state behind."""
+    """[K, V]: what the chunk's values add to the state after it."""
     beta: Tensor
-    """[K, C]: what u adds to it."""
+    """[K, C]: maps u to what it adds to the state after the chunk."""
 
 
 def _walk_corrected(chunks: Chunks, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """u and what queries read without it, [row, chunk, C, V], and the state behind the last, [row, K, V]."""
+    """u and what queries read without u, each [row, chunk, C, V], and the final state, [row, K, V]."""
     corrections, read = [], []
-    for reading, beside, resolvent, decay, written, beta in zip(*(x.unbind(1) for x in chunks), strict=True):
-        found, of_query = torch.baddbmm(beside, reading, state).chunk(2, dim=1)
-        u = resolvent @ found
+    for reading, within, resolvent, decay, written, beta in zip(*(x.unbind(1) for x in chunks), strict=True):
+        of_alpha, of_query = torch.baddbmm(within, reading, state).chunk(2, dim=1)
+        u = resolvent @ of_alpha
         state = torch.baddbmm(torch.addcmul(written, decay, state), beta, u)
         corrections.append(u)
         read.append(of_query)
@@ -122,19 +122,19 @@ def _paired(queries: tuple[Tensor, ...], keys: tuple[Tensor, ...], log_decay: Te
 
 
 def _resolvent(below: Tensor) -> Tensor:
-    """(I - below)^-1 of [chunk, C, C] strictly below the diagonal; C a power of two.
+    """(I - below)^-1 for strictly lower triangular matrices [chunk, C, C]; C a power of two.
 
-    From the inverses of blocks on the diagonal to those of twice their size. Series of powers lose digits
-    where keys repeat (sums of four cost twice the error), and a solver of triangular systems, which goes
-    through chunks one by one, takes 1.7 times as long (measured for 256 chunks, one thread).
+    Recursively: inverses of diagonal blocks give those of blocks of twice the size. Roads not taken: a power
+    series loses digits if keys repeat (sums of four terms double the error); a triangular solver takes chunks
+    one by one and 1.7 times as long (measured for 256 chunks, one thread).
     """
     length = below.shape[-1]
     tiles = below.unflatten(2, (-1, 2)).unflatten(1, (-1, 2)).diagonal(dim1=1, dim2=3).movedim(-1, 1)
-    made: Tensor = torch.eye(2, dtype=below.dtype, device=below.device) + tiles
-    while (width := made.shape[-1]) < length:
-        first, second = made.unflatten(1, (-1, 2)).unbind(2)
+    inverse: Tensor = torch.eye(2, dtype=below.dtype, device=below.device) + tiles
+    while (width := inverse.shape[-1]) < length:
+        upper_left, lower_right = inverse.unflatten(1, (-1, 2)).unbind(2)
         tiles = below.unflatten(2, (-1, 2, width)).unflatten(1, (-1, 2, width))[:, :, 1, :, :, 0]
-        corner = second @ tiles.diagonal(dim1=1, dim2=3).movedim(-1, 1) @ first
-        upper = torch.cat([first, torch.zeros_like(first)], dim=-1)
-        made = torch.cat([upper, torch.cat([corner, second], dim=-1)], dim=-2)
-    return made.squeeze(1)
+        lower_left = lower_right @ tiles.diagonal(dim1=1, dim2=3).movedim(-1, 1) @ upper_left
+        upper = torch.cat([upper_left, torch.zeros_like(upper_left)], dim=-1)
+        inverse = torch.cat([upper, torch.cat([lower_left, lower_right], dim=-1)], dim=-2)
+    return inverse.squeeze(1)

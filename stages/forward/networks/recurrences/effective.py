@@ -1,23 +1,23 @@
-"""The attention a linear recurrence amounts to, made to look like a pattern.
+"""Effective attention of linear recurrences, normalised like a softmax pattern.
 
-A recurrence that is linear in its values weighs them: o_t = sum_s alpha[t, s] v_s, exactly. Its weights are
-signed and of any size (Ali et al., The Hidden Attention of Mamba Models, 2024); to be drawn and compared
-beside softmax patterns they lose what is negative and are scaled to sum to 1.
+A recurrence that is linear in its values is a weighted sum of them, exactly: o_t = sum_s alpha[t, s] v_s. The
+weights are signed and of any size (Ali et al., The Hidden Attention of Mamba Models, 2024). For plots and
+comparisons with softmax patterns, negative weights are set to 0 and the rest is scaled to sum to 1.
 """
 
 from __future__ import annotations
 
 from torch import Tensor
 
-_NOTHING = 1e-10
-"""Added to sums of weights, which may be 0."""
+_EPS = 1e-10
+"""Added to sums of weights before division, as they may be 0."""
 
 
 def effective_attention(alpha: Tensor) -> Tensor:
-    """Weights [..., query, source] over *all* sources -> max(alpha, 0), scaled to a sum of 1 for each query.
+    """Signed weights [..., query, source] over *all* sources -> max(alpha, 0), scaled to sum to 1 per query.
 
-    The sum is 0 where no weight is positive. What was negative is gone, so that only alpha @ v is what is
-    read, and not the product with these.
+    The sum is 0 for a query without positive weights. The result times v is not the output of the recurrence:
+    only alpha @ v is.
     """
     positive = alpha.relu()
-    return positive / (positive.sum(-1, keepdim=True) + _NOTHING)
+    return positive / (positive.sum(-1, keepdim=True) + _EPS)

@@ -1,4 +1,4 @@
-"""Linear recurrences with a decay and a correction of rank one: most recurrent mixers there are.
+"""Linear recurrences with a decay and a rank-one correction, the form of most recurrent mixers.
 
     S_t = diag(exp log_decay_t) S_{t-1} + beta_t (alpha_t^T S_{t-1}) + write_t k_t v_t^T
     o_t = q_t^T S_t                                 readout "after"
@@ -8,21 +8,21 @@
 
 | mixer | log_decay | alpha, beta | readout |
 | --- | --- | --- | --- |
-| RetNet, Mamba-2 | one a head | - | after |
-| GLA | one a key channel | - | after |
-| RWKV-5, RWKV-6 | one a key channel | - | before, with bonus |
-| RWKV-7 | one a key channel | -kappa, kappa a | after |
-| DeltaNet, gated DeltaNet | one a head | k, -b d k | after |
-| Mamba-1 | one a key channel; each channel is a head with V = 1 | - | after |
+| RetNet, Mamba-2 | one per head | - | after |
+| GLA | one per key channel | - | after |
+| RWKV-5, RWKV-6 | one per key channel | - | before, with bonus |
+| RWKV-7 | one per key channel | -kappa, kappa a | after |
+| DeltaNet, gated DeltaNet | one per head | k, -b d k | after |
+| Mamba-1 | one per key channel; each channel is a head with V = 1 | - | after |
 
-Ways to compute, all of the same numbers to rounding, whatever the decay. The case found where chunks lose a
-digit to the loop is one key reflected again and again (beta = -2 alpha at every token): errors of 6e-6 of
-the largest entry, the loop's are 8e-7.
+The kernels give equal numbers up to rounding, for any decay. The only case found where chunks are less
+accurate than the loop is one key reflected repeatedly (beta = -2 alpha at every token): errors of 6e-6 of the
+largest entry, against 8e-7.
 
-| kernel | what it is | "auto" takes it for |
+| kernel | algorithm | "auto" selects it for |
 | --- | --- | --- |
 | "step" | a loop over tokens (terms.py) | up to 16 tokens; V = 1 in 512 heads or more |
-| "chunk" | matrix products over chunks (chunks.py), of blocks as long as decays allow (pairs.py) | the rest |
+| "chunk" | matrix products over chunks (chunks.py), of blocks as long as decays allow (pairs.py) | all else |
 
 Measured for 1024 tokens with V from 1 to 16 and no correction, a scan on two levels (all chunks stepped
 through side by side, then joined) was never the fastest by more than the noise: chunks were, and the loop
@@ -52,36 +52,38 @@ Readout = Literal["after", "before"]
 Choice = Literal["auto", "step", "chunk"]
 
 _FEW = 16
-"""Tokens up to which a loop is as fast as anything."""
+"""Tokens up to which the loop is as fast as chunks."""
 _MANY = 512
-"""Rows of B H from which matrices are not worth making where values have a width of 1."""
+"""B * H from which the loop is faster than chunks if V = 1."""
 
 
 @dataclass(frozen=True, eq=False)
 class LinearRecurrence:
     """A linear recurrence (recurrence.Recurrence).
 
-    Its tokens, each [B, H, T, width]: "q" and "k" (K), "v" (V); "log_decay" (K, or 1 for one a head), the
-    natural logarithm of the multiplier, down to -inf; optionally "alpha" and "beta" (K), and "write" (1),
-    which scales what the token writes into the state, and nothing else.
+    Its inputs, each [B, H, T, width]: "q" and "k" (K), "v" (V); "log_decay" (K, or 1 for one per head), the
+    natural logarithm of the decay factor, down to -inf; optionally "alpha" and "beta" (K), and "write" (1), a
+    factor of what the token writes into the state.
 
-    Raises ConfigError if there is a bonus where the state is read after, or none where it is read before.
+    Raises:
+        ConfigError: a bonus with readout "after", or none with "before".
     """
 
     readout: Readout
-    """Whether a token reads the state after its change to it; or before, and itself by way of the bonus."""
+    """"after": a token reads the state after its own write; "before": the state before it, and its own value
+    through the bonus."""
     bonus: Tensor | None = None
-    """[H, K]: u."""
+    """u of the formula, [H, K]."""
     kernel: Choice = "auto"
-    """How to compute it; see the table above."""
+    """Which kernel computes it; see the table above."""
 
     def __post_init__(self) -> None:
-        for name, found, known in (
+        for name, value, allowed in (
             ("readout", self.readout, get_args(Readout)),
             ("kernel", self.kernel, get_args(Choice)),
         ):
-            if found not in known:
-                raise ConfigError(f"expected {name} to be one of {known}, found {found!r}")
+            if value not in allowed:
+                raise ConfigError(f"expected {name} to be one of {allowed}, found {value!r}")
         if (self.readout == "before") == (self.bonus is None):
             raise ConfigError(
                 "expected a bonus with readout 'before' and none with 'after', found "
@@ -90,37 +92,38 @@ class LinearRecurrence:
             )
 
     def __call__(self, tokens: Tokens, state: Tensor | None) -> tuple[Tensor, Tensor]:
-        """What is read [B, H, T, V], and the state behind the last token [B, H, K, V]."""
+        """What tokens read, [B, H, T, V], and the state after the last one, [B, H, K, V]."""
         tokens = widened(tokens)
         terms = self._terms(tokens)
         if state is None:
             state = terms.keys.new_zeros(*terms.keys.shape[:2], terms.keys.shape[-1], terms.values.shape[-1])
-        read, state = self._way(terms)(terms, state.to(terms.keys.dtype))
-        return torch.addcmul(read, self._own(tokens), terms.values), state
+        read, state = self._kernel(terms)(terms, state.to(terms.keys.dtype))
+        return torch.addcmul(read, self._own_weight(tokens), terms.values), state
 
     def read(self, tokens: Tokens, before: Tensor, after: Tensor) -> Tensor:
-        """What one token reads [B, H, 1, V] of the states before and after it, each [B, H, K, V]."""
+        """What one token reads, [B, H, 1, V], from the states before and after it, each [B, H, K, V]."""
         tokens = widened(tokens)
         if self.bonus is None:
             return tokens["q"] @ after.to(tokens["q"].dtype)
-        return torch.addcmul(tokens["q"] @ before.to(tokens["q"].dtype), self._own(tokens), tokens["v"])
+        read = tokens["q"] @ before.to(tokens["q"].dtype)
+        return torch.addcmul(read, self._own_weight(tokens), tokens["v"])
 
     def weights(self, tokens: Tokens, *, start: int = 0, stop: int | None = None) -> Tensor:
-        """alpha [B, H, T, stop - start], signed (recurrence.Recurrence).
+        """Effective attention alpha [B, H, T, stop - start], signed (recurrence.Recurrence).
 
-        The writes of "write" are in it; the bonus is on the diagonal, unscaled.
+        It includes the factors "write"; the diagonal includes the bonus, without "write".
         """
         length = tokens["k"].shape[2]
-        first, last, _ = slice(start, stop).indices(length)
-        later = {name: x[:, :, first:] for name, x in tokens.items()}
-        # A value that names its source is read by as much as that source is.
-        names = torch.eye(length - first, max(last - first, 0), device=tokens["k"].device)
-        later["v"] = names.expand(*tokens["k"].shape[:2], -1, -1).to(tokens["v"].dtype)
+        begin, end, _ = slice(start, stop).indices(length)
+        later = {name: x[:, :, begin:] for name, x in tokens.items()}
+        # With one-hot values per source, what a query reads is its weight of each source.
+        one_hot = torch.eye(length - begin, max(end - begin, 0), device=tokens["k"].device)
+        later["v"] = one_hot.expand(*tokens["k"].shape[:2], -1, -1).to(tokens["v"].dtype)
         alpha, _ = self(later, None)
-        return F.pad(alpha, (0, 0, first, 0))
+        return F.pad(alpha, (0, 0, begin, 0))
 
     def _terms(self, tokens: Tokens) -> Terms:
-        """The one form that kernels know."""
+        """Inputs in the common form of the kernels, which read the state before a token."""
         queries, beta = tokens["q"], tokens.get("beta")
         correction = None if beta is None else (tokens["alpha"], beta)
         if self.bonus is None:
@@ -131,15 +134,15 @@ class LinearRecurrence:
         keys = tokens["k"] * tokens["write"] if "write" in tokens else tokens["k"]
         return Terms(queries, keys, tokens["v"], tokens["log_decay"], correction)
 
-    def _own(self, tokens: Tokens) -> Tensor:
-        """How much each token reads of its own value, [B, H, T, 1]."""
+    def _own_weight(self, tokens: Tokens) -> Tensor:
+        """Weight with which each token reads its own value, [B, H, T, 1]."""
         if self.bonus is not None:
             bonus = self.bonus.to(tokens["q"].dtype).unsqueeze(1)
             return (tokens["q"] * bonus * tokens["k"]).sum(-1, keepdim=True)
-        own = (tokens["q"] * tokens["k"]).sum(-1, keepdim=True)
-        return own * tokens["write"] if "write" in tokens else own
+        weight = (tokens["q"] * tokens["k"]).sum(-1, keepdim=True)
+        return weight * tokens["write"] if "write" in tokens else weight
 
-    def _way(self, terms: Terms) -> Kernel:
+    def _kernel(self, terms: Terms) -> Kernel:
         batch, heads, length, width = terms.values.shape
         if self.kernel == "auto":
             by_steps = length <= _FEW or (width == 1 and batch * heads >= _MANY)

@@ -1,10 +1,9 @@
-"""What a recurrence over tokens is: it reads a state at each token and leaves one behind the last.
+"""The Recurrence protocol: a state that is updated at each token and read by it.
 
-A mixer projects its tokens, hands them over by name, and gets what each of them reads. Linear recurrences
-(linear.py) are a family of one formula; RWKV-4's average (rwkv4.py) has a state of another shape.
+A mixer projects its tokens to named inputs, such as "q", "k" and "v", and gets back what each token reads.
+Linear recurrences (linear.py) share one formula; RWKV-4's average (rwkv4.py) has a state of another shape.
 
-Border: tensors. What models call these tokens, where a state comes from and who changes it are told
-elsewhere.
+Border: tensors only. Names of hook points, caches of states and interventions are handled by the callers.
 
 Axes: B prompts, H heads, T tokens, K width of keys, V width of values; query = token that reads, source =
 token that was written.
@@ -20,33 +19,41 @@ import torch
 from torch import Tensor
 
 Tokens = Mapping[str, Tensor]
-"""What enters at each token, by name, each [B, H, T, width]."""
+"""Inputs of a recurrence by name, each [B, H, T, width]."""
 
 
 class Recurrence(Protocol):
-    """A recurrence over tokens: what each reads, and the state behind the last."""
+    """A recurrence over tokens."""
 
     def __call__(self, tokens: Tokens, state: Tensor | None) -> tuple[Tensor, Tensor]:
-        """What is read, float32 [B, H, T, V], and the state behind the last token, float32 [B, H, K, V].
+        """Run over all tokens.
 
-        state: the one before the first token, float32 [B, H, K, V]; None for an empty one.
+        Arguments:
+            tokens: inputs by name.
+            state: state before the first token, float32 [B, H, K, V]; None for an empty one.
+
+        Returns:
+            What each token reads, float32 [B, H, T, V], and the state after the last token, float32 [B, H, K,
+            V].
         """
         ...
 
     def read(self, tokens: Tokens, before: Tensor, after: Tensor) -> Tensor:
-        """What one token (T = 1) reads, [B, H, 1, V], of the states before and after it, which somebody may
-        have changed."""
+        """What one token (T = 1) reads, [B, H, 1, V], from given states before and after it, which an
+        intervention may have changed."""
         ...
 
     def weights(self, tokens: Tokens, *, start: int = 0, stop: int | None = None) -> Tensor:
-        """alpha [B, H, T, stop - start]: how much each query reads of the value of each source in start:stop.
+        """Effective attention alpha [B, H, T, stop - start]: weight of each source's value in what each query
+        reads, for sources start to stop.
 
-        From an empty state, so that alpha @ v over all sources is what is read; signed, 0 for later sources.
+        Computed from an empty state, so that alpha @ v over all sources is the output; signed, 0 for later
+        sources.
         """
         ...
 
 
 def widened(tokens: Tokens) -> dict[str, Tensor]:
-    """The same tokens in float32, whatever half precision a model runs in; all in float64 if any is."""
+    """Inputs in float32, or all in float64 if any of them is."""
     dtype = reduce(torch.promote_types, (x.dtype for x in tokens.values()), torch.float32)
     return {name: x.to(dtype) for name, x in tokens.items()}

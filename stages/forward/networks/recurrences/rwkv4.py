@@ -1,12 +1,13 @@
-"""RWKV-4's recurrence: an average of values, whose weights fade with distance and favour the reader.
+"""RWKV-4's recurrence: an average of values with exponentially decaying weights and a bonus for the current
+token.
 
     o_t = (A_{t-1} + e^{u + k_t} v_t) / (B_{t-1} + e^{u + k_t})
     A_t = e^w A_{t-1} + e^{k_t} v_t        B_t = e^w B_{t-1} + e^{k_t}
 
-for each channel by itself (Peng et al., RWKV: Reinventing RNNs for the Transformer Era, 2023). Both sums
-are kept over e^p, where p is the largest exponent met, so nothing overflows. Everything done to such a sum
-is one operation, the sum of two: a token is a sum of itself. So tokens go through all chunks at once, then
-the sums of chunks from one to the next (Blelloch, Prefix Sums and Their Applications, 1990).
+per channel (Peng et al., RWKV: Reinventing RNNs for the Transformer Era, 2023). Both sums are stored divided
+by e^p, where p is the largest exponent so far, so nothing overflows. Adding two such sums is associative, and
+a token is a sum of one term. So the scan runs over the tokens of all chunks at once, then over the sums of
+chunks (Blelloch, Prefix Sums and Their Applications, 1990).
 
 Axes: as in recurrence.py, with one head and C channels; chunk = run of tokens of one prompt.
 """
@@ -23,30 +24,33 @@ from torch import Tensor
 from .recurrence import Tokens, widened
 
 _CHUNK = 32
-"""Tokens of a chunk."""
-_NOWHERE = -1e38
-"""The exponent of a sum of nothing: far below any other, and not infinite, as differences are taken of it."""
+"""Tokens per chunk."""
+_EMPTY = -1e38
+"""Exponent of an empty sum: far below any other, but finite, as differences of exponents are computed."""
 
 
 class ScaledSums(NamedTuple):
-    """A and B, over e^exponent."""
+    """The sums A and B, stored divided by e^exponent."""
 
     numerator: Tensor
+    """A / e^exponent."""
     denominator: Tensor
+    """B / e^exponent."""
     exponent: Tensor
+    """Largest exponent of the terms of the sums."""
 
     def plus(self, other: ScaledSums) -> ScaledSums:
-        """The sums of both, over the larger exponent of the two, so that neither overflows."""
+        """Add two sums, with the larger exponent of the two, so that neither overflows."""
         top = torch.maximum(self.exponent, other.exponent)
-        mine, others = (self.exponent - top).exp(), (other.exponent - top).exp()
+        scale_self, scale_other = (self.exponent - top).exp(), (other.exponent - top).exp()
         return ScaledSums(
-            mine * self.numerator + others * other.numerator,
-            mine * self.denominator + others * other.denominator,
+            scale_self * self.numerator + scale_other * other.numerator,
+            scale_self * self.denominator + scale_other * other.denominator,
             top,
         )
 
-    def faded(self, by: Tensor) -> ScaledSums:
-        """Both times e^by."""
+    def decayed(self, by: Tensor) -> ScaledSums:
+        """Both sums times e^by."""
         return self._replace(exponent=self.exponent + by)
 
 
@@ -54,80 +58,83 @@ class ScaledSums(NamedTuple):
 class ExponentialAverage:
     """RWKV-4's recurrence (recurrence.Recurrence).
 
-    Its tokens: "k" and "v", each [B, 1, T, C]. Its state, [B, 1, 3, C]: numerator A and denominator B over
-    e^exponent, and the exponent, (0, 0, -1e38) for an empty one.
+    Its inputs: "k" and "v", each [B, 1, T, C]. Its state [B, 1, 3, C]: A / e^p, B / e^p and p, which are (0,
+    0, -1e38) for an empty state.
     """
 
     decay: Tensor
-    """[C]: w < 0, how much the exponents of weights fall with every token."""
+    """w < 0, [C]: added to the exponents of weights at every token."""
     bonus: Tensor
-    """[C]: u, added to the exponent of the token that reads."""
+    """u, [C]: added to the exponent of the current token."""
 
     def __call__(self, tokens: Tokens, state: Tensor | None) -> tuple[Tensor, Tensor]:
-        """What is read [B, 1, T, C], and the state behind the last token [B, 1, 3, C]."""
-        own = _of_tokens(tokens)
-        start = _nothing(own) if state is None else ScaledSums(*state.to(own.exponent.dtype).unbind(2))
-        before, after = self._through(own, start)
-        total = self._seen(before, own)
+        """What tokens read, [B, 1, T, C], and the state after the last one, [B, 1, 3, C]."""
+        single = _of_tokens(tokens)
+        start = (
+            _empty_sums(single) if state is None else ScaledSums(*state.to(single.exponent.dtype).unbind(2))
+        )
+        before, after = self._through(single, start)
+        total = self._with_current(before, single)
         return total.numerator / total.denominator, torch.stack(after, dim=2)
 
     def read(self, tokens: Tokens, before: Tensor, after: Tensor) -> Tensor:
-        """What one token reads [B, 1, 1, C] of the state before it [B, 1, 3, C]; none of the one after."""
-        total = self._seen(ScaledSums(*before.unsqueeze(3).unbind(2)), _of_tokens(tokens))
+        """What one token reads, [B, 1, 1, C], from the state before it, [B, 1, 3, C]; `after` is unused."""
+        total = self._with_current(ScaledSums(*before.unsqueeze(3).unbind(2)), _of_tokens(tokens))
         return total.numerator / total.denominator
 
     def weights(self, tokens: Tokens, *, start: int = 0, stop: int | None = None) -> Tensor:
-        """alpha [B, C, T, stop - start]: each *channel* has its own; >= 0, sum 1 over all sources."""
-        own = _of_tokens(tokens)
-        before, _ = self._through(own, _nothing(own))
-        total = self._seen(before, own)
+        """Weights alpha [B, C, T, stop - start], per *channel*; >= 0, with sum 1 over all sources."""
+        single = _of_tokens(tokens)
+        before, _ = self._through(single, _empty_sums(single))
+        total = self._with_current(before, single)
         whole = (total.exponent + total.denominator.log()).squeeze(1).mT.unsqueeze(-1)
-        place = torch.arange(own.exponent.shape[2], device=whole.device)
-        between = place[:, None] - 1 - place[start:stop]
+        positions = torch.arange(single.exponent.shape[2], device=whole.device)
+        # Number of tokens between source and query, which is -1 for the query itself.
+        between = positions[:, None] - 1 - positions[start:stop]
         decay, bonus = (x.to(whole.dtype)[:, None, None] for x in (self.decay, self.bonus))
-        faded = torch.where(between < 0, bonus, between * decay)
-        exponent = own.exponent.squeeze(1).mT[..., None, start:stop] + faded - whole
+        offset = torch.where(between < 0, bonus, between * decay)
+        exponent = single.exponent.squeeze(1).mT[..., None, start:stop] + offset - whole
         return exponent.masked_fill(between < -1, -torch.inf).exp()
 
-    def _through(self, own: ScaledSums, state: ScaledSums) -> tuple[ScaledSums, ScaledSums]:
-        """The sums before each token, [B, 1, T, C], and those behind the last, [B, 1, C]."""
-        length, decay = own.exponent.shape[2], self.decay.to(own.exponent.dtype)
+    def _through(self, single: ScaledSums, state: ScaledSums) -> tuple[ScaledSums, ScaledSums]:
+        """Sums before each token, [B, 1, T, C], and after the last one, [B, 1, C]."""
+        length, decay = single.exponent.shape[2], self.decay.to(single.exponent.dtype)
         if length <= _CHUNK:
-            return _walk(own, state, decay)
+            return _walk(single, state, decay)
         chunks = ScaledSums(
-            *(F.pad(x, (0, 0, 0, -length % _CHUNK)).unflatten(2, (-1, _CHUNK))[:, 0] for x in own)
+            *(F.pad(x, (0, 0, 0, -length % _CHUNK)).unflatten(2, (-1, _CHUNK))[:, 0] for x in single)
         )
-        inside, written = _walk(chunks, _nothing(chunks), decay)
+        inside, written = _walk(chunks, _empty_sums(chunks), decay)
         starts, _ = _walk(ScaledSums(*(x.unsqueeze(1) for x in written)), state, decay * _CHUNK)
-        place = torch.arange(_CHUNK, dtype=decay.dtype, device=decay.device).unsqueeze(-1)
-        before = ScaledSums(*(x.transpose(1, 2) for x in starts)).faded(place * decay).plus(inside)
+        offset = torch.arange(_CHUNK, dtype=decay.dtype, device=decay.device).unsqueeze(-1)
+        before = ScaledSums(*(x.transpose(1, 2) for x in starts)).decayed(offset * decay).plus(inside)
         before = ScaledSums(*(x.flatten(1, 2)[:, None, :length] for x in before))
-        last, newest = (ScaledSums(*(x[:, :, -1] for x in sums)) for sums in (before, own))
-        return before, last.faded(decay).plus(newest)
+        last, newest = (ScaledSums(*(x[:, :, -1] for x in sums)) for sums in (before, single))
+        return before, last.decayed(decay).plus(newest)
 
-    def _seen(self, before: ScaledSums, own: ScaledSums) -> ScaledSums:
-        """The sums that a token averages over: those before it, and itself with the bonus."""
-        return before.plus(own.faded(self.bonus.to(own.exponent.dtype)))
+    def _with_current(self, before: ScaledSums, single: ScaledSums) -> ScaledSums:
+        """Sums that a token averages over: those before it, plus the token itself with the bonus."""
+        return before.plus(single.decayed(self.bonus.to(single.exponent.dtype)))
 
 
 def _of_tokens(tokens: Tokens) -> ScaledSums:
-    """Each token as sums of itself."""
+    """Each token as a sum of one term."""
     tokens = widened(tokens)
     return ScaledSums(tokens["v"], torch.ones_like(tokens["v"]), tokens["k"])
 
 
-def _nothing(like: ScaledSums) -> ScaledSums:
-    """Empty sums before the tokens of others."""
+def _empty_sums(like: ScaledSums) -> ScaledSums:
+    """Empty sums, shaped like the sums before the first of some tokens."""
     zero = torch.zeros_like(like.exponent[:, :, 0])
-    return ScaledSums(zero, zero, torch.full_like(zero, _NOWHERE))
+    return ScaledSums(zero, zero, torch.full_like(zero, _EMPTY))
 
 
-def _walk(own: ScaledSums, state: ScaledSums, decay: Tensor) -> tuple[ScaledSums, ScaledSums]:
-    """From sums to sums along axis 2 of own: those before each, and those behind the last."""
+def _walk(single: ScaledSums, state: ScaledSums, decay: Tensor) -> tuple[ScaledSums, ScaledSums]:
+    """Loop along axis 2 of `single`: sums before each entry, and after the last one."""
     before = []
-    for token in zip(*(x.unbind(2) for x in own), strict=True):
+    for token in zip(*(x.unbind(2) for x in single), strict=True):
         before.append(state)
-        state = state.faded(decay).plus(ScaledSums(*token))
+        state = state.decayed(decay).plus(ScaledSums(*token))
     if not before:
-        return own, state
+        return single, state
     return ScaledSums(*(torch.stack(part, dim=2) for part in zip(*before, strict=True))), state

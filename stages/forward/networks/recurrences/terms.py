@@ -1,10 +1,10 @@
-"""One form for all linear recurrences, and the loop over tokens that says what it means.
+"""The common form of all linear recurrences, and the reference loop over tokens.
 
     o_t = q_t^T S_{t-1}        S_t = diag(d_t) S_{t-1} + beta_t (alpha_t^T S_{t-1}) + k_t v_t^T
 
-Every token reads the state *before* it. A readout of the state after it is the same with other queries, as
-q^T S_t = (d q + (q.beta) alpha)^T S_{t-1} + (q.k) v_t, of which the last term needs no state; so kernels
-know one readout.
+Every token reads the state *before* its own write. Reading the state after it is equivalent to other queries,
+q^T S_t = (d q + (q.beta) alpha)^T S_{t-1} + (q.k) v_t, where the last term needs no state. So kernels
+implement one readout only.
 
 Axes: as in recurrence.py.
 """
@@ -18,30 +18,31 @@ from torch import Tensor
 
 
 class Terms(NamedTuple):
-    """What happens to the state at each token."""
+    """Reads, writes and decay of the state at each token."""
 
     queries: Tensor
-    """[B, H, T, K]: what reads the state before the token."""
+    """[B, H, T, K]: queries of the state before the token."""
     keys: Tensor
-    """[B, H, T, K]: as they enter the state."""
+    """[B, H, T, K]: keys as written into the state."""
     values: Tensor
     """[B, H, T, V]."""
     log_decay: Tensor
-    """[B, H, T, K], or [B, H, T, 1] for one decay a head: log d, -inf where the state is forgotten."""
+    """log d, [B, H, T, K], or [B, H, T, 1] for one decay per head; -inf erases the state."""
     correction: tuple[Tensor, Tensor] | None
-    """alpha and beta, each [B, H, T, K]: d is diagonal where there is none."""
+    """alpha and beta of the rank-one correction, each [B, H, T, K]; None for a purely diagonal transition."""
 
 
 class Kernel(Protocol):
-    """A way to compute what terms do."""
+    """An algorithm for the recurrence."""
 
     def __call__(self, terms: Terms, state: Tensor) -> tuple[Tensor, Tensor]:
-        """What is read, [B, H, T, V], and the state behind the last token, both like state [B, H, K, V]."""
+        """What tokens read, [B, H, T, V], and the state after the last token, [B, H, K, V], in the dtype of
+        `state`, the one before the first."""
         ...
 
 
 def step_through(terms: Terms, state: Tensor) -> tuple[Tensor, Tensor]:
-    """Token after token, as the formula stands. The kernel for few tokens, and the measure of all others."""
+    """The formula, token by token: the kernel for few tokens, and the reference for the others."""
     if not terms.values.shape[2]:
         return torch.zeros_like(terms.values), state
     decays = terms.log_decay.exp().unsqueeze(-1).unbind(2)
@@ -50,18 +51,18 @@ def step_through(terms: Terms, state: Tensor) -> tuple[Tensor, Tensor]:
     read = []
     for t, query in enumerate(terms.queries.unsqueeze(-2).unbind(2)):
         read.append(query @ state)
-        kept = decays[t] * state
+        decayed = decays[t] * state
         alpha, beta = alphas[t], betas[t]
         if alpha is not None and beta is not None:
-            kept = torch.addcmul(kept, beta, alpha @ state)
-        state = torch.addcmul(kept, keys[t], values[t])
+            decayed = torch.addcmul(decayed, beta, alpha @ state)
+        state = torch.addcmul(decayed, keys[t], values[t])
     return torch.cat(read, dim=2), state
 
 
 def _sides(
     correction: tuple[Tensor, Tensor] | None, length: int
 ) -> tuple[tuple[Tensor | None, ...], tuple[Tensor | None, ...]]:
-    """alpha as rows and beta as columns, of each token."""
+    """alpha as row vectors and beta as column vectors, per token."""
     if correction is None:
         return (None,) * length, (None,) * length
     alpha, beta = correction

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mizarr.stages.forward.networks.kernels import FEW_ROWS, products
-from mizarr.stages.forward.networks.kernels.products import each_product, product
+from mizarr.stages.forward.networks.kernels.products import batched_product, product
 
 LARGE = (512, 320, 448)
 """Rows, in, out: above the size from which oneDNN is asked."""
@@ -146,9 +146,9 @@ def test_nor_one_of_many_small_products(threads: int) -> None:
                 for count in (1, 2, 5) if rows > FEW_ROWS else (4,):  # as many rows as a batch has
                     x, y = draw(count, rows, 12), draw(count, columns, 12).transpose(1, 2)
                     torch.set_num_threads(1)
-                    expected = each_product(x, y)
+                    expected = batched_product(x, y)
                     torch.set_num_threads(threads)
-                    assert torch.equal(each_product(x, y), expected), (rows, columns, count)
+                    assert torch.equal(batched_product(x, y), expected), (rows, columns, count)
                     assert torch.allclose(expected, x @ y, rtol=1e-5, atol=1e-5)
     finally:
         torch.set_num_threads(before)
