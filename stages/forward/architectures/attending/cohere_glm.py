@@ -14,7 +14,7 @@ from ..mixers import ChannelMixerSpec, QkNorm
 from ..transformer import ConfigReader
 from . import builders as build
 from .builders import TensorShapes, family
-from .experts import SHARED, sigmoid_experts
+from .experts import SHARED, ExpertDefaults, sigmoid_experts
 
 
 @family("cohere", "Command R", never=("use_qk_norm",))
@@ -23,12 +23,11 @@ def cohere(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
         config,
         build.attention(config, bias=build.attention_bias(config)),
         build.mlp(config),
-        rope=build.rope_everywhere(500000.0, interleaved=True),
-        is_parallel=True,
+        context=build.Context(8192, rope=build.rope_everywhere(500000.0, interleaved=True)),
+        parallel_norms=1,
         norm_type="layer",
         norm_biases="none",
         eps=config.number("layer_norm_eps", 1e-5),
-        max_positions=8192,
         logit_factor=config.number("logit_scale", 0.0625),
         tied=True,
     )
@@ -41,13 +40,15 @@ def cohere2(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
         config,
         build.attention(config, bias=build.attention_bias(config)),
         build.mlp(config),
-        rope=build.rope_in_windows(interleaved=True),
-        windows=build.windows_by_type(config, build.every_nth_full(4, "sliding_window_pattern")),
-        is_parallel=True,
+        context=build.Context(
+            8192,
+            rope=build.rope_in_windows(interleaved=True),
+            windows=build.windows_by_type(config, build.every_nth_full(4, "sliding_window_pattern")),
+        ),
+        parallel_norms=1,
         norm_type="layer",
         norm_biases="none",
         eps=config.number("layer_norm_eps", 1e-5),
-        max_positions=8192,
         logit_factor=config.number("logit_scale", 0.0625),
         tied=True,
     )
@@ -63,9 +64,8 @@ def glm(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
         config,
         build.attention(config, head_dim=128, kv_heads=2, qkv_bias=config.flag("attention_bias", True)),
         build.mlp(config, is_fused=True),
-        rope=build.rope_everywhere(share=0.5, interleaved=True),
+        context=build.Context(131072, rope=build.rope_everywhere(share=0.5, interleaved=True)),
         eps=config.number("rms_norm_eps", 1.5625e-07),
-        max_positions=131072,
         spelling=replace(LLAMA, mlp_parts=GATE_UP),
     )
 
@@ -76,10 +76,9 @@ def glm4(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
         config,
         build.attention(config, head_dim=128, kv_heads=2, qkv_bias=config.flag("attention_bias", True)),
         build.mlp(config, is_fused=True),
-        rope=build.rope_everywhere(share=0.5, interleaved=True),
+        context=build.Context(131072, rope=build.rope_everywhere(share=0.5, interleaved=True)),
         norms="around",
         eps=config.number("rms_norm_eps", 1.5625e-07),
-        max_positions=131072,
         spelling=replace(
             LLAMA,
             ln1_post="post_self_attn_layernorm",
@@ -98,14 +97,13 @@ def glm4_moe(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture
     def channel_mixer(layer: int) -> ChannelMixerSpec:
         if layer < config.integer("first_k_dense_replace", 1, least=0):
             return build.mlp(config)
-        return sigmoid_experts(config, count=128, chosen=8, width=1408)
+        return sigmoid_experts(config, ExpertDefaults(count=128, chosen=8, width=1408))
 
     return build.decoder(
         config,
         build.attention(config, kv_heads=8, qkv_bias=config.flag("attention_bias", False), qk_norm=qk_norm),
         channel_mixer,
-        rope=build.rope_everywhere(share=0.5),
+        context=build.Context(131072, rope=build.rope_everywhere(share=0.5)),
         eps=eps,
-        max_positions=131072,
         spelling=SHARED,
     )

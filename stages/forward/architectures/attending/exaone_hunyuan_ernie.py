@@ -14,7 +14,7 @@ from ..mixers import ChannelMixerSpec, ExpertsSpec, QkNorm
 from ..transformer import ConfigReader, RopeConfig
 from . import builders as build
 from .builders import TensorShapes, Windows, family
-from .experts import SHARED, is_listed_dense, sigmoid_experts
+from .experts import SHARED, ExpertDefaults, ExpertKeys, is_listed_dense, sigmoid_experts
 from .qwen import SHAPED_AS_GPT2
 
 
@@ -29,8 +29,8 @@ def exaone(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
         config,
         build.attention(config),
         build.mlp(config),
+        context=build.Context(2048),
         eps=config.number("layer_norm_epsilon", 1e-5),
-        max_positions=2048,
         spelling=replace(
             SHAPED_AS_GPT2,
             attention="attn.attention.",
@@ -49,11 +49,13 @@ def exaone4(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
         config,
         build.attention(config, kv_heads=32, qk_norm=QkNorm("head", eps)),
         build.mlp(config),
-        rope=build.rope_in_windows(unless_none=True),
-        windows=build.windows_by_type(config, build.every_nth_full(4, "sliding_window_pattern")),
+        context=build.Context(
+            2048,
+            rope=build.rope_in_windows(unless_none=True),
+            windows=build.windows_by_type(config, build.every_nth_full(4, "sliding_window_pattern")),
+        ),
         norms="after",
         eps=eps,
-        max_positions=2048,
     )
 
 
@@ -65,28 +67,24 @@ def exaone_moe(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitectu
         is_dense = is_listed_dense(config, layer)
         if is_dense is None:
             is_dense = layer < config.integer("first_k_dense_replace", 1, least=0)
-        return (
-            build.mlp(config)
-            if is_dense
-            else sigmoid_experts(
-                config,
-                count=64,
-                chosen=8,
-                width=1024,
-                factor=2.5,
-                count_key="num_experts",
-                shared_key="num_shared_experts",
-            )
+        if is_dense:
+            return build.mlp(config)
+        return sigmoid_experts(
+            config,
+            ExpertDefaults(count=64, chosen=8, width=1024, factor=2.5),
+            keys=ExpertKeys(count="num_experts", shared="num_shared_experts"),
         )
 
     return build.decoder(
         config,
         build.attention(config, kv_heads=32, qk_norm=QkNorm("head", eps)),
         channel_mixer,
-        rope=build.rope_in_windows(unless_none=True),
-        windows=build.windows_by_type(config, build.every_nth_full(4, "sliding_window_pattern")),
+        context=build.Context(
+            2048,
+            rope=build.rope_in_windows(unless_none=True),
+            windows=build.windows_by_type(config, build.every_nth_full(4, "sliding_window_pattern")),
+        ),
         eps=eps,
-        max_positions=2048,
         spelling=replace(SHARED, experts=replace(SHARED.experts, correction="e_score_correction_bias")),
     )
 
@@ -118,9 +116,8 @@ def hunyuan_v1_dense(config: ConfigReader, shapes: TensorShapes) -> ComposedArch
             config, bias=build.attention_bias(config), qk_norm=QkNorm("head", eps, after_rope=True)
         ),
         build.mlp(config),
-        rope=_stretched_by_alpha,
+        context=build.Context(2048, rope=_stretched_by_alpha),
         eps=eps,
-        max_positions=2048,
         spelling=OF_HUNYUAN,
     )
 
@@ -151,9 +148,8 @@ def hunyuan_v1_moe(config: ConfigReader, shapes: TensorShapes) -> ComposedArchit
             config, bias=build.attention_bias(config), qk_norm=QkNorm("head", eps, after_rope=True)
         ),
         experts,
-        rope=_stretched_by_alpha,
+        context=build.Context(2048, rope=_stretched_by_alpha),
         eps=eps,
-        max_positions=2048,
         spelling=replace(
             OF_HUNYUAN,
             experts=replace(OF_HUNYUAN.experts, router="gate.wg", shared="mlp.shared_mlp."),
@@ -171,14 +167,9 @@ def hy_v3(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
             return build.mlp(config, bias=bias)
         return sigmoid_experts(
             config,
-            count=192,
-            chosen=8,
-            width=1536,
+            ExpertDefaults(count=192, chosen=8, width=1536, factor=2.826),
+            keys=ExpertKeys(count="num_experts", shared="num_shared_experts", factor="router_scaling_factor"),
             sums_to_one=None,
-            factor=2.826,
-            factor_key="router_scaling_factor",
-            count_key="num_experts",
-            shared_key="num_shared_experts",
             bias=bias,
         )
 
@@ -188,9 +179,8 @@ def hy_v3(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
             config, head_dim=128, kv_heads=8, bias=build.attention_bias(config), qk_norm=QkNorm("head", eps)
         ),
         channel_mixer,
-        rope=build.rope_everywhere(11158840.0),
+        context=build.Context(131072, rope=build.rope_everywhere(11158840.0)),
         eps=eps,
-        max_positions=131072,
         spelling=replace(
             LLAMA,
             experts=ExpertNames(router="router.gate", shared="mlp.shared_mlp.", correction="expert_bias"),
@@ -208,9 +198,8 @@ def ernie4_5(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture
         config,
         build.attention(config, head_dim=128, kv_heads=2, bias=bias),
         build.mlp(config, bias=bias),
-        rope=build.rope_everywhere(500000.0, interleaved=True),
+        context=build.Context(131072, rope=build.rope_everywhere(500000.0, interleaved=True)),
         eps=config.number("rms_norm_eps", 1e-5),
-        max_positions=131072,
         tied=True,
     )
 
@@ -244,9 +233,8 @@ def ernie4_5_moe(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitec
         config,
         build.attention(config, kv_heads=4, bias=bias),
         channel_mixer,
-        rope=build.rope_everywhere(500000.0, interleaved=True),
+        context=build.Context(131072, rope=build.rope_everywhere(500000.0, interleaved=True)),
         eps=config.number("rms_norm_eps", 1e-5),
-        max_positions=131072,
         has_head_bias=bias,
         tied=True,
         spelling=replace(

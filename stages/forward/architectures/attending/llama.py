@@ -36,8 +36,8 @@ def llama(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
         config,
         build.attention(config, bias=build.attention_bias(config)),
         build.mlp(config, bias=_mlp_bias(config)),
+        context=build.Context(2048),
         eps=config.number("rms_norm_eps", 1e-6),
-        max_positions=2048,
     )
 
 
@@ -48,9 +48,8 @@ def helium(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
         config,
         build.attention(config, width=width, kv_heads=20, qkv_bias=bias),
         build.mlp(config, bias=_mlp_bias(config)),
-        rope=build.rope_everywhere(100000.0, interleaved=True),
+        context=build.Context(4096, rope=build.rope_everywhere(100000.0, interleaved=True)),
         eps=config.number("rms_norm_eps", 1e-8),
-        max_positions=4096,
     )
 
 
@@ -63,10 +62,8 @@ def phi3(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
         config,
         build.attention(config, layout="by part"),
         build.mlp(config, is_fused=True),
-        rope=rope,
-        windows=build.window_everywhere(config),
+        context=build.Context(4096, rope=rope, windows=build.window_everywhere(config)),
         eps=config.number("rms_norm_eps", 1e-5),
-        max_positions=4096,
         spelling=replace(LLAMA, attention_in="qkv_proj", mlp_parts=("gate_up_proj", "down_proj")),
     )
 
@@ -77,8 +74,8 @@ def arcee(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
         config,
         build.attention(config, bias=build.attention_bias(config)),
         build.mlp(config, read_activation(config, "relu2"), is_gated=False, bias=_mlp_bias(config)),
+        context=build.Context(4096),
         eps=config.number("rms_norm_eps", 1e-5),
-        max_positions=4096,
     )
 
 
@@ -94,8 +91,8 @@ def seed_oss(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture
             o_bias=config.flag("attention_out_bias", False),
         ),
         build.mlp(config, bias=_mlp_bias(config)),
+        context=build.Context(524288),
         eps=config.number("rms_norm_eps", 1e-6),
-        max_positions=524288,
     )
 
 
@@ -111,10 +108,12 @@ def smollm3(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
         config,
         build.attention(config, kv_heads=4, bias=build.attention_bias(config)),
         build.mlp(config, bias=_mlp_bias(config)),
-        rope=build.rope_where_flagged(2000000.0),
-        windows=build.windows_by_type(config, types, None, has_flag=True),
+        context=build.Context(
+            32768,
+            rope=build.rope_where_flagged(2000000.0),
+            windows=build.windows_by_type(config, types, None, has_flag=True),
+        ),
         eps=config.number("rms_norm_eps", 1e-6),
-        max_positions=32768,
         tied=True,
     )
 
@@ -126,9 +125,13 @@ def apertus(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
         config,
         build.attention(config, bias=build.attention_bias(config), qk_norm=QkNorm("head", eps)),
         build.mlp(config, read_activation(config, "xielu"), is_gated=False),
-        rope=build.rope_everywhere(12000000.0, default={**LLAMA3, "rope_theta": 12000000.0, "factor": 8.0}),
+        context=build.Context(
+            65536,
+            rope=build.rope_everywhere(
+                12000000.0, default={**LLAMA3, "rope_theta": 12000000.0, "factor": 8.0}
+            ),
+        ),
         eps=eps,
-        max_positions=65536,
         spelling=replace(LLAMA, ln1="attention_layernorm", ln2="feedforward_layernorm"),
     )
 
@@ -141,9 +144,8 @@ def bitnet(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
         config,
         build.attention(config, kv_heads=5, bias=build.attention_bias(config), inner_norm_eps=eps),
         build.mlp(config, read_activation(config, "relu2"), inner_norm_eps=eps),
-        rope=build.rope_everywhere(500000.0),
+        context=build.Context(2048, rope=build.rope_everywhere(500000.0)),
         eps=eps,
-        max_positions=2048,
         spelling=replace(LLAMA, inner_norms=("attn_sub_norm", "ffn_sub_norm")),
     )
 
@@ -154,10 +156,14 @@ def cwm(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
         config,
         build.attention(config, head_dim=128, kv_heads=8),
         build.mlp(config, bias=_mlp_bias(config)),
-        rope=build.rope_everywhere(1000000.0, default={**LLAMA3, "rope_theta": 1000000.0, "factor": 16.0}),
-        windows=build.windows_by_type(config, build.first_of_four_full, 8192),
+        context=build.Context(
+            131072,
+            rope=build.rope_everywhere(
+                1000000.0, default={**LLAMA3, "rope_theta": 1000000.0, "factor": 16.0}
+            ),
+            windows=build.windows_by_type(config, build.first_of_four_full, 8192),
+        ),
         eps=config.number("rms_norm_eps", 1e-5),
-        max_positions=131072,
     )
 
 
@@ -177,9 +183,8 @@ def diffllama(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitectur
         config,
         mixer,
         build.mlp(config),
-        head_dim=heads.head_dim,
+        context=build.Context(2048, head_dim=heads.head_dim),
         eps=eps,
-        max_positions=2048,
     )
 
 
@@ -194,11 +199,14 @@ def doge(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
             config, bias=build.attention_bias(config), has_value_scores=True, qk_norm=QkNorm("head", eps)
         ),
         build.mlp(config, bias=_mlp_bias(config)),
-        windows=build.window_everywhere(config),
+        context=build.Context(
+            2048,
+            windows=build.window_everywhere(
+                config
+            ),  # With more keys, the reference masks those with the smallest value scores.
+            longest=config.integer("keep_window_size", 2048),
+        ),
         eps=eps,
-        max_positions=2048,
-        # Of more keys the reference leaves out those whose values say least.
-        longest=config.integer("keep_window_size", 2048),
         spelling=replace(LLAMA, gains=("input_residual", "post_attention_residual")),
     )
     return build.with_layers(model, lambda layer: {"has_gains": True})
@@ -210,8 +218,8 @@ def internlm3(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitectur
         config,
         build.attention(config, head_dim=128, kv_heads=2, bias=build.attention_bias(config)),
         build.mlp(config, bias=_mlp_bias(config)),
+        context=build.Context(32768),
         eps=config.number("rms_norm_eps", 1e-5),
-        max_positions=32768,
     )
 
 
@@ -222,8 +230,8 @@ def internlm2(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitectur
         config,
         build.attention(config, bias=config.flag("bias", True), layout="by head"),
         build.mlp(config),
+        context=build.Context(2048),
         eps=config.number("rms_norm_eps", 1e-6),
-        max_positions=2048,
         spelling=replace(
             LLAMA,
             embed="model.tok_embeddings",
@@ -252,8 +260,8 @@ def baichuan(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture
         config,
         build.attention(config, layout="by part"),
         build.mlp(config),
+        context=build.Context(4096),
         eps=config.number("rms_norm_eps", 1e-6),
-        max_positions=4096,
         spelling=replace(LLAMA, attention_in="W_pack"),
     )
 
@@ -264,8 +272,8 @@ def iquestcoder(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitect
         config,
         build.attention(config, head_dim=128, kv_heads=8, bias=build.attention_bias(config)),
         build.mlp(config, bias=_mlp_bias(config)),
+        context=build.Context(131072),
         eps=config.number("rms_norm_eps", 1e-5),
-        max_positions=131072,
     )
 
 
@@ -277,9 +285,9 @@ def jais2(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
         build.mlp(
             config, read_activation(config, "relu2"), is_gated=False, bias=config.flag("mlp_bias", True)
         ),
+        context=build.Context(8192),
         norm_type="layer",
         eps=config.number("layer_norm_eps", 1e-5),
-        max_positions=8192,
     )
 
 
@@ -292,11 +300,10 @@ def nanochat(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture
         config,
         build.attention(config, bias=build.attention_bias(config), qk_norm=qk_norm),
         build.mlp(config, read_activation(config, "relu2"), is_gated=False),
-        rope=build.rope_everywhere(is_backwards=True),
+        context=build.Context(2048, rope=build.rope_everywhere(is_backwards=True)),
         has_embedding_norm=True,
         has_norm_weights=False,
         eps=eps,
-        max_positions=2048,
         final_logit_softcapping=config.optional_number("final_logit_softcapping", 15.0),
         spelling=replace(LLAMA, mlp_parts=("fc1", "fc2")),
     )
@@ -308,11 +315,10 @@ def nemotron(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture
         config,
         build.attention(config, bias=build.attention_bias(config)),
         build.mlp(config, read_activation(config, "relu2"), is_gated=False, bias=_mlp_bias(config)),
-        rope=build.rope_everywhere(share=0.5),
+        context=build.Context(4096, rope=build.rope_everywhere(share=0.5)),
         norm_type="layer",
         has_unit_norms=True,
         eps=config.number("norm_eps", 1e-5),
-        max_positions=4096,
     )
 
 
@@ -377,11 +383,13 @@ def llama4_text(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitect
         config,
         mixer,
         lambda layer: _mlp_of_llama4(config, layer),
-        rope=build.rope_where_flagged(500000.0, interleaved=True),
-        head_dim=heads.head_dim,
-        windows=_chunks(config),
+        context=build.Context(
+            131072,
+            rope=build.rope_where_flagged(500000.0, interleaved=True),
+            windows=_chunks(config),
+            head_dim=heads.head_dim,
+        ),
         eps=eps,
-        max_positions=131072,
         spelling=replace(
             LLAMA,
             mlp="feed_forward.",
@@ -424,9 +432,8 @@ def llada(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
         config,
         build.attention(config, qkv_bias=config.flag("include_qkv_bias", False)),
         build.mlp(config),
-        looks_ahead=True,
+        context=build.Context(4096, looks_ahead=True),
         eps=config.number("rms_norm_eps", 1e-5),
-        max_positions=4096,
         spelling=replace(
             LLAMA,
             embed="model.transformer.wte",

@@ -42,9 +42,8 @@ def mistral(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
         config,
         build.attention(config, kv_heads=8),
         build.mlp(config),
-        windows=build.windows_where_listed(config, lambda layer: True, size),
+        context=build.Context(131072, windows=build.windows_where_listed(config, lambda layer: True, size)),
         eps=config.number("rms_norm_eps", 1e-6),
-        max_positions=131072,
     )
 
 
@@ -60,10 +59,10 @@ def mixtral(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
             read_activation(config),
             routing="softmax of chosen",
         ),
-        rope=build.rope_everywhere(1000000.0),
-        windows=build.window_everywhere(config),
+        context=build.Context(
+            131072, rope=build.rope_everywhere(1000000.0), windows=build.window_everywhere(config)
+        ),
         eps=config.number("rms_norm_eps", 1e-5),
-        max_positions=131072,
         spelling=OF_MIXTRAL_EXPERTS,
     )
 
@@ -80,10 +79,12 @@ def ministral3(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitectu
         config,
         build.attention(config, head_dim=128, kv_heads=8, temperature_tuning=tuning),
         build.mlp(config),
-        rope=build.rope_everywhere(default=YARN_OF_MINISTRAL),
-        windows=build.window_everywhere(config),
+        context=build.Context(
+            262144,
+            rope=build.rope_everywhere(default=YARN_OF_MINISTRAL),
+            windows=build.window_everywhere(config),
+        ),
         eps=config.number("rms_norm_eps", 1e-5),
-        max_positions=262144,
     )
 
 
@@ -108,11 +109,11 @@ def phimoe(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
         config,
         build.attention(config, kv_heads=8, bias=build.attention_bias(config)),
         experts,
-        rope=build.rope_everywhere(1000000.0),
-        windows=build.window_everywhere(config),
+        context=build.Context(
+            131072, rope=build.rope_everywhere(1000000.0), windows=build.window_everywhere(config)
+        ),
         norm_type="layer",
         eps=config.number("rms_norm_eps", 1e-5),
-        max_positions=131072,
         has_head_bias=config.flag("lm_head_bias", False),
         spelling=OF_MIXTRAL_EXPERTS,
     )

@@ -16,7 +16,7 @@ from ..mixers import ChannelMixerSpec, ExpertsSpec, GatedAttentionSpec, QkNorm, 
 from ..transformer import ConfigReader, RopeConfig
 from . import builders as build
 from .builders import TensorShapes, family
-from .experts import SHARED, is_listed_dense, qwen_experts, sigmoid_experts
+from .experts import SHARED, ExpertDefaults, ExpertKeys, is_listed_dense, qwen_experts, sigmoid_experts
 from .olmo_granite import unless_one
 
 YARN_OF_GPT_OSS = {
@@ -48,10 +48,12 @@ def gpt_oss(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
             config, head_dim=64, kv_heads=8, bias=config.flag("attention_bias", True), attention_sinks=True
         ),
         experts,
-        rope=build.rope_everywhere(150000.0, default=YARN_OF_GPT_OSS),
-        windows=build.windows_by_type(config, build.every_nth_full(2), 128),
+        context=build.Context(
+            131072,
+            rope=build.rope_everywhere(150000.0, default=YARN_OF_GPT_OSS),
+            windows=build.windows_by_type(config, build.every_nth_full(2), 128),
+        ),
         eps=config.number("rms_norm_eps", 1e-5),
-        max_positions=131072,
         spelling=replace(
             LLAMA,
             experts=ExpertNames(
@@ -74,25 +76,24 @@ def afmoe(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
             return build.mlp(config)
         return sigmoid_experts(
             config,
-            count=64,
-            chosen=6,
-            width=1408,
-            shared=2,
+            ExpertDefaults(count=64, chosen=6, width=1408, shared=2),
+            keys=ExpertKeys(count="num_experts", shared="num_shared_experts", factor="route_scale"),
             sums_to_one=None,
-            factor_key="route_scale",
-            count_key="num_experts",
-            shared_key="num_shared_experts",
         )
 
     return build.decoder(
         config,
         GatedAttentionSpec(**vars(heads), has_gate_projection=True),
         channel_mixer,
-        rope=build.rope_in_windows(),
-        windows=build.windows_by_type(config, build.every_nth_full(4, "global_attn_every_n_layers"), 1024),
+        context=build.Context(
+            16384,
+            rope=build.rope_in_windows(),
+            windows=build.windows_by_type(
+                config, build.every_nth_full(4, "global_attn_every_n_layers"), 1024
+            ),
+        ),
         norms="around",
         eps=eps,
-        max_positions=16384,
         embedding_scale=unless_one(math.sqrt(config.integer("hidden_size")) if is_scaled else 1.0),
         spelling=replace(
             LLAMA,
@@ -110,15 +111,16 @@ def dots1(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
     def channel_mixer(layer: int) -> ChannelMixerSpec:
         if layer < config.integer("first_k_dense_replace", 0, least=0):
             return build.mlp(config)
-        return sigmoid_experts(config, count=None, chosen=None, width=1408, shared=None, sums_to_one=False)
+        # The reference has no defaults for the numbers of experts of dots.llm1.
+        defaults = ExpertDefaults(count=None, chosen=None, width=1408, shared=None)
+        return sigmoid_experts(config, defaults, sums_to_one=False)
 
     return build.decoder(
         config,
         build.attention(config, kv_heads=32, bias=build.attention_bias(config), qk_norm=QkNorm("head", eps)),
         channel_mixer,
-        windows=build.windows_by_type(config, build.full_then_windows(62)),
+        context=build.Context(2048, windows=build.windows_by_type(config, build.full_then_windows(62))),
         eps=eps,
-        max_positions=2048,
         spelling=SHARED,
     )
 
@@ -153,9 +155,8 @@ def jetmoe(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
         config,
         mixer,
         experts,
-        head_dim=heads.head_dim,
+        context=build.Context(4096, head_dim=heads.head_dim),
         eps=config.number("rms_norm_eps", 1e-6),
-        max_positions=4096,
         tied=True,
         spelling=replace(
             LLAMA,
@@ -183,11 +184,13 @@ def kolibri1(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture
         config,
         build.attention(config, head_dim=128, kv_heads=4, qk_norm=QkNorm("head", eps)),
         experts,
-        rope=build.rope_in_windows(),
-        windows=build.windows_by_type(config, build.every_nth_full(5), 513),
+        context=build.Context(
+            262144,
+            rope=build.rope_in_windows(),
+            windows=build.windows_by_type(config, build.every_nth_full(5), 513),
+        ),
         norms="around",
         eps=eps,
-        max_positions=262144,
         spelling=replace(
             SHARED,
             ln1_post="post_attn_norm",
@@ -212,10 +215,12 @@ def mellum(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
             config, head_dim=128, kv_heads=4, bias=build.attention_bias(config), qk_norm=QkNorm("head", eps)
         ),
         channel_mixer,
-        rope=build.two_ropes(500000.0, 10000.0),
-        windows=build.windows_by_type(config, build.every_layer_full, 1024),
+        context=build.Context(
+            131072,
+            rope=build.two_ropes(500000.0, 10000.0),
+            windows=build.windows_by_type(config, build.every_layer_full, 1024),
+        ),
         eps=eps,
-        max_positions=131072,
     )
 
 
@@ -224,9 +229,8 @@ def solar_open(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitectu
     return build.decoder(
         config,
         build.attention(config, head_dim=128, kv_heads=8, qkv_bias=config.flag("attention_bias", False)),
-        lambda layer: sigmoid_experts(config, count=128, chosen=8, width=1280),
-        rope=build.rope_everywhere(1000000.0),
+        lambda layer: sigmoid_experts(config, ExpertDefaults(count=128, chosen=8, width=1280)),
+        context=build.Context(131072, rope=build.rope_everywhere(1000000.0)),
         eps=config.number("rms_norm_eps", 1e-5),
-        max_positions=131072,
         spelling=SHARED,
     )

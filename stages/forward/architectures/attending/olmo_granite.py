@@ -28,11 +28,11 @@ def olmo(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
             config, bias=build.attention_bias(config), clip_qkv=config.optional_number("clip_qkv")
         ),
         build.mlp(config),
+        context=build.Context(2048),
         norm_type="layer",
         norm_biases="none",
         has_norm_weights=False,
         eps=1e-5,
-        max_positions=2048,
     )
 
 
@@ -43,9 +43,9 @@ def olmo2(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
         config,
         build.attention(config, bias=build.attention_bias(config), qk_norm=QkNorm("all", eps)),
         build.mlp(config),
+        context=build.Context(2048),
         norms="after",
         eps=eps,
-        max_positions=2048,
     )
 
 
@@ -56,11 +56,13 @@ def olmo3(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
         config,
         build.attention(config, bias=build.attention_bias(config), qk_norm=QkNorm("all", eps)),
         build.mlp(config),
-        rope=build.two_ropes(500000.0, 500000.0),
-        windows=build.windows_by_type(config, build.every_nth_full(4)),
+        context=build.Context(
+            2048,
+            rope=build.two_ropes(500000.0, 500000.0),
+            windows=build.windows_by_type(config, build.every_nth_full(4)),
+        ),
         norms="after",
         eps=eps,
-        max_positions=2048,
     )
 
 
@@ -71,8 +73,8 @@ def olmoe(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
         config,
         build.attention(config, bias=build.attention_bias(config), qk_norm=QkNorm("all", eps)),
         qwen_experts(config, count=64, chosen=8, width=2048, width_key="intermediate_size"),
+        context=build.Context(4096),
         eps=eps,
-        max_positions=4096,
     )
 
 
@@ -83,10 +85,9 @@ def flex_olmo(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitectur
         config,
         build.attention(config, bias=build.attention_bias(config), qk_norm=QkNorm("all", eps)),
         qwen_experts(config, count=7, chosen=5, width=11008, width_key="intermediate_size"),
-        rope=build.rope_everywhere(500000.0),
+        context=build.Context(4096, rope=build.rope_everywhere(500000.0)),
         norms="after",
         eps=eps,
-        max_positions=4096,
     )
 
 
@@ -148,8 +149,8 @@ def granite(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
         config,
         _attention(config),
         build.mlp(config, bias=config.flag("mlp_bias", False), factors=(1.0, _residual(config))),
+        context=build.Context(2048),
         eps=config.number("rms_norm_eps", 1e-6),
-        max_positions=2048,
         **_ends(config),
     )
 
@@ -161,8 +162,8 @@ def granitemoe(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitectu
         config,
         _attention(config),
         _experts(config, has_shared=config.raw["model_type"] == "granitemoeshared"),
+        context=build.Context(2048),
         eps=config.number("rms_norm_eps", 1e-6),
-        max_positions=2048,
         spelling=OF_GRANITE,
         **_ends(config),
     )
@@ -195,10 +196,10 @@ def granite_swa(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitect
         config,
         _attention(config, kv_heads=4, attention_sinks=True),
         build.mlp(config, bias=config.flag("mlp_bias", False), factors=(1.0, _residual(config))),
-        rope=_rope_by_theta,
-        windows=build.windows_by_type(config, build.first_of_four_full, 128),
+        context=build.Context(
+            8192, rope=_rope_by_theta, windows=build.windows_by_type(config, build.first_of_four_full, 128)
+        ),
         eps=config.number("rms_norm_eps", 1e-5),
-        max_positions=8192,
         tied=True,
         **_ends(config),
     )
@@ -210,10 +211,10 @@ def granitemoe_swa(config: ConfigReader, shapes: TensorShapes) -> ComposedArchit
         config,
         _attention(config, attention_sinks=True),
         _experts(config),
-        rope=_rope_by_theta,
-        windows=build.windows_by_type(config, build.first_of_four_full, 128),
+        context=build.Context(
+            2048, rope=_rope_by_theta, windows=build.windows_by_type(config, build.first_of_four_full, 128)
+        ),
         eps=config.number("rms_norm_eps", 1e-6),
-        max_positions=2048,
         spelling=replace(
             OF_GRANITE,
             experts=replace(
@@ -238,9 +239,9 @@ def hyperclovax(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitect
         config,
         build.attention(config, bias=build.attention_bias(config), scale=scale),
         build.mlp(config, bias=config.flag("mlp_bias", False)),
+        context=build.Context(2048),
         norms="around",
         eps=config.number("rms_norm_eps", 1e-6),
-        max_positions=2048,
         embedding_scale=unless_one(config.number("embedding_multiplier", 1.0)),
         logit_factor=config.number("logits_scaling", 1.0),
         spelling=replace(LLAMA, ln1_post="post_norm1", ln2_post="post_norm2"),

@@ -39,10 +39,11 @@ def qwen(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
         config,
         build.attention(config, qkv_bias=True, layout="by part"),
         build.mlp(config, width=both // 2),
+        context=build.Context(
+            8192,  # For longer prompts the reference scales queries by log(position) and stretches rope.
+            longest=config.integer("seq_length", 8192),
+        ),
         eps=config.number("layer_norm_epsilon", 1e-6),
-        max_positions=8192,
-        # Beyond it, queries are scaled by their position and the rope stretches.
-        longest=config.integer("seq_length", 8192),
         spelling=SHAPED_AS_GPT2,
     )
 
@@ -53,9 +54,8 @@ def qwen2(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
         config,
         build.attention(config, kv_heads=32, qkv_bias=True),
         build.mlp(config),
-        windows=build.upper_windows(config),
+        context=build.Context(32768, windows=build.upper_windows(config)),
         eps=config.number("rms_norm_eps", 1e-6),
-        max_positions=32768,
     )
 
 
@@ -67,9 +67,8 @@ def qwen3(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
         config,
         build.attention(config, width=width, kv_heads=32, bias=bias, qk_norm=QkNorm("head", eps)),
         build.mlp(config),
-        windows=build.upper_windows(config),
+        context=build.Context(32768, windows=build.upper_windows(config)),
         eps=eps,
-        max_positions=32768,
     )
 
 
@@ -80,10 +79,12 @@ def qwen2_vl_text(config: ConfigReader, shapes: TensorShapes) -> ComposedArchite
         config,
         build.attention(config, kv_heads=8, qkv_bias=True),
         build.mlp(config),
-        rope=build.rope_everywhere(1000000.0),
-        windows=build.windows_by_type(config, build.full_then_windows(80), has_flag=True),
+        context=build.Context(
+            32768,
+            rope=build.rope_everywhere(1000000.0),
+            windows=build.windows_by_type(config, build.full_then_windows(80), has_flag=True),
+        ),
         eps=config.number("rms_norm_eps", 1e-5),
-        max_positions=32768,
     )
 
 
@@ -96,9 +97,8 @@ def qwen3_vl_text(config: ConfigReader, shapes: TensorShapes) -> ComposedArchite
             config, head_dim=128, kv_heads=32, bias=build.attention_bias(config), qk_norm=QkNorm("head", eps)
         ),
         build.mlp(config),
-        rope=build.rope_everywhere(500000.0),
+        context=build.Context(128000, rope=build.rope_everywhere(500000.0)),
         eps=eps,
-        max_positions=128000,
     )
 
 
@@ -125,9 +125,8 @@ def qwen2_moe(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitectur
         config,
         build.attention(config, kv_heads=16, qkv_bias=config.flag("qkv_bias", True)),
         _sparse(config, lambda: qwen_experts(config, count=60, chosen=4, width=1408, shared=5632)),
-        windows=build.windows_by_type(config, types, has_flag=True),
+        context=build.Context(32768, windows=build.windows_by_type(config, types, has_flag=True)),
         eps=config.number("rms_norm_eps", 1e-6),
-        max_positions=32768,
         spelling=replace(
             LLAMA,
             experts=ExpertNames(shared="mlp.shared_expert.", shared_gate="shared_expert_gate"),
@@ -146,9 +145,8 @@ def qwen3_moe(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitectur
         config,
         build.attention(config, kv_heads=4, bias=build.attention_bias(config), qk_norm=QkNorm("head", eps)),
         _sparse(config, lambda: qwen_experts(config, count=128, chosen=8, width=768)),
-        windows=windows,
+        context=build.Context(32768, windows=windows),
         eps=eps,
-        max_positions=32768,
     )
 
 
@@ -159,7 +157,6 @@ def dream(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
         config,
         build.attention(config, qkv_bias=True),
         build.mlp(config),
-        looks_ahead=True,
+        context=build.Context(131072, looks_ahead=True),
         eps=config.number("rms_norm_eps", 1e-6),
-        max_positions=131072,
     )
