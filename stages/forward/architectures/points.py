@@ -1,36 +1,42 @@
-"""Hook points: the named places of a forward pass, as one table.
+"""Hook points: the named places of a forward pass, as one table of names, axes and execution order.
 
-Knows names, axes and order; knows neither models nor tensors, and never imports torch.
+Border: no models and no tensors; never imports torch.
 
-Axes, in this order everywhere: ``batch head position hidden``. Sizes: hidden = residual width, d_head = width
-of one head, mlp = width inside the MLP, one = 1. Attention matrices are [batch, head, query_position,
-key_position]: row = query (target), column = key (source). ``kv_head`` counts key/value heads, which grouped-
-query models have fewer of. Recurrent state is [batch, head, key, value]: what was written under each key
-channel, so that reading is r^T S. Heads of state-space models have axes of their own, as a hybrid has others
-that attend: ``ssm_head``, ``ssm_key``, ``ssm_value``; ``ssm_group`` counts heads that share B and C. A head
-of Mamba-1 is one channel, of one value. So have mixers that write values under keys into a state and read it
-with queries, all of which are of one room, ``linear``: gated delta nets, lightning attention, gated linear
-units; ``linear_group`` counts heads that share queries and keys. In latent attention, keys and values of a
-head differ in width, so that it has a room of its own but for scores and pattern. In differential attention
-pairs of heads (``diff_head``) read values of both halves of the key heads (``diff_value``). In a mixture of
-attention the heads are those of the experts a token is sent to, one ``slot`` of them after the other.
+Axes, in this order everywhere: ``batch head position hidden``. Sizes: hidden = width of the residual stream,
+d_head = width of one head, mlp = hidden width of the MLP, one = 1. Attention matrices are [batch, head,
+query_position, key_position]: row = query (target), column = key (source). ``kv_head`` counts key and value
+heads; grouped-query attention has fewer of them than query heads. Recurrent states are [batch, head, key,
+value], so that reading is r^T S.
 
-An mLSTM (xLSTM) has a room of its own as well, as what it keeps is wider than its values: ``mlstm_cell``
-counts the columns of values, then the normaliser, then the logarithm of what both are over, in every row.
+Mixers other than attention have hook points with a prefix (a "room") and axes of their own, as hybrids have
+both:
 
-An encoder with a transform before its LM head has the points of that behind the final norm, or in its place;
-``embedding`` is the width of what the LM head reads there. Where norms stand on the sums of stream and output
-(BERT), ``ln1`` and ``ln2`` are met behind attention and MLP, as TransformerLens names them, and resid_mid and
-resid_post are what they give: the stream as the next layer reads it.
+* ``ssm`` (Mamba): ``ssm_head``, ``ssm_key``, ``ssm_value``; ``ssm_group`` counts groups of heads that share B
+  and C. A head of Mamba-1 is one channel, with one value.
+* ``linear`` (gated delta nets, linear and lightning attention, gated linear units): mixers that write values
+  under keys into a state and read it with queries. ``linear_group`` counts groups of heads that share queries
+  and keys.
+* ``latent`` (latent attention): keys and values of a head differ in width. Scores and pattern are those of
+  ``attn``.
+* ``diff`` (differential attention): pairs of heads (``diff_head``) read the values of both halves of the key
+  heads (``diff_value``).
+* ``moa`` (mixture of attention): heads of the experts of a token, ordered by ``slot``, the rank of the
+expert. * ``mlstm`` (xLSTM): ``mlstm_cell`` counts the columns of the state: values, then the normaliser, then
+the
+  logarithm of their common scale, in every row.
 
-Where layers share a block of attention and MLP ahead of their own mixer (Zamba), its points are those of any
-attention and MLP, and ``shared``; in such a layer they are met before ln1, which is the mixer's norm.
+An encoder with a transform before its language head has the points ``head_…`` after the final norm, or
+instead of it; ``embedding`` is the width of the head's input there. In post-norm models (BERT), ``ln1`` and
+``ln2`` are computed after attention and MLP, as in TransformerLens, and resid_mid and resid_post are their
+outputs: the stream as the next layer reads it.
 
-Where a model carries several streams beside each other (Gemma 3n), one of them is the residual stream, and
-``stream`` counts all of them in their order. Where layers read inputs of their own (Gemma 3n and 4),
-``layer_input`` is the width of these.
+If layers share a block of attention and MLP before their own mixer (Zamba), the block has the points of
+attention and MLP, and ``shared_…``; in such a layer they are computed before ln1, the mixer's norm.
 
-A recurrent network over numbers (stages/algzoo) has no layers but time steps, whose points are counted alike:
+If a model has several parallel streams (Gemma 3n), one of them is the residual stream, and ``stream`` counts
+all of them. If layers have inputs of their own (Gemma 3n and 4), ``layer_input`` is the width of these.
+
+A recurrent network over numbers (stages/algzoo) has time steps instead of layers:
 `HookPoint("rnn_hidden", 3)` is ``rnn.hook_hidden.3``. Its axes are [batch, neuron] and [batch, output].
 
 Three names mean one thing to the Rust library candle-mi, whose strings these are, and another to
@@ -81,32 +87,35 @@ LAYER_INPUT = ("batch", "position", "layer_input")
 
 @dataclass(frozen=True)
 class HookKind:
-    """One row of the table: a place that exists once per layer, or once per model."""
+    """One row of the table: a kind of hook point, which exists once per layer or once per model."""
 
     name: str
     """Short name, also the variable's name in a store: ``resid_post``."""
     path: str
     """String form; ``{}`` stands for the layer, or the time step: ``blocks.{}.hook_resid_post``."""
     dims: tuple[str, ...]
+    """Names of the axes of its activation."""
     meaning: str
+    """Description of the activation, for tables and messages."""
     transformer_lens: str | None = None
     """TL's string for the same quantity, where TL has one (up to the order of its axes)."""
     is_derived: bool = False
-    """Whether it is worked out for who asks, and nothing in the pass reads it: a change there would do
-    nothing."""
+    """Whether it is computed only for captures: nothing in the forward pass reads it, so that an intervention
+    there would have no effect."""
 
     @property
     def per_layer(self) -> bool:
-        """Whether there is one per layer, or per time step."""
+        """Whether it exists once per layer (or time step), instead of once per model."""
         return "{}" in self.path
 
     @property
     def counted(self) -> str:
-        """ "time" of points inside an RNN, which are there once per step, else "layer"."""
+        """What the number of a hook point counts: "time" steps of an RNN, else "layer"."""
         return "time" if self.path.startswith("rnn.") else "layer"
 
 
 def _block(name: str, suffix: str, dims: tuple[str, ...], meaning: str, tl: str | None = "") -> HookKind:
+    """A kind below "blocks.{}.". tl: name in TransformerLens; "" for the same path, None for none."""
     path = "blocks.{}." + suffix
     return HookKind(name, path, dims, meaning, path if tl == "" else tl)
 
@@ -114,23 +123,30 @@ def _block(name: str, suffix: str, dims: tuple[str, ...], meaning: str, tl: str 
 def _recurrent(
     name: str, dims: tuple[str, ...], meaning: str, *, room: str = "rwkv", derived: bool = False
 ) -> HookKind:
+    """A kind of a mixer with its own prefix `room`, without a name in TransformerLens."""
     return HookKind(f"{room}_{name}", f"blocks.{{}}.{room}.hook_{name}", dims, meaning, None, derived)
 
 
 def _states(
     room: str,
-    head: str,
-    key: str,
-    value: str,
-    decay: str,
+    axes: tuple[str, str, str, str],
     *,
     written: str,
     read: str,
     log: str = "",
     per: str = "",
 ) -> tuple[HookKind, ...]:
-    """What every room with a state has: how it decays, what is written, the states, and the attention it
-    amounts to. head, key, value, decay: its axes; the rest: in words what is particular to it."""
+    """Kinds of every mixer with a state: decays, writes, states, and the attention matrix equivalent to them.
+
+    Arguments:
+        room: Prefix of the mixer's kinds.
+        axes: Its axes: heads, keys, values, decays.
+        written: Formula of a token's write to the state, for the descriptions.
+        read: Relation between the attention matrix alpha and the output, for the descriptions.
+        log: Formula of the logarithm of the decay, for the descriptions.
+        per: Number of decays, for the descriptions.
+    """
+    head, key, value, decay = axes
 
     def kind(name: str, dims: tuple[str, ...], meaning: str, *, derived: bool = False) -> HookKind:
         return _recurrent(name, ("batch", head, *dims), meaning, room=room, derived=derived)
@@ -198,7 +214,7 @@ def _conv(name: str, meaning: str) -> HookKind:
     return _recurrent(name, HIDDEN, meaning, room="conv")
 
 
-# In execution order: planning "what runs last" is reading this table from the bottom.
+# In execution order: `HookPoint.order`, by which plans sort, is the index of a row.
 KINDS: tuple[HookKind, ...] = (
     HookKind(
         "embed",
@@ -285,7 +301,7 @@ KINDS: tuple[HookKind, ...] = (
     _recurrent("k", KEYS, "keys as they are written"),
     _recurrent("v", VALUES, "values as they are written"),
     _recurrent("g", VALUES, "gate of what was read"),
-    *_states("rwkv", "head", "key", "value", "key", written="k v^T", read="v = wkv_out"),
+    *_states("rwkv", ("head", "key", "value", "key"), written="k v^T", read="v = wkv_out"),
     _recurrent("wkv_out", VALUES, "what each head reads of the state, before its norm"),
     _ssm("gate", SSM_VALUES, "what multiplies what was read, after its activation"),
     _ssm(
@@ -301,7 +317,7 @@ KINDS: tuple[HookKind, ...] = (
     _ssm("C", SSM_GROUPS, "what reads the state, shared by the heads of a group"),
     *_states(
         "ssm",
-        *("ssm_head", "ssm_key", "ssm_value", "ssm_decay"),
+        ("ssm_head", "ssm_key", "ssm_value", "ssm_decay"),
         log=", dt A",
         per=": one number per head; in Mamba-1 one per key",
         written="dt B x",
@@ -324,7 +340,7 @@ KINDS: tuple[HookKind, ...] = (
     _linear("beta", LINEAR_ONE, "delta rule: how much of what the state holds under a key is replaced"),
     *_states(
         "linear",
-        *("linear_head", "linear_key", "linear_value", "linear_decay"),
+        ("linear_head", "linear_key", "linear_value", "linear_decay"),
         per=": one number per head; in Kimi Linear one per key",
         written="beta k v^T",
         read="v = linear.hook_out",
@@ -341,7 +357,7 @@ KINDS: tuple[HookKind, ...] = (
     ),
     *_states(
         "mlstm",
-        *("mlstm_head", "mlstm_key", "mlstm_cell", "one"),
+        ("mlstm_head", "mlstm_key", "mlstm_cell", "one"),
         written="e^i k [v, 1]^T",
         read="v = mlstm.hook_out",
     ),
@@ -499,15 +515,18 @@ KINDS: tuple[HookKind, ...] = (
 )
 BY_NAME = {kind.name: kind for kind in KINDS}
 LOGITS = "logits"
-"""The kind that no model lists: a pass gives logits without a hook, a store keeps what is made of them."""
+"""Kind of the logits. No model lists it in `hook_points`, as a pass returns logits without a hook; stores use
+it for values computed from logits."""
 STATE_ROOMS = ("rwkv", "ssm", "linear", "mlstm")
-"""Rooms of mixers with a state; each has the kinds of `_states`."""
+"""Prefixes of mixers with a recurrent state; each has the kinds of `_states`."""
 SPLIT_INPUTS = ("q_input", "k_input", "v_input")
-"""Copies of resid_pre, of which a change reaches queries, keys or values of a head and nothing else."""
+"""Separate copies of resid_pre for each head: a change at one affects only the queries, keys or values of
+that head."""
 _BY_NAME_ALONE = dict.fromkeys(SPLIT_INPUTS, "_input") | {"expert_out": "expert_out", LOGITS: LOGITS}
 _BY_NAME_ALONE |= dict.fromkeys((f"altup_{name}" for name in ("streams", "predicted", "corrected")), "altup")
-"""Kinds as large as many streams -> what a pattern must say to mean them."""
+"""Kind whose activation is as large as many residual streams -> text that a glob must contain to match it."""
 ORDER = {kind.name: place for place, kind in enumerate(KINDS)}
+"""Kind -> its index in execution order."""
 _MIXERS = {
     ".attn.": "attention",
     ".rwkv.": "an RWKV mixer",
@@ -521,7 +540,7 @@ _MIXERS = {
     ".cross_attn.": "cross-attention",
 }
 _LISTED = 8
-"""Layers a message lists."""
+"""Largest number of layers that a message lists."""
 _FIRST_AFTER_BLOCKS = ORDER["altup_merged"]
 _BY_PATH = {kind.path: kind for kind in KINDS}
 _BY_TRANSFORMER_LENS = {kind.transformer_lens: kind for kind in KINDS if kind.transformer_lens}
@@ -533,13 +552,13 @@ NNTERP = {
     "mlps_output": "mlp_post",
     "attention_probabilities": "pattern",
 }
-"""nnterp's name for every layer's -> kind."""
+"""Name in the library nnterp -> kind."""
 _NNTERP_NAME = re.compile(rf"({'|'.join(NNTERP)})\[(\d{{1,18}}|\*)\]")
 _NUMBER = re.compile(r"\.(\d{1,18})(?=\.|$)")
 
 
 class _At:
-    """Makes `HookPoint.resid_post(5)` and, for points outside the blocks, `HookPoint.embed()`."""
+    """Constructor of one kind: `HookPoint.resid_post(5)`, or `HookPoint.embed()` outside of layers."""
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
@@ -551,7 +570,7 @@ class _At:
 
 @dataclass(frozen=True)
 class HookPoint:
-    """A named place in a forward pass; equal to its string form wherever one is asked for.
+    """A named place in a forward pass. Functions that take hook points also accept their string form.
 
     >>> HookPoint.resid_post(5)
     HookPoint.resid_post(5)
@@ -560,11 +579,14 @@ class HookPoint:
     >>> HookPoint.parse("blocks.5.hook_resid_post") == HookPoint.resid_post(5)
     True
 
-    Raises HookPointNotFound for an unknown kind, or a layer where none (or one) belongs.
+    Raises:
+        HookPointNotFound: The kind is unknown, or a layer is missing or superfluous.
     """
 
     kind: str
+    """Name of its row in `KINDS`."""
     layer: int | None = None
+    """Number of the layer or time step, from 0; None for kinds outside of layers."""
 
     embed, resid_pre, ln1_scale = _At("embed"), _At("resid_pre"), _At("ln1_scale")
     pre_norm = _At("pre_norm")
@@ -656,29 +678,32 @@ class HookPoint:
 
     @classmethod
     def parse(cls, name: str) -> HookPoint:
-        """The point with this string form, or nnterp's (`own_name`); HookPointNotFound names the nearest one
-        otherwise."""
+        """The hook point with this string form, or with this name in nnterp (`own_name`).
+
+        Raises:
+            HookPointNotFound: There is no such point; the message names the nearest one.
+        """
         return cls._from_path(own_name(name), _BY_PATH)
 
     @classmethod
     def from_transformer_lens(cls, name: str) -> HookPoint:
-        """The point that holds what TransformerLens calls `name` (axes ordered as here, heads before
-        positions)."""
+        """The hook point of the quantity that TransformerLens calls `name`. Its axes are ordered as in this
+        module, heads before positions."""
         return cls._from_path(name, _BY_TRANSFORMER_LENS)
 
     @classmethod
     def _from_path(cls, name: str, table: dict[str, HookKind]) -> HookPoint:
-        found = _NUMBER.search(name)
-        layer = int(found.group(1)) if found else None
+        match = _NUMBER.search(name)
+        layer = int(match.group(1)) if match else None
         path = _NUMBER.sub(".{}", name, count=1)
         if path not in table:
-            places = [known.replace("{}", str(layer or 0)) for known in table]
-            raise HookPointNotFound(_unknown(name, places))
+            candidates = [row.replace("{}", str(layer or 0)) for row in table]
+            raise HookPointNotFound(_unknown(name, candidates))
         return cls(table[path].name, layer)
 
     @property
     def transformer_lens(self) -> str | None:
-        """TransformerLens's string for the same quantity, or None where it has none."""
+        """Name of the same quantity in TransformerLens; None if it has none."""
         name = BY_NAME[self.kind].transformer_lens
         return name and name.format(self.layer)
 
@@ -689,7 +714,7 @@ class HookPoint:
 
     @property
     def order(self) -> tuple[int, int]:
-        """Sort key: points compare as they come in a forward pass."""
+        """Sort key in execution order of a forward pass."""
         place = ORDER[self.kind]
         if self.layer is not None:
             return (self.layer, place)
@@ -703,7 +728,11 @@ class HookPoint:
 
 
 def as_point(point: HookPoint | str) -> HookPoint:
-    """Either spelling of a hook point as the value."""
+    """A hook point from itself or from its string form.
+
+    Raises:
+        HookPointNotFound: The string names no hook point, or the argument is something else.
+    """
     if isinstance(point, HookPoint):
         return point
     require_kind(
@@ -713,38 +742,45 @@ def as_point(point: HookPoint | str) -> HookPoint:
 
 
 def own_name(name: str) -> str:
-    """What nnterp calls ``layers_output[5]`` by its string form here, ``*`` for all layers; other names as
-    they are. Where a family norms what attention adds, ``attentions_output`` is what is added.
+    """Translate a name of nnterp, such as ``layers_output[5]``, to a string form; other names stay unchanged.
+
+    ``*`` stands for all layers. In families with a norm after attention, ``attentions_output`` is the output
+    after that norm.
 
     >>> own_name("layers_output[5]"), own_name("layers_input[*]")
     ('blocks.5.hook_resid_post', 'blocks.*.hook_resid_pre')
     """
-    found = _NNTERP_NAME.fullmatch(name)
-    return BY_NAME[NNTERP[found[1]]].path.format(found[2]) if found else name
+    match = _NNTERP_NAME.fullmatch(name)
+    return BY_NAME[NNTERP[match[1]]].path.format(match[2]) if match else name
 
 
 def is_glob(name: str) -> bool:
-    """Whether a name is a shell pattern."""
+    """Whether a name is a shell pattern: contains ``*``, ``?`` or ``[``."""
     return any(mark in name for mark in "*?[")
 
 
 def expand(pattern: str, points: Iterable[HookPoint]) -> list[HookPoint]:
-    """The points whose string form matches a shell pattern such as ``blocks.*.hook_resid_post``.
+    """The hook points whose string form matches a shell pattern such as ``blocks.*.hook_resid_post``.
 
-    Copies of the stream for each head are met by patterns alone that say ``_input``: they are resid_pre, as
-    many times as there are heads. So are outputs of each expert, by ``expert_out``, and several streams, by
-    ``altup``.
-    Raises HookPointNotFound when nothing matches: a pattern that means nothing here is a typing error.
+    Very large activations only match if the pattern names them: copies of the stream per head (``_input``),
+    outputs of each expert (``expert_out``), and parallel streams (``altup``).
+
+    Arguments:
+        pattern: Shell pattern, case-sensitive.
+        points: Hook points to choose from.
+
+    Raises:
+        HookPointNotFound: Nothing matches.
     """
-    held = list(points)
-    found = [
+    candidates = list(points)
+    matches = [
         point
-        for point in held
+        for point in candidates
         if fnmatch.fnmatchcase(str(point), pattern) and _BY_NAME_ALONE.get(point.kind, "") in pattern
     ]
-    if not found:
-        raise HookPointNotFound(_unknown(pattern, [str(point) for point in held]))
-    return found
+    if not matches:
+        raise HookPointNotFound(_unknown(pattern, [str(point) for point in candidates]))
+    return matches
 
 
 def points_of(kinds: Iterable[str], num_layers: int) -> tuple[HookPoint, ...]:
@@ -757,13 +793,24 @@ def points_of(kinds: Iterable[str], num_layers: int) -> tuple[HookPoint, ...]:
 
 
 def _unknown(name: str, candidates: Iterable[str]) -> str:
+    """Message for an unknown hook point, with the nearest candidate."""
     near = nearest(name, candidates)
     hint = f"; did you mean {near!r}?" if near else "; a model lists its own: `model.hook_points`"
     return f"there is no hook point {name!r:.200}{hint}"
 
 
 def require_known(points: Sequence[HookPoint], available: Sequence[HookPoint], model: str) -> None:
-    """Raise HookPointNotFound for the first point a model does not have, naming the nearest one it has."""
+    """Check that a model has all of these hook points.
+
+    Arguments:
+        points: Hook points to check.
+        available: All hook points of the model.
+        model: Name of the model, for the message.
+
+    Raises:
+        HookPointNotFound: A point is missing; the message names the layers that have its kind, or the nearest
+            point.
+    """
     for point in points:
         if point in available:
             continue
@@ -783,9 +830,10 @@ def require_known(points: Sequence[HookPoint], available: Sequence[HookPoint], m
 
 
 def _elsewhere(point: HookPoint, layers: Sequence[int], available: Sequence[HookPoint], model: str) -> str:
-    """That a layer has no point of a kind, as its mixer is another one; and which layers have one."""
-    here = [str(p) for p in available if p.layer == point.layer]
-    mixers = [told for room, told in _MIXERS.items() if any(room in path for path in here)]
+    """Message for a layer of a hybrid whose mixer lacks this kind: names its mixer, and the layers that have
+    the kind. layers: numbers of these layers."""
+    paths = [str(p) for p in available if p.layer == point.layer]
+    mixers = [words for room, words in _MIXERS.items() if any(room in path for path in paths)]
     listed = ", ".join(map(str, layers[:_LISTED]))
     more = f" and {len(layers) - _LISTED} more" if len(layers) > _LISTED else ""
     return (

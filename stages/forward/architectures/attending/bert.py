@@ -31,7 +31,7 @@ ABSOLUTE = {"position_embedding_type": "absolute"}
 """The only implemented value of that config key, except in ESM."""
 
 
-def of_bert(root: str) -> Spelling:
+def bert_spelling(root: str) -> Spelling:
     """Names of BERT's tensors. root: prefix of all tensors of the encoder, such as "bert."."""
     return Spelling(
         embed=f"{root}embeddings.word_embeddings",
@@ -62,21 +62,21 @@ def of_bert(root: str) -> Spelling:
     )
 
 
-def of_roberta(root: str) -> Spelling:
+def roberta_spelling(root: str) -> Spelling:
     """Names of RoBERTa's tensors: those of BERT, except for the language head. root: prefix of the encoder's
     tensors, such as "roberta."."""
-    bert_names = of_bert(root)
+    base = bert_spelling(root)
     return replace(
-        bert_names,
+        base,
         head="lm_head.decoder",
         encoder=replace(
-            bert_names.encoder, head_bias="lm_head.bias", transform=("lm_head.dense", "lm_head.layer_norm")
+            base.encoder, head_bias="lm_head.bias", transform=("lm_head.dense", "lm_head.layer_norm")
         ),
-        unread=(*bert_names.unread, "lm_head.bias"),
+        unread=(*base.unread, "lm_head.bias"),
     )
 
 
-OF_BERT = of_bert("bert.")
+BERT_SPELLING = bert_spelling("bert.")
 
 
 @dataclass(frozen=True)
@@ -164,20 +164,20 @@ def bert_family(model_type: str, examples: str, **options: Any) -> Callable[[Bui
 
 @bert_family("bert", "BERT")
 def bert(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    return bert_like(config, shapes, OF_BERT)
+    return bert_like(config, shapes, BERT_SPELLING)
 
 
 @bert_family("ernie", "ERNIE 1 to 3", never=(*NEVER, "use_task_id"))
 def ernie(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    return bert_like(config, shapes, of_bert("ernie."))
+    return bert_like(config, shapes, bert_spelling("ernie."))
 
 
 @bert_family("bert-generation", "BERT for generation")
 def bert_generation(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
     spelling = replace(
-        OF_BERT,
+        BERT_SPELLING,
         head="lm_head.decoder",
-        encoder=replace(OF_BERT.encoder, head_bias="lm_head.bias", transform=("", ""), token_types=""),
+        encoder=replace(BERT_SPELLING.encoder, head_bias="lm_head.bias", transform=("", ""), token_types=""),
         unread=("bert.embeddings.position_ids", "lm_head.bias"),
     )
     return bert_like(config, shapes, spelling, token_types=None, transform=None)
@@ -188,7 +188,7 @@ def megatron_bert(config: ConfigReader, shapes: TensorShapes) -> ComposedArchite
     return bert_like(
         config,
         shapes,
-        replace(OF_BERT, ln1="attention.ln", ln2="ln", final_norm="bert.encoder.ln"),
+        replace(BERT_SPELLING, ln1="attention.ln", ln2="ln", final_norm="bert.encoder.ln"),
         norms="before",
         has_embedding_norm=False,
         has_final_norm=True,
@@ -203,11 +203,11 @@ def _projected_width(width: int, hidden: int) -> int | None:
 @bert_family("electra", "ELECTRA, its generator", never=UNSUPPORTED)
 def electra(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
     width = config.integer("embedding_size", 128)
-    bert_names = of_bert("electra.")
+    base = bert_spelling("electra.")
     spelling = replace(
-        bert_names,
+        base,
         encoder=replace(
-            bert_names.encoder,
+            base.encoder,
             embed_in="electra.embeddings_project",
             head_bias="",
             transform=("generator_predictions.dense", "generator_predictions.LayerNorm"),
@@ -226,13 +226,13 @@ def electra(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
 @bert_family("roformer", "RoFormer", never=(*UNSUPPORTED, "rotary_value"))
 def roformer(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
     hidden = config.integer("hidden_size")
-    bert_names = of_bert("roformer.")
+    base = bert_spelling("roformer.")
     spelling = replace(
-        bert_names,
-        encoder=replace(bert_names.encoder, embed_in="roformer.embeddings_project"),
+        base,
+        encoder=replace(base.encoder, embed_in="roformer.embeddings_project"),
         positions="",
         # A stored table of sines and cosines that are always the same; rope is computed here.
-        unread=(*bert_names.unread, "roformer.encoder.embed_positions.weight"),
+        unread=(*base.unread, "roformer.encoder.embed_positions.weight"),
     )
     return bert_like(
         config,
@@ -251,11 +251,11 @@ def roformer(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture
 @bert_family("rembert", "RemBERT")
 def rembert(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
     eps = config.number("layer_norm_eps", 1e-12)
-    bert_names = of_bert("rembert.")
+    base = bert_spelling("rembert.")
     spelling = replace(
-        bert_names,
+        base,
         encoder=replace(
-            bert_names.encoder,
+            base.encoder,
             embed_in="rembert.encoder.embedding_hidden_mapping_in",
             head_bias="",
             transform=("cls.predictions.dense", "cls.predictions.LayerNorm"),
@@ -276,11 +276,11 @@ def rembert(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
 def albert(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
     """Layers in groups; the layers of a group share all their weights."""
     layers, groups = build.layers_of(config), config.integer("num_hidden_groups", 1)
-    bert_names = of_bert("albert.")
+    base = bert_spelling("albert.")
     spelling = replace(
-        bert_names,
+        base,
         encoder=replace(
-            bert_names.encoder,
+            base.encoder,
             embed_in="albert.encoder.embedding_hidden_mapping_in",
             head_bias="predictions.bias",
             transform=("predictions.dense", "predictions.LayerNorm"),
@@ -322,11 +322,11 @@ def albert(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
     },
 )
 def distilbert(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    bert_names = of_bert("distilbert.")
+    base = bert_spelling("distilbert.")
     spelling = replace(
-        bert_names,
+        base,
         head="vocab_projector",
-        encoder=replace(bert_names.encoder, head_bias="", transform=("vocab_transform", "vocab_layer_norm")),
+        encoder=replace(base.encoder, head_bias="", transform=("vocab_transform", "vocab_layer_norm")),
         layer="distilbert.transformer.layer.{}.",
         ln1="sa_layer_norm",
         ln2="output_layer_norm",
@@ -348,7 +348,7 @@ def squeezebert(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitect
     keys |= {"intermediate_groups": 4, "output_groups": 4}
     groups = tuple(config.integer(key, default) for key, default in keys.items())
     spelling = replace(
-        of_bert("transformer."),
+        bert_spelling("transformer."),
         layer="transformer.encoder.layers.{}.",
         attention="",
         attention_parts=("attention.query", "attention.key", "attention.value"),
@@ -388,18 +388,18 @@ def roberta_like(
 @bert_family("camembert", "CamemBERT")
 @bert_family("roberta", "RoBERTa")
 def roberta(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    return roberta_like(config, shapes, of_roberta("roberta."))
+    return roberta_like(config, shapes, roberta_spelling("roberta."))
 
 
 @bert_family("data2vec-text", "data2vec, text")
 def data2vec_text(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    return roberta_like(config, shapes, of_roberta("data2vec_text."))
+    return roberta_like(config, shapes, roberta_spelling("data2vec_text."))
 
 
 @bert_family("xlm-roberta-xl", "XLM-RoBERTa XL and XXL")
 def xlm_roberta_xl(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
     spelling = replace(
-        of_roberta("roberta."),
+        roberta_spelling("roberta."),
         ln1="attention.self_attn_layer_norm",
         ln2="LayerNorm",
         final_norm="roberta.encoder.LayerNorm",
@@ -420,7 +420,7 @@ def xlm_roberta_xl(config: ConfigReader, shapes: TensorShapes) -> ComposedArchit
 @bert_family("roberta-prelayernorm", "efficient MLM")
 def roberta_prelayernorm(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
     spelling = replace(
-        of_roberta("roberta_prelayernorm."),
+        roberta_spelling("roberta_prelayernorm."),
         ln1="attention.LayerNorm",
         ln2="intermediate.LayerNorm",
         final_norm="roberta_prelayernorm.LayerNorm",
@@ -431,11 +431,11 @@ def roberta_prelayernorm(config: ConfigReader, shapes: TensorShapes) -> Composed
 @bert_family("luke", "LUKE, its words")
 def luke(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
     entities, predictions = "luke.entity_embeddings.", "entity_predictions."
-    roberta_names = of_roberta("luke.")
+    base = roberta_spelling("luke.")
     spelling = replace(
-        roberta_names,
+        base,
         unread=(
-            *roberta_names.unread,
+            *base.unread,
             f"{entities}entity_embeddings.weight",
             f"{entities}entity_embedding_dense.weight",
             f"{entities}position_embeddings.weight",
@@ -462,15 +462,13 @@ def luke(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
 def mpnet(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
     """T5's relative position bias, always with 32 buckets: the reference ignores
     relative_attention_num_buckets."""
-    roberta_names = of_roberta("mpnet.")
+    base = roberta_spelling("mpnet.")
     spelling = replace(
-        roberta_names,
+        base,
         attention="attention.attn.",
         attention_parts=("q", "k", "v"),
         attention_out="o",
-        encoder=replace(
-            roberta_names.encoder, relative="mpnet.encoder.relative_attention_bias", token_types=""
-        ),
+        encoder=replace(base.encoder, relative="mpnet.encoder.relative_attention_bias", token_types=""),
         ln1="attention.LayerNorm",
     )
     return roberta_like(
@@ -494,13 +492,13 @@ def esm(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
             f"{kind!r}; this model cannot run here"
         )
     is_dropped = config.flag("token_dropout", False)
-    roberta_names = of_roberta("esm.")
+    base = roberta_spelling("esm.")
     spelling = replace(
-        roberta_names,
+        base,
         embed_norm="esm.embeddings.layer_norm",
         ln1="attention.LayerNorm",
         ln2="LayerNorm",
-        encoder=replace(roberta_names.encoder, own_head_bias="lm_head.bias"),
+        encoder=replace(base.encoder, own_head_bias="lm_head.bias"),
         final_norm="esm.encoder.emb_layer_norm_after",
         unread=(
             "esm.embeddings.position_ids",
@@ -597,18 +595,18 @@ def _spelling(config: ConfigReader, shapes: TensorShapes) -> Spelling:
     Raises:
         ConfigError: tie_word_embeddings is false for a head of version 3.
     """
-    bert_names = of_bert("deberta.")
+    base = bert_spelling("deberta.")
     old_head = replace(
-        bert_names,
+        base,
         attention_parts=("self.query_proj", "self.key_proj", "self.value_proj"),
         encoder=replace(
-            bert_names.encoder,
+            base.encoder,
             relative="deberta.encoder.rel_embeddings",
             relative_norm="deberta.encoder.LayerNorm",
             relative_parts=("self.pos_query_proj", "self.pos_key_proj"),
         ),
         unread=(
-            *OF_BERT.unread,
+            *BERT_SPELLING.unread,
             "deberta.embeddings.position_embeddings.weight",
             "deberta.embeddings.position_ids",
             # Version 3 was trained to detect replaced tokens; this head is not used here.

@@ -1,5 +1,6 @@
-"""Cohere's Command models (parallel layers, layer norms without biases, scaled logits), and GLM but for
-GLM 4.7 Flash, whose attention is DeepSeek's.
+"""Cohere's Command models (parallel layers, layer norms without biases, scaled logits), and GLM.
+
+GLM 4.7 Flash is in deepseek.py, as it has latent attention.
 
 Border: never imports torch.
 """
@@ -14,7 +15,7 @@ from ..mixers import ChannelMixerSpec, QkNorm
 from ..transformer import ConfigReader
 from . import builders as build
 from .builders import TensorShapes, family
-from .experts import SHARED, ExpertDefaults, sigmoid_experts
+from .experts import DEEPSEEK_SPELLING, ExpertDefaults, sigmoid_experts
 
 
 @family("cohere", "Command R", never=("use_qk_norm",))
@@ -35,7 +36,7 @@ def cohere(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
 
 @family("cohere2", "Command R7B and A")
 def cohere2(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """Rope in layers with a window alone."""
+    """Rope only in layers with a sliding window."""
     return build.decoder(
         config,
         build.attention(config, bias=build.attention_bias(config)),
@@ -54,8 +55,8 @@ def cohere2(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
     )
 
 
-GATE_UP = ("gate_up_proj", "down_proj")
-"""Gate and up projection as one, and the down projection."""
+FUSED_MLP_PARTS = ("gate_up_proj", "down_proj")
+"""Tensor names of the fused gate and up projection, and of the down projection."""
 
 
 @family("glm", "GLM 4, 9B")
@@ -66,7 +67,7 @@ def glm(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
         build.mlp(config, is_fused=True),
         context=build.Context(131072, rope=build.rope_everywhere(share=0.5, interleaved=True)),
         eps=config.number("rms_norm_eps", 1.5625e-07),
-        spelling=replace(LLAMA, mlp_parts=GATE_UP),
+        spelling=replace(LLAMA, mlp_parts=FUSED_MLP_PARTS),
     )
 
 
@@ -84,7 +85,7 @@ def glm4(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
             ln1_post="post_self_attn_layernorm",
             ln2="post_attention_layernorm",
             ln2_post="post_mlp_layernorm",
-            mlp_parts=GATE_UP,
+            mlp_parts=FUSED_MLP_PARTS,
         ),
     )
 
@@ -105,5 +106,5 @@ def glm4_moe(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture
         channel_mixer,
         context=build.Context(131072, rope=build.rope_everywhere(share=0.5)),
         eps=eps,
-        spelling=SHARED,
+        spelling=DEEPSEEK_SPELLING,
     )

@@ -18,8 +18,8 @@ from ..mixers import ChannelMixerSpec, ExpertsSpec, LatentAttentionSpec
 from ..transformer import ConfigReader, RopeConfig
 from . import builders as build
 from .builders import TensorShapes, family
-from .experts import SHARED, ExpertDefaults, is_listed_dense, sigmoid_experts
-from .olmo_granite import unless_one
+from .experts import DEEPSEEK_SPELLING, ExpertDefaults, is_listed_dense, sigmoid_experts
+from .olmo_granite import none_if_one
 
 
 @dataclass(frozen=True)
@@ -176,7 +176,7 @@ def deepseek_v2(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitect
         ),
         eps=config.number("rms_norm_eps", 1e-6),
         max_positions=2048,
-        spelling=SHARED,
+        spelling=DEEPSEEK_SPELLING,
     )
 
 
@@ -193,7 +193,7 @@ def deepseek_v3(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitect
         _dense_first(config, 3, lambda: build.mlp(config), experts),
         eps=config.number("rms_norm_eps", 1e-6),
         max_positions=4096,
-        spelling=SHARED,
+        spelling=DEEPSEEK_SPELLING,
     )
 
 
@@ -211,7 +211,7 @@ def glm4_moe_lite(config: ConfigReader, shapes: TensorShapes) -> ComposedArchite
         defaults=_LatentDefaults(key_size=192, value_size=256, query_rank=768),
         eps=config.number("rms_norm_eps", 1e-5),
         max_positions=202752,
-        spelling=SHARED,
+        spelling=DEEPSEEK_SPELLING,
     )
 
 
@@ -231,7 +231,7 @@ def minicpm3(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture
         factor=residual,
         eps=config.number("rms_norm_eps", 1e-5),
         max_positions=32768,
-        embedding_scale=unless_one(config.number("scale_emb", 12.0)),
+        embedding_scale=none_if_one(config.number("scale_emb", 12.0)),
         logit_factor=base / hidden,
         tied=True,
     )

@@ -14,8 +14,8 @@ from ..mixers import ChannelMixerSpec, ExpertsSpec, QkNorm
 from ..transformer import ConfigReader, RopeConfig
 from . import builders as build
 from .builders import TensorShapes, Windows, family
-from .experts import SHARED, ExpertDefaults, ExpertKeys, is_listed_dense, sigmoid_experts
-from .qwen import SHAPED_AS_GPT2
+from .experts import DEEPSEEK_SPELLING, ExpertDefaults, ExpertKeys, is_listed_dense, sigmoid_experts
+from .qwen import QWEN1_SPELLING
 
 
 @family(
@@ -24,7 +24,7 @@ from .qwen import SHAPED_AS_GPT2
     aliases={"num_hidden_layers": "num_layers", "hidden_act": "activation_function"},
 )
 def exaone(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """Code that came with its checkpoints."""
+    """EXAONE 3 as computed by the code in its repositories on the Hugging Face hub, not by transformers."""
     return build.decoder(
         config,
         build.attention(config),
@@ -32,7 +32,7 @@ def exaone(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
         context=build.Context(2048),
         eps=config.number("layer_norm_epsilon", 1e-5),
         spelling=replace(
-            SHAPED_AS_GPT2,
+            QWEN1_SPELLING,
             attention="attn.attention.",
             attention_in="",
             attention_out="out_proj",
@@ -43,7 +43,7 @@ def exaone(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
 
 @family("exaone4", "EXAONE 4")
 def exaone4(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """Rope in layers with a window; in all layers of a model without windows."""
+    """Rope only in layers with a sliding window; in all layers of a model without windows."""
     eps = config.number("rms_norm_eps", 1e-5)
     return build.decoder(
         config,
@@ -85,25 +85,29 @@ def exaone_moe(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitectu
             windows=build.windows_by_type(config, build.every_nth_full(4, "sliding_window_pattern")),
         ),
         eps=eps,
-        spelling=replace(SHARED, experts=replace(SHARED.experts, correction="e_score_correction_bias")),
+        spelling=replace(
+            DEEPSEEK_SPELLING,
+            experts=replace(DEEPSEEK_SPELLING.experts, correction="e_score_correction_bias"),
+        ),
     )
 
 
 # -- Hunyuan
 
-OF_HUNYUAN = replace(LLAMA, attention_norms=("query_layernorm", "key_layernorm"))
+HUNYUAN_SPELLING = replace(LLAMA, attention_norms=("query_layernorm", "key_layernorm"))
 
 
 def _stretched_by_alpha(
-    config: ConfigReader, head_dim: int, most: int | None, windows: Windows
+    config: ConfigReader, head_dim: int, max_positions: int | None, windows: Windows
 ) -> tuple[RopeConfig, ...]:
-    """A dynamic rope with an alpha is a longer wavelength, whatever the length."""
-    told = config.mapping("rope_scaling") or config.mapping("rope_parameters")
-    if told.get("rope_type", told.get("type")) != "dynamic" or not told.get("alpha"):
-        return (build.rope()(config, head_dim, most),) * len(windows)
-    own = ConfigReader(told, f"{config.source}: rope_parameters")
-    theta = own.number("rope_theta", config.number("rope_theta", 10000.0))
-    stretched = theta * own.number("alpha") ** (head_dim / (head_dim - 2))
+    """`Ropes` of Hunyuan: rope_type "dynamic" with an `alpha` means a larger base for all prompt lengths."""
+    parameters = config.mapping("rope_scaling") or config.mapping("rope_parameters")
+    if parameters.get("rope_type", parameters.get("type")) != "dynamic" or not parameters.get("alpha"):
+        return (build.rope()(config, head_dim, max_positions),) * len(windows)
+    section = ConfigReader(parameters, f"{config.source}: rope_parameters")
+    theta = section.number("rope_theta", config.number("rope_theta", 10000.0))
+    # NTK-aware scaling with a fixed factor: theta * alpha^(d / (d - 2)).
+    stretched = theta * section.number("alpha") ** (head_dim / (head_dim - 2))
     return (RopeConfig(stretched, head_dim),) * len(windows)
 
 
@@ -118,24 +122,24 @@ def hunyuan_v1_dense(config: ConfigReader, shapes: TensorShapes) -> ComposedArch
         build.mlp(config),
         context=build.Context(2048, rope=_stretched_by_alpha),
         eps=eps,
-        spelling=OF_HUNYUAN,
+        spelling=HUNYUAN_SPELLING,
     )
 
 
 @family("hunyuan_v1_moe", "Hunyuan A13B")
 def hunyuan_v1_moe(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """Experts of every layer beside one of all tokens, as wide as they are; moe_topk may list a number of
-    each layer."""
+    """Routed experts and a shared expert of the same width in every layer; moe_topk may be a list with the
+    number of experts per token for each layer."""
     eps = config.number("rms_norm_eps", 1e-5)
 
     def experts(layer: int) -> ExpertsSpec:
         width, chosen = config.integer("intermediate_size"), config.raw.get("moe_topk", 1)
         if isinstance(chosen, list) and len(chosen) == build.layers_of(config):
             chosen = chosen[layer]
-        own = ConfigReader({"moe_topk": chosen}, config.source).integer("moe_topk", 1)
+        top_k = ConfigReader({"moe_topk": chosen}, config.source).integer("moe_topk", 1)
         return ExpertsSpec(
             config.integer("num_experts", config.integer("num_local_experts", 1)),
-            config.integer("num_experts_per_tok", own),
+            config.integer("num_experts_per_tok", top_k),
             width,
             read_activation(config),
             routing="softmax of chosen",
@@ -151,8 +155,8 @@ def hunyuan_v1_moe(config: ConfigReader, shapes: TensorShapes) -> ComposedArchit
         context=build.Context(2048, rope=_stretched_by_alpha),
         eps=eps,
         spelling=replace(
-            OF_HUNYUAN,
-            experts=replace(OF_HUNYUAN.experts, router="gate.wg", shared="mlp.shared_mlp."),
+            HUNYUAN_SPELLING,
+            experts=replace(HUNYUAN_SPELLING.experts, router="gate.wg", shared="mlp.shared_mlp."),
         ),
     )
 
@@ -206,15 +210,16 @@ def ernie4_5(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture
 
 @family("ernie4_5_moe", "ERNIE 4.5 with experts")
 def ernie4_5_moe(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """Experts of some layers, chosen by softmax and a correction, beside those of all tokens."""
+    """Experts in some layers, chosen by softmax scores plus a correction bias, and shared experts."""
     bias = config.flag("use_bias", False)
-    first = config.integer("moe_layer_start_index", 1, least=0)
+    start = config.integer("moe_layer_start_index", 1, least=0)
+    # moe_layer_end_index = -1 means the last layer.
     last = build.layers_of(config) - 1
     if config.raw.get("moe_layer_end_index", -1) != -1:
         last = config.integer("moe_layer_end_index", least=0)
 
     def channel_mixer(layer: int) -> ChannelMixerSpec:
-        if (layer + 1) % config.integer("moe_layer_interval", 1) or not first <= layer <= last:
+        if (layer + 1) % config.integer("moe_layer_interval", 1) or not start <= layer <= last:
             return build.mlp(config, bias=bias)
         width = config.integer("moe_intermediate_size", 1536)
         return ExpertsSpec(
@@ -238,6 +243,7 @@ def ernie4_5_moe(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitec
         has_head_bias=bias,
         tied=True,
         spelling=replace(
-            SHARED, experts=replace(SHARED.experts, correction="moe_statics.e_score_correction_bias")
+            DEEPSEEK_SPELLING,
+            experts=replace(DEEPSEEK_SPELLING.experts, correction="moe_statics.e_score_correction_bias"),
         ),
     )

@@ -14,9 +14,16 @@ from ..mixers import ExpertsSpec
 from ..transformer import ConfigReader
 from . import builders as build
 
-__all__ = ["SHARED", "ExpertDefaults", "ExpertKeys", "is_listed_dense", "qwen_experts", "sigmoid_experts"]
+__all__ = [
+    "DEEPSEEK_SPELLING",
+    "ExpertDefaults",
+    "ExpertKeys",
+    "is_listed_dense",
+    "qwen_experts",
+    "sigmoid_experts",
+]
 
-SHARED = replace(LLAMA, experts=ExpertNames(shared="mlp.shared_experts."))
+DEEPSEEK_SPELLING = replace(LLAMA, experts=ExpertNames(shared="mlp.shared_experts."))
 """Tensor names of Llama with DeepSeek's shared experts."""
 
 

@@ -1,4 +1,4 @@
-"""Gemma's lineage, of which Gemma 3n and 4 are in ../carrying.
+"""Gemma 1 to 3 and VaultGemma; Gemma 3n and 4 are in ../carrying.
 
 Border: never imports torch.
 """
@@ -17,15 +17,17 @@ from ..transformer import ConfigReader
 from . import builders as build
 from .builders import TensorShapes, family
 
-PRE_FEEDFORWARD = replace(LLAMA, ln2="pre_feedforward_layernorm")
+GEMMA_SPELLING = replace(LLAMA, ln2="pre_feedforward_layernorm")
 
 
 def _scale(config: ConfigReader) -> float:
+    """Factor of the scores, 1 / sqrt(query_pre_attn_scalar)."""
     return 1 / math.sqrt(config.positive("query_pre_attn_scalar", 256.0))
 
 
 def _scaled_embedding(config: ConfigReader) -> dict[str, Any]:
-    """Embeddings times the root of their width, rounded to their dtype."""
+    """Fields of `ComposedArchitecture`: embeddings times sqrt(hidden_size), a factor that is rounded to the
+    dtype of the embeddings."""
     scale = math.sqrt(config.integer("hidden_size"))
     return {"embedding_scale": scale, "rounds_embedding_scale": True}
 
@@ -69,7 +71,7 @@ def gemma2(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
         **_scaled_embedding(config),
         final_logit_softcapping=config.optional_number("final_logit_softcapping", 30.0),
         tied=True,
-        spelling=PRE_FEEDFORWARD,
+        spelling=GEMMA_SPELLING,
     )
 
 
@@ -103,7 +105,7 @@ def gemma3_text(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitect
         **_scaled_embedding(config),
         final_logit_softcapping=config.optional_number("final_logit_softcapping"),
         tied=True,
-        spelling=PRE_FEEDFORWARD,
+        spelling=GEMMA_SPELLING,
     )
 
 
@@ -126,5 +128,5 @@ def vaultgemma(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitectu
         **_scaled_embedding(config),
         final_logit_softcapping=config.optional_number("final_logit_softcapping", 30.0),
         tied=True,
-        spelling=PRE_FEEDFORWARD,
+        spelling=GEMMA_SPELLING,
     )

@@ -1,5 +1,5 @@
-"""GPT's lineage before Llama: GPT-1, GPT-2, GPT-Neo, GPT-J, GPT-NeoX and what follows them, with layer norms
-and biases.
+"""Decoders with layer norms and biases: GPT-1, GPT-2, GPT-Neo, GPT-J, GPT-NeoX, and their successors
+StableLM, StarCoder, Persimmon and Phi.
 
 Border: never imports torch.
 """
@@ -18,7 +18,7 @@ from ..transformer import ConfigReader, RopeConfig
 from . import builders as build
 from .builders import TensorShapes, Windows, family
 
-KEYS_OF_GPT2 = {
+GPT2_ALIASES = {
     "hidden_size": "n_embd",
     "num_attention_heads": "n_head",
     "num_hidden_layers": "n_layer",
@@ -26,7 +26,8 @@ KEYS_OF_GPT2 = {
     "max_position_embeddings": "n_positions",
     "hidden_act": "activation_function",
 }
-OF_GPT2 = Spelling(
+"""Usual name of a config key -> its name in GPT-2."""
+GPT2_SPELLING = Spelling(
     embed="transformer.wte",
     positions="transformer.wpe",
     final_norm="transformer.ln_f",
@@ -40,8 +41,8 @@ OF_GPT2 = Spelling(
     mlp_parts=("c_fc", "c_proj"),
     is_transposed=True,
 )
-OF_GPTJ = replace(
-    OF_GPT2,
+GPTJ_SPELLING = replace(
+    GPT2_SPELLING,
     attention_in="qkv_proj",
     attention_out="out_proj",
     mlp_parts=("fc_in", "fc_out"),
@@ -51,19 +52,21 @@ ROOT = "transformer."
 
 
 def _four_times(config: ConfigReader) -> int:
+    """Default width of an MLP: four times the hidden size."""
     return 4 * config.integer("hidden_size")
 
 
 def _scale(config: ConfigReader, head_dim: int) -> float:
+    """Factor of the scores; 1 if scale_attn_weights is false."""
     return head_dim**-0.5 if config.flag("scale_attn_weights", True) else 1.0
 
 
-@family("openai-gpt", "GPT-1", aliases={**KEYS_OF_GPT2, "hidden_act": "afn"}, reads_tensors=True)
+@family("openai-gpt", "GPT-1", aliases={**GPT2_ALIASES, "hidden_act": "afn"}, reads_tensors=True)
 def gpt1(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """The decoder BERT was made after: norms on the sums of stream and what is added to it."""
+    """GPT-1, with post-norms: each norm is applied to the sum of stream and output, as later in BERT."""
     act, width = read_activation(config, "gelu", gelu_is_tanh=True), _four_times(config)
     spelling = replace(
-        OF_GPT2,
+        GPT2_SPELLING,
         embed="transformer.tokens_embed",
         positions="transformer.positions_embed",
         final_norm="",
@@ -83,12 +86,13 @@ def gpt1(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
     )
 
 
-@family("gpt-sw3", "GPT-SW3", aliases=KEYS_OF_GPT2, never=("add_cross_attention",), reads_tensors=True)
+@family("gpt-sw3", "GPT-SW3", aliases=GPT2_ALIASES, never=("add_cross_attention",), reads_tensors=True)
 @family(
-    "gpt2", "GPT-2, DistilGPT-2", aliases=KEYS_OF_GPT2, never=("add_cross_attention",), reads_tensors=True
+    "gpt2", "GPT-2, DistilGPT-2", aliases=GPT2_ALIASES, never=("add_cross_attention",), reads_tensors=True
 )
 def gpt2(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """Scores are scaled by the width of heads, and by the number of the layer where a config says so."""
+    """GPT-2; with scale_attn_by_inverse_layer_idx, scores of layer i are also divided by i + 1 (Mistral's
+    GPT-2 training runs)."""
     heads = build.attention(config, bias=True, layout="by part")
     act = read_activation(config, "gelu_new")
     scale, by_layer = _scale(config, heads.head_dim), config.flag("scale_attn_by_inverse_layer_idx", False)
@@ -106,19 +110,19 @@ def gpt2(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
         norm_type="layer",
         eps=config.number("layer_norm_epsilon", 1e-5),
         tied=True,
-        spelling=build.rooted(OF_GPT2, ROOT, shapes),
+        spelling=build.rooted(GPT2_SPELLING, ROOT, shapes),
     )
 
 
 @family(
     "gpt_bigcode",
     "StarCoder 1, SantaCoder",
-    aliases=KEYS_OF_GPT2,
+    aliases=GPT2_ALIASES,
     never=("add_cross_attention",),
     reads_tensors=True,
 )
 def gpt_bigcode(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """All heads share one key head with multi_query."""
+    """With multi_query, all query heads share one key and value head."""
     is_shared = config.flag("multi_query", True)
     heads = config.integer("num_attention_heads")
     spec = build.attention(
@@ -136,12 +140,17 @@ def gpt_bigcode(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitect
         norm_type="layer",
         eps=config.number("layer_norm_epsilon", 1e-5),
         tied=True,
-        spelling=build.rooted(replace(OF_GPT2, is_transposed=False), ROOT, shapes),
+        spelling=build.rooted(replace(GPT2_SPELLING, is_transposed=False), ROOT, shapes),
     )
 
 
 def _windows_of_gpt_neo(config: ConfigReader) -> Windows:
-    """attention_types lists kinds of layers, and how often to repeat them."""
+    """Windows of GPT-Neo: attention_types lists [layer kinds, repetitions], where kinds are "global" and
+    "local".
+
+    Raises:
+        ConfigError: The list does not give a known kind for each layer.
+    """
     layers, listed = build.layers_of(config), config.raw.get("attention_types")
     if listed is None:
         listed = [[config.strings("attention_layers") or ["global", "local"] * (layers // 2), 1]]
@@ -170,7 +179,9 @@ def _windows_of_gpt_neo(config: ConfigReader) -> Windows:
     reads_tensors=True,
 )
 def gpt_neo(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    spelling = replace(OF_GPT2, attention="attn.attention.", attention_out="out_proj", is_transposed=False)
+    spelling = replace(
+        GPT2_SPELLING, attention="attn.attention.", attention_out="out_proj", is_transposed=False
+    )
     act = read_activation(config, "gelu_new")
     return build.decoder(
         config,
@@ -185,9 +196,9 @@ def gpt_neo(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
 
 
 def _rope_of_gptj(
-    config: ConfigReader, head_dim: int, most: int | None, windows: Windows
+    config: ConfigReader, head_dim: int, max_positions: int | None, windows: Windows
 ) -> tuple[RopeConfig, ...]:
-    """Of the first rotary_dim entries of a head, with one wavelength for all models."""
+    """`Ropes` of GPT-J: the first rotary_dim entries of a head rotate, always with base 10000."""
     if config.raw.get("rotary_dim", 64) is None:
         raise ConfigError(
             f"{config.source}: expected rotary_dim to be a positive integer, found null, with which the "
@@ -197,6 +208,7 @@ def _rope_of_gptj(
 
 
 def _gptj(config: ConfigReader, **fields: Any) -> ComposedArchitecture:
+    """Architecture of GPT-J and CodeGen. fields: of `AttentionSpec`."""
     act = read_activation(config, "gelu_new")
     return build.decoder(
         config,
@@ -207,16 +219,16 @@ def _gptj(config: ConfigReader, **fields: Any) -> ComposedArchitecture:
         norm_type="layer",
         eps=config.number("layer_norm_epsilon", 1e-5),
         has_head_bias=True,
-        spelling=OF_GPTJ,
+        spelling=GPTJ_SPELLING,
     )
 
 
-@family("gptj", "GPT-J", aliases=KEYS_OF_GPT2)
+@family("gptj", "GPT-J", aliases=GPT2_ALIASES)
 def gptj(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
     return _gptj(config)
 
 
-@family("codegen", "CodeGen", aliases=KEYS_OF_GPT2)
+@family("codegen", "CodeGen", aliases=GPT2_ALIASES)
 def codegen(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
     return _gptj(config, layout="by fourths")
 

@@ -1,4 +1,4 @@
-"""Llama's lineage: decoders with RMS norms and gated MLPs, whose files mostly follow Llama's names.
+"""Llama and relatives: decoders with RMS norms and mostly gated MLPs, whose tensor names follow Llama.
 
 Border: never imports torch.
 """
@@ -12,7 +12,7 @@ from .....store.errors import ConfigError
 from ..composed import ComposedArchitecture
 from ..families import read_activation
 from ..layer_tensors import LLAMA, ExpertNames
-from ..linear_families import OF_MIXTRAL
+from ..linear_families import MIXTRAL_PARTS
 from ..mixers import AttentionSpec, DifferentialSpec, ExpertsSpec, MlpSpec, QkNorm, TemperatureTuning
 from ..transformer import ConfigReader, RopeConfig
 from . import builders as build
@@ -24,9 +24,11 @@ LLAMA3 = {
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
 }
+"""rope_parameters of Llama 3.1, without base and factor."""
 
 
 def _mlp_bias(config: ConfigReader) -> bool:
+    """Value of the config key mlp_bias, with default False."""
     return config.flag("mlp_bias", False)
 
 
@@ -98,7 +100,8 @@ def seed_oss(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture
 
 @family("smollm3", "SmolLM 3")
 def smollm3(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """Rope in three of four layers; a window, if any, in the others."""
+    """Rope in three of four layers; the layers without rope have a sliding window if the config enables
+    it."""
 
     def types(config: ConfigReader, layers: int) -> list[str]:
         flags = build.rope_flags(config, layers)
@@ -138,7 +141,7 @@ def apertus(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
 
 @family("bitnet", "BitNet b1.58 2B4T, its plain weights")
 def bitnet(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """What heads and MLPs have computed is normed before it is projected."""
+    """RMS norms before the attention output projection and before the MLP down projection."""
     eps = config.number("rms_norm_eps", 1e-5)
     return build.decoder(
         config,
@@ -169,8 +172,8 @@ def cwm(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
 
 @family("diffllama", "DiffLlama", follows_is_causal=False)
 def diffllama(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """Pairs of heads, one pattern taken from the other; lambda begins larger in later layers (Ye et al.,
-    Differential Transformer, 2024, section 2.1)."""
+    """Differential attention: each pair of heads uses the difference of two attention patterns; the initial
+    lambda grows with the layer number (Ye et al., Differential Transformer, 2024, section 2.1)."""
     eps, heads = (
         config.number("rms_norm_eps", 1e-5),
         build.attention(config, bias=build.attention_bias(config)),
@@ -190,8 +193,8 @@ def diffllama(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitectur
 
 @family("doge", "Doge without experts", never=("is_moe",))
 def doge(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """Scores have a term by the values of a key, and the stream is multiplied by weights where something is
-    added to it."""
+    """Scores have a term computed from the value at the key's position (dynamic mask), and the stream is
+    multiplied by learned weights before each addition."""
     eps = config.number("rms_norm_eps", 1e-6)
     model = build.decoder(
         config,
@@ -225,7 +228,10 @@ def internlm3(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitectur
 
 @family("internlm2", "InternLM 2 and 2.5")
 def internlm2(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """Code that came with its checkpoints, as of the three below: queries, keys and values in one tensor."""
+    """InternLM 2, with queries, keys and values in one tensor.
+
+    Reference for this and the next two families is the code in their repositories on the Hugging Face hub.
+    """
     return build.decoder(
         config,
         build.attention(config, bias=config.flag("bias", True), layout="by head"),
@@ -242,15 +248,15 @@ def internlm2(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitectur
             attention_in="wqkv",
             attention_out="wo",
             mlp="feed_forward.",
-            mlp_parts=OF_MIXTRAL,
+            mlp_parts=MIXTRAL_PARTS,
         ),
     )
 
 
 @family("baichuan", "Baichuan 7B")
 def baichuan(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    # The 13B has ALiBi instead of a rope, and no key for positions; the second generation norms the rows of
-    # its LM head, and has a key for its loss.
+    # Baichuan 13B has ALiBi and no max_position_embeddings; Baichuan 2 normalises the rows of its LM head and
+    # has z_loss_weight.
     if "z_loss_weight" in config.raw or "max_position_embeddings" not in config.raw:
         raise ConfigError(
             f"{config.source}: expected the config of Baichuan 7B, found that of a 13B or of Baichuan 2, "
@@ -293,7 +299,7 @@ def jais2(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
 
 @family("nanochat", "nanochat")
 def nanochat(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """Norms without weights, of queries and keys behind a rope that rotates backwards."""
+    """Norms without weights; queries and keys are normalised after rope, whose angles are negative."""
     eps = config.number("rms_norm_eps", 1e-6)
     qk_norm = QkNorm("head", eps, has_weights=False, after_rope=True)
     return build.decoder(
@@ -328,10 +334,15 @@ CHUNKED, FULL = "chunked_attention", "full_attention"
 
 
 def _chunks(config: ConfigReader) -> Windows:
-    """Layers with rope see their own chunk, unless types are listed."""
+    """Chunk size of each layer, None for full attention. If layer_types is absent, layers with rope attend
+    within chunks.
+
+    Raises:
+        ConfigError: layer_types does not list a known type for each layer.
+    """
     layers = build.layers_of(config)
-    usual = [CHUNKED if has_rope else FULL for has_rope in build.rope_flags(config, layers)]
-    types = config.strings("layer_types") or usual
+    default = [CHUNKED if has_rope else FULL for has_rope in build.rope_flags(config, layers)]
+    types = config.strings("layer_types") or default
     if len(types) != layers or not set(types) <= {CHUNKED, FULL}:
         raise ConfigError(
             f"{config.source}: expected layer_types to list {CHUNKED} or {FULL} for each of {layers} "
@@ -342,8 +353,8 @@ def _chunks(config: ConfigReader) -> Windows:
 
 
 def _mlp_of_llama4(config: ConfigReader, layer: int) -> MlpSpec | ExpertsSpec:
-    """Experts in layers that are listed, or every few, and one that all tokens go through; the others are
-    dense, of a width of their own."""
+    """Channel mixer of a layer of Llama 4: routed and shared experts in layers that moe_layers lists, by
+    default in every interleave_moe_layer_step-th; an MLP of width intermediate_size_mlp in the others."""
     step, listed = config.integer("interleave_moe_layer_step", 1), config.raw.get("moe_layers")
     act = read_activation(config)
     if (layer + 1) % step if listed is None else layer not in listed:
@@ -363,21 +374,21 @@ def _mlp_of_llama4(config: ConfigReader, layer: int) -> MlpSpec | ExpertsSpec:
 
 @family("llama4_text", "Llama 4 Scout and Maverick, their text model", follows_is_causal=False)
 def llama4_text(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """Layers with rope norm queries and keys behind it, without weights, and see chunks; in the others
-    queries are scaled by their position (attention temperature tuning)."""
+    """Layers with rope normalise queries and keys after it, without weights, and attend within chunks; layers
+    without rope scale queries by log(position) (attention temperature tuning)."""
     eps = config.number("rms_norm_eps", 1e-5)
     heads = build.attention(config, head_dim=128, kv_heads=8, bias=build.attention_bias(config))
     has_norms = config.flag("use_qk_norm", True)
     qk_norm = QkNorm("head", eps, has_weights=False, after_rope=True) if has_norms else None
 
     def tuning() -> TemperatureTuning | None:
-        if not config.raw.get("attn_temperature_tuning", True):  # 4 in some files
+        if not config.raw.get("attn_temperature_tuning", True):  # an integer, 4, in some released files
             return None
         return TemperatureTuning(config.number("attn_scale", 0.1), config.integer("floor_scale", 8192), 1)
 
     def mixer(rope: RopeConfig | None, window: int | None, layer: int) -> AttentionSpec:
-        own = {"temperature_tuning": tuning()} if rope is None else {"qk_norm": qk_norm}
-        return replace(heads, rope=rope, window=window, is_chunked=window is not None, **own)
+        changes = {"temperature_tuning": tuning()} if rope is None else {"qk_norm": qk_norm}
+        return replace(heads, rope=rope, window=window, is_chunked=window is not None, **changes)
 
     return build.decoder(
         config,
@@ -404,7 +415,7 @@ def llama4_text(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitect
     )
 
 
-# -- decoders trained to fill in masks (Nie et al., LLaDA, 2025), by the names of their code on the hub
+# -- masked diffusion models (Nie et al., LLaDA, 2025), with the key names of their code on the hub
 
 
 @family(

@@ -1,4 +1,4 @@
-"""Mistral's lineage.
+"""Mistral, Ministral, Mixtral, and Phi 3.5 MoE.
 
 Border: never imports torch.
 """
@@ -11,13 +11,13 @@ from .....store.errors import ConfigError
 from ..composed import ComposedArchitecture
 from ..families import read_activation
 from ..layer_tensors import LLAMA, ExpertNames
-from ..linear_families import OF_MIXTRAL
+from ..linear_families import MIXTRAL_PARTS
 from ..mixers import ExpertsSpec, TemperatureTuning
 from ..transformer import ConfigReader
 from . import builders as build
 from .builders import TensorShapes, family
 
-YARN_OF_MINISTRAL = {
+MINISTRAL_YARN = {
     "rope_type": "yarn",
     "rope_theta": 1000000.0,
     "factor": 16.0,
@@ -28,9 +28,10 @@ YARN_OF_MINISTRAL = {
     "mscale": 1.0,
     "llama_4_scaling_beta": 0.1,
 }
-OF_MIXTRAL_EXPERTS = replace(
+"""rope_parameters of Ministral 3."""
+MIXTRAL_SPELLING = replace(
     LLAMA,
-    experts=ExpertNames(room="block_sparse_moe.", parts=OF_MIXTRAL),
+    experts=ExpertNames(room="block_sparse_moe.", parts=MIXTRAL_PARTS),
 )
 
 
@@ -63,15 +64,16 @@ def mixtral(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
             131072, rope=build.rope_everywhere(1000000.0), windows=build.window_everywhere(config)
         ),
         eps=config.number("rms_norm_eps", 1e-5),
-        spelling=OF_MIXTRAL_EXPERTS,
+        spelling=MIXTRAL_SPELLING,
     )
 
 
 @family("ministral3", "Ministral 3", never=("layer_types",))
 def ministral3(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """Queries are scaled by their position, as rope_parameters say (attention temperature tuning)."""
-    told = config.mapping("rope_scaling") or config.mapping("rope_parameters") or YARN_OF_MINISTRAL
-    rope = ConfigReader(dict(told), f"{config.source}: rope_parameters")
+    """Queries are scaled by log(position) with parameters in rope_parameters (attention temperature
+    tuning)."""
+    parameters = config.mapping("rope_scaling") or config.mapping("rope_parameters") or MINISTRAL_YARN
+    rope = ConfigReader(dict(parameters), f"{config.source}: rope_parameters")
     tuning = TemperatureTuning(
         rope.number("llama_4_scaling_beta"), rope.integer("original_max_position_embeddings")
     )
@@ -81,7 +83,7 @@ def ministral3(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitectu
         build.mlp(config),
         context=build.Context(
             262144,
-            rope=build.rope_everywhere(default=YARN_OF_MINISTRAL),
+            rope=build.rope_everywhere(default=MINISTRAL_YARN),
             windows=build.window_everywhere(config),
         ),
         eps=config.number("rms_norm_eps", 1e-5),
@@ -90,16 +92,16 @@ def ministral3(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitectu
 
 @family("phimoe", "Phi 3.5 MoE")
 def phimoe(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """A Mixtral with layer norms and biases, whose two experts are chosen one after the other (Liu et al.,
-    GRIN, 2024)."""
-    if (chosen := config.integer("num_experts_per_tok", 2)) != 2:
+    """Mixtral with layer norms and biases, and two experts per token that sparse mixing chooses one after the
+    other (Liu et al., GRIN, 2024)."""
+    if (top_k := config.integer("num_experts_per_tok", 2)) != 2:
         raise ConfigError(
             f"{config.source}: expected num_experts_per_tok to be 2, as many as sparse mixing weighs, found "
-            f"{chosen}; this model cannot run here"
+            f"{top_k}; this model cannot run here"
         )
     experts = ExpertsSpec(
         config.integer("num_local_experts", 16),
-        chosen,
+        top_k,
         config.integer("intermediate_size"),
         read_activation(config),
         routing="sparse mixing",
@@ -115,5 +117,5 @@ def phimoe(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
         norm_type="layer",
         eps=config.number("rms_norm_eps", 1e-5),
         has_head_bias=config.flag("lm_head_bias", False),
-        spelling=OF_MIXTRAL_EXPERTS,
+        spelling=MIXTRAL_SPELLING,
     )

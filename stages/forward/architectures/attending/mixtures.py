@@ -1,5 +1,5 @@
-"""Decoders of experts without a lineage of dense models here: gpt-oss, Trinity, dots, JetMoE, Kolibri, Mellum
-and Solar.
+"""Mixture-of-experts decoders whose developers have no dense family here: gpt-oss, Trinity, dots, JetMoE,
+Kolibri, Mellum and Solar.
 
 Border: never imports torch.
 """
@@ -16,10 +16,17 @@ from ..mixers import ChannelMixerSpec, ExpertsSpec, GatedAttentionSpec, QkNorm, 
 from ..transformer import ConfigReader, RopeConfig
 from . import builders as build
 from .builders import TensorShapes, family
-from .experts import SHARED, ExpertDefaults, ExpertKeys, is_listed_dense, qwen_experts, sigmoid_experts
-from .olmo_granite import unless_one
+from .experts import (
+    DEEPSEEK_SPELLING,
+    ExpertDefaults,
+    ExpertKeys,
+    is_listed_dense,
+    qwen_experts,
+    sigmoid_experts,
+)
+from .olmo_granite import none_if_one
 
-YARN_OF_GPT_OSS = {
+GPT_OSS_YARN = {
     "rope_type": "yarn",
     "factor": 32.0,
     "beta_fast": 32.0,
@@ -31,7 +38,7 @@ YARN_OF_GPT_OSS = {
 
 @family("gpt_oss", "gpt-oss 20B and 120B")
 def gpt_oss(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """Attention sinks; experts with biases and a gate held within limits."""
+    """Attention sinks; experts with biases, whose gate and up projections are clamped."""
     experts = ExpertsSpec(
         config.integer("num_local_experts", config.integer("num_experts", 128)),
         config.integer("num_experts_per_tok", 4),
@@ -50,7 +57,7 @@ def gpt_oss(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
         experts,
         context=build.Context(
             131072,
-            rope=build.rope_everywhere(150000.0, default=YARN_OF_GPT_OSS),
+            rope=build.rope_everywhere(150000.0, default=GPT_OSS_YARN),
             windows=build.windows_by_type(config, build.every_nth_full(2), 128),
         ),
         eps=config.number("rms_norm_eps", 1e-5),
@@ -65,8 +72,8 @@ def gpt_oss(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
 
 @family("afmoe", "Trinity")
 def afmoe(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """Gated heads; rope in layers with a window; embeddings scaled by the root of their width with
-    mup_enabled."""
+    """Gated heads; rope only in layers with a window; with mup_enabled, embeddings times
+    sqrt(hidden_size)."""
     eps, bias = config.number("rms_norm_eps", 1e-5), build.attention_bias(config)
     is_scaled = config.flag("mup_enabled", False)
     heads = build.attention(config, head_dim=128, bias=bias, qk_norm=QkNorm("head", eps))
@@ -94,7 +101,7 @@ def afmoe(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
         ),
         norms="around",
         eps=eps,
-        embedding_scale=unless_one(math.sqrt(config.integer("hidden_size")) if is_scaled else 1.0),
+        embedding_scale=none_if_one(math.sqrt(config.integer("hidden_size")) if is_scaled else 1.0),
         spelling=replace(
             LLAMA,
             ln2="pre_mlp_layernorm",
@@ -121,30 +128,30 @@ def dots1(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
         channel_mixer,
         context=build.Context(2048, windows=build.windows_by_type(config, build.full_then_windows(62))),
         eps=eps,
-        spelling=SHARED,
+        spelling=DEEPSEEK_SPELLING,
     )
 
 
 @family(
     "jetmoe",
     "JetMoE 8B",
-    # Norms in layers have this one whatever the config says.
+    # The reference ignores rms_norm_eps in layers and uses 1e-6 there.
     always={"rms_norm_eps": 1e-6},
     aliases={"head_dim": "kv_channels", "hidden_act": "activation_function"},
     follows_is_causal=False,
 )
 def jetmoe(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """Attention, too, has experts, each with as many heads as there are of keys."""
-    count, chosen = config.integer("num_local_experts", 8), config.integer("num_experts_per_tok", 2)
+    """Attention consists of routed experts, too; each expert has num_key_value_heads query heads."""
+    count, top_k = config.integer("num_local_experts", 8), config.integer("num_experts_per_tok", 2)
     kv_heads = config.integer("num_key_value_heads", 16)
-    heads = build.attention(config, heads=kv_heads * chosen, head_dim=128, num_kv_heads=kv_heads)
+    heads = build.attention(config, heads=kv_heads * top_k, head_dim=128, num_kv_heads=kv_heads)
 
     def mixer(rope: RopeConfig | None, window: int | None, layer: int) -> RoutedAttentionSpec:
-        return RoutedAttentionSpec(count, chosen, kv_heads, heads.head_dim, rope)
+        return RoutedAttentionSpec(count, top_k, kv_heads, heads.head_dim, rope)
 
     experts = ExpertsSpec(
         count,
-        chosen,
+        top_k,
         config.integer("intermediate_size", 5632),
         read_activation(config),
         routing="softmax of chosen",
@@ -168,7 +175,8 @@ def jetmoe(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
 
 @family("kolibri1", "Kolibri 1")
 def kolibri1(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """Experts weighed by sigmoids and chosen by what is behind them; rope in layers with a window."""
+    """Experts chosen by router logits plus a correction bias and weighed by sigmoids; rope only in layers
+    with a window."""
     eps = config.number("rms_norm_eps", 1e-6)
     experts = ExpertsSpec(
         config.integer("num_experts", config.integer("num_local_experts", 384)),
@@ -192,10 +200,10 @@ def kolibri1(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture
         norms="around",
         eps=eps,
         spelling=replace(
-            SHARED,
+            DEEPSEEK_SPELLING,
             ln1_post="post_attn_norm",
             ln2_post="post_ffn_norm",
-            experts=replace(SHARED.experts, correction="/moe.router.expert_bias"),
+            experts=replace(DEEPSEEK_SPELLING.experts, correction="/moe.router.expert_bias"),
         ),
     )
 
@@ -232,5 +240,5 @@ def solar_open(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitectu
         lambda layer: sigmoid_experts(config, ExpertDefaults(count=128, chosen=8, width=1280)),
         context=build.Context(131072, rope=build.rope_everywhere(1000000.0)),
         eps=config.number("rms_norm_eps", 1e-5),
-        spelling=SHARED,
+        spelling=DEEPSEEK_SPELLING,
     )

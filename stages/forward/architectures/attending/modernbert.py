@@ -16,10 +16,10 @@ from ..layer_tensors import LLAMA, EncoderNames, Spelling
 from ..mixers import AttentionSpec, MlpSpec, QkNorm
 from ..transformer import ConfigReader
 from . import builders as build
-from .bert import of_bert, of_roberta
+from .bert import bert_spelling, roberta_spelling
 from .builders import TensorShapes, Windows, family
 
-OF_MODERNBERT = Spelling(
+MODERNBERT_SPELLING = Spelling(
     embed="model.embeddings.tok_embeddings",
     embed_norm="model.embeddings.norm",
     head="decoder",
@@ -106,16 +106,16 @@ def _modernbert(
 @family("modernbert", "ModernBERT", aliases={"rope_theta": "global_rope_theta"})
 def modernbert(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
     windows = _windows(config, itself=1)
-    return _modernbert(config, OF_MODERNBERT, windows, looks_ahead=True, layout="by part")
+    return _modernbert(config, MODERNBERT_SPELLING, windows, looks_ahead=True, layout="by part")
 
 
 @family("modernbert-decoder", "Ettin, its decoders", aliases={"rope_theta": "global_rope_theta"})
 def modernbert_decoder(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
     """A causal decoder: windows are half as long as those of the encoder, and include the query."""
     spelling = replace(
-        OF_MODERNBERT,
+        MODERNBERT_SPELLING,
         attention_in="",
-        encoder=replace(OF_MODERNBERT.encoder, transform=("lm_head.dense", "lm_head.norm")),
+        encoder=replace(MODERNBERT_SPELLING.encoder, transform=("lm_head.dense", "lm_head.norm")),
     )
     windows = _windows(config, itself=0)
     return _modernbert(config, spelling, windows, looks_ahead=None, layout="separate")
@@ -203,12 +203,12 @@ def _rotary_bert(
 @family("nomic_bert", "Nomic Embed")
 def nomic_bert(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
     eps = config.number("layer_norm_eps", 1e-12)
-    bert_names = of_bert("nomic_bert.")
+    base = bert_spelling("nomic_bert.")
     spelling = replace(
-        bert_names,
+        base,
         embed_norm="nomic_bert.emb_ln",
         encoder=replace(
-            bert_names.encoder,
+            base.encoder,
             transform=("cls.predictions.transform.dense", "cls.predictions.transform.layer_norm"),
         ),
         layer="nomic_bert.encoder.layers.{}.",
@@ -232,7 +232,7 @@ def nomic_bert(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitectu
 def jina_embeddings_v3(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
     eps = config.number("layer_norm_eps", 1e-5)
     spelling = replace(
-        of_roberta("roberta."),
+        roberta_spelling("roberta."),
         embed_norm="roberta.emb_ln",
         layer="roberta.encoder.layers.{}.",
         attention="mixer.",

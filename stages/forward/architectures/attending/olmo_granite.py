@@ -1,4 +1,4 @@
-"""OLMo, and Granite, which multiplies embeddings, scores, what is added to the stream, and logits.
+"""OLMo; Granite, with factors of embeddings, scores, layer outputs and logits; and HyperCLOVA X.
 
 Border: never imports torch.
 """
@@ -21,7 +21,7 @@ from .experts import qwen_experts
 
 @family("olmo", "OLMo 1")
 def olmo(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """Layer norms without weights or biases; queries, keys and values are clipped where clip_qkv says so."""
+    """Layer norms without weights and biases; with clip_qkv, queries, keys and values are clipped."""
     return build.decoder(
         config,
         build.attention(
@@ -91,7 +91,7 @@ def flex_olmo(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitectur
     )
 
 
-OF_GRANITE = replace(
+GRANITE_SPELLING = replace(
     LLAMA,
     mlp_parts=("input_linear", "output_linear"),
     experts=ExpertNames(
@@ -103,16 +103,18 @@ OF_GRANITE = replace(
 )
 
 
-def unless_one(factor: float) -> float | None:
-    """A factor of embeddings; None for 1."""
+def none_if_one(factor: float) -> float | None:
+    """The factor, or None if it is 1 and changes nothing (`ComposedArchitecture.embedding_scale`)."""
     return None if factor == 1 else factor
 
 
 def _residual(config: ConfigReader) -> float:
+    """Factor of the outputs of attention and MLP."""
     return config.number("residual_multiplier", 1.0)
 
 
 def _attention(config: ConfigReader, **fields: Any) -> AttentionSpec:
+    """Attention of Granite. fields: further arguments of `attention` in builders.py."""
     return build.attention(
         config,
         bias=build.attention_bias(config),
@@ -123,14 +125,15 @@ def _attention(config: ConfigReader, **fields: Any) -> AttentionSpec:
 
 
 def _ends(config: ConfigReader) -> dict[str, Any]:
+    """Fields of `ComposedArchitecture`: factors of the embeddings and of the logits."""
     return {
-        "embedding_scale": unless_one(config.number("embedding_multiplier", 1.0)),
+        "embedding_scale": none_if_one(config.number("embedding_multiplier", 1.0)),
         "logit_factor": 1 / config.number("logits_scaling", 1.0),
     }
 
 
 def _experts(config: ConfigReader, *, has_shared: bool = True) -> ExpertsSpec:
-    """Experts whose tensors are one, and in later releases one that all tokens go through."""
+    """Experts of Granite, all in one tensor. has_shared: whether the family may have a shared expert."""
     return ExpertsSpec(
         config.integer("num_local_experts", 8),
         config.integer("num_experts_per_tok", 2),
@@ -164,16 +167,20 @@ def granitemoe(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitectu
         _experts(config, has_shared=config.raw["model_type"] == "granitemoeshared"),
         context=build.Context(2048),
         eps=config.number("rms_norm_eps", 1e-6),
-        spelling=OF_GRANITE,
+        spelling=GRANITE_SPELLING,
         **_ends(config),
     )
 
 
-def _rope_by_theta(config: ConfigReader, head_dim: int, most: int | None, windows: Windows) -> Any:
-    """A wavelength for each layer, 0 for none, where layer_rope_theta lists them."""
+def _rope_by_theta(config: ConfigReader, head_dim: int, max_positions: int | None, windows: Windows) -> Any:
+    """`Ropes` of Granite with windows: layer_rope_theta may list a base for each layer, 0 for no rope.
+
+    Raises:
+        ConfigError: layer_rope_theta does not list a number for each layer.
+    """
     thetas, layers = config.raw.get("layer_rope_theta"), len(windows)
     if thetas is None:
-        return build.rope_everywhere()(config, head_dim, most, windows)
+        return build.rope_everywhere()(config, head_dim, max_positions, windows)
     is_list = isinstance(thetas, list) and len(thetas) == layers
     if not is_list or any(isinstance(theta, bool) or not isinstance(theta, int | float) for theta in thetas):
         raise ConfigError(
@@ -182,11 +189,11 @@ def _rope_by_theta(config: ConfigReader, head_dim: int, most: int | None, window
         )
     scaling = config.mapping("rope_scaling") or config.mapping("rope_parameters")
 
-    def of(theta: float) -> RopeConfig:
+    def with_theta(theta: float) -> RopeConfig:
         raw = {**config.raw, "rope_scaling": {**scaling, "rope_theta": theta}}
-        return build.rope(theta)(ConfigReader(raw, config.source), head_dim, most)
+        return build.rope(theta)(ConfigReader(raw, config.source), head_dim, max_positions)
 
-    by_theta = {theta: of(theta) for theta in set(thetas) if theta}
+    by_theta = {theta: with_theta(theta) for theta in set(thetas) if theta}
     return [by_theta.get(theta) for theta in thetas]
 
 
@@ -216,9 +223,9 @@ def granitemoe_swa(config: ConfigReader, shapes: TensorShapes) -> ComposedArchit
         ),
         eps=config.number("rms_norm_eps", 1e-6),
         spelling=replace(
-            OF_GRANITE,
+            GRANITE_SPELLING,
             experts=replace(
-                OF_GRANITE.experts,
+                GRANITE_SPELLING.experts,
                 router="router",
                 parts=("experts.gate_up_proj", "experts.down_proj"),
                 ending="",
@@ -230,10 +237,10 @@ def granitemoe_swa(config: ConfigReader, shapes: TensorShapes) -> ComposedArchit
 
 @family("hyperclovax", "HyperCLOVA X SEED Think", always={"use_post_norm": True})
 def hyperclovax(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """Factors as Granite's, but that logits are multiplied, and scores scaled as those of others unless it is
-    told. What is added is multiplied behind its norm."""
-    usual = config.integer("hidden_size") // config.integer("num_attention_heads")
-    scale = config.number("attention_multiplier", config.integer("head_dim", usual) ** -0.5)
+    """Factors like those of Granite, with three differences: logits are multiplied instead of divided, the
+    default scale of scores is 1 / sqrt(head_dim), and outputs are multiplied after their post-norm."""
+    head_dim = config.integer("hidden_size") // config.integer("num_attention_heads")
+    scale = config.number("attention_multiplier", config.integer("head_dim", head_dim) ** -0.5)
     residual = _residual(config)
     model = build.decoder(
         config,
@@ -242,7 +249,7 @@ def hyperclovax(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitect
         context=build.Context(2048),
         norms="around",
         eps=config.number("rms_norm_eps", 1e-6),
-        embedding_scale=unless_one(config.number("embedding_multiplier", 1.0)),
+        embedding_scale=none_if_one(config.number("embedding_multiplier", 1.0)),
         logit_factor=config.number("logits_scaling", 1.0),
         spelling=replace(LLAMA, ln1_post="post_norm1", ln2_post="post_norm2"),
     )

@@ -1,4 +1,4 @@
-"""Qwen's lineage.
+"""Qwen 1 to 3 with dense MLPs or experts, and Dream.
 
 Border: never imports torch.
 """
@@ -16,9 +16,9 @@ from ..transformer import ConfigReader
 from . import builders as build
 from .builders import TensorShapes, family
 from .experts import qwen_experts
-from .gpt import OF_GPT2
+from .gpt import GPT2_SPELLING
 
-SHAPED_AS_GPT2 = replace(OF_GPT2, positions="", mlp_parts=("w2", "w1", "c_proj"), is_transposed=False)
+QWEN1_SPELLING = replace(GPT2_SPELLING, positions="", mlp_parts=("w2", "w1", "c_proj"), is_transposed=False)
 
 
 @family(
@@ -28,7 +28,8 @@ SHAPED_AS_GPT2 = replace(OF_GPT2, positions="", mlp_parts=("w2", "w1", "c_proj")
     always={"no_bias": True, "rotary_pct": 1.0, "scale_attn_weights": True},
 )
 def qwen(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """Code that came with its checkpoints, which counts gate and up projection in intermediate_size."""
+    """Qwen 1 as computed by the code in its repositories on the Hugging Face hub, where intermediate_size is
+    the sum of the widths of gate and up projection."""
     both = config.integer("intermediate_size")
     if both % 2:
         raise ConfigError(
@@ -44,7 +45,7 @@ def qwen(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
             longest=config.integer("seq_length", 8192),
         ),
         eps=config.number("layer_norm_epsilon", 1e-6),
-        spelling=SHAPED_AS_GPT2,
+        spelling=QWEN1_SPELLING,
     )
 
 
@@ -103,7 +104,8 @@ def qwen3_vl_text(config: ConfigReader, shapes: TensorShapes) -> ComposedArchite
 
 
 def _sparse(config: ConfigReader, experts: Callable[[], ExpertsSpec]) -> Callable[[int], ChannelMixerSpec]:
-    """Experts in every decoder_sparse_step-th layer but for those of mlp_only_layers."""
+    """Function from a layer number to its channel mixer: experts in every decoder_sparse_step-th layer that
+    mlp_only_layers does not list, else an MLP. experts: function that builds the experts."""
     dense_layers = config.raw.get("mlp_only_layers") or []
 
     def mixer(layer: int) -> ChannelMixerSpec:
@@ -152,7 +154,8 @@ def qwen3_moe(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitectur
 
 @family("Dream", "Dream 7B", never=("use_mrope", "use_sliding_window"))
 def dream(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """A Qwen 2.5 trained on to fill in masks (Ye et al., Dream 7B, 2025), by the code on the hub."""
+    """A Qwen 2.5 that was trained further as a masked diffusion model (Ye et al., Dream 7B, 2025); reference
+    is the code in its repository on the Hugging Face hub."""
     return build.decoder(
         config,
         build.attention(config, qkv_bias=True),
