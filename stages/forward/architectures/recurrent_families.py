@@ -139,7 +139,8 @@ def _delta_net(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitectu
     for key, implemented in (("qk_activation", "silu"), ("qk_norm", "l2")):
         if (value := reader.text(key, implemented)) != implemented:
             raise ConfigError(
-                f"{reader.source}: expected {key} {implemented!r}, found {value!r}; this model cannot run here"
+                f"{reader.source}: expected {key} {implemented!r}, found {value!r}; this model cannot "
+                "run here"
             )
     if not reader.flag("use_beta", True):
         raise ConfigError(f"{reader.source}: expected use_beta, found none; this model cannot run here")
