@@ -30,7 +30,7 @@ __all__ = [
     "ConvolutionMixer",
     "Heads",
     "HeadTransform",
-    "InTurn",
+    "MixersInSequence",
     "Layer",
     "Mixer",
     "NoMixer",
@@ -128,7 +128,7 @@ class NoMixer:
     kind: ClassVar[str] = "none"
     is_bidirectional: ClassVar[bool] = False
     window: ClassVar[int] = 1
-    """1: each output depends on its own token only."""
+    """1: outputs depend on the current token only."""
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ class OpaqueMixer:
     is_bidirectional: ClassVar[bool] = True
     """True: it may depend on later positions."""
     window: ClassVar[None] = None
-    """None: it may depend on positions at any distance."""
+    """None: outputs may depend on tokens at any distance."""
 
 
 @dataclass(frozen=True)
@@ -158,7 +158,7 @@ class MixersSideBySide:
 
 
 @dataclass(frozen=True)
-class InTurn:
+class MixersInSequence:
     """Sequential mixers of one layer: each one reads the output of the mixer before it, position by
     position."""
 
@@ -174,7 +174,15 @@ class InTurn:
         return None if None in windows else 1 + sum(window - 1 for window in windows if window is not None)
 
 
-Mixer = AttentionMixer | RecurrentMixer | ConvolutionMixer | MixersSideBySide | InTurn | NoMixer | OpaqueMixer
+Mixer = (
+    AttentionMixer
+    | RecurrentMixer
+    | ConvolutionMixer
+    | MixersSideBySide
+    | MixersInSequence
+    | NoMixer
+    | OpaqueMixer
+)
 
 
 @dataclass(frozen=True)
@@ -209,21 +217,21 @@ class Heads:
     """Layout of the query, key and value projections (`AttentionSpec.layout`)."""
     rope: Any = None
     """`RopeConfig` of queries and keys; None for no rope."""
-    are_normed: bool = False
+    has_qk_norm: bool = False
     """Whether queries and keys are normalised."""
     clip: float | None = None
     """Largest absolute entry of queries, keys and values; None for no clip."""
     is_gated: bool = False
     """Whether each head's output is multiplied by a gate."""
-    gates_beside: bool = False
+    gates_in_queries: bool = False
     """Whether the query projection also holds the gates: each head's gate rows follow its query rows."""
-    slopes: tuple[float, ...] = ()
+    alibi_slopes: tuple[float, ...] = ()
     """ALiBi slopes, one per head; () for no ALiBi."""
     has_sinks: bool = False
     """Whether heads have an attention sink, so that attention weights sum to less than 1."""
-    grows: bool = False
+    has_temperature_tuning: bool = False
     """Whether queries are scaled by a factor that grows with log(position) (attention temperature tuning)."""
-    are_normed_together: bool = False
+    has_output_norm: bool = False
     """Whether the outputs of all heads are normalised together before the output projection."""
 
     @property
@@ -260,7 +268,7 @@ class Stored:
     plus: float = 0.0
     """Added to every entry, before the factors (RMS norms that multiply by 1 + weight)."""
     constant: float | None = None
-    """Value of all entries of a weight that the checkpoint does not hold; None if it does."""
+    """Constant value of a weight without tensor (norms without weights: 1.0); None for a stored weight."""
     groups: int | None = None
     """Groups of a width-1 convolution, whose tensor is [out, in / groups, 1]; None for a plain matrix."""
 
@@ -296,7 +304,7 @@ class Tensors:
     copies: Mapping[str, str]
     """Optional tensor -> tensor that it must equal if the checkpoint has both."""
     unread: Collection[str] = ()
-    """Names of tensors that such checkpoints may hold and that are not used."""
+    """Names of optional checkpoint tensors that the forward pass does not use."""
 
     def in_layer(self, layer: int, weight: str) -> str:
         """Full tensor name in the checkpoint of a layer's weight."""
@@ -632,7 +640,7 @@ class Architecture(ABC):
         return self._first_kind("pattern", *(f"{room}_effective_attn" for room in STATE_ROOMS))
 
     def layers_with(self, kind: str) -> list[int]:
-        """Numbers of the layers that have a hook point of this kind."""
+        """Layer numbers with a hook point of this kind."""
         return [point.layer for point in self.points_of(kind) if point.layer is not None]
 
     def points_of(self, kind: str) -> list[HookPoint]:

@@ -27,9 +27,9 @@ from .architecture import (
     AxisSizes,
     Heads,
     HeadTransform,
-    InTurn,
     Layer,
     Mixer,
+    MixersInSequence,
     MixersSideBySide,
     NoMixer,
     Reach,
@@ -68,16 +68,16 @@ class LayerSpec:
     is_parallel: bool = False
     """Whether the channel mixer also reads the stream that enters the layer (GPT-J)."""
     has_two_norms: bool = True
-    """Whether each half of a parallel layer has a norm of its own, instead of one for both."""
+    """Parallel layers: separate norms for mixer and channel mixer, instead of one shared norm."""
     shared: SharedBlockSpec | None = None
     """Shared block before the mixers, whose output is added to their input (Zamba); None for no such
     block."""
     post_factor: float = 1.0
     """Factor of each half's output after its post-norm, before it is added to the stream."""
     source: int | None = None
-    """Number of the layer whose tensors this layer shares (ALBERT); None if it has its own."""
+    """Layer number whose tensors this layer shares (ALBERT); None for a layer with its own tensors."""
     reads_normed: bool = True
-    """Whether mixers have a norm before their input, if `norms` places one there."""
+    """Whether pre-norms apply to the mixers' input; false in ModernBERT's first layer."""
     has_gains: bool = False
     """Whether the stream is multiplied by learned weights, [hidden], before each addition (Doge)."""
 
@@ -111,7 +111,7 @@ class LayerSpec:
         if not summaries:
             return NoMixer()
         parallel = summaries[0] if len(summaries) == 1 else MixersSideBySide(summaries)
-        return parallel if self.shared is None else InTurn((self.shared.summary, parallel))
+        return parallel if self.shared is None else MixersInSequence((self.shared.summary, parallel))
 
     @property
     def summary(self) -> Layer:
@@ -359,5 +359,5 @@ class ComposedArchitecture(Architecture):
 
 
 def _named(spec: MixerSpec | ChannelMixerSpec) -> dict[str, Any]:
-    """A spec as plain values with its kind, as specs of two kinds may have the same fields."""
+    """Plain values of a spec, with its kind: GatedAttentionSpec and AttentionSpec share most fields."""
     return {"kind": spec.kind} | plain(spec)

@@ -141,7 +141,7 @@ def _attention(model: ComposedArchitecture) -> list[str]:
 
 
 def _positions(model: ComposedArchitecture) -> str:
-    """Kind of the table of positions; "" without a table."""
+    """Position embedding in words: learned, or sines and cosines; "" without position table."""
     if not model.position_rows:
         return ""
     return "positions of sines and cosines" if model.has_position_waves else "learned positions"

@@ -162,6 +162,7 @@ def by_own_names(config: ConfigReader) -> ConfigReader:
 
 
 def _attending(model_type: str) -> KnownFamily:
+    """Entry of a family in attending/."""
     family = ATTENDING[model_type]
     return KnownFamily(
         family.read,
@@ -172,6 +173,7 @@ def _attending(model_type: str) -> KnownFamily:
 
 
 def _tower(model_type: str) -> KnownFamily:
+    """Entry of a multimodal family, whose text model is another supported family."""
     tower = TOWERS[model_type]
 
     def read(reader: ConfigReader, shapes: TensorShapes) -> Architecture:
@@ -192,6 +194,7 @@ def _tower(model_type: str) -> KnownFamily:
 
 
 def _rwkv(model_type: str, generation: int, examples: str) -> KnownFamily:
+    """Entry of an RWKV version."""
     activation = "token-shifted squared ReLU"
     attention = f"none: the state of RWKV-{generation}"
     row = _row(model_type, examples, "layer norm", activation, attention, "untied")
@@ -199,11 +202,13 @@ def _rwkv(model_type: str, generation: int, examples: str) -> KnownFamily:
 
 
 def _hybrid(model_type: str, family: FamilyReader) -> KnownFamily:
+    """Entry of a family in one of the other tables."""
     row = _row(model_type, family.examples, "RMS", family.mlp, family.mixers, family.head)
     return KnownFamily(family.config, lambda: row, family.reads_tensors)
 
 
 def _pair(family: PairFamily) -> KnownFamily:
+    """Entry of an encoder-decoder family."""
     return KnownFamily(family.read, lambda: family.described, reads_tensors=True)
 
 

@@ -114,7 +114,7 @@ class Spelling:
     """Tensors of the checkpoint that no layer reads; "{}" stands for the number of each layer."""
     final_norm: str = "model.final_layernorm"
     layer: str = "model.layers.{}."
-    """Prefix of a layer; "{}" stands for its number."""
+    """Prefix of layer tensors; "{}" stands for the layer number."""
     ln1: str = "input_layernorm"
     ln2: str = "pre_ff_layernorm"
     ln1_post: str = "post_attention_layernorm"
@@ -330,7 +330,7 @@ def _norm(
     factor: float = 1.0,
     width: int | None = None,
 ) -> dict[str, Stored]:
-    """Tensors of a norm: its weight, and its bias if it has one.
+    """Checkpoint tensors of a norm layer: weight and optional bias.
 
     Arguments:
         weight: Name of the weight.
@@ -387,7 +387,7 @@ def _linear(
     transposed: bool = False,
     groups: int | None = None,
 ) -> Named:
-    """Tensors of a linear layer: its matrix, and its bias if it has one.
+    """Checkpoint tensors of a linear layer: matrix and optional bias.
 
     Arguments:
         weight: Name of the matrix among the weights.
@@ -409,6 +409,7 @@ def _linear(
 
 
 def _attention(shape: AttentionSpec, spelling: Spelling, hidden: int) -> Named:
+    """Tensors of grouped-query attention, with all its optional parts."""
     room = spelling.attention
     into, of_keys, out = shape.factors
     queries, keys = shape.num_attention_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
@@ -472,12 +473,14 @@ def _attention(shape: AttentionSpec, spelling: Spelling, hidden: int) -> Named:
 
 
 def _differential_attention(shape: DifferentialSpec, spelling: Spelling, hidden: int) -> Named:
+    """Tensors of differential attention: those of attention, and the learned vectors of lambda."""
     yield from _attention(shape.attention, spelling, hidden)
     for part in ("q1", "k1", "q2", "k2"):
         yield f"diff.{part}", Stored(f"{spelling.attention}lambda_{part}", (shape.attention.head_dim,))
 
 
 def _routed_attention(shape: RoutedAttentionSpec, spelling: Spelling, hidden: int) -> Named:
+    """Tensors of a mixture of attention heads."""
     room, width = spelling.attention, shape.kv_heads * shape.head_dim
     yield "moa.router", Stored(f"{room}experts.router.layer.weight", (shape.experts, hidden))
     yield "moa.q", Stored(f"{room}experts.input_linear.weight", (shape.experts, width, hidden))
@@ -487,6 +490,7 @@ def _routed_attention(shape: RoutedAttentionSpec, spelling: Spelling, hidden: in
 
 
 def _latent_attention(shape: LatentAttentionSpec, spelling: Spelling, hidden: int) -> Named:
+    """Tensors of multi-head latent attention."""
     room, bias, query_rows = spelling.attention, shape.has_bias, shape.heads * shape.key_size
     if shape.query_rank is None:
         yield "latent.q", Stored(f"{room}q_proj.weight", (query_rows, hidden))
@@ -544,12 +548,14 @@ def _low_rank(weight: str, name: str, shape: SharedBlockSpec, size: tuple[int, i
 
 
 def _convolution(room: str, channels: int, size: int, has_bias: bool) -> Named:
+    """Tensors of a state space's short convolution."""
     yield "ssm.conv", Stored(f"{room}conv1d.weight", (channels, 1, size))
     if has_bias:
         yield "ssm.conv.bias", Stored(f"{room}conv1d.bias", (channels,))
 
 
 def _mamba(shape: MambaSpec, spelling: Spelling, hidden: int) -> Named:
+    """Tensors of Mamba-1."""
     room, channels, bias = spelling.mixer, shape.channels, shape.has_bias
     yield from _linear("ssm.in", f"{room}in_proj", (2 * channels, hidden), bias=bias)
     yield from _convolution(room, channels, shape.conv_size, shape.has_conv_bias)
@@ -576,6 +582,7 @@ def _selection(shape: MambaSpec, room: str) -> Named:
 
 
 def _mamba2(shape: Mamba2Spec, spelling: Spelling, hidden: int) -> Named:
+    """Tensors of Mamba-2."""
     room, channels, shared = spelling.mixer, shape.channels, shape.groups * shape.state_size
     sizes = (channels, channels, shared, shared, shape.heads)
     factors = tuple(zip(sizes, shape.in_factors, strict=True)) if set(shape.in_factors) != {1.0} else ()
@@ -591,6 +598,7 @@ def _mamba2(shape: Mamba2Spec, spelling: Spelling, hidden: int) -> Named:
 
 
 def _mlp(shape: MlpSpec, spelling: Spelling, hidden: int) -> Named:
+    """Tensors of an MLP."""
     room, parts, inner = spelling.mlp, spelling.mlp_parts, shape.intermediate_size
     of_gate, out = shape.factors
     gate = _all(inner, of_gate)
@@ -625,6 +633,7 @@ def _mlp(shape: MlpSpec, spelling: Spelling, hidden: int) -> Named:
 
 
 def _experts(shape: ExpertsSpec, spelling: Spelling, hidden: int) -> Named:
+    """Tensors of router, routed experts and shared expert."""
     room, parts, inner, bias = (
         spelling.experts.room,
         spelling.experts.parts,
@@ -735,6 +744,7 @@ def _separate_delta(shape: GatedDeltaSpec, spelling: Spelling, hidden: int) -> N
 
 
 def _linear_attention(shape: LinearAttentionSpec, spelling: Spelling, hidden: int) -> Named:
+    """Tensors of gated linear attention or retention."""
     room, values = spelling.mixer, shape.heads * shape.value_size
     for part, width in zip("qkv", shape.parts, strict=True):
         yield f"linear.{part}", Stored(f"{room}{part}_proj.weight", (width, hidden))
@@ -752,6 +762,7 @@ def _linear_attention(shape: LinearAttentionSpec, spelling: Spelling, hidden: in
 
 
 def _lightning(shape: LightningSpec, spelling: Spelling, hidden: int) -> Named:
+    """Tensors of lightning attention."""
     room, width = spelling.mixer, shape.heads * shape.head_dim
     yield "linear.qkv", Stored(f"{room}qkv_proj.weight", (3 * width, hidden))
     yield "linear.gate", Stored(f"{room}output_gate.weight", (width, hidden))
@@ -761,6 +772,7 @@ def _lightning(shape: LightningSpec, spelling: Spelling, hidden: int) -> Named:
 
 
 def _linear_unit(shape: LinearUnitSpec, spelling: Spelling, hidden: int) -> Named:
+    """Tensors of an RG-LRU."""
     room, width = spelling.mixer, shape.channels
     for weight, name in (("in", "linear_x"), ("gate", "linear_y")):
         yield from _linear(f"linear.{weight}", f"{room}{name}", (width, hidden), bias=True)
@@ -775,6 +787,7 @@ def _linear_unit(shape: LinearUnitSpec, spelling: Spelling, hidden: int) -> Name
 
 
 def _mlstm(shape: MlstmSpec, spelling: Spelling, hidden: int) -> Named:
+    """Tensors of an mLSTM."""
     room, heads, bias, values = spelling.mixer, shape.heads, shape.has_bias, shape.parts[2]
     if shape.is_fused:
         yield from _linear("mlstm.qkvo", f"{room}qkv_opreact", (sum(shape.parts), hidden), bias=bias)
@@ -791,6 +804,7 @@ def _mlstm(shape: MlstmSpec, spelling: Spelling, hidden: int) -> Named:
 
 
 def _short_convolution(shape: ShortConvolutionSpec, spelling: Spelling, hidden: int) -> Named:
+    """Tensors of a gated short convolution (LFM2)."""
     room, bias = spelling.mixer, shape.has_bias
     yield from _linear("conv.in", f"{room}in_proj", (3 * shape.channels, hidden), bias=bias)
     yield "conv.conv", Stored(f"{room}conv.weight", (shape.channels, 1, shape.conv_size))
@@ -800,6 +814,7 @@ def _short_convolution(shape: ShortConvolutionSpec, spelling: Spelling, hidden: 
 
 
 def _mlp_and_experts(shape: MlpAndExpertsSpec, spelling: Spelling, hidden: int) -> Named:
+    """Tensors of an MLP with parallel experts, their gains and norms (Gemma 4)."""
     yield from _mlp(shape.mlp, spelling, hidden)
     yield from _experts(shape.experts, spelling, hidden)
     yield (

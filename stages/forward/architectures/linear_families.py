@@ -255,7 +255,7 @@ def _kimi_experts(reader: ConfigReader) -> ExpertsSpec:
 
 
 def either(reader: ConfigReader, key: str, alias: str, default: int) -> int:
-    """A size that a config may have under either of two names.
+    """Integer config value with two alternative key names.
 
     Arguments:
         reader: The config.json.

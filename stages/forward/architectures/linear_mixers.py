@@ -65,7 +65,7 @@ class GatedDeltaSpec(_LinearSpec):
     groups: int
     """Groups of heads that share queries and keys."""
     key_size: int
-    """Entries of a query and of a key."""
+    """Query and key width per head."""
     value_size: int
     """Entries of a head's value."""
     conv_size: int
@@ -128,7 +128,7 @@ class LinearAttentionSpec(_LinearSpec):
     groups: int
     """Number of key and value heads, each shared by several query heads."""
     key_size: int
-    """Entries of a query and of a key."""
+    """Query and key width per head."""
     value_size: int
     """Entries of a value."""
     decays: Literal["key", "fixed"]
@@ -270,7 +270,7 @@ class MlstmSpec(MixerSpec):
     heads: int
     """Number of heads."""
     key_size: int
-    """Entries of a query and of a key."""
+    """Query and key width per head."""
     value_size: int
     """Entries of a value."""
     gate_cap: float

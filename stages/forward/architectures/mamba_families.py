@@ -119,6 +119,7 @@ def _mamba(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
 
 
 def _mamba2(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    """Mamba-2."""
     require_silu(reader, "hidden_act")
     bias, eps = reader.flag("use_bias", False), reader.number("layer_norm_epsilon", 1e-5)
     shape = Mamba2Spec(
@@ -160,6 +161,7 @@ def _alone(reader: ConfigReader, block: LayerSpec, *, tied: bool) -> ComposedArc
 
 
 def _bamba(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    """Bamba: Mamba-2, and attention in layers that attn_layer_indices lists."""
     layers, listed = reader.integer("num_hidden_layers"), reader.raw.get("attn_layer_indices") or []
     # The reference's default for partial_rotary_factor is 0.5.
     attention = _attention(reader, rope=rope_of(reader, _head_dim(reader), 262144, share=0.5))
@@ -170,6 +172,7 @@ def _bamba(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
 
 
 def _jamba(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    """Jamba: Mamba-1 and attention without rope; MLPs and experts."""
     hidden, layers = reader.integer("hidden_size"), reader.integer("num_hidden_layers")
     require_silu(reader, "hidden_act")
     # Jamba has no rope, and no biases in its attention.
@@ -202,6 +205,7 @@ def _jamba(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
 
 
 def _granite(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    """Granite 4.0: Mamba-2 and attention, with Granite's factors; experts or an MLP."""
     types = layer_types_of(reader, "layer_types", ["mamba"] * reader.integer("num_hidden_layers"))
     position = reader.raw.get("position_embedding_type")
     factor = reader.number("residual_multiplier", 1.0)
@@ -603,7 +607,7 @@ def _is_at(layer: int, period_and_offset: tuple[int, int]) -> bool:
 
 
 def _none_if_one(factor: float) -> float | None:
-    """The factor, or None if it is 1 and changes nothing."""
+    """A multiplicative factor, or None for the neutral factor 1."""
     return None if factor == 1 else factor
 
 

@@ -63,13 +63,13 @@ class MixerSpec(ABC):
     kind: ClassVar[str]
     """Key of the tables of networks (networks/mixers/) and tensors (layer_tensors.py)."""
     points: ClassVar[tuple[str, ...]]
-    """Kinds of all hook points that such mixers can have."""
+    """Hook point kinds of this class of mixers, optional ones included."""
     reaches_later: ClassVar[frozenset[str]]
     """Kinds of hook points at which a change also affects later positions."""
 
     @property
     def held_points(self) -> tuple[str, ...]:
-        """Kinds of the hook points of this mixer: `points` without those of optional parts that it lacks."""
+        """Hook point kinds of this mixer: `points` minus the kinds of absent optional parts."""
         return self.points
 
     @property
@@ -288,12 +288,12 @@ class AttentionSpec(MixerSpec):
             self.summary,
             self.layout,
             rope=self.rope,
-            are_normed=self.qk_norm is not None,
+            has_qk_norm=self.qk_norm is not None,
             clip=self.clip_qkv,
-            slopes=self.alibi_slopes,
+            alibi_slopes=self.alibi_slopes,
             has_sinks=self.attention_sinks,
-            grows=self.temperature_tuning is not None,
-            are_normed_together=self.inner_norm_eps is not None,
+            has_temperature_tuning=self.temperature_tuning is not None,
+            has_output_norm=self.inner_norm_eps is not None,
         )
 
     @property
@@ -321,7 +321,7 @@ class GatedAttentionSpec(AttentionSpec):
     @property
     def heads(self) -> Heads:
         """See `AttentionSpec`."""
-        return replace(super().heads, is_gated=True, gates_beside=not self.has_gate_projection)
+        return replace(super().heads, is_gated=True, gates_in_queries=not self.has_gate_projection)
 
 
 @dataclass(frozen=True)

@@ -98,7 +98,8 @@ class HookKind:
     meaning: str
     """Description of the activation, for tables and messages."""
     transformer_lens: str | None = None
-    """TL's string for the same quantity, where TL has one (up to the order of its axes)."""
+    """TransformerLens's hook name for the same activation, axes possibly in another order; None without
+    equivalent."""
     is_derived: bool = False
     """Whether it is computed only for captures: nothing in the forward pass reads it, so that an intervention
     there would have no effect."""
@@ -115,7 +116,8 @@ class HookKind:
 
 
 def _block(name: str, suffix: str, dims: tuple[str, ...], meaning: str, tl: str | None = "") -> HookKind:
-    """A kind below "blocks.{}.". tl: name in TransformerLens; "" for the same path, None for none."""
+    """Row for a hook point in a layer, with path "blocks.{}.<suffix>". tl: hook name in TransformerLens; ""
+    for an equal path, None without equivalent."""
     path = "blocks.{}." + suffix
     return HookKind(name, path, dims, meaning, path if tl == "" else tl)
 
@@ -123,7 +125,8 @@ def _block(name: str, suffix: str, dims: tuple[str, ...], meaning: str, tl: str 
 def _recurrent(
     name: str, dims: tuple[str, ...], meaning: str, *, room: str = "rwkv", derived: bool = False
 ) -> HookKind:
-    """A kind of a mixer with its own prefix `room`, without a name in TransformerLens."""
+    """Row for a hook point of a recurrent or other special mixer with path prefix `room`; TransformerLens has
+    no equivalent."""
     return HookKind(f"{room}_{name}", f"blocks.{{}}.{room}.hook_{name}", dims, meaning, None, derived)
 
 
@@ -584,7 +587,7 @@ class HookPoint:
     """
 
     kind: str
-    """Name of its row in `KINDS`."""
+    """Kind: a name in the table `KINDS`."""
     layer: int | None = None
     """Number of the layer or time step, from 0; None for kinds outside of layers."""
 
@@ -693,6 +696,7 @@ class HookPoint:
 
     @classmethod
     def _from_path(cls, name: str, table: dict[str, HookKind]) -> HookPoint:
+        """The hook point of a string form; table: string form with `{}` for the layer -> kind."""
         match = _NUMBER.search(name)
         layer = int(match.group(1)) if match else None
         path = _NUMBER.sub(".{}", name, count=1)
@@ -703,7 +707,7 @@ class HookPoint:
 
     @property
     def transformer_lens(self) -> str | None:
-        """Name of the same quantity in TransformerLens; None if it has none."""
+        """TransformerLens's hook name for the same activation; None without equivalent."""
         name = BY_NAME[self.kind].transformer_lens
         return name and name.format(self.layer)
 

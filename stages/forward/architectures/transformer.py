@@ -125,7 +125,7 @@ class ConfigReader:
         return reader
 
     def integer(self, key: str, default: int | None = None, *, least: int = 1) -> int:
-        """An integer of at least `least`."""
+        """An integer not below `least`; too large values raise ConfigError, too."""
         value = self._get(key, default)
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             kind = "a positive integer" if least == 1 else f"an integer from {least}"

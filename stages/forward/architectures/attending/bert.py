@@ -26,7 +26,7 @@ from .builders import Build, TensorShapes, family
 UNSUPPORTED = ("add_cross_attention", "head_dim", "num_key_value_heads")
 """Config keys that change the results of these families and are not implemented."""
 NEVER = (*UNSUPPORTED, "embedding_size")
-"""The same, for families whose embeddings are as wide as the residual stream."""
+"""Unsupported keys of families whose embedding width is always the hidden size."""
 ABSOLUTE = {"position_embedding_type": "absolute"}
 """The only implemented value of that config key, except in ESM."""
 
@@ -164,16 +164,19 @@ def bert_family(model_type: str, examples: str, **options: Any) -> Callable[[Bui
 
 @bert_family("bert", "BERT")
 def bert(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    """BERT."""
     return bert_like(config, shapes, BERT_SPELLING)
 
 
 @bert_family("ernie", "ERNIE 1 to 3", never=(*NEVER, "use_task_id"))
 def ernie(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    """ERNIE 1 to 3, without their task embeddings."""
     return bert_like(config, shapes, bert_spelling("ernie."))
 
 
 @bert_family("bert-generation", "BERT for generation")
 def bert_generation(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    """BERT without token types and without the transform before the head; encoder or decoder."""
     spelling = replace(
         BERT_SPELLING,
         head="lm_head.decoder",
@@ -185,6 +188,7 @@ def bert_generation(config: ConfigReader, shapes: TensorShapes) -> ComposedArchi
 
 @bert_family("megatron-bert", "Megatron-BERT")
 def megatron_bert(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    """BERT with pre-norms and a final norm."""
     return bert_like(
         config,
         shapes,
@@ -202,6 +206,7 @@ def _projected_width(width: int, hidden: int) -> int | None:
 
 @bert_family("electra", "ELECTRA, its generator", never=UNSUPPORTED)
 def electra(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    """ELECTRA's generator, whose embeddings may be narrower than the stream."""
     width = config.integer("embedding_size", 128)
     base = bert_spelling("electra.")
     spelling = replace(
@@ -225,6 +230,7 @@ def electra(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
 
 @bert_family("roformer", "RoFormer", never=(*UNSUPPORTED, "rotary_value"))
 def roformer(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    """RoFormer: BERT with rope of neighbouring entries, instead of learned positions."""
     hidden = config.integer("hidden_size")
     base = bert_spelling("roformer.")
     spelling = replace(
@@ -250,6 +256,7 @@ def roformer(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture
 
 @bert_family("rembert", "RemBERT")
 def rembert(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    """RemBERT: input embedding, stream and output embedding have different widths, and the head is untied."""
     eps = config.number("layer_norm_eps", 1e-12)
     base = bert_spelling("rembert.")
     spelling = replace(
@@ -322,6 +329,7 @@ def albert(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
     },
 )
 def distilbert(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    """DistilBERT: no token types; fixed epsilon."""
     base = bert_spelling("distilbert.")
     spelling = replace(
         base,
@@ -388,16 +396,19 @@ def roberta_like(
 @bert_family("camembert", "CamemBERT")
 @bert_family("roberta", "RoBERTa")
 def roberta(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    """RoBERTa and its multilingual and French versions."""
     return roberta_like(config, shapes, roberta_spelling("roberta."))
 
 
 @bert_family("data2vec-text", "data2vec, text")
 def data2vec_text(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    """data2vec for text: RoBERTa under another tensor prefix."""
     return roberta_like(config, shapes, roberta_spelling("data2vec_text."))
 
 
 @bert_family("xlm-roberta-xl", "XLM-RoBERTa XL and XXL")
 def xlm_roberta_xl(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    """XLM-RoBERTa XL: RoBERTa with pre-norms and a final norm."""
     spelling = replace(
         roberta_spelling("roberta."),
         ln1="attention.self_attn_layer_norm",
@@ -419,6 +430,7 @@ def xlm_roberta_xl(config: ConfigReader, shapes: TensorShapes) -> ComposedArchit
 
 @bert_family("roberta-prelayernorm", "efficient MLM")
 def roberta_prelayernorm(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    """RoBERTa with pre-norms, a norm of the embeddings, and a final norm."""
     spelling = replace(
         roberta_spelling("roberta_prelayernorm."),
         ln1="attention.LayerNorm",
@@ -430,6 +442,7 @@ def roberta_prelayernorm(config: ConfigReader, shapes: TensorShapes) -> Composed
 
 @bert_family("luke", "LUKE, its words")
 def luke(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    """LUKE without entities: RoBERTa with an untied head; tensors of entities are not used."""
     entities, predictions = "luke.entity_embeddings.", "entity_predictions."
     base = roberta_spelling("luke.")
     spelling = replace(
@@ -659,6 +672,7 @@ def _deberta(
 
 @bert_family("deberta-v2", "DeBERTa 2 and 3", never=NEVER_IN_DEBERTA, always={"conv_kernel_size": 0})
 def deberta_v2(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    """DeBERTa 2 and 3: bucketed distances; separate query, key and value projections."""
     spelling = _spelling(config, shapes)
     return _deberta(config, shapes, spelling, _relative(config, is_first=False))
 

@@ -289,7 +289,12 @@ def rope_flags(config: ConfigReader, layers: int) -> list[bool]:
 
 
 def rope_where_flagged(theta: float, **options: Any) -> Ropes:
-    """The same rope in those layers that have one by `rope_flags`; no rope in the others."""
+    """Equal rope in all layers selected by `rope_flags` (no_rope_layers); no rope in the others.
+
+    Arguments:
+        theta: Default of rope_theta.
+        options: Further arguments of `rope`.
+    """
 
     def ropes(
         config: ConfigReader, head_dim: int, max_positions: int | None, windows: Windows
@@ -509,7 +514,7 @@ def position_table(
 
 
 def rooted(spelling: Spelling, root: str, shapes: TensorShapes) -> Spelling:
-    """Tensor names with or without a prefix, as in the checkpoint.
+    """Spelling whose root prefix matches the tensor names of a checkpoint.
 
     Arguments:
         spelling: Names with the prefix.

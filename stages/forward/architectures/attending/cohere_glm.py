@@ -20,6 +20,7 @@ from .experts import DEEPSEEK_SPELLING, ExpertDefaults, sigmoid_experts
 
 @family("cohere", "Command R", never=("use_qk_norm",))
 def cohere(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    """Command R: parallel attention and MLP with one norm, rope of neighbouring entries."""
     return build.decoder(
         config,
         build.attention(config, bias=build.attention_bias(config)),
@@ -61,6 +62,7 @@ FUSED_MLP_PARTS = ("gate_up_proj", "down_proj")
 
 @family("glm", "GLM 4, 9B")
 def glm(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    """GLM 4: rope of the first half of each head, fused gate and up projection."""
     return build.decoder(
         config,
         build.attention(config, head_dim=128, kv_heads=2, qkv_bias=config.flag("attention_bias", True)),
@@ -73,6 +75,7 @@ def glm(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
 
 @family("glm4", "GLM 4, 0414")
 def glm4(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    """GLM 4 0414: as `glm`, with norms before and after each half of a layer."""
     return build.decoder(
         config,
         build.attention(config, head_dim=128, kv_heads=2, qkv_bias=config.flag("attention_bias", True)),
@@ -92,6 +95,7 @@ def glm4(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
 
 @family("glm4_moe", "GLM 4.5 and 4.6")
 def glm4_moe(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    """GLM 4.5: an MLP in the first layers, then sigmoid-routed and shared experts."""
     eps = config.number("rms_norm_eps", 1e-5)
     qk_norm = QkNorm("head", eps) if config.flag("use_qk_norm", False) else None
 

@@ -168,6 +168,7 @@ def _grouped_experts(config: ConfigReader, *, bias: bool) -> ExpertsSpec:
 
 @family("deepseek_v2", "DeepSeek-V2", follows_is_causal=False)
 def deepseek_v2(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    """DeepSeek-V2: latent attention; softmax-routed experts."""
     bias = config.flag("mlp_bias", False)
     return _latent_decoder(
         config,
@@ -182,6 +183,7 @@ def deepseek_v2(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitect
 
 @family("deepseek_v3", "DeepSeek-V3 and R1", follows_is_causal=False)
 def deepseek_v3(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    """DeepSeek-V3 and R1: latent attention; sigmoid-routed experts in groups."""
     _require_head_dim(config)
 
     def experts() -> ExpertsSpec:
@@ -199,6 +201,9 @@ def deepseek_v3(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitect
 
 @family("glm4_moe_lite", "GLM 4.7 Flash", follows_is_causal=False)
 def glm4_moe_lite(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    """GLM 4.7 Flash: latent attention; an MLP in the first layer or where mlp_layer_types lists it, then
+    experts."""
+
     def channel_mixer(layer: int) -> ChannelMixerSpec:
         listed = is_listed_dense(config, layer)
         if layer < 1 if listed is None else listed:
@@ -239,6 +244,7 @@ def minicpm3(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture
 
 @family("youtu", "Youtu-LLM", follows_is_causal=False)
 def youtu(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    """Youtu-LLM: latent attention and a dense MLP."""
     _require_head_dim(config)
     return _latent_decoder(
         config,

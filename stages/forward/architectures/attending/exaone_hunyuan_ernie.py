@@ -61,6 +61,7 @@ def exaone4(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
 
 @family("exaone_moe", "K-EXAONE")
 def exaone_moe(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    """K-EXAONE: rope only in layers with a window; sigmoid-routed experts."""
     eps = config.number("rms_norm_eps", 1e-5)
 
     def channel_mixer(layer: int) -> ChannelMixerSpec:
@@ -113,6 +114,7 @@ def _stretched_by_alpha(
 
 @family("hunyuan_v1_dense", "Hunyuan, dense")
 def hunyuan_v1_dense(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    """Hunyuan: queries and keys are normalised after rope."""
     eps = config.number("rms_norm_eps", 1e-5)
     return build.decoder(
         config,
@@ -163,6 +165,7 @@ def hunyuan_v1_moe(config: ConfigReader, shapes: TensorShapes) -> ComposedArchit
 
 @family("hy_v3", "Hunyuan 3")
 def hy_v3(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    """Hunyuan 3: sigmoid-routed experts in all layers but the first."""
     eps, bias = config.number("rms_norm_eps", 1e-5), config.flag("mlp_bias", False)
 
     def channel_mixer(layer: int) -> ChannelMixerSpec:
@@ -197,6 +200,7 @@ def hy_v3(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
 
 @family("ernie4_5", "ERNIE 4.5, 0.3B")
 def ernie4_5(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    """ERNIE 4.5, dense: rope of neighbouring entries."""
     bias = config.flag("use_bias", False)
     return build.decoder(
         config,

@@ -79,7 +79,7 @@ def qwen_experts(
 
 @dataclass(frozen=True)
 class ExpertDefaults:
-    """Values for keys that a config may leave out; None if the config must have the key."""
+    """Default values of expert settings in config.json; None marks a required config key."""
 
     count: int | None
     """Number of routed experts."""

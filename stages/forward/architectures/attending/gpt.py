@@ -179,6 +179,7 @@ def _windows_of_gpt_neo(config: ConfigReader) -> Windows:
     reads_tensors=True,
 )
 def gpt_neo(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    """GPT-Neo: unscaled scores, and local windows in layers that attention_types lists."""
     spelling = replace(
         GPT2_SPELLING, attention="attn.attention.", attention_out="out_proj", is_transposed=False
     )
@@ -225,11 +226,13 @@ def _gptj(config: ConfigReader, **fields: Any) -> ComposedArchitecture:
 
 @family("gptj", "GPT-J", aliases=GPT2_ALIASES)
 def gptj(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    """GPT-J: parallel attention and MLP, rope of the first entries of a head."""
     return _gptj(config)
 
 
 @family("codegen", "CodeGen", aliases=GPT2_ALIASES)
 def codegen(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    """CodeGen: GPT-J with one tensor of queries, values and keys in four parts."""
     return _gptj(config, layout="by fourths")
 
 
@@ -240,6 +243,7 @@ def codegen(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
     reads_tensors=True,
 )
 def gpt_neox(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    """GPT-NeoX: parallel attention and MLP with a norm each, unless use_parallel_residual is false."""
     spelling = Spelling(
         embed="gpt_neox.embed_in",
         head="embed_out",
@@ -266,6 +270,7 @@ def gpt_neox(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture
 
 @family("stablelm", "StableLM 2 and 3B", never=("qk_layernorm",))
 def stablelm(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    """StableLM: Llama with layer norms and rope of a quarter of each head."""
     return build.decoder(
         config,
         build.attention(config, kv_heads=32, qkv_bias=config.flag("use_qkv_bias", False)),
@@ -279,6 +284,7 @@ def stablelm(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture
 
 @family("starcoder2", "StarCoder 2", reports_unread_keys=True)
 def starcoder2(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    """StarCoder 2: plain MLPs, biases, and a sliding window."""
     bias, act = config.flag("use_bias", True), read_activation(config, "gelu_pytorch_tanh")
     return build.decoder(
         config,
@@ -294,6 +300,7 @@ def starcoder2(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitectu
 
 @family("persimmon", "Persimmon", never=("head_dim", "num_key_value_heads"))
 def persimmon(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    """Persimmon: layer norms of queries and keys, squared ReLU."""
     eps = config.number("layer_norm_eps", 1e-5)
     qk_norm = QkNorm("head", eps, "layer") if config.flag("qk_layernorm", True) else None
     return build.decoder(
@@ -316,6 +323,7 @@ def persimmon(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitectur
 
 @family("phi", "Phi 1, 1.5 and 2")
 def phi(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    """Phi: parallel attention and MLP with one norm, rope of half of each head, biases everywhere."""
     eps = config.number("layer_norm_eps", 1e-5)
     qk_norm = QkNorm("head", eps, "layer") if config.flag("qk_layernorm", False) else None
     return build.decoder(

@@ -34,6 +34,7 @@ def _mlp_bias(config: ConfigReader) -> bool:
 
 @family("llama", "Llama 2 and 3, SmolLM", reports_unread_keys=True)
 def llama(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    """Llama."""
     return build.decoder(
         config,
         build.attention(config, bias=build.attention_bias(config)),
@@ -45,6 +46,7 @@ def llama(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
 
 @family("helium", "Helium 1", reports_unread_keys=True)
 def helium(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    """Helium: rope of neighbouring entries; heads of a width that does not depend on hidden_size."""
     width, bias = config.integer("head_dim", 128), build.attention_bias(config)
     return build.decoder(
         config,
@@ -57,6 +59,7 @@ def helium(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
 
 @family("phi3", "Phi 3 and 3.5", reports_unread_keys=True)
 def phi3(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    """Phi 3: fused projections, sliding window, longrope under older names."""
     rope = build.rope_everywhere(
         is_partial=True, original_context=4096, aliases={"su": "longrope", "yarn": "longrope"}
     )
@@ -72,6 +75,7 @@ def phi3(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
 
 @family("arcee", "AFM")
 def arcee(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    """AFM: Llama with plain MLPs and squared ReLU."""
     return build.decoder(
         config,
         build.attention(config, bias=build.attention_bias(config)),
@@ -83,6 +87,7 @@ def arcee(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
 
 @family("seed_oss", "Seed-OSS")
 def seed_oss(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    """Seed-OSS: Llama with biases of queries, keys and values."""
     return build.decoder(
         config,
         build.attention(
@@ -123,6 +128,7 @@ def smollm3(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
 
 @family("apertus", "Apertus")
 def apertus(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    """Apertus: plain MLPs with xIELU, whose parameters are learned; norms of queries and keys."""
     eps = config.number("rms_norm_eps", 1e-5)
     return build.decoder(
         config,
@@ -155,6 +161,7 @@ def bitnet(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
 
 @family("cwm", "Code World Model")
 def cwm(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    """Code World Model: full attention in the first of every four layers, windows in the others."""
     return build.decoder(
         config,
         build.attention(config, head_dim=128, kv_heads=8),
@@ -217,6 +224,7 @@ def doge(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
 
 @family("internlm3", "InternLM 3", aliases={"attention_bias": "qkv_bias", "mlp_bias": "bias"})
 def internlm3(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    """InternLM 3: Llama with other key names of biases."""
     return build.decoder(
         config,
         build.attention(config, head_dim=128, kv_heads=2, bias=build.attention_bias(config)),
@@ -255,6 +263,7 @@ def internlm2(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitectur
 
 @family("baichuan", "Baichuan 7B")
 def baichuan(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    """Baichuan 7B: Llama with queries, keys and values in one tensor."""
     # Baichuan 13B has ALiBi and no max_position_embeddings; Baichuan 2 normalises the rows of its LM head and
     # has z_loss_weight.
     if "z_loss_weight" in config.raw or "max_position_embeddings" not in config.raw:
@@ -274,6 +283,7 @@ def baichuan(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture
 
 @family("iquestcoder", "IQuest-Coder", never=("clip_qkv", "use_sliding_window"))
 def iquestcoder(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    """IQuest-Coder: Llama with heads of width 128."""
     return build.decoder(
         config,
         build.attention(config, head_dim=128, kv_heads=8, bias=build.attention_bias(config)),
@@ -285,6 +295,7 @@ def iquestcoder(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitect
 
 @family("jais2", "Jais 2")
 def jais2(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    """Jais 2: layer norms, biases, plain MLPs with squared ReLU."""
     return build.decoder(
         config,
         build.attention(config, bias=config.flag("attention_bias", True)),
@@ -317,6 +328,7 @@ def nanochat(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture
 
 @family("nemotron", "Nemotron and Minitron")
 def nemotron(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    """Nemotron and Minitron: layer norms with weight 1 + w, rope of half of each head, squared ReLU."""
     return build.decoder(
         config,
         build.attention(config, bias=build.attention_bias(config)),
@@ -439,6 +451,7 @@ def llama4_text(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitect
     always={"block_type": "llama", "layer_norm_type": "rms", "rope": True},
 )
 def llada(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    """LLaDA: Llama with bidirectional attention."""
     return build.decoder(
         config,
         build.attention(config, qkv_bias=config.flag("include_qkv_bias", False)),

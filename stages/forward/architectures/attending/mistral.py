@@ -38,6 +38,7 @@ MIXTRAL_SPELLING = replace(
 @family("ministral", "Ministral 8B", reports_unread_keys=True)
 @family("mistral", "Mistral 7B", reports_unread_keys=True)
 def mistral(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    """Mistral and Ministral: Llama with a sliding window."""
     size = config.optional_integer("sliding_window", 4096)
     return build.decoder(
         config,
@@ -50,6 +51,7 @@ def mistral(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
 
 @family("mixtral", "Mixtral 8x7B and 8x22B")
 def mixtral(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    """Mixtral: Mistral with experts, weighed by a softmax over the scores of the top k."""
     return build.decoder(
         config,
         build.attention(config, kv_heads=8),

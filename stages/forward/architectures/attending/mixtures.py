@@ -113,6 +113,7 @@ def afmoe(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
 
 @family("dots1", "dots.llm1")
 def dots1(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    """dots.llm1: norms of queries and keys, an MLP in the first layers, then sigmoid-routed experts."""
     eps = config.number("rms_norm_eps", 1e-6)
 
     def channel_mixer(layer: int) -> ChannelMixerSpec:
@@ -210,6 +211,7 @@ def kolibri1(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture
 
 @family("mellum", "Mellum 2")
 def mellum(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    """Mellum 2: different ropes in windows and in full attention; softmax-routed experts."""
     eps = config.number("rms_norm_eps", 1e-6)
 
     def channel_mixer(layer: int) -> ChannelMixerSpec:
@@ -234,6 +236,7 @@ def mellum(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
 
 @family("solar_open", "Solar Open")
 def solar_open(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    """Solar Open: sigmoid-routed experts in all layers."""
     return build.decoder(
         config,
         build.attention(config, head_dim=128, kv_heads=8, qkv_bias=config.flag("attention_bias", False)),

@@ -105,6 +105,7 @@ def _modernbert(
 
 @family("modernbert", "ModernBERT", aliases={"rope_theta": "global_rope_theta"})
 def modernbert(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    """ModernBERT, a bidirectional encoder."""
     windows = _windows(config, itself=1)
     return _modernbert(config, MODERNBERT_SPELLING, windows, looks_ahead=True, layout="by part")
 
@@ -123,6 +124,7 @@ def modernbert_decoder(config: ConfigReader, shapes: TensorShapes) -> ComposedAr
 
 @family("eurobert", "EuroBERT")
 def eurobert(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    """EuroBERT: Llama with bidirectional attention."""
     bias = config.flag("mlp_bias", False)
     return build.decoder(
         config,
@@ -202,6 +204,7 @@ def _rotary_bert(
 
 @family("nomic_bert", "Nomic Embed")
 def nomic_bert(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    """Nomic Embed: BERT with rope and gated MLPs."""
     eps = config.number("layer_norm_eps", 1e-12)
     base = bert_spelling("nomic_bert.")
     spelling = replace(
@@ -230,6 +233,7 @@ def nomic_bert(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitectu
 
 @family("jina_embeddings_v3", "Jina Embeddings 3")
 def jina_embeddings_v3(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    """Jina Embeddings 3: XLM-RoBERTa with rope."""
     eps = config.number("layer_norm_eps", 1e-5)
     spelling = replace(
         roberta_spelling("roberta."),

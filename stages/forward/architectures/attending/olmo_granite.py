@@ -38,6 +38,7 @@ def olmo(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
 
 @family("olmo2", "OLMo 2")
 def olmo2(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    """OLMo 2: norms after attention and MLP, and of queries and keys over all heads."""
     eps = config.number("rms_norm_eps", 1e-5)
     return build.decoder(
         config,
@@ -51,6 +52,7 @@ def olmo2(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
 
 @family("olmo3", "Olmo 3")
 def olmo3(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    """Olmo 3: OLMo 2 with sliding windows in three of four layers."""
     eps = config.number("rms_norm_eps", 1e-5)
     return build.decoder(
         config,
@@ -68,6 +70,7 @@ def olmo3(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
 
 @family("olmoe", "OLMoE", never=("clip_qkv",))
 def olmoe(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    """OLMoE: norms of queries and keys over all heads; softmax-routed experts."""
     eps = config.number("rms_norm_eps", 1e-5)
     return build.decoder(
         config,
@@ -80,6 +83,7 @@ def olmoe(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
 
 @family("flex_olmo", "FlexOlmo")
 def flex_olmo(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    """FlexOlmo: OLMo 2 with softmax-routed experts."""
     eps = config.number("rms_norm_eps", 1e-6)
     return build.decoder(
         config,
@@ -148,6 +152,7 @@ def _experts(config: ConfigReader, *, has_shared: bool = True) -> ExpertsSpec:
 
 @family("granite", "Granite 3")
 def granite(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    """Granite 3: Llama with four factors."""
     return build.decoder(
         config,
         _attention(config),
@@ -161,6 +166,7 @@ def granite(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
 @family("granitemoeshared", "Granite 3.1 MoE with a shared expert")
 @family("granitemoe", "Granite 3 MoE")
 def granitemoe(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    """Granite 3 with experts, and a shared expert in 3.1."""
     return build.decoder(
         config,
         _attention(config),
@@ -199,6 +205,7 @@ def _rope_by_theta(config: ConfigReader, head_dim: int, max_positions: int | Non
 
 @family("granite_swa", "Granite with windows and sinks")
 def granite_swa(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    """Granite with sliding windows, attention sinks, and possibly a rope base per layer."""
     return build.decoder(
         config,
         _attention(config, kv_heads=4, attention_sinks=True),
@@ -214,6 +221,7 @@ def granite_swa(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitect
 
 @family("granitemoe_swa", "Granite MoE with windows and sinks")
 def granitemoe_swa(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    """Granite with experts, sliding windows, attention sinks, and possibly a rope base per layer."""
     return build.decoder(
         config,
         _attention(config, attention_sinks=True),

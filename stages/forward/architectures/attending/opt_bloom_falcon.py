@@ -43,6 +43,7 @@ FAIRSEQ_SPELLING = Spelling(
     reads_tensors=True,
 )
 def opt(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    """OPT, except for the 350M model, whose norms and embedding width differ."""
     bias = config.flag("enable_bias", True)
     spelling = replace(
         FAIRSEQ_SPELLING,
@@ -71,6 +72,7 @@ def _embedding_scale(config: ConfigReader) -> float | None:
 
 @family("biogpt", "BioGPT")
 def biogpt(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    """BioGPT: learned positions, scaled embeddings."""
     return build.decoder(
         config,
         build.attention(config, bias=True),
@@ -167,6 +169,7 @@ BLOOM_SPELLING = replace(
     reads_tensors=True,
 )
 def bloom(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    """BLOOM: ALiBi, and a norm of the embeddings."""
     slopes = _slopes(config.integer("num_attention_heads"))
     width = 4 * config.integer("hidden_size")
     return build.decoder(

@@ -51,6 +51,7 @@ def qwen(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
 
 @family("qwen2", "Qwen 2 and 2.5", reports_unread_keys=True)
 def qwen2(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    """Qwen 2: Llama with biases of queries, keys and values, and windows in the upper layers."""
     return build.decoder(
         config,
         build.attention(config, kv_heads=32, qkv_bias=True),
@@ -62,6 +63,7 @@ def qwen2(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
 
 @family("qwen3", "Qwen 3", reports_unread_keys=True)
 def qwen3(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    """Qwen 3: Qwen 2 with norms of queries and keys instead of biases."""
     eps, bias = config.number("rms_norm_eps", 1e-6), build.attention_bias(config)
     width = config.integer("head_dim", 128)
     return build.decoder(
@@ -76,6 +78,7 @@ def qwen3(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
 @family("qwen2_5_vl_text", "Qwen2-VL and Qwen2.5-VL, their text model")
 @family("qwen2_vl_text", "Qwen2-VL and Qwen2.5-VL, their text model")
 def qwen2_vl_text(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    """Text models of Qwen2-VL and Qwen2.5-VL, with plain rope (see towers.py)."""
     return build.decoder(
         config,
         build.attention(config, kv_heads=8, qkv_bias=True),
@@ -91,6 +94,7 @@ def qwen2_vl_text(config: ConfigReader, shapes: TensorShapes) -> ComposedArchite
 
 @family("qwen3_vl_text", "Qwen3-VL, its text model")
 def qwen3_vl_text(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    """Text model of Qwen3-VL, with plain rope (see towers.py)."""
     eps = config.number("rms_norm_eps", 1e-6)
     return build.decoder(
         config,
@@ -118,6 +122,8 @@ def _sparse(config: ConfigReader, experts: Callable[[], ExpertsSpec]) -> Callabl
 
 @family("qwen2_moe", "Qwen 1.5 and 2 MoE")
 def qwen2_moe(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    """Qwen 1.5 and 2 MoE: softmax-routed experts and a gated shared expert."""
+
     def types(config: ConfigReader, layers: int) -> list[str]:
         end = config.integer("max_window_layers", 28, least=0)
         has_window = [layer % 2 == 0 and layer < end for layer in range(layers)]
@@ -138,6 +144,7 @@ def qwen2_moe(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitectur
 
 @family("qwen3_moe", "Qwen 3 MoE")
 def qwen3_moe(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    """Qwen 3 MoE: Qwen 3 with softmax-routed experts, without a shared expert."""
     eps = config.number("rms_norm_eps", 1e-6)
     if config.flag("use_sliding_window", False):
         windows = build.window_everywhere(config, 4096)

@@ -140,7 +140,7 @@ class BridgeConfig(Architecture):
 
     @property
     def weight_counts(self) -> None:
-        """None, as only the tensors of the readout are known."""
+        """None: tensor shapes of layers are unknown."""
 
     @cached_property
     def tensors(self) -> Tensors:

@@ -17,9 +17,9 @@ class TensorPlace:
     """Location of a tensor in the output of a module."""
 
     path: str
-    """Path of the module in the model, or in its layer."""
+    """Module path, relative to the model, or for `LayerPart` relative to the layer."""
     slot: str
-    """Place of the tensor in the output: index ("0"), name, or "" if it is the whole output."""
+    """Position of the tensor in the module output: index ("0"), name, or "" for the whole output."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class FoundLayer:
     path: str
     """Path of the module; layers that share weights have the same path."""
     parts: tuple[LayerPart, ...] = ()
-    """Its outputs that add up to the change of the stream; () if there are none."""
+    """Module outputs whose sum is the layer's change of the stream; () if none were measured."""
 
 
 @dataclass(frozen=True)

@@ -76,7 +76,7 @@ class CarryingConfig(ComposedArchitecture):
             )
 
     def attention(self, layer: int) -> AttentionSpec:
-        """Attention of a layer; every layer has one."""
+        """Attention spec of a layer."""
         (shape,) = self.blocks[layer].mixers
         assert isinstance(shape, AttentionSpec)  # as their families make them
         return shape

@@ -305,7 +305,7 @@ def _two_ropes(reader: ConfigReader) -> Ropes:
 
 
 def _without_nulls(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Copy without the keys whose value is None."""
+    """Rope parameters without null entries."""
     return {key: value for key, value in parameters.items() if value is not None}
 
 

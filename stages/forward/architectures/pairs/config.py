@@ -105,7 +105,7 @@ class PairConfig(Architecture):
 
     @property
     def num_layers(self) -> int:  # type: ignore[override]
-        """Number of all layers, of the encoder and of the decoder."""
+        """Total number of encoder and decoder layers."""
         return self.encoder_layers + self.decoder_layers
 
     @property

@@ -90,7 +90,7 @@ _SMALL |= {"encoder_layers": 8, "decoder_layers": 8}
 
 
 def _activation(reader: ConfigReader, name: str) -> ActivationName:
-    """The activation of this name; ConfigError for one that is not implemented."""
+    """Activation function by config name; ConfigError for unsupported activations."""
     if name not in ACTIVATIONS:
         raise ConfigError(
             f"{reader.source}: expected an activation among {', '.join(ACTIVATIONS)}, found {name!r}; this "
@@ -119,7 +119,8 @@ def _begin(reader: ConfigReader, shapes: TensorShapes, cross_attention: str) -> 
 
 
 def _token(reader: ConfigReader, key: str, default: int | None) -> int:
-    """A token id; ConfigError for anything else. default: if the key is absent; None if it must be there."""
+    """Token id under a config key; ConfigError for a missing or invalid id. default: None for a required
+    key."""
     value: Any = reader.raw.get(key, default)
     reader.read.add(key)
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:

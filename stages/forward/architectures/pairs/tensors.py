@@ -192,7 +192,7 @@ def _map(c: PairShapes, weight: str, name: str, shape: tuple[int, int]) -> Itera
 
 
 def _norm(c: PairShapes, weight: str, name: str) -> dict[str, Stored]:
-    """Tensors of a norm: its weight, and its bias if it is a layer norm."""
+    """Checkpoint tensors of a norm layer: weight, and bias of layer norms."""
     tensors = {weight: Stored(f"{name}.weight", (c.hidden_size,))}
     return tensors | (
         {f"{weight}.bias": Stored(f"{name}.bias", (c.hidden_size,))} if c.norm_type == "layer" else {}
