@@ -350,6 +350,7 @@ class Tensors:
 
     def placed(self, name: str) -> tuple[int | None, str]:
         """(layer number, name without the layer's prefix) of a tensor; (None, name) outside of layers."""
+        # Prefixes look like "model.layers.{}.": the text before and after the layer number.
         before, after = self.prefix.split("{}")
         layer, separator, name_in_layer = name.removeprefix(before).partition(after)
         inside = name.startswith(before) and separator and layer.isdigit()
@@ -519,6 +520,7 @@ class Architecture(ABC):
         """Numbers of weights in total, in the layers and in the head; None if the tensors are not known."""
         tensors = self.tensors
         outside = {stored.name for stored in tensors.outside.values()}
+        # Vectors (norms, biases) are left out below: only matrices multiply tokens.
         in_layers = [shape for name, shape in tensors.shapes.items() if name not in outside]
         head = tensors.outside.get("head")
         return WeightCounts(
@@ -637,6 +639,7 @@ class Architecture(ABC):
     def attention_kind(self) -> str | None:
         """Kind of hook point with attention weights: "pattern", or the effective attention of a recurrence.
         None if the model has neither (RWKV-4)."""
+        # In a hybrid, attention comes first; else the order of STATE_ROOMS decides.
         return self._first_kind("pattern", *(f"{room}_effective_attn" for room in STATE_ROOMS))
 
     def layers_with(self, kind: str) -> list[int]:
@@ -678,6 +681,7 @@ class Architecture(ABC):
     @cached_property
     def stream_start(self) -> HookPoint:
         """Hook point where the residual stream begins: the embedding, or the normalised embedding (RWKV)."""
+        # Only RWKV has this hook point.
         normed = HookPoint("pre_norm", 0)
         return normed if normed in self.known_points else HookPoint("embed")
 
@@ -703,6 +707,7 @@ def require_tied(copy: str, original: str, same: bool) -> None:
         same: Whether they are equal.
     """
     if not same:
+        # Two reasons for equal tensors need two remedies.
         if copy.startswith(("lm_head.", "head.")):
             hint = "set tie_word_embeddings to false in config.json if the checkpoint has a head of its own"
         else:

@@ -98,6 +98,7 @@ class LayerSpec:
     def norm_names(self) -> tuple[str, ...]:
         """Names of its norms: "ln1" and "ln2" before mixers and channel mixer, "ln1_post" and "ln2_post"
         after them."""
+        # Post-norms of BERT ("of sums") are still called ln1 and ln2, as in TransformerLens.
         suffixes = {"after": ("_post",), "around": ("", "_post")}.get(self.norms, ("",))
         halves = ["ln1"] if self.mixers and self.reads_normed else []
         has_second = self.channel_mixer is not None and (self.has_two_norms or not self.is_parallel)
@@ -117,6 +118,7 @@ class LayerSpec:
     def summary(self) -> Layer:
         """Torch-free summary of this layer, as `Architecture.layers` shows it."""
         channel_mixer = None if self.channel_mixer is None else self.channel_mixer.summary
+        # In both cases the stream is no plain sum of outputs, which is what users of summaries need to know.
         norms = "of stream" if self.norms == "of sums" or self.has_gains else self.norms
         return Layer(self.mixer, channel_mixer, norms, self.is_parallel)
 
@@ -221,6 +223,7 @@ class ComposedArchitecture(Architecture):
 
     def __post_init__(self) -> None:
         for spec in (spec for block in self.blocks for spec in block.shapes):
+            # Stores and captures have one size per axis; only CarryingConfig allows several.
             differing = {axis: n for axis, n in spec.axis_sizes.items() if self.axis_sizes[axis] != n}
             if differing:
                 axis, size = next(iter(differing.items()))
@@ -259,6 +262,7 @@ class ComposedArchitecture(Architecture):
     def fields(self) -> dict[str, Any]:
         """Every field as plain values: "blocks" lists the distinct layers, "layers" the index of each layer
         in that list."""
+        # Layers are listed once, as models with many equal layers would have very long keys.
         distinct = list(dict.fromkeys(self.blocks))
         values = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "blocks"}
         return {name: plain(value) if is_dataclass(value) else value for name, value in values.items()} | {
@@ -275,6 +279,8 @@ class ComposedArchitecture(Architecture):
     def context_length(self) -> int:
         """See `Architecture`; `UNLIMITED` for state spaces. Dynamic rope multiplies the length by its
         factor."""
+        # Dynamic NTK scaling extends the context while it runs; other schemes are part of the config's
+        # length.
         stretch = max((rope.factor for rope in self._ropes if rope.scheme == "dynamic"), default=1.0)
         return int((self.max_position_embeddings or UNLIMITED) * stretch)
 
@@ -322,6 +328,7 @@ class ComposedArchitecture(Architecture):
             return "here"
         block = self.blocks[point.layer]
         mixers = block.all_mixers
+        # With post-norms ("of sums"), mixers read resid_pre directly, and ln1 comes after them.
         spreads = mixers and point.kind in (_BEFORE_MIXERS if block.norms != "of sums" else ("resid_pre",))
         return spread if spreads or any(point.kind in spec.reaches_later for spec in mixers) else "here"
 
@@ -333,6 +340,7 @@ class ComposedArchitecture(Architecture):
     def keeps_keys(self, before: int, length: int) -> bool:
         """See `Architecture`: states stay valid in causal models; keys only if rope rotates them alike at
         both lengths."""
+        # Keys are cached after rope, so a changed rotation makes them invalid.
         alike = all(rope.turns_alike(before, length) for rope in self._ropes)
         return before == 0 or (alike and not self.looks_ahead)
 
@@ -349,6 +357,7 @@ class ComposedArchitecture(Architecture):
     def bytes_per_token(self, itemsize: int) -> int:
         """See `Architecture`: stream and norms (six tensors of hidden size), and the largest layer."""
         inside = max(block.bytes_per_token(itemsize) for block in set(self.blocks))
+        # A float32 stream takes 4 bytes per number in any dtype.
         return (4 if self.has_wide_stream else itemsize) * 6 * self.hidden_size + inside
 
     @property

@@ -68,6 +68,7 @@ def refuse_unfollowed(reader: ConfigReader, *, looks_ahead: bool = False, both_w
         raise ConfigError(
             f"{reader.source}: expected a causal decoder, found {settings}; this model cannot run here"
         )
+    # Checked keys count as read, so that they are not reported as ignored.
     reader.read |= {"quantization_config", *causal}
 
 
@@ -159,6 +160,7 @@ def read_rope(
     top = reader.optional_integer("original_max_position_embeddings") or original_context
     name = rope.text("rope_type", rope.text("type", "default"))
     scheme = next((item for item in ROPE_SCHEMES if item == (aliases or {}).get(name, name)), None)
+    # Sections by layer type (Gemma 3) need `two_ropes`; reading them as one rope would ignore both.
     nested = next((key for key, value in rope.raw.items() if isinstance(value, dict)), None)
     if scheme is None or nested is not None:
         found = f"rope_type {name!r}" if scheme is None else f"parameters of its own for {nested!r} layers"
@@ -166,6 +168,7 @@ def read_rope(
             f"{rope.source}: expected one rope_type for all layers, of {', '.join(ROPE_SCHEMES)}, found "
             f"{found}; this model cannot run here"
         )
+    # int() rounds down, as the reference does.
     dim = int(head_dim * share)
     if dim != head_dim and not is_partial:
         raise ConfigError(
@@ -178,6 +181,7 @@ def read_rope(
     original = top or rope.integer("original_max_position_embeddings", context)
     rope.read.add("original_max_position_embeddings")
     if scheme == "longrope":
+        # The factor only sets the magnitude of cos and sin; frequencies come from the two lists.
         short, long = (_factors(rope, key, dim) for key in ("short_factor", "long_factor"))
         config = RopeConfig(
             theta,
@@ -190,6 +194,7 @@ def read_rope(
             attention_factor=rope.optional_number("attention_factor"),
         )
     elif scheme == "llama3":
+        # Both divide the original context, so they must be positive.
         low, high = rope.positive("low_freq_factor"), rope.positive("high_freq_factor")
         config = RopeConfig(theta, dim, scheme, rope.number("factor"), low, high, original)
     elif scheme == "yarn":

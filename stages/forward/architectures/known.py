@@ -179,12 +179,14 @@ def _tower(model_type: str) -> KnownFamily:
     def read(reader: ConfigReader, shapes: TensorShapes) -> Architecture:
         section = text_section(reader, shapes)
         text = section.raw["model_type"]
+        # The text model itself must not be multimodal.
         if text not in KNOWN or text in TOWERS:
             near = nearest(str(text), KNOWN)
             raise ConfigError(
                 f"{section.source}: expected model_type to be that of a text model known here, found {text!r}"
                 + (f"; nearest is {near!r}" if near else "")
             )
+        # The text model is read without shapes: its tensors have other names in the larger checkpoint.
         return read_tower(KNOWN[text].read(section, {}), shapes)
 
     examples = f"{tower.examples}, of which the text model runs"

@@ -234,6 +234,7 @@ def composed_tensors(config: HybridShapes) -> Tensors:
     untied_head = f"{spelling.head}.weight"
     head = outside["embed"].name if tied else untied_head
     outside["head"] = Stored(head, (c.vocab_size, head_input), factors=factors)
+    # Writers may store a tied head under its own name, too; it must then equal the embedding.
     copies = {untied_head: head} if tied else {}
     if c.has_head_bias:
         untied_bias = spelling.encoder.own_head_bias or f"{spelling.head}.bias"
@@ -241,6 +242,7 @@ def composed_tensors(config: HybridShapes) -> Tensors:
         outside["head.bias"] = Stored(bias, (c.vocab_size,), factors=factors)
         copies |= {untied_bias: bias} if bias != untied_bias else {}
     if spelling.encoder.frequencies:
+        # ESM-2 stores inv_freq of its rope, one per pair of entries.
         head_dim = c.blocks[0].mixers[0].axis_sizes["d_head"]
         outside["frequencies"] = Stored(spelling.encoder.frequencies, (head_dim // 2,))
     outside |= _relative_table(c)
@@ -362,6 +364,7 @@ def _inside(config: HybridShapes, block: _Block) -> Named:
     spelling, hidden = config.spelling, config.hidden_size
     if block.shared is not None:
         yield from _shared_block(block.shared, spelling, hidden)
+        # In Zamba, the layer's own mixer is one module deeper if a shared block precedes it.
         prefix = spelling.after_block
         spelling = replace(spelling, ln1=prefix + spelling.ln1, mixer=prefix + spelling.mixer)
     biased = config.norm_biases == "in layers" or _has_biased_norms(config)
@@ -416,10 +419,12 @@ def _attention(shape: AttentionSpec, spelling: Spelling, hidden: int) -> Named:
     gated = shape if isinstance(shape, GatedAttentionSpec) else None
     query_rows = 2 * queries if gated and not gated.has_gate_projection else queries
     if gated and gated.has_gate_projection:
+        # Trinity has a separate projection for gates; Qwen3-Next stores them with the queries.
         yield "gate_of_heads", Stored(f"{room}gate_proj.weight", (queries, hidden))
     transposed = spelling.is_transposed
     parts = [("q", query_rows, 1.0), ("k", keys, of_keys), ("v", keys, 1.0)]
     if shape.source is not None or shape.values_from_keys:
+        # Layers with shared keys only have queries; Gemma 4's full attention has no value projection.
         parts = parts[: 1 if shape.source is not None else 2]
     groups: Sequence[int | None] = shape.groups or (None,) * 4
     if shape.layout == "separate":
@@ -436,6 +441,7 @@ def _attention(shape: AttentionSpec, spelling: Spelling, hidden: int) -> Named:
     else:
         name, rows = f"{room}{spelling.attention_in}", queries + 2 * keys
         yield from _linear("qkv", name, (rows, hidden), bias=shape.qkv_bias, transposed=transposed)
+    # The first DeBERTa stores biases of queries and values apart from its fused projection.
     for weight, name in zip("qv", spelling.encoder.attention_biases, strict=False):
         yield f"{weight}.bias", Stored(f"{room}{name}", (queries if weight == "q" else keys,))
     name = f"{room}{spelling.attention_out}"
@@ -454,6 +460,7 @@ def _attention(shape: AttentionSpec, spelling: Spelling, hidden: int) -> Named:
             yield weight, Stored(f"{room}{name}.weight", (width,), constant=constant)
             if norm.kind == "layer" and norm.has_bias:
                 yield f"{weight}.bias", Stored(f"{room}{name}.bias", (width,))
+    # A constant instead of a tensor: this norm has no weights.
     if shape.has_v_norm and shape.source is None:
         yield "v_norm", Stored(f"{room}v_norm.weight", (shape.head_dim,), constant=1.0)
     if shape.has_value_scores:
@@ -584,6 +591,7 @@ def _selection(shape: MambaSpec, room: str) -> Named:
 def _mamba2(shape: Mamba2Spec, spelling: Spelling, hidden: int) -> Named:
     """Tensors of Mamba-2."""
     room, channels, shared = spelling.mixer, shape.channels, shape.groups * shape.state_size
+    # Rows of the input projection: gate, x, B, C, step sizes.
     sizes = (channels, channels, shared, shared, shape.heads)
     factors = tuple(zip(sizes, shape.in_factors, strict=True)) if set(shape.in_factors) != {1.0} else ()
     size = (sum(sizes), hidden)
@@ -625,6 +633,7 @@ def _mlp(shape: MlpSpec, spelling: Spelling, hidden: int) -> Named:
     )
     if shape.inner_norm_eps is not None:
         yield "inner_norm", Stored(f"{room}{spelling.inner_norms[1]}.weight", (inner,))
+    # beta and eps are constants of the activation that checkpoints store as scalars.
     if shape.activation == "xielu":
         for weight in ("alpha_p", "alpha_n"):
             yield f"act.{weight}", Stored(f"{room}act_fn.{weight}", (1,))
@@ -650,6 +659,7 @@ def _experts(shape: ExpertsSpec, spelling: Spelling, hidden: int) -> Named:
         beside = "" if name != spelling.experts.correction else beside
         size = (1, shape.count) if shape.routing == "chosen of corrected softmax" else (shape.count,)
         yield "experts.correction", Stored(f"{beside}{name}", size)
+    # With a latent, the factor is applied once, by the projection from the latent.
     last = 1.0 if shape.latent_size else out
     if shape.is_listed:
         words = ("gate", "up", "down") if shape.is_gated else ("up", "down")
@@ -663,6 +673,7 @@ def _experts(shape: ExpertsSpec, spelling: Spelling, hidden: int) -> Named:
         both = 2 * inner if shape.is_gated else inner
         ending = spelling.experts.ending
         up, down = (both, width), (width, inner)
+        # gpt-oss and Llama 4 store the matrices of all experts as [expert, in, out].
         if shape.limits is not None or shape.is_transposed:
             up, down = up[::-1], down[::-1]
         yield "experts.up", Stored(f"{room}{parts[0]}{ending}", (shape.count, *up))
@@ -684,6 +695,7 @@ def _experts(shape: ExpertsSpec, spelling: Spelling, hidden: int) -> Named:
             shape.shared_size,
             shape.activation,
             is_gated=shape.is_gated,
+            # Two names for a gated MLP mean a fused gate and up projection.
             is_fused=len(spelling.mlp_parts) == 2 and shape.is_gated,
             has_bias=bias,
             factors=(1.0, out),
@@ -737,6 +749,7 @@ def _separate_delta(shape: GatedDeltaSpec, spelling: Spelling, hidden: int) -> N
     for name, size in sizes.items():
         yield f"linear.{name.removesuffix('_proj')}", Stored(f"{room}{name}.weight", size)
     if shape.decays is not None:
+        # Kimi Linear stores A_log with singleton axes, other families as [head].
         yield "linear.A_log", Stored(f"{room}A_log", (1, 1, heads, 1) if shape.decays == "key" else (heads,))
         yield "linear.dt_bias", Stored(f"{room}dt_bias", (decays,))
     yield "linear.norm", Stored(f"{room}o_norm.weight", (shape.value_size,))
@@ -764,6 +777,7 @@ def _linear_attention(shape: LinearAttentionSpec, spelling: Spelling, hidden: in
 def _lightning(shape: LightningSpec, spelling: Spelling, hidden: int) -> Named:
     """Tensors of lightning attention."""
     room, width = spelling.mixer, shape.heads * shape.head_dim
+    # Head by head: query, key, value.
     yield "linear.qkv", Stored(f"{room}qkv_proj.weight", (3 * width, hidden))
     yield "linear.gate", Stored(f"{room}output_gate.weight", (width, hidden))
     yield "linear.norm", Stored(f"{room}norm.weight", (width,))

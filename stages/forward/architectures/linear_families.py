@@ -314,6 +314,7 @@ def _lfm2(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
             router="gate", parts=MIXTRAL_PARTS, correction="expert_bias", room="feed_forward."
         ),
     )
+    # Liquid's configs call the key tie_embedding, transformers tie_word_embeddings.
     tied = reader.flag("tie_embedding", reader.flag("tie_word_embeddings", True))
     model = _config(reader, blocks, spelling, context=128_000)
     return replace(model, norm_eps=eps, tie_word_embeddings=tied)
@@ -370,12 +371,14 @@ def _recurrent_gemma(reader: ConfigReader, shapes: TensorShapes) -> ComposedArch
     unit = LinearUnitSpec(
         reader.integer("lru_width", hidden), heads, reader.integer("conv1d_width", 4), activation
     )
+    # intermediate_size counts gate and up projection together.
     inner = reader.integer("intermediate_size", 3 * 2560) // 2
     mlp = MlpSpec(inner, activation, has_bias=True)
     layers, kinds = reader.integer("num_hidden_layers"), reader.strings("block_types")
     kinds = kinds or ["recurrent", "recurrent", "attention"]
     layer_specs = {"recurrent": LayerSpec((unit,), mlp), "attention": LayerSpec((attention,), mlp)}
     types = _check_types(reader, "block_types", kinds, tuple(layer_specs))
+    # block_types is a pattern that repeats over the layers.
     blocks = tuple(layer_specs[types[layer % len(types)]] for layer in range(layers))
     spelling = Spelling(
         final_norm="model.final_norm",
@@ -432,6 +435,7 @@ def _minimax(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture
     def block(layer: int, kind: str) -> LayerSpec:
         if kind == "full_attention":
             return LayerSpec((attention,), experts, "of stream", (alpha["full_attn"], alpha["mlp"]))
+        # Decays get weaker in later layers; the epsilons are those of the reference (no division by 0).
         slope = 1 - layer / (layers - 1 + 1e-5) + 1e-5
         lightning = LightningSpec(heads, head_dim, slope, activation, out_factor=beta["linear_attn"])
         return LayerSpec((lightning,), experts, "of stream", (alpha["linear_attn"], alpha["mlp"]))

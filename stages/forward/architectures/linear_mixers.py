@@ -86,6 +86,7 @@ class GatedDeltaSpec(_LinearSpec):
     def held_points(self) -> tuple[str, ...]:
         """See `MixerSpec`."""
         absent = {"linear_gate"} if self.gate is None else set()
+        # DeltaNet has no decays, so it has no hook points for them.
         absent |= {"linear_log_decay", "linear_decay"} if self.decays is None else set()
         absent |= set() if self.conv_size else {"linear_conv"}
         return tuple(point for point in self.points if point not in absent)
@@ -302,6 +303,7 @@ class MlstmSpec(MixerSpec):
             "mlstm_head": self.heads,
             "mlstm_key": self.key_size,
             "mlstm_value": self.value_size,
+            # Two more columns: the normaliser and the log scale of the state.
             "mlstm_cell": self.value_size + 2,
         }
 

@@ -189,9 +189,11 @@ def _jamba(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
     )
     inner = reader.integer("intermediate_size")
     mlp: MlpSpec | ExpertsSpec = MlpSpec(inner, "silu")
+    # num_experts 1 means no experts.
     experts, count, chosen = mlp, reader.integer("num_experts", 16), reader.integer("num_experts_per_tok", 2)
     if count > 1:
         experts = ExpertsSpec(count, chosen, inner, "silu", routing="chosen of softmax")
+    # (period, offset) of the layers with attention, and below of those with experts.
     attends = reader.integer("attn_layer_period", 8), reader.integer("attn_layer_offset", 4, least=0)
     routes = reader.integer("expert_layer_period", 2), reader.integer("expert_layer_offset", 1, least=0)
     blocks = tuple(
@@ -207,6 +209,7 @@ def _jamba(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
 def _granite(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
     """Granite 4.0: Mamba-2 and attention, with Granite's factors; experts or an MLP."""
     types = layer_types_of(reader, "layer_types", ["mamba"] * reader.integer("num_hidden_layers"))
+    # Granite 4.0 has no rope unless position_embedding_type is "rope".
     position = reader.raw.get("position_embedding_type")
     factor = reader.number("residual_multiplier", 1.0)
     attention = replace(
@@ -263,6 +266,7 @@ def _falcon_h1(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitectu
             reader.number("attention_out_multiplier", 1.0),
         ),
     )
+    # mamba_norm_before_gate only matters if mamba_rms_norm enables the norm at all.
     before_gate: Literal["before gate", "gated"] = (
         "before gate" if reader.flag("mamba_norm_before_gate", True) else "gated"
     )
@@ -336,6 +340,7 @@ def _nemotron_h(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitect
         "mlp": LayerSpec((), mlp),
         "moe": LayerSpec((), experts),
     }
+    # Checkpoints of the family use one of two prefixes.
     root = "backbone" if any(name.startswith("backbone.") for name in shapes) else "model"
     spelling = replace(
         BACKBONE,
@@ -346,6 +351,7 @@ def _nemotron_h(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitect
         experts=ExpertNames("mixer.", parts=parts, shared="mixer.shared_experts."),
     )
     pattern = reader.text("hybrid_override_pattern", "")
+    # Older configs have one letter per layer instead of layers_block_type.
     letters = {"M": "mamba", "E": "moe", "*": "attention", "-": "mlp"}
     default = [letters.get(letter, letter) for letter in pattern]
     types = layer_types_of(reader, "layers_block_type", default, allowed=tuple(layer_specs))

@@ -238,6 +238,7 @@ class AttentionSpec(MixerSpec):
     """Whether values are normalised over each head, without learned weights."""
 
     def __post_init__(self) -> None:
+        # Checked here, not in the readers, as autoconfig.py also builds specs.
         if self.num_attention_heads % self.num_kv_heads:
             raise ConfigError(
                 f"expected num_attention_heads ({self.num_attention_heads}) to be a multiple of "
@@ -248,11 +249,14 @@ class AttentionSpec(MixerSpec):
                 f"expected at most head_dim={self.head_dim} rotary dimensions, found {self.rope.dim}; "
                 "check head_dim, rotary_dim and partial_rotary_factor in config.json"
             )
+        # ALiBi is computed as one more entry of queries and keys: slope times position, which differs by
+        # head.
         if self.alibi_slopes and self.num_kv_heads != self.num_attention_heads:
             raise ConfigError(
                 f"expected a key head for each of {self.num_attention_heads} heads whose scores rise with "
                 f"positions, found {self.num_kv_heads}; such a model cannot run here"
             )
+        # Tiled attention and cached keys do not know positions, so causal self-attention has no such terms.
         if self.relative is not None and self.is_bidirectional == self.relative.looks_back:
             raise ConfigError(
                 "expected scores by distance of a model whose positions see later ones, found one that looks "
@@ -262,6 +266,7 @@ class AttentionSpec(MixerSpec):
     @property
     def summary(self) -> AttentionMixer:
         """See `MixerSpec`."""
+        # None in the spec means the standard scale; summaries always state it.
         scale = 1 / math.sqrt(self.head_dim) if self.scale is None else self.scale
         return AttentionMixer(
             scale,
@@ -690,6 +695,7 @@ class ExpertsSpec(ChannelMixerSpec):
                 f"expected {self.groups} groups to divide {self.count} experts, and at most as many chosen, "
                 f"found {self.chosen_groups}; correct config.json, or fetch it again"
             )
+        # DeepSeek-V3 scores a group by the sum of its two largest experts.
         if self.routing == "sigmoid" and self.count // self.groups < 2:
             raise ConfigError(
                 "expected groups of at least 2 experts, by whose two largest scores groups are chosen, found "
@@ -705,6 +711,7 @@ class ExpertsSpec(ChannelMixerSpec):
     def idle_weights(self, width: int) -> int:
         """See `ChannelMixerSpec`."""
         per_expert = (3 if self.is_gated else 2) * (self.latent_size or width) * self.intermediate_size
+        # The shared expert is used by every token, so it is never idle.
         return (self.count - self.chosen) * per_expert
 
     @property

@@ -226,6 +226,7 @@ KINDS: tuple[HookKind, ...] = (
         "token embedding, after the family's embedding scale, with learned positions",
         "hook_embed",
     ),
+    # Start of a layer. AltUp and LAuReL are those of Gemma 3n.
     _block("resid_pre", "hook_resid_pre", HIDDEN, "residual stream entering the block"),
     _block(
         "pre_norm",
@@ -238,6 +239,7 @@ KINDS: tuple[HookKind, ...] = (
     _altup("predicted", "the streams as AltUp predicts them, of which the block reads one and adds to it"),
     _block("ln1_scale", "ln1.hook_scale", SCALE, "divisor of the pre-attention norm, sqrt(var + eps)"),
     _block("ln1_normalized", "ln1.hook_normalized", HIDDEN, "pre-attention norm before weight and bias"),
+    # Zamba's shared block, which runs before the layer's own mixer.
     _shared("scale", SCALE, "divisor of the norm of stream and embedding side by side"),
     _shared("normalized", ("batch", "position", "shared"), "stream and embedding side by side, normed"),
     _block(
@@ -252,18 +254,21 @@ KINDS: tuple[HookKind, ...] = (
     _block(
         "v_input", "hook_v_input", KV_INPUTS, "resid_pre as the values of each head read it, before the norm"
     ),
+    # Attention.
     _block("attn_gate", "attn.hook_gate", QUERY_HEADS, "what multiplies each head, after its sigmoid", None),
     _block("q", "attn.hook_q", QUERY_HEADS, "queries before rope (after QK-norm where the family has it)"),
     _block("k", "attn.hook_k", KV_HEADS, "keys before rope (after QK-norm where the family has it)"),
     _block("v", "attn.hook_v", KV_HEADS, "values, before they are repeated over query heads"),
     _block("rot_q", "attn.hook_rot_q", QUERY_HEADS, "queries after rope"),
     _block("rot_k", "attn.hook_rot_k", KV_HEADS, "keys after rope"),
+    # Mixture of attention heads (JetMoE).
     _moa("router_logits", EXPERTS, "mixture of attention: what the router gives each expert"),
     _moa(
         "weights",
         ("batch", "position", "slot"),
         "what multiplies what each chosen expert writes",
     ),
+    # Latent attention (DeepSeek).
     _latent("q", LATENT_KEYS, "queries of latent attention, which are wider than its values"),
     _latent(
         "c",
@@ -272,6 +277,7 @@ KINDS: tuple[HookKind, ...] = (
     ),
     _latent("k", LATENT_KEYS, "keys of each head, the shared part last"),
     _latent("v", LATENT_VALUES, "values of each head"),
+    # Scores and outputs of all kinds of attention.
     _block("scores", "attn.hook_scores", ATTENTION, "scale * q k^T, before soft cap and mask", None),
     _block(
         "attn_scores",
@@ -298,6 +304,7 @@ KINDS: tuple[HookKind, ...] = (
     _diff("z", DIFF_PAIRS, "what a pair of heads has read: one less lambda times the other, normed"),
     _shared("attn_out", HIDDEN, "what attention of a shared block gives, which its MLP alone reads"),
     _shared("out", HIDDEN, "what a shared block adds to what its layer's mixer reads, not to the stream"),
+    # RWKV.
     _recurrent("r", KEYS, "receptance: what reads the state"),
     _recurrent("kk", KEYS, "RWKV-7: the normalised key whose value is removed"),
     _recurrent("a", KEYS, "RWKV-7: how much of it is removed, in (0, 1)"),
@@ -306,6 +313,7 @@ KINDS: tuple[HookKind, ...] = (
     _recurrent("g", VALUES, "gate of what was read"),
     *_states("rwkv", ("head", "key", "value", "key"), written="k v^T", read="v = wkv_out"),
     _recurrent("wkv_out", VALUES, "what each head reads of the state, before its norm"),
+    # State spaces (Mamba-1 and Mamba-2).
     _ssm("gate", SSM_VALUES, "what multiplies what was read, after its activation"),
     _ssm(
         "conv",
@@ -327,6 +335,7 @@ KINDS: tuple[HookKind, ...] = (
         read="x = ssm.hook_out",
     ),
     _ssm("out", SSM_VALUES, "what each head reads of the state, before D x is added and the gate"),
+    # Linear attention, gated delta nets, RG-LRU.
     _linear("gate", LINEAR_VALUES, "what multiplies what was read, after its activation"),
     _linear(
         "conv",
@@ -349,6 +358,7 @@ KINDS: tuple[HookKind, ...] = (
         read="v = linear.hook_out",
     ),
     _linear("out", LINEAR_VALUES, "what each head reads of the state, before its norm and the gate"),
+    # xLSTM.
     _mlstm("gate", MLSTM_VALUES, "what multiplies what was read and normed, after its sigmoid"),
     _mlstm("q", MLSTM_KEYS, "what reads the memory, scaled"),
     _mlstm("k", MLSTM_KEYS, "keys a value is written under"),
@@ -365,6 +375,7 @@ KINDS: tuple[HookKind, ...] = (
         read="v = mlstm.hook_out",
     ),
     _mlstm("out", MLSTM_VALUES, "what each head reads of the memory, over its normaliser, before its norm"),
+    # Short convolutions (LFM2).
     _conv("in_gate", "what multiplies a token before it is convolved"),
     _conv("out_gate", "what multiplies what was convolved"),
     _conv("x", "what is convolved: in_gate times its projection"),
@@ -381,12 +392,14 @@ KINDS: tuple[HookKind, ...] = (
     _block(
         "attn_out", "hook_attn_out", HIDDEN, "what the mixer adds to the residual stream, after any post-norm"
     ),
+    # LAuReL adds to the stream together with attention, before resid_mid (Gemma 3n).
     _laurel("scale", SCALE, "divisor of the norm of LAuReL"),
     _laurel("normalized", HIDDEN, "what LAuReL makes of the normed stream, by maps of low rank, normed"),
     _laurel("out", HIDDEN, "what LAuReL adds: the normed stream, and what it makes of that"),
     _block(
         "resid_mid", "hook_resid_mid", HIDDEN, "resid_pre + attn_out; normed where norms stand on the sum"
     ),
+    # Cross-attention of encoder-decoders.
     _cross("memory", HIDDEN, "what keys and values are made of: the encoder's output, normed"),
     _block("ln_cross_scale", "ln_cross.hook_scale", SCALE, "divisor of the norm of cross-attention", None),
     _block(
@@ -406,6 +419,7 @@ KINDS: tuple[HookKind, ...] = (
         HIDDEN,
         "resid_mid + cross_attn_out; normed where norms stand on the sum",
     ),
+    # MLP and experts.
     _block("ln2_scale", "ln2.hook_scale", SCALE, "divisor of the pre-MLP norm"),
     _block("ln2_normalized", "ln2.hook_normalized", HIDDEN, "pre-MLP norm before weight and bias"),
     _block("mlp_pre", "mlp.hook_pre", HIDDEN, "MLP input: the pre-MLP norm with weight and bias", None),
@@ -465,6 +479,7 @@ KINDS: tuple[HookKind, ...] = (
         "mlp_out", "hook_mlp_out", HIDDEN, "what the MLP adds to the residual stream, after any post-norm"
     ),
     _altup("corrected", "the streams as AltUp corrects them by what the block made of one"),
+    # Per-layer inputs (Gemma 3n and 4).
     _layer_input("embed", LAYER_INPUT, "what the tokens and their embeddings give this layer alone"),
     _layer_input("gate", LAYER_INPUT, "what multiplies it, made of the stream, after the activation"),
     _layer_input("scale", SCALE, "divisor of the norm of what is made of it"),
@@ -557,6 +572,7 @@ NNTERP = {
 }
 """Name in the library nnterp -> kind."""
 _NNTERP_NAME = re.compile(rf"({'|'.join(NNTERP)})\[(\d{{1,18}}|\*)\]")
+# At most 18 digits, so that every layer number fits into 64 bits.
 _NUMBER = re.compile(r"\.(\d{1,18})(?=\.|$)")
 
 
@@ -675,6 +691,7 @@ class HookPoint:
             )
         if self.layer is None:
             return
+        # The dataclass is frozen; numpy integers become int, so that equal points have equal reprs.
         object.__setattr__(self, "layer", as_index(self.layer, f"{self.kind}: layers", HookPointNotFound))
         if self.layer < 0:
             raise HookPointNotFound(f"expected a layer counted from 0, found {self.layer!r} for {self.kind}")
@@ -722,6 +739,7 @@ class HookPoint:
         place = ORDER[self.kind]
         if self.layer is not None:
             return (self.layer, place)
+        # Points outside of layers: the embedding sorts before layer 0, all others after the last layer.
         return (-1, place) if place < _FIRST_AFTER_BLOCKS else (2**31, place)
 
     def __str__(self) -> str:

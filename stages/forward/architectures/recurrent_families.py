@@ -52,6 +52,7 @@ def _xlstm(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
         has_bias=bias,
         is_fused=is_fused,
     )
+    # The hidden width of the MLP is rounded up to a multiple of this.
     step = reader.integer("ffn_round_up_to_multiple_of", 64)
     inner = int((hidden * reader.number("ffn_proj_factor", 2.667) + step - 1) // step * step)
     mlp = MlpSpec(inner, "silu", is_fused=is_fused, has_bias=bias)
@@ -142,6 +143,7 @@ def _delta_net(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitectu
                 f"{reader.source}: expected {key} {implemented!r}, found {value!r}; this model cannot "
                 "run here"
             )
+    # Without beta a write would replace the whole old value (beta = 1), which is not implemented.
     if not reader.flag("use_beta", True):
         raise ConfigError(f"{reader.source}: expected use_beta, found none; this model cannot run here")
     heads = reader.integer("num_heads", 16)
@@ -191,6 +193,7 @@ def _of_fla(reader: ConfigReader, mixer: MixerSpec, *, ratio: int, layers: int =
         ConfigError: A setting is not implemented.
     """
     require_silu(reader, "hidden_act")
+    # Attention residuals replace the sum of outputs by attention over them.
     if reader.has("attnres_block_size"):
         raise ConfigError(
             f"{reader.source}: expected no attnres_block_size, found {reader.raw['attnres_block_size']!r}: "

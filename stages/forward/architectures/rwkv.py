@@ -123,6 +123,7 @@ class RwkvConfig(Architecture):
         """See `Architecture`; `pre_norm` in layer 0 only."""
         kinds = {*_COMMON, *(_OF_STATES if self.generation > 4 else ())}
         kinds |= {"rwkv_g"} if self.has_gate else set()
+        # Only version 7 removes the value under a normalised key before it writes.
         kinds |= {"rwkv_kk", "rwkv_a"} if self.generation == 7 else set()
         points = points_of(kinds, self.num_layers)
         pre_norm = (HookPoint("pre_norm", 0),) if self.norm_first else ()

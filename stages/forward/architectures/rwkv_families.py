@@ -53,9 +53,11 @@ def read_rwkv(reader: ConfigReader, shapes: TensorShapes) -> RwkvConfig:
         )
     size = _head_size(reader, generation, width, shapes)
     eps = reader.number("norm_eps" if generation == 7 else "layer_norm_epsilon", 1e-5)
+    # RWKV-5 and 6 divide head outputs by this number before their norm, which scales its epsilon.
     divisor = 1 if generation in (4, 7) else reader.integer("head_size_divisor", 8)
     layer_0 = LAYER[spelling.partition(",")[0]].format(0)
     decays = shapes.get(f"{layer_0}attention.time_decay", shapes.get(f"{layer_0}att.time_decay", ()))
+    # RWKV-5.0 has no gate; no config key states the minor version, so the tensors decide.
     has_gate = generation > 5 or (generation == 5 and any(".gate.weight" in name for name in shapes))
     return RwkvConfig(
         model_type=model_type,

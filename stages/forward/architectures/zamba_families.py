@@ -93,6 +93,7 @@ def _zamba2(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
         rope = rope_of(with_context, head_dim, context)
     attention = _attention(heads, reader.integer("num_key_value_heads", heads), head_dim, rope)
     adapts = reader.flag("use_shared_attention_adapter", False)
+    # Adapters of queries, keys and values all have the shape [2 hidden, 2 hidden].
     if adapts and (attention.num_kv_heads != heads or heads * head_dim != 2 * hidden):
         raise ConfigError(
             f"{reader.source}: expected as many key heads as heads, {heads} of width {head_dim} that make "
@@ -188,6 +189,7 @@ def _types(reader: ConfigReader, default: list[str]) -> list[str]:
     none."""
     key = "layer_types" if reader.has("layer_types") else "layers_block_type"
     types = layer_types_of(reader, key, default, ("mamba", "hybrid"))
+    # The reference writes the list of hybrid layers next to their types.
     confirm_derived(reader, "hybrid_layer_ids", [i for i, kind in enumerate(types) if kind == "hybrid"])
     return types
 

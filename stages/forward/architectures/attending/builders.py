@@ -128,6 +128,7 @@ def family(model_type: str, examples: str, **options: Any) -> Callable[[Build], 
         options: Further fields of `AttendingFamily`.
     """
 
+    # Stacked decorators register one function under several model types.
     def register(build: Build) -> Build:
         ATTENDING[model_type] = AttendingFamily(examples, build, **options)
         return build
@@ -248,6 +249,7 @@ def rope(
 
     def read(config: ConfigReader, head_dim: int, max_positions: int | None) -> RopeConfig:
         raw = {"partial_rotary_factor": share} | config.raw if share != 1 else dict(config.raw)
+        # An empty object is no null: it means rope without scaling.
         if default and raw.get("rope_parameters") is None and not raw.get("rope_scaling"):
             raw["rope_parameters"] = default
         context = config.integer("max_position_embeddings", max_positions)
@@ -415,6 +417,7 @@ def windows_by_type(
         default: Default of sliding_window; an explicit null means no window.
         has_flag: Whether windows exist only if use_sliding_window is true.
     """
+    # layer_types is checked even if the flag disables all windows.
     layers, listed = layers_of(config), config.strings("layer_types")
     if has_flag and not config.flag("use_sliding_window", False):
         return listed_windows(config, listed or ["full_attention"] * layers, None, layers)
@@ -572,6 +575,7 @@ def decoder(
     """
     hidden, layers, is_acausal = config.integer("hidden_size"), layers_of(config), asks_to_look_ahead(config)
     windows = (None,) * layers if context.windows is None else context.windows
+    # is_causal=false: the reference's window then excludes the query itself, on both sides.
     windows = both_ways(windows) if is_acausal else windows
     if is_bidirectional := config.flag("use_bidirectional_attention", False):
         # The reference then splits the window between both sides of the query (EmbeddingGemma).
@@ -601,6 +605,7 @@ def decoder(
     fields = {"spelling": LLAMA, **context.table, **fields}
     if "max_position_embeddings" not in fields:
         length = context.max_positions and config.integer("max_position_embeddings", context.max_positions)
+        # Longer prompts would be computed differently by the reference, so they are refused.
         is_cut = length is not None and context.longest is not None and context.longest < length
         fields["max_position_embeddings"] = context.longest if is_cut else length
     return ComposedArchitecture(

@@ -75,6 +75,7 @@ def _latent_decoder(
         scale=(key_size + rope_size) ** -0.5 * _rope_magnitude(config) ** 2,
         factor=factor,
     )
+    # DeepSeek rotates neighbouring entries; rope_interleave=false rotates entries i and i + dim / 2.
     interleaved = may_interleave and config.flag("rope_interleave", True)
 
     def mixer(rope: RopeConfig | None, window: int | None, layer: int) -> LatentAttentionSpec:
@@ -151,6 +152,7 @@ def _grouped_experts(config: ConfigReader, *, bias: bool) -> ExpertsSpec:
             f"{config.source}: expected topk_method 'greedy' or 'group_limited_greedy', found {method!r}; "
             "this model cannot run here"
         )
+    # Group keys may be present but unused with topk_method "greedy".
     is_grouped = method != "greedy"
     return ExpertsSpec(
         config.integer("n_routed_experts", config.integer("num_experts", 64)),

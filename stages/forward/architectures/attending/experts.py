@@ -65,6 +65,7 @@ def qwen_experts(
         shared: Default of the shared expert's hidden width; 0 for no shared expert.
         sums_to_one: Default of norm_topk_prob: whether weights of the top-k experts sum to 1.
     """
+    # Families without a shared expert ignore that key.
     shared = config.integer("shared_expert_intermediate_size", shared) if shared else 0
     return ExpertsSpec(
         config.integer("num_experts", config.integer("num_local_experts", count)),

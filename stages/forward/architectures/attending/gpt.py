@@ -95,6 +95,7 @@ def gpt2(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
     GPT-2 training runs)."""
     heads = build.attention(config, bias=True, layout="by part")
     act = read_activation(config, "gelu_new")
+    # A function as mixer, since the scale depends on the layer.
     scale, by_layer = _scale(config, heads.head_dim), config.flag("scale_attn_by_inverse_layer_idx", False)
     looks_ahead = not config.raw.get("is_causal", True)
     return build.decoder(
@@ -153,6 +154,7 @@ def _windows_of_gpt_neo(config: ConfigReader) -> Windows:
     """
     layers, listed = build.layers_of(config), config.raw.get("attention_types")
     if listed is None:
+        # The reference's default pattern alternates between global and local.
         listed = [[config.strings("attention_layers") or ["global", "local"] * (layers // 2), 1]]
     try:
         kinds = [kind for kinds, times in listed for _ in range(times) for kind in kinds]

@@ -145,6 +145,7 @@ def jetmoe(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
     """Attention consists of routed experts, too; each expert has num_key_value_heads query heads."""
     count, top_k = config.integer("num_local_experts", 8), config.integer("num_experts_per_tok", 2)
     kv_heads = config.integer("num_key_value_heads", 16)
+    # At each token, the heads of its top-k experts attend, num_key_value_heads each.
     heads = build.attention(config, heads=kv_heads * top_k, head_dim=128, num_kv_heads=kv_heads)
 
     def mixer(rope: RopeConfig | None, window: int | None, layer: int) -> RoutedAttentionSpec:

@@ -199,6 +199,7 @@ def _rope_by_theta(config: ConfigReader, head_dim: int, max_positions: int | Non
         raw = {**config.raw, "rope_scaling": {**scaling, "rope_theta": theta}}
         return build.rope(theta)(ConfigReader(raw, config.source), head_dim, max_positions)
 
+    # Layers with equal bases share one RopeConfig, which is built and checked once.
     by_theta = {theta: with_theta(theta) for theta in set(thetas) if theta}
     return [by_theta.get(theta) for theta in thetas]
 

@@ -107,6 +107,7 @@ def biogpt(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
 )
 def xglm(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
     """XGLM, with positions encoded as sines and cosines."""
+    # The reference zeroes row pad_token_id of its table; from row 2 on, that row belongs to a real position.
     pad = config.raw.get("pad_token_id")
     if isinstance(pad, int) and pad >= FIRST_ROW:
         raise ConfigError(
@@ -281,6 +282,7 @@ def falcon(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
             f"new_decoder_architecture={is_new}, parallel_attn={is_parallel}, "
             f"num_ln_in_parallel_attn={norms}; this model cannot run here"
         )
+    # The tensors have other names if attention and MLP have a norm each.
     has_two_norms = is_new and norms == 2
     spelling = replace(BLOOM_SPELLING, ln1="ln_attn", ln2="ln_mlp") if has_two_norms else BLOOM_SPELLING
     layout = "by part" if is_shared else "by head"

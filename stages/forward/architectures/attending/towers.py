@@ -93,6 +93,7 @@ def text_section(reader: ConfigReader, shapes: TensorShapes) -> ConfigReader:
         values["tie_word_embeddings"] = not any(f"{head}.weight" in shapes for head in HEADS)
     elif flags:
         values["tie_word_embeddings"] = flags.pop()
+    # In a text all three M-RoPE positions are equal, so plain rope gives the same rotation.
     for key in ("rope_scaling", "rope_parameters"):
         if isinstance(values.get(key), dict):
             values[key] = _without_mrope(values[key])
@@ -125,5 +126,6 @@ def read_tower(text: Architecture, shapes: TensorShapes) -> Architecture:
             f"embedding, found {len(embeddings)} of {', '.join(candidates) or 'none'}; is config.json of "
             "another model?"
         )
+    # Checkpoints name the head with or without the prefix of the language model.
     head = next((name for name in HEADS if f"{name}.weight" in shapes), HEADS[0])
     return text.under(embeddings[0].removesuffix(EMBED), head)

@@ -109,6 +109,7 @@ class BridgeConfig(Architecture):
         change."""
         points = [HookPoint("embed")]
         for number, layer in enumerate(self.found):
+            # A part is only listed if the probe measured that parts add up to the stream's change.
             kinds = ("resid_pre", *(part.kind for part in layer.parts), "resid_post")
             points += [HookPoint(kind, number) for kind in kinds]
         return tuple(sorted(points, key=lambda point: point.order))

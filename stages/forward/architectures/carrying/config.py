@@ -143,6 +143,7 @@ class CarryingConfig(ComposedArchitecture):
         positions."""
         entered = 0 if point.layer is None else point.layer + (point.kind == "resid_post")
         is_seen = entered < self.num_layers and self.attention(entered).source is None
+        # These include the stream that the layer's attention reads.
         if point.kind in ("altup_streams", "altup_predicted"):
             return "later" if is_seen else "here"
         reach = super().reach(point)

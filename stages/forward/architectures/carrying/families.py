@@ -82,6 +82,7 @@ def _gemma4(reader: ConfigReader, shapes: TensorShapes) -> CarryingConfig:
     layers = reader.integer("num_hidden_layers", 30)
     types = reader.strings("layer_types") or [SLIDING if (n + 1) % 6 else FULL for n in range(layers)]
     types = [*types[:-1], FULL]  # the reference overrides the type of the last layer
+    # "vision" makes image tokens attend both ways, which changes nothing in a text.
     if (ahead := reader.raw.get("use_bidirectional_attention")) not in (None, False, "vision"):
         raise ConfigError(
             f"{reader.source}: expected use_bidirectional_attention of images alone ('vision'), found "
@@ -243,6 +244,7 @@ def _config(
             kv_heads,
             head_dim,
             rope=_rope(rope_section, theta, head_dim, context),
+            # Queries and keys are normalised, so that scores need no scale.
             scale=1.0,
             window=windows[layer],
             qkv_bias=has_bias,
@@ -262,6 +264,7 @@ def _config(
         norm_eps=eps,
         max_position_embeddings=context,
         embedding_scale=math.sqrt(hidden),
+        # As in all Gemmas, sqrt(hidden) is rounded to the dtype of the embeddings.
         rounds_embedding_scale=True,
         final_logit_softcapping=reader.optional_number("final_logit_softcapping"),
         tie_word_embeddings=reader.flag("tie_word_embeddings", True),

@@ -206,12 +206,14 @@ class PairConfig(Architecture):
 
     def _is_behind(self, point: HookPoint) -> bool:
         """Whether a hook point comes after all layers."""
+        # After the last layer no keys or values are computed any more.
         outside = point.layer is None and point.kind != "embed"
         return outside or (point.kind == "resid_post" and point.layer == self.num_layers - 1)
 
     def reaches_from(self, tokens: Sequence[int], position: int) -> int:
         """See `Architecture`: a source position affects all positions, a target position those from itself
         on."""
+        # The first target id is raised by the vocabulary size.
         start = next((place for place, token in enumerate(tokens) if token >= self.vocab_size), len(tokens))
         return position if position >= start else 0
 

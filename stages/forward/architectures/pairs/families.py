@@ -215,8 +215,10 @@ def _read_bart(reader: ConfigReader, shapes: TensorShapes, family: _Bart) -> Pai
             f"{reader.source}: expected an even d_model where positions are waves, found {hidden}; such a "
             "model cannot run here"
         )
+    # fairseq numbers positions from the padding token's id + 1.
     padding = reader.integer("pad_token_id", 1, least=0) if is_fairseq else None
     start = raw.get("eos_token_id", 2) if family.start is None else family.start
+    # BART ties its head unless both the config and the file say otherwise.
     is_untied = "lm_head.weight" in shapes and raw.get("tie_word_embeddings") is False
     return PairConfig(
         model_type=raw["model_type"],
