@@ -21,8 +21,8 @@ both:
 * ``diff`` (differential attention): pairs of heads (``diff_head``) read the values of both halves of the key
   heads (``diff_value``).
 * ``moa`` (mixture of attention): heads of the experts of a token, ordered by ``slot``, the rank of the
-expert. * ``mlstm`` (xLSTM): ``mlstm_cell`` counts the columns of the state: values, then the normaliser, then
-the
+  expert.
+* ``mlstm`` (xLSTM): ``mlstm_cell`` counts the columns of the state: values, then the normaliser, then the
   logarithm of their common scale, in every row.
 
 An encoder with a transform before its language head has the points ``head_…`` after the final norm, or

@@ -7,15 +7,12 @@
   projection of its embedding is added; after attention and MLP, a layer gates its vector by the stream and
   adds a projection of it to the stream.
 * *keys of earlier layers* (KV sharing): the last layers only have queries, and reuse keys and values of the
-last
-  earlier layer of the same type (window or full attention).
+  last earlier layer of the same type (window or full attention).
 * *AltUp*: several parallel streams. A layer predicts all of them, computes one of them, and corrects all by
-the
-  difference (Baykal et al., Alternating Updates, 2023, section 3). The computed stream is the residual stream
-  here; the language head reads the mean of all.
+  the difference (Baykal et al., Alternating Updates, 2023, section 3). The computed stream is the residual
+  stream here; the language head reads the mean of all.
 * *LAuReL*: the input of attention, plus a low-rank projection of it, is also added to the stream (Menghani et
-al.,
-  LAuReL, 2024, section 2).
+  al., LAuReL, 2024, section 2).
 
 Widths of heads and MLPs may differ between layers, so that an axis may have several sizes.
 
