@@ -266,7 +266,7 @@ class Stored:
     """Number of the layer under whose prefix the tensor is stored, if another layer has it; None for the
     weight's own layer."""
     plus: float = 0.0
-    """Added to every entry, before the factors (RMS norms that multiply by 1 + weight)."""
+    """Added to every entry, before the factors (norms that multiply by 1 + weight)."""
     constant: float | None = None
     """Constant value of a weight without tensor (norms without weights: 1.0); None for a stored weight."""
     groups: int | None = None
