@@ -46,13 +46,15 @@ def asks_to_look_ahead(reader: ConfigReader) -> bool:
     return not reader.raw.get("is_causal", True)
 
 
-def refuse_unfollowed(reader: ConfigReader, *, looks_ahead: bool = False, both_ways: bool = False) -> None:
+def refuse_unfollowed(
+    reader: ConfigReader, *, looks_ahead: bool = False, bidirectional: bool = False
+) -> None:
     """Raise ConfigError for settings that change the results of every family and are not implemented.
 
     Arguments:
         reader: The config.json.
         looks_ahead: Whether is_causal=false is implemented for the family.
-        both_ways: Whether use_bidirectional_attention=true is implemented for the family.
+        bidirectional: Whether use_bidirectional_attention=true is implemented for the family.
     """
     if reader.has("quantization_config"):
         raise ConfigError(
@@ -62,7 +64,7 @@ def refuse_unfollowed(reader: ConfigReader, *, looks_ahead: bool = False, both_w
     causal = {"use_bidirectional_attention": False, "is_encoder_decoder": False, "is_causal": True}
     flags = {key: reader.raw.get(key, default) for key, default in causal.items()}
     flags |= {"is_causal": True} if looks_ahead else {}
-    flags |= {"use_bidirectional_attention": False} if both_ways else {}
+    flags |= {"use_bidirectional_attention": False} if bidirectional else {}
     if any(bool(flags[key]) is not default for key, default in causal.items()):
         settings = ", ".join(f"{key}={value!r}" for key, value in flags.items())
         raise ConfigError(

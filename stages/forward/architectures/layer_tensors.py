@@ -612,8 +612,8 @@ def _mlp(shape: MlpSpec, spelling: Spelling, hidden: int) -> Named:
     gate = _all(inner, of_gate)
     groups: Sequence[int | None] = shape.groups or (None, None)
     if shape.is_fused:
-        factors = ((inner, of_gate), (inner, 1.0)) if gate else ()
-        yield from _linear("gate_up", f"{room}{parts[0]}", (2 * inner, hidden), factors, bias=shape.has_bias)
+        both = ((inner, of_gate), (inner, 1.0)) if gate else ()
+        yield from _linear("gate_up", f"{room}{parts[0]}", (2 * inner, hidden), both, bias=shape.has_bias)
     else:
         if shape.is_gated:
             yield from _linear("gate", f"{room}{parts[0]}", (inner, hidden), gate, bias=shape.has_bias)

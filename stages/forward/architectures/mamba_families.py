@@ -88,7 +88,7 @@ class FamilyReader:
         Raises:
             ConfigError: A key is missing, has the wrong type, or asks for a feature that is not implemented.
         """
-        refuse_unfollowed(reader, both_ways=self.may_look_both_ways)
+        refuse_unfollowed(reader, bidirectional=self.may_look_both_ways)
         return self.read(reader, shapes)
 
 

@@ -134,11 +134,11 @@ def bert_like(
         options["transform"] = build.head_transform(config, eps, name, key=transform_key, width=width)
     context = build.position_table(config, 512, start_row=0) if context is None else context
     # The direction is set here and in `context`, as `AttentionSpec` checks relative positions against it.
-    attention = {"bias": True, "is_bidirectional": looks_ahead, **layers.attention}
+    attention_fields = {"bias": True, "is_bidirectional": looks_ahead, **layers.attention}
     defaults = {"norms": "of sums", "has_embedding_norm": True, "has_final_norm": False, "tied": True}
     return build.decoder(
         config,
-        build.attention(config, **attention),
+        build.attention(config, **attention_fields),
         build.mlp(config, act, is_gated=False, bias=True, **layers.mlp),
         context=replace(context, looks_ahead=looks_ahead),
         norm_type="layer",
@@ -652,9 +652,9 @@ def _deberta(
     shapes: TensorShapes,
     spelling: Spelling,
     relative: RelativeSpec | None,
-    **attention: Any,
+    **attention_fields: Any,
 ) -> ComposedArchitecture:
-    """Architecture of a DeBERTa. attention: further fields of `AttentionSpec`."""
+    """Architecture of a DeBERTa. attention_fields: further fields of `AttentionSpec`."""
     # He et al., DeBERTa, 2021, equation 4: scores are divided by sqrt(3 d) when both terms are added.
     head_dim = build.attention(config).head_dim
     scale = 1 / math.sqrt(head_dim * (1 + len(set(_terms(config)))))
@@ -664,7 +664,9 @@ def _deberta(
         shapes,
         spelling,
         eps=config.number("layer_norm_eps", 1e-7),
-        layers=BertLayers(looks_ahead=True, attention={"scale": scale, "relative": relative, **attention}),
+        layers=BertLayers(
+            looks_ahead=True, attention={"scale": scale, "relative": relative, **attention_fields}
+        ),
         token_types=0,
         context=None if has_table else build.Context(512, rope=None),
     )

@@ -83,7 +83,9 @@ class AttendingFamily:
                 that is not implemented.
         """
         config = self._renamed(config)
-        refuse_unfollowed(config, looks_ahead=self.follows_is_causal, both_ways=self.follows_bidirectional)
+        refuse_unfollowed(
+            config, looks_ahead=self.follows_is_causal, bidirectional=self.follows_bidirectional
+        )
         for key, implemented in {**dict.fromkeys(self.never, None), **self.always}.items():
             value = config.raw.get(key, implemented)
             if value != implemented and not (implemented is None and value is False):

@@ -167,8 +167,8 @@ def esmc(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
 def _rotary_bert(
     config: ConfigReader,
     spelling: Spelling,
-    attention: AttentionSpec,
-    mlp: MlpSpec,
+    attention_spec: AttentionSpec,
+    mlp_spec: MlpSpec,
     *,
     context: build.Context,
     token_types: int,
@@ -179,16 +179,16 @@ def _rotary_bert(
     Arguments:
         config: The config.json, under the usual names of its keys.
         spelling: Names of the checkpoint's tensors, except for names inside of layers that are set here.
-        attention: Attention of all layers.
-        mlp: MLP of all layers.
+        attention_spec: Attention of all layers.
+        mlp_spec: MLP of all layers.
         context: Positions and rope.
         token_types: Default of type_vocab_size.
         options: Further arguments of `decoder`.
     """
     return build.decoder(
         config,
-        attention,
-        mlp,
+        attention_spec,
+        mlp_spec,
         context=context,
         norms="of sums",
         norm_type="layer",
