@@ -51,6 +51,7 @@ BACKBONE = Spelling(
     embed="backbone.embeddings",
     final_norm="backbone.norm_f",
     layer="backbone.layers.{}.",
+    # Each layer has one norm, called "norm", before its mixer or channel mixer.
     ln1="norm",
     ln2="norm",
     mixer="mixer.",

@@ -314,6 +314,7 @@ def albert(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
         layers=BertLayers(act="gelu_new", looks_ahead=True),
         embedding_width=config.integer("embedding_size", 128),
     )
+    # The reference's assignment of layers to groups.
     return build.with_layers(model, lambda layer: {"source": int(layer / (layers / groups))})
 
 
@@ -344,6 +345,7 @@ def distilbert(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitectu
         mlp_parts=("lin1", "lin2"),
         unread=(),
     )
+    # DistilBERT has no layer_norm_eps; its norms use 1e-12.
     layers = BertLayers(looks_ahead=True)
     return bert_like(config, shapes, spelling, eps=1e-12, layers=layers, token_types=None)
 
@@ -504,6 +506,7 @@ def esm(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
             f"{config.source}: expected position_embedding_type to be 'absolute' or 'rotary', found "
             f"{kind!r}; this model cannot run here"
         )
+    # token_dropout: embeddings of masks are zeroed, and all others rescaled.
     is_dropped = config.flag("token_dropout", False)
     base = roberta_spelling("esm.")
     spelling = replace(
@@ -522,6 +525,7 @@ def esm(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
             "esm.pooler.dense.bias",
         ),
     )
+    # ESM ignores hidden_act and always uses GELU, hence reads_act=False.
     if kind == "rotary":
         ending = "rotary_embeddings.inv_freq"
         stored = next((name for name in sorted(shapes) if name.endswith(ending)), "")

@@ -28,6 +28,7 @@ def cohere(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
         context=build.Context(8192, rope=build.rope_everywhere(500000.0, interleaved=True)),
         parallel_norms=1,
         norm_type="layer",
+        # Cohere's layer norms have weights only.
         norm_biases="none",
         eps=config.number("layer_norm_eps", 1e-5),
         logit_factor=config.number("logit_scale", 0.0625),

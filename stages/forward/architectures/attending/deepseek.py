@@ -69,6 +69,7 @@ def _latent_decoder(
         rope_size,
         config.integer("v_head_dim", defaults.value_size or config.integer("hidden_size") // heads),
         config.integer("kv_lora_rank", defaults.rank),
+        # Null in DeepSeek-V2 Lite, which projects queries directly.
         config.optional_integer("q_lora_rank", defaults.query_rank),
         has_bias=build.attention_bias(config),
         # Queries and keys both grow by that factor, so that scores grow by its square.

@@ -35,6 +35,7 @@ def _scaled_embedding(config: ConfigReader) -> dict[str, Any]:
 @family("gemma", "Gemma 1, CodeGemma", reports_unread_keys=True)
 def gemma(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
     """Gemma 1: norms with weight 1 + w, scaled embeddings, tanh-GELU."""
+    # Configs of Gemma 1 say "gelu" and mean the tanh approximation.
     act = read_activation(config, "gelu_pytorch_tanh", gelu_is_tanh=True)
     width, bias = config.integer("head_dim", 256), build.attention_bias(config)
     return build.decoder(

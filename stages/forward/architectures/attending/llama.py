@@ -60,6 +60,7 @@ def helium(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
 @family("phi3", "Phi 3 and 3.5", reports_unread_keys=True)
 def phi3(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
     """Phi 3: fused projections, sliding window, longrope under older names."""
+    # The first configs of Phi 3 call longrope "su" or "yarn".
     rope = build.rope_everywhere(
         is_partial=True, original_context=4096, aliases={"su": "longrope", "yarn": "longrope"}
     )
@@ -109,6 +110,7 @@ def smollm3(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
     it."""
 
     def types(config: ConfigReader, layers: int) -> list[str]:
+        # Windows are only for layers without rope.
         flags = build.rope_flags(config, layers)
         return ["full_attention" if has_rope else "sliding_attention" for has_rope in flags]
 
@@ -187,6 +189,7 @@ def diffllama(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitectur
     )
 
     def mixer(rope: RopeConfig | None, window: int | None, layer: int) -> DifferentialSpec:
+        # The paper's initial lambda, with layers counted from 0.
         return DifferentialSpec(replace(heads, rope=rope), 0.8 - 0.6 * math.exp(-0.3 * layer), eps)
 
     return build.decoder(
@@ -396,6 +399,7 @@ def llama4_text(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitect
     def tuning() -> TemperatureTuning | None:
         if not config.raw.get("attn_temperature_tuning", True):  # an integer, 4, in some released files
             return None
+        # Offset 1: the reference counts positions from 1 in this formula.
         return TemperatureTuning(config.number("attn_scale", 0.1), config.integer("floor_scale", 8192), 1)
 
     def mixer(rope: RopeConfig | None, window: int | None, layer: int) -> AttentionSpec:
@@ -456,6 +460,7 @@ def llada(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
         config,
         build.attention(config, qkv_bias=config.flag("include_qkv_bias", False)),
         build.mlp(config),
+        # A masked diffusion model: every token sees all others.
         context=build.Context(4096, looks_ahead=True),
         eps=config.number("rms_norm_eps", 1e-5),
         spelling=replace(

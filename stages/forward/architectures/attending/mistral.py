@@ -40,6 +40,7 @@ MIXTRAL_SPELLING = replace(
 def mistral(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
     """Mistral and Ministral: Llama with a sliding window."""
     size = config.optional_integer("sliding_window", 4096)
+    # All layers have the window unless layer_types says otherwise.
     return build.decoder(
         config,
         build.attention(config, kv_heads=8),

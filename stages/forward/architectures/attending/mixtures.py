@@ -85,6 +85,7 @@ def afmoe(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
             config,
             ExpertDefaults(count=64, chosen=6, width=1408, shared=2),
             keys=ExpertKeys(count="num_experts", shared="num_shared_experts", factor="route_scale"),
+            # Trinity has no norm_topk_prob and always normalises the weights.
             sums_to_one=None,
         )
 
@@ -188,6 +189,7 @@ def kolibri1(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture
         routing="sigmoid of chosen",
         shared_size=config.integer("shared_expert_intermediate_size", 512),
         sums_to_one=config.flag("norm_topk_prob", False),
+        # The reference adds no epsilon to the sum of the weights.
         sum_eps=0.0,
     )
     return build.decoder(

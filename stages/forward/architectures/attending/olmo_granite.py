@@ -32,6 +32,7 @@ def olmo(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
         norm_type="layer",
         norm_biases="none",
         has_norm_weights=False,
+        # A constant in the reference; the config has no key for it.
         eps=1e-5,
     )
 
@@ -132,6 +133,7 @@ def _ends(config: ConfigReader) -> dict[str, Any]:
     """Fields of `ComposedArchitecture`: factors of the embeddings and of the logits."""
     return {
         "embedding_scale": none_if_one(config.number("embedding_multiplier", 1.0)),
+        # Granite divides logits by logits_scaling.
         "logit_factor": 1 / config.number("logits_scaling", 1.0),
     }
 

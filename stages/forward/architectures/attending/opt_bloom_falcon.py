@@ -58,6 +58,7 @@ def opt(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
         build.mlp(config, read_activation(config, "relu"), is_gated=False, bias=bias),
         context=build.position_table(config, 2048, start_row=FIRST_ROW),
         norm_type="layer",
+        # PyTorch's default; the config has no key for it.
         eps=1e-5,
         tied=True,
         spelling=build.rooted(spelling, "model.", shapes),
@@ -79,6 +80,7 @@ def biogpt(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
         build.mlp(config, read_activation(config, "gelu"), is_gated=False, bias=True),
         context=build.position_table(config, 1024, start_row=FIRST_ROW),
         norm_type="layer",
+        # PyTorch's default; the reference ignores layer_norm_eps here.
         eps=1e-5,
         embedding_scale=_embedding_scale(config),
         tied=True,
@@ -120,6 +122,7 @@ def xglm(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
         build.mlp(config, read_activation(config, "gelu"), is_gated=False, bias=True),
         context=build.position_table(config, 2048, start_row=FIRST_ROW),
         norm_type="layer",
+        # PyTorch's default; the config has no key for it.
         eps=1e-5,
         has_position_waves=True,
         embedding_scale=_embedding_scale(config),
@@ -172,11 +175,13 @@ BLOOM_SPELLING = replace(
 def bloom(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
     """BLOOM: ALiBi, and a norm of the embeddings."""
     slopes = _slopes(config.integer("num_attention_heads"))
+    # BLOOM has no config key for the width of its MLP.
     width = 4 * config.integer("hidden_size")
     return build.decoder(
         config,
         build.attention(config, bias=True, layout="by head", alibi_slopes=slopes),
         build.mlp(config, "gelu_tanh", width=width, is_gated=False, bias=True),
+        # ALiBi needs no table, so the context is unbounded.
         context=build.Context(None, rope=None),
         norm_type="layer",
         has_embedding_norm=True,
@@ -215,6 +220,7 @@ def mpt(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
                 "followed for mpt; this model cannot run here"
             )
     slopes = _slopes_of_mpt(config.integer("num_attention_heads"))
+    # clip_qkv 0 means no clip, as null does.
     heads = build.attention(
         config, layout="by part", alibi_slopes=slopes, clip_qkv=section.optional_number("clip_qkv") or None
     )

@@ -125,6 +125,7 @@ def qwen2_moe(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitectur
     """Qwen 1.5 and 2 MoE: softmax-routed experts and a gated shared expert."""
 
     def types(config: ConfigReader, layers: int) -> list[str]:
+        # Unlike Qwen 2: windows in even layers before max_window_layers.
         end = config.integer("max_window_layers", 28, least=0)
         has_window = [layer % 2 == 0 and layer < end for layer in range(layers)]
         return ["sliding_attention" if flag else "full_attention" for flag in has_window]

@@ -169,6 +169,7 @@ def _read_t5(reader: ConfigReader, shapes: TensorShapes, *, bias_in_each: bool, 
         start_token=_token(reader, "decoder_start_token_id", raw.get("pad_token_id") or 0),
         is_gated=len(parts) == 2,
         norm_eps=reader.number("layer_norm_epsilon", 1e-6),
+        # T5 does not scale scores; its initialisation makes up for it.
         scale=1.0,
         buckets=buckets,
         farthest=reader.integer("relative_attention_max_distance", 128),
@@ -233,6 +234,7 @@ def _read_bart(reader: ConfigReader, shapes: TensorShapes, family: _Bart) -> Pai
         activation=_activation(reader, reader.text("activation_function", family.activation)),
         start_token=_token(reader, "decoder_start_token_id", start),
         norm_type="layer",
+        # PyTorch's default; the config has no key for it.
         norm_eps=1e-5,
         norms=family.norms,
         has_biases=True,
