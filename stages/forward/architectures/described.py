@@ -63,9 +63,9 @@ ACTIVATION_WORDS = {
 }
 _PLACES = {
     "before": "",
-    "after": "behind what is added",
+    "after": "after attention and MLP",
     "around": "four per block",
-    "of sums": "on the sums",
+    "of sums": "post-norm",
 }
 
 
@@ -115,28 +115,28 @@ def _attention(model: ComposedArchitecture) -> list[str]:
         "norms on q and k" if any(mixer.qk_norm for mixer in grouped) else "",
         "biases" if any(mixer.qkv_bias for mixer in grouped) else "",
         "latent keys and values" if isinstance(mixer, LatentAttentionSpec) else "",
-        "experts of attention" if isinstance(mixer, RoutedAttentionSpec) else "",
-        "pairs of heads, one taken from the other" if isinstance(mixer, DifferentialSpec) else "",
+        "mixture of attention heads" if isinstance(mixer, RoutedAttentionSpec) else "",
+        "differential attention" if isinstance(mixer, DifferentialSpec) else "",
         "gated heads" if isinstance(mixer, GatedAttentionSpec) else "",
-        "convolutions in groups" if any(mixer.groups for mixer in grouped) else "",
+        "grouped convolutions" if any(mixer.groups for mixer in grouped) else "",
         "norms before the output projection" if any(mixer.inner_norm_eps for mixer in grouped) else "",
         "rope of neighbouring entries" if rotary is not None and rotary.interleaved else "",
         f"rope of {share:g} of a head" if share < 1 else "",
-        "another rope in windows" if len(ropes - {None}) > 1 else "",
+        "a second rope in windows" if len(ropes - {None}) > 1 else "",
         "no rope in some layers" if rotary is not None and None in ropes else "",
         "sliding window" if any(windows) and not any(mixer.is_chunked for mixer in grouped) else "",
         "chunks" if any(mixer.is_chunked for mixer in grouped) else "",
-        "beside the MLP" if model.blocks[0].is_parallel else "",
+        "parallel to the MLP" if model.blocks[0].is_parallel else "",
         _positions(model),
         "ALiBi" if any(mixer.alibi_slopes for mixer in grouped) else "",
         "soft cap" if any(mixer.logit_softcap for mixer in grouped) else "",
-        "scores by values" if any(mixer.has_value_scores for mixer in grouped) else "",
-        "scores by distance" if any(mixer.relative for mixer in grouped) else "",
+        "dynamic mask by values" if any(mixer.has_value_scores for mixer in grouped) else "",
+        "relative positions" if any(mixer.relative for mixer in grouped) else "",
         "sinks" if any(mixer.attention_sinks for mixer in grouped) else "",
         "temperature tuning" if attends_far else "",
         "gains on the stream" if model.blocks[0].has_gains else "",
         "layers share weights" if model.blocks[-1].source not in (None, model.num_layers - 1) else "",
-        "looks both ways" if isinstance(mixers[-1], AttentionSpec) and mixers[-1].is_bidirectional else "",
+        "bidirectional" if isinstance(mixers[-1], AttentionSpec) and mixers[-1].is_bidirectional else "",
     ]
 
 
@@ -151,11 +151,11 @@ def _head(model: ComposedArchitecture) -> list[str]:
     """Column "head": one text per property; "" for a property that the model lacks."""
     return [
         "scaled embedding" if model.embedding_scale is not None else "",
-        "normed embedding" if model.has_embedding_norm else "",
+        "normalised embedding" if model.has_embedding_norm else "",
         "embeddings narrower than the stream" if model.embedding_width else "",
         "token types" if model.token_types else "",
         "tied" if model.tie_word_embeddings else "",
-        "a transform before it" if model.transform else "",
+        "head transform" if model.transform else "",
         "scaled" if model.logit_factor != 1 else "",
         "bias" if model.has_head_bias else "",
         "soft cap" if model.final_logit_softcapping else "",

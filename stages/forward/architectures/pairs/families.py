@@ -287,19 +287,19 @@ def _bart(model_type: str, examples: str, norm: str, mlp: str, family: _Bart) ->
     )
 
 
-_ON_SUMS = "layer norm, on the sums"
+_POST_NORM = "layer norm, post-norm"
 PAIRS: dict[str, PairFamily] = {
     "t5": _t5("t5", "T5, T5 1.1, Flan-T5", "plain ReLU or gated GELU", tied=True),
     "mt5": _t5("mt5", "mT5", "gated GELU (tanh)"),
     "umt5": _t5("umt5", "UMT5", "gated GELU (tanh)", bias_in_each=True),
-    "bart": _bart("bart", "BART", _ON_SUMS, "plain, GELU", _Bart()),
+    "bart": _bart("bart", "BART", _POST_NORM, "plain, GELU", _Bart()),
     "mbart": _bart("mbart", "mBART", "layer norm", "plain, GELU", _Bart(norms="before")),
-    "plbart": _bart("plbart", "PLBART", _ON_SUMS, "plain, GELU", _Bart(is_scaled=True, defaults=_PLBART)),
-    "mvp": _bart("mvp", "MVP", _ON_SUMS, "plain, GELU", _Bart(defaults={"vocab_size": 50267})),
+    "plbart": _bart("plbart", "PLBART", _POST_NORM, "plain, GELU", _Bart(is_scaled=True, defaults=_PLBART)),
+    "mvp": _bart("mvp", "MVP", _POST_NORM, "plain, GELU", _Bart(defaults={"vocab_size": 50267})),
     "marian": _bart(
         "marian",
         "Opus-MT",
-        _ON_SUMS,
+        _POST_NORM,
         "plain, SiLU",
         _Bart(
             embedding_norm=None,
@@ -341,7 +341,7 @@ PAIRS: dict[str, PairFamily] = {
     "blenderbot-small": _bart(
         "blenderbot-small",
         "Blenderbot 90M",
-        f"{_ON_SUMS}; of target tokens without positions",
+        f"{_POST_NORM}; of target tokens without positions",
         "plain, GELU",
         _Bart(embedding_norm="of target tokens", offset=0, start=1, defaults=_SMALL),
     ),
