@@ -534,8 +534,8 @@ class Architecture(ABC):
         attributed to components and tokens have directions in the stream."""
         if self.transform is not None:
             raise ConfigError(
-                f"expected logits that are a linear map of the normed stream, found {self.model_type}, whose "
-                "head reads it through a dense map, an activation and a norm; read its layers with the logit "
+                "expected logits that are a linear map of the normalised stream, found "
+                f"{self.model_type}, whose head reads it through a dense map, an activation and a norm; read its layers with the logit "
                 "lens"
             )
 

@@ -91,7 +91,7 @@ class LayerSpec:
             )
         if self.shared is not None and (not self.mixers or self.norms != "before" or self.is_parallel):
             raise ConfigError(
-                "expected a shared block ahead of a mixer whose norm stands before it, found none"
+                "expected a shared block only in layers with a pre-norm mixer, found another layer with one"
             )
 
     @cached_property

@@ -174,7 +174,7 @@ def read_rope(
     dim = int(head_dim * share)
     if dim != head_dim and not is_partial:
         raise ConfigError(
-            f"{rope.source}: expected no partial_rotary_factor, as rope turns whole heads here, found "
+            f"{rope.source}: expected no partial_rotary_factor, as rope rotates whole heads here, found "
             f"{share:g}; remove the key if the model was trained without it"
         )
     if scheme == "default":

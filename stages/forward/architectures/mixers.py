@@ -253,14 +253,15 @@ class AttentionSpec(MixerSpec):
         # head.
         if self.alibi_slopes and self.num_kv_heads != self.num_attention_heads:
             raise ConfigError(
-                f"expected a key head for each of {self.num_attention_heads} heads whose scores rise with "
-                f"positions, found {self.num_kv_heads}; such a model cannot run here"
+                f"expected one key head for each of {self.num_attention_heads} heads with ALiBi, found "
+                f"{self.num_kv_heads} key heads; such a model cannot run here"
             )
         # Tiled attention and cached keys do not know positions, so causal self-attention has no such terms.
         if self.relative is not None and self.is_bidirectional == self.relative.looks_back:
             raise ConfigError(
-                "expected scores by distance of a model whose positions see later ones, found one that looks "
-                "back alone; such a model cannot run here"
+                "expected relative position terms for both directions exactly where attention is "
+                f"bidirectional, found is_bidirectional={self.is_bidirectional} and "
+                f"looks_back={self.relative.looks_back}; such a model cannot run here"
             )
 
     @property
@@ -396,7 +397,7 @@ class RoutedAttentionSpec(MixerSpec):
     def __post_init__(self) -> None:
         if self.chosen > self.experts:
             raise ConfigError(
-                f"expected at most {self.experts} experts of attention to be chosen, as there are, found "
+                f"expected a number of attention experts per token of at most {self.experts}, found "
                 f"{self.chosen}; correct config.json, or fetch it again"
             )
 
@@ -687,7 +688,7 @@ class ExpertsSpec(ChannelMixerSpec):
     def __post_init__(self) -> None:
         if self.chosen > self.count:
             raise ConfigError(
-                f"expected at most {self.count} experts to be chosen, as there are, found {self.chosen}; "
+                f"expected a number of experts per token of at most {self.count}, found {self.chosen}; "
                 "correct config.json, or fetch it again"
             )
         if self.count % self.groups or self.chosen_groups > self.groups:

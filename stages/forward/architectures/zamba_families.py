@@ -219,14 +219,14 @@ ZAMBA: dict[str, FamilyReader] = {
     "zamba": FamilyReader(
         _zamba,
         "Zamba 7B",
-        "Mamba-1 by groups of channels, ahead of some a block that layers share: attention without rope",
+        "Mamba-1 with groups of channels; before some layers a shared block: attention without rope",
         "gated GELU, in the shared block",
         head="tied",
     ),
     "zamba2": FamilyReader(
         _zamba2,
         "Zamba2 1.2B to 7B",
-        "Mamba-2, ahead of some a block that layers share: attention, and maps of low rank for each layer",
+        "Mamba-2; before some layers a shared block: attention, with low-rank adapters per layer",
         "gated GELU, in the shared block",
         head="tied",
     ),

@@ -375,7 +375,7 @@ CARRYING: dict[str, FamilyReader] = {
     "gemma3n_text": FamilyReader(
         _gemma3n,
         "Gemma 3n E2B and E4B, text",
-        "norms on q, k and v, a rope of their own in windows, sliding window, keys of earlier layers",
+        "norms on q, k and v, a second rope in windows, sliding window, keys of earlier layers",
         "gated GELU, sparse; inputs of each layer; LAuReL",
         "scaled embedding, four streams (AltUp), tied, soft cap",
     ),
