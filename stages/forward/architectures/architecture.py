@@ -535,8 +535,8 @@ class Architecture(ABC):
         if self.transform is not None:
             raise ConfigError(
                 "expected logits that are a linear map of the normalised stream, found "
-                f"{self.model_type}, whose head reads it through a dense map, an activation and a norm; read its "
-                "layers with the logit lens"
+                f"{self.model_type}, whose head reads it through a dense map, an activation and a norm; read "
+                "its layers with the logit lens"
             )
 
     def require_next_token(self) -> None:
