@@ -78,7 +78,9 @@ def _between(heads: Heads) -> str:
     nothing.
     """
     # Both depend on more than the stream at one position, so no fixed matrix gives the score.
-    return "normed" if heads.are_normed else "scaled by their positions" if heads.grows else ""
+    return (
+        "normed" if heads.has_qk_norm else "scaled by their positions" if heads.has_temperature_tuning else ""
+    )
 
 
 def qk_circuit(

@@ -311,7 +311,7 @@ def _require_linear(config: Architecture, layer: int, heads: Heads) -> None:
 
 
 def _require_ungated(config: Architecture, layer: int, heads: Heads) -> None:
-    if heads.is_gated or heads.are_normed_together:
+    if heads.is_gated or heads.has_output_norm:
         found = "multiplied by gates" if heads.is_gated else "normed together"
         raise ConfigError(
             f"expected heads whose output is linear in their values, found them {found} in layer {layer} of "
@@ -346,7 +346,7 @@ def _rows(heads: Heads, part: Part, head: int, *, fused: bool) -> tuple[str, Arr
     head_index = head if part == "q" else head // heads.shared_by
     if not fused:
         # Some families interleave each head's gate with its queries.
-        parts_per_head = 2 if part == "q" and heads.gates_beside else 1
+        parts_per_head = 2 if part == "q" and heads.gates_in_queries else 1
         return part, head_index * parts_per_head * heads.size + np.arange(heads.size)
     # Row numbers take the place of weights: slicing and reshaping them finds the rows of one head.
     rows = np.arange((heads.count + 2 * heads.kv_count) * heads.size)

@@ -1,13 +1,13 @@
-"""Architecture: all that can be said of a model without its weights, as one immutable value.
+"""Architecture: torch-free, immutable description of a model without its weights.
 
-Made from config.json (families.py), or from it and the tensors' names where the family is unknown
-(autoconfig.py). Keys, plans, estimates and checks ask it, and none of them needs torch; the network that
-computes (`Network` in layers.py) is built from it by networks.py.
+It is made from config.json (known.py), or from config.json and tensor names for models of unknown families
+(autoconfig.py). Cache keys, plans, memory estimates and checks use it without importing torch; the network
+that computes (`Network` in layers.py) is built from it by networks.py.
 
-A kind of architecture is a frozen dataclass that says these things of its own fields, and an entry in
-networks.py. Nobody outside this room knows which kind it is.
+A kind of architecture is a frozen dataclass that implements `Architecture`, and an entry in networks.py. Code
+outside this folder uses only the interface of `Architecture`, never the kind.
 
-Axes: as in points.py; "one" is the axis of norms' divisors.
+Axes: as in points.py; "one" is the axis of length 1 of the norms' divisors.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = [
     "ConvolutionMixer",
     "Heads",
     "HeadTransform",
-    "InTurn",
+    "MixersInSequence",
     "Layer",
     "Mixer",
     "NoMixer",
@@ -46,97 +46,105 @@ __all__ = [
 ]
 
 SHIFTED = frozenset(("Dream",))
-"""Families that fill in masks and were trained further from models that predict the next token: the logits at
-a position are still of the token behind it (Ye et al., Dream 7B, 2025)."""
+"""Masked diffusion models that were initialised from next-token predictors: the logits at position i still
+predict the token at position i + 1 (Ye et al., Dream 7B, 2025)."""
 Reach = Literal["here", "later", "all"]
-"""Which positions a change reaches before its layer ends: its own, later ones too, or all of them."""
+"""Positions that a change at a hook point can affect before the end of its layer: only its own position
+("here"), also later ones, or all."""
 
 
 @dataclass(frozen=True)
 class AttentionMixer:
-    """A mixer: how a layer makes weights of queries and keys.
-
-    scale: what q k^T is multiplied by. window: how many keys back a query sees, itself included; None for
-    all. is_chunked: whether these lie in its own chunk of so many positions. soft_cap: c tanh(scores / c)
-    before the mask; None for none. sinks: a weight, [head], which the network puts here: scores of a place
-    with nothing in it, that each query may look at. is_bidirectional: whether a query sees later keys as
-    well, up to as far ahead as it sees back. relative: what scores have besides, of queries, keys and the
-    distance between them, which the network puts here. part: of a pair, among which tokens, or from target to
-    source; None where prompts are no pairs. source: the layer whose keys and values it reads; None for its
-    own.
-    """
+    """Attention: how the scores of a layer are scaled, masked and capped."""
 
     kind: ClassVar[str] = "attention"
     scale: float
+    """Factor of q k^T."""
     window: int | None = None
+    """Number of keys that a query sees backwards, itself included; None for all."""
     soft_cap: float | None = None
+    """c in c tanh(scores / c), applied before the mask; None for no cap."""
     sinks: Any = field(default=None, compare=False, repr=False)
+    """Learned logits of the attention sink, [head], set by the network; None without sinks."""
     is_bidirectional: bool = False
+    """Whether a query also sees later keys, within a window as far forwards as backwards."""
     relative: Any = field(default=None, compare=False, repr=False)
+    """Relative position terms of the scores (`networks.relative.Relative`), set by the network; None for no
+    such terms."""
     is_chunked: bool = False
+    """Whether `window` is the length of fixed chunks, and a query only sees keys of its own chunk."""
     part: Literal["source", "target", "cross"] | None = None
+    """In encoder-decoders: attention within the source, within the target, or from target to source; None
+    for models of single sequences."""
     source: int | None = None
+    """Number of the earlier layer whose keys and values are reused; None if the layer has its own."""
 
     @property
     def room(self) -> str:
-        """What stands before the kinds of its hook points."""
+        """Prefix of the kinds of its hook points: "cross_" or ""."""
         return "cross_" if self.part == "cross" else ""
 
     @property
     def is_capped(self) -> bool:
-        """Whether `capped` changes scores; no fused kernel does that."""
+        """Whether scores have a soft cap, which fused attention kernels do not support."""
         return self.soft_cap is not None
 
     def capped(self, scores: Any, xp: Any) -> Any:
-        """Scores as the softmax takes them but for the mask, each by itself. xp: numpy or torch, of which the
-        scores are arrays."""
+        """Scores after the soft cap and before the mask, elementwise.
+
+        Arguments:
+            scores: Array of scaled scores, of any shape.
+            xp: The module of that array: numpy or torch.
+        """
         return scores if self.soft_cap is None else self.soft_cap * xp.tanh(scores / self.soft_cap)
 
 
 @dataclass(frozen=True)
 class RecurrentMixer:
-    """A mixer that reads a state every token decays and writes to. recurrence: which ("rwkv7")."""
+    """A mixer with a recurrent state, which each token decays, writes to and reads."""
 
     kind: ClassVar[str] = "recurrence"
     is_bidirectional: ClassVar[bool] = False
     window: ClassVar[None] = None
-    """Nothing bounds how far back a state remembers."""
+    """None: a state can depend on all earlier tokens."""
     recurrence: str
+    """Name of the recurrence, such as "rwkv7" or "mamba2"."""
 
 
 @dataclass(frozen=True)
 class ConvolutionMixer:
-    """A mixer that sees a token and the few before it, by the same weights everywhere. window: how many."""
+    """A short causal convolution over positions."""
 
     kind: ClassVar[str] = "convolution"
     is_bidirectional: ClassVar[bool] = False
     window: int
+    """Kernel size in tokens, the current one included."""
 
 
 @dataclass(frozen=True)
 class NoMixer:
-    """In place of a mixer, where a layer only mixes channels."""
+    """Placeholder for the mixer of a layer that has a channel mixer only."""
 
     kind: ClassVar[str] = "none"
     is_bidirectional: ClassVar[bool] = False
     window: ClassVar[int] = 1
-    """A token sees itself."""
+    """1: outputs depend on the current token only."""
 
 
 @dataclass(frozen=True)
 class OpaqueMixer:
-    """A mixer nobody has looked into: of a layer that somebody else computes."""
+    """Unknown mixer of a layer that transformers computes (bridge); the least favourable case is assumed."""
 
     kind: ClassVar[str] = "unknown mixer"
     is_bidirectional: ClassVar[bool] = True
-    """Nothing is known to keep it from later positions."""
+    """True: it may depend on later positions."""
     window: ClassVar[None] = None
-    """Nothing is known to bound how far it sees."""
+    """None: outputs may depend on tokens at any distance."""
 
 
 @dataclass(frozen=True)
 class MixersSideBySide:
-    """Mixers that read the same normed stream, and whose outputs are added up."""
+    """Parallel mixers of one layer: they read the same normalised stream, and their outputs are summed."""
 
     kind: ClassVar[str] = "side by side"
     is_bidirectional: ClassVar[bool] = False
@@ -144,14 +152,15 @@ class MixersSideBySide:
 
     @property
     def window(self) -> int | None:
-        """The widest of theirs, in tokens; None where one of them sees everything."""
+        """Largest window of the mixers, in tokens; None if one of them is unbounded."""
         windows = [mixer.window for mixer in self.mixers]
         return None if None in windows else max(window for window in windows if window is not None)
 
 
 @dataclass(frozen=True)
-class InTurn:
-    """Mixers of one layer of which each reads, at every position, what the one before it gives."""
+class MixersInSequence:
+    """Sequential mixers of one layer: each one reads the output of the mixer before it, position by
+    position."""
 
     kind: ClassVar[str] = "in turn"
     is_bidirectional: ClassVar[bool] = False
@@ -159,139 +168,161 @@ class InTurn:
 
     @property
     def window(self) -> int | None:
-        """As far as all of them see, one behind the other."""
+        """Window of the whole sequence, in tokens: 1 + the sum of (window - 1); None if a mixer is
+        unbounded."""
         windows = [mixer.window for mixer in self.mixers]
         return None if None in windows else 1 + sum(window - 1 for window in windows if window is not None)
 
 
-Mixer = AttentionMixer | RecurrentMixer | ConvolutionMixer | MixersSideBySide | InTurn | NoMixer | OpaqueMixer
+Mixer = (
+    AttentionMixer
+    | RecurrentMixer
+    | ConvolutionMixer
+    | MixersSideBySide
+    | MixersInSequence
+    | NoMixer
+    | OpaqueMixer
+)
 
 
 @dataclass(frozen=True)
 class Layer:
-    """Facts of one layer.
-
-    mixer: what mixes positions. channel_mixer: what does not; None for neither. norms: "before" what each of
-    them reads, "after" it, of what it adds, or "around" it, of both; "of stream" where the stream is not the
-    sum of what was added: what is normed becomes the stream, be it what they read or the sum of that and what
-    they add, or the stream is multiplied as it is carried. is_parallel: whether both read the stream that
-    enters.
-    """
+    """Torch-free summary of one layer."""
 
     mixer: Mixer
+    """Attention, recurrence or convolution: the part that mixes positions."""
     channel_mixer: Literal["MLP", "gated MLP", "token-shifted MLP", "experts"] | None
+    """The part that works on each position (token-shifted MLPs of RWKV also read the previous one); None for
+    a layer without."""
     norms: Literal["before", "after", "around", "of stream"]
+    """Norms before each part's input, after its output, or both. "of stream": the residual stream is not the
+    sum of the embedding and all outputs, as it is itself normalised or multiplied on its way."""
     is_parallel: bool = False
+    """Whether mixer and channel mixer both read the stream that enters the layer."""
 
 
 @dataclass(frozen=True)
 class Heads:
-    """Heads of a layer that attends: how its tensors hold their matrices, and what stands between these and
-    scores or values.
-
-    count: of queries; kv_count: of keys and values, each shared by as many queries. size: of a head. layout:
-    of queries, keys and values in one tensor, as `AttentionSpec` says it. rope: how queries and keys turn,
-    None for not. are_normed: queries and keys, before they meet. clip: the largest entry of queries, keys and
-    values. is_gated: whether what a head has read is multiplied by a gate; gates_beside: whether a head's
-    gate stands behind its query in one tensor. slopes: what scores rise by with the position of a key.
-    has_sinks: whether weights sum to less than 1. grows: whether queries grow with their positions.
-    are_normed_together: whether what all of them have read is normed before it is projected.
-    """
+    """Attention heads of a layer: how its tensors store their matrices, and which operations are between
+    these matrices and the scores or outputs. Analyses of QK and OV circuits read it."""
 
     count: int
+    """Number of query heads."""
     kv_count: int
+    """Number of key and value heads."""
     size: int
+    """Entries of a head."""
     mixer: AttentionMixer
     layout: Literal["separate", "by part", "by head", "by fourths"] = "separate"
+    """Layout of the query, key and value projections (`AttentionSpec.layout`)."""
     rope: Any = None
-    are_normed: bool = False
+    """`RopeConfig` of queries and keys; None for no rope."""
+    has_qk_norm: bool = False
+    """Whether queries and keys are normalised."""
     clip: float | None = None
+    """Largest absolute entry of queries, keys and values; None for no clip."""
     is_gated: bool = False
-    gates_beside: bool = False
-    slopes: tuple[float, ...] = ()
+    """Whether each head's output is multiplied by a gate."""
+    gates_in_queries: bool = False
+    """Whether the query projection also holds the gates: each head's gate rows follow its query rows."""
+    alibi_slopes: tuple[float, ...] = ()
+    """ALiBi slopes, one per head; () for no ALiBi."""
     has_sinks: bool = False
-    grows: bool = False
-    are_normed_together: bool = False
+    """Whether heads have an attention sink, so that attention weights sum to less than 1."""
+    has_temperature_tuning: bool = False
+    """Whether queries are scaled by a factor that grows with log(position) (attention temperature tuning)."""
+    has_output_norm: bool = False
+    """Whether the outputs of all heads are normalised together before the output projection."""
 
     @property
     def shared_by(self) -> int:
-        """Heads of queries that read one head of keys and values."""
+        """Number of query heads that share one key and value head."""
         return self.count // self.kv_count
 
 
 LENT = ("frequencies", "relative", "relative_norm", "relative_norm.bias")
-"""Weights outside of layers that layers are given."""
+"""Weights that are stored once outside of the layers and are passed to every layer."""
 BESIDE = "beside."
-"""What the names of other weights outside of layers begin with, of what is carried beside the stream."""
+"""Prefix of the names of weights outside of the layers that process further streams or per-layer inputs
+(carrying/tensors.py)."""
 
 
 @dataclass(frozen=True)
 class Stored:
-    """Where a checkpoint keeps a weight.
-
-    name: within the layer, for weights of layers. rows: weights that lie in it one after the other, and how
-    many rows each has; empty for one alone. is_transposed: whether the weight is its transpose. factors:
-    what a model multiplies these rows' products by, which is multiplied into the weight instead; how many
-    rows, and by what, one after the other; empty for nothing. plus: what is added to every entry first.
-    constant: of all entries of a weight that no checkpoint holds, as the family has none. groups: of rows and
-    columns that a convolution of width 1 has, kept as [out, in / groups, 1]; None for a plain matrix.
-    """
+    """How a checkpoint stores a weight: its tensor, and the transformations from tensor to weight."""
 
     name: str
+    """Name of the tensor; for weights of a layer without the layer's prefix."""
     shape: tuple[int, ...]
+    """Shape of the tensor in the checkpoint."""
     rows: tuple[tuple[str, int], ...] = ()
+    """(weight, number of rows) of several weights concatenated in the tensor; () if it holds one weight."""
     is_transposed: bool = False
+    """Whether the tensor is the transpose of the weight."""
     factors: tuple[tuple[int, float], ...] = ()
+    """(number of rows, factor) of consecutive rows of the weight. The model multiplies outputs by these
+    factors; they are multiplied into the weight on loading. () for no factors."""
     layer: int | None = None
+    """Number of the layer under whose prefix the tensor is stored, if another layer has it; None for the
+    weight's own layer."""
     plus: float = 0.0
+    """Added to every entry, before the factors (norms that multiply by 1 + weight)."""
     constant: float | None = None
+    """Constant value of a weight without tensor (norms without weights: 1.0); None for a stored weight."""
     groups: int | None = None
+    """Groups of a width-1 convolution, whose tensor is [out, in / groups, 1]; None for a plain matrix."""
 
-    def on_diagonal(self, held: Any, zeros: Any) -> Any:
-        """The matrix [out, in] of what a checkpoint holds in groups, written into zeros of that shape; numpy
-        or torch."""
+    def on_diagonal(self, tensor: Any, zeros: Any) -> Any:
+        """Write the tensor of a grouped convolution into a block-diagonal matrix.
+
+        Arguments:
+            tensor: numpy or torch array [out, in / groups, 1].
+            zeros: Zeros [out, in] of the same kind; changed in place.
+
+        Returns:
+            The matrix [out, in], which is `zeros`.
+        """
         assert self.groups is not None
-        rows, columns = len(held) // self.groups, held.shape[1]
+        rows, columns = len(tensor) // self.groups, tensor.shape[1]
         for group in range(self.groups):
-            own = slice(group * rows, (group + 1) * rows)
-            zeros[own, group * columns : (group + 1) * columns] = held[own, :, 0]
+            block = slice(group * rows, (group + 1) * rows)
+            zeros[block, group * columns : (group + 1) * columns] = tensor[block, :, 0]
         return zeros
 
 
 @dataclass(frozen=True)
 class Tensors:
-    """The map from checkpoint tensors to weights.
-
-    outside: weight -> tensor; "embed", "final_norm", "final_norm.bias" and "head", which is the embedding's
-    where the two are tied; "transform…" of what stands before the head (`HeadTransform`). layers: the same of
-    every layer ("q", "o.bias", "ln1", …). prefix: of a layer's tensors, "{}" for its number. copies: names of
-    tensors a checkpoint may hold besides, and the tensor each of them must equal. unread: names of tensors
-    that come with such a checkpoint, and no layer reads.
-    """
+    """Map from the weights of a model to the tensors of a checkpoint."""
 
     outside: Mapping[str, Stored]
+    """Weights outside of the layers: "embed", "final_norm", "final_norm.bias", "head" (the tensor of the
+    embedding if both are tied), "transform…" (`HeadTransform`), and others by kind of architecture."""
     layers: Sequence[Mapping[str, Stored]]
+    """Weights of each layer: "q", "o.bias", "ln1", …"""
     prefix: str
+    """Prefix of the tensors of a layer; "{}" stands for its number."""
     copies: Mapping[str, str]
+    """Optional tensor -> tensor that it must equal if the checkpoint has both."""
     unread: Collection[str] = ()
+    """Names of optional checkpoint tensors that the forward pass does not use."""
 
     def in_layer(self, layer: int, weight: str) -> str:
-        """Name in the checkpoint of a weight of a layer."""
+        """Full tensor name in the checkpoint of a layer's weight."""
         stored = self.layers[layer][weight]
         return self.prefix.format(layer if stored.layer is None else stored.layer) + stored.name
 
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Every tensor a checkpoint must have, with its shape."""
-        found = {stored.name: stored.shape for stored in self.outside.values() if stored.constant is None}
+        """Name -> shape of every tensor that a checkpoint must have."""
+        shapes = {stored.name: stored.shape for stored in self.outside.values() if stored.constant is None}
         for layer, weights in enumerate(self.layers):
-            held = {weight: stored for weight, stored in weights.items() if stored.constant is None}
-            found |= {self.in_layer(layer, weight): stored.shape for weight, stored in held.items()}
-        return found
+            in_file = {weight: stored for weight, stored in weights.items() if stored.constant is None}
+            shapes |= {self.in_layer(layer, weight): stored.shape for weight, stored in in_file.items()}
+        return shapes
 
     @cached_property
     def shared(self) -> frozenset[str]:
-        """Tensors that several layers read: those one of them has for others, and those lent to all."""
+        """Names of tensors that several layers read: one layer's tensors that others share, and `LENT`."""
         outside = [stored.name for weight, stored in self.outside.items() if weight in LENT]
         inside = [
             self.in_layer(layer, weight)
@@ -302,12 +333,15 @@ class Tensors:
         return frozenset((*outside, *inside))
 
     def copied(self, names: Collection[str]) -> list[tuple[str, str]]:
-        """(copy, original) of the tensors of a checkpoint that must be equal."""
+        """(copy, original) pairs of tensors that must be equal, for the copies among `names`, the tensors of
+        a checkpoint."""
         return [(copy, original) for copy, original in self.copies.items() if copy in names]
 
     def stand_ins(self, names: Collection[str]) -> dict[str, str]:
-        """Original -> copy, of the tensors that a checkpoint holds under the name of a copy alone: which name
-        of a shared tensor a file keeps is its writer's choice."""
+        """Original -> copy, for tensors that a checkpoint holds only under the name of the copy.
+
+        A file keeps one name of a shared tensor, and writers differ in which one they keep.
+        """
         return {
             original: copy
             for copy, original in self.copies.items()
@@ -315,26 +349,28 @@ class Tensors:
         }
 
     def placed(self, name: str) -> tuple[int | None, str]:
-        """(layer, name within it) of any tensor of a checkpoint; (None, name) outside of layers."""
+        """(layer number, name without the layer's prefix) of a tensor; (None, name) outside of layers."""
+        # Prefixes look like "model.layers.{}.": the text before and after the layer number.
         before, after = self.prefix.split("{}")
-        layer, found, rest = name.removeprefix(before).partition(after)
-        inside = name.startswith(before) and found and layer.isdigit()
-        return (int(layer), rest) if inside else (None, name)
+        layer, separator, name_in_layer = name.removeprefix(before).partition(after)
+        inside = name.startswith(before) and separator and layer.isdigit()
+        return (int(layer), name_in_layer) if inside else (None, name)
 
 
 @dataclass(frozen=True)
 class HeadTransform:
-    """What stands between the last stream, or the final norm, and the LM head of an encoder: a dense map, an
-    activation and a norm of the kind of all others (Devlin et al., BERT, 2019).
-
-    width: of what the LM head reads. has_bias: of the dense map; has_norm_bias: of the norm.
-    """
+    """Transform before the language head of an encoder: dense layer, activation, and a norm of the model's
+    kind (Devlin et al., BERT, 2019)."""
 
     width: int
+    """Width of its output, which the language head reads."""
     activation: str
     eps: float
+    """Epsilon of its norm."""
     has_bias: bool = True
+    """Whether the dense layer has a bias."""
     has_norm_bias: bool = True
+    """Whether the norm has a bias, if it is a layer norm."""
 
 
 @dataclass(frozen=True)
@@ -342,21 +378,25 @@ class WeightCounts:
     """Numbers of weights of a model."""
 
     total: int
+    """All weights."""
     in_layers: int
-    """Of the matrices that multiply each token, in all layers together; experts that it chooses, not all."""
+    """Entries of the matrices that multiply one token, over all layers; of experts, only the top k count."""
     head: int
-    """Of the LM head."""
+    """Entries of the language head's matrix."""
 
 
 class AxisSizes(dict[str, int]):
-    """Sizes by axis. Raises ConfigError for an axis no hook point of the model has: heads, where nothing
-    attends; and for one that is wider in some layers than in others."""
+    """Axis name -> size.
+
+    A lookup raises ConfigError for an axis that no hook point of the model has, such as "head" in a model
+    without attention, and for an axis whose size differs between layers.
+    """
 
     differing: Mapping[str, Collection[int]] = {}
-    """The sizes of an axis that has several."""
+    """Axes whose size differs between layers -> their sizes."""
 
     def get(self, axis: str, default: Any = None) -> Any:
-        """As of any dictionary, but that an axis of several sizes is an error."""
+        """The size, or the default for an axis that is absent; ConfigError for an axis of several sizes."""
         return default if axis not in self and axis not in self.differing else self[axis]
 
     def __missing__(self, axis: str) -> int:
@@ -373,63 +413,66 @@ class AxisSizes(dict[str, int]):
 
 
 class Architecture(ABC):
-    """What a model is; see the module."""
+    """Description of a model without its weights; see the module docstring."""
 
     kind: ClassVar[str]
-    """Which network computes it: an entry of networks.py."""
+    """Kind of network that computes it: a key of the table in networks.py."""
     version: ClassVar[str]
-    """Of its forward pass; enters every key, and moves when its numbers move."""
+    """Version of the forward pass; part of every cache key, and changed whenever results change."""
 
     model_type: str
     num_layers: int
     hidden_size: int
     vocab_size: int
     norm_type: Literal["rms", "gemma_rms", "layer"]
-    """Of the final norm, and of all others. rms: x w / rms(x). gemma_rms: x (1 + w) / rms(x). layer: mean
-    removed, weight and bias."""
+    """Kind of all norms of the stream. rms: x w / rms(x). gemma_rms: x (1 + w) / rms(x). layer: mean removed,
+    with weight and bias."""
     norm_eps: float
-    """Added to the mean square, or the variance, by every norm; by the final one: `final_norm_eps`."""
+    """Epsilon added to the mean square or variance by every norm; of the final norm: `final_norm_eps`."""
     final_logit_softcapping: float | None
-    """Of the logits; None for none."""
+    """Cap c of the logits, c tanh(logits / c); None for no cap."""
     tie_word_embeddings: bool
+    """Whether the language head uses the embedding matrix."""
     position_rows: int = 0
-    """Of a table of positions; 0 for none."""
+    """Rows of the table of positions; 0 for a model without such a table."""
     has_position_waves: bool = False
-    """Whether that table is one of sines and cosines, which no checkpoint holds."""
+    """Whether that table holds sines and cosines, which are computed instead of loaded."""
     ends_with_slowest_wave: bool = True
-    """Whether the last frequency of those is 1/10000, as fairseq has it; else one more would be, as in the
-    paper."""
+    """Whether the lowest frequency of the sines and cosines is exactly 1/10000 (fairseq); otherwise exponents
+    are 2i / d as in the Transformer paper, and the lowest frequency is slightly higher."""
     first_position: int = 0
     """Row of that table for the first position."""
     embedding_scale: float | None = None
-    """What embeddings are multiplied by as they enter the stream; None for nothing."""
+    """Factor of the embeddings as they enter the stream; None for no factor."""
     transform: HeadTransform | None = None
-    """What stands before the LM head; None for the final norm alone."""
+    """Transform before the language head; None if the head reads the final norm."""
     dropped_token: int | None = None
-    """Id that embeds as nothing, while others are multiplied by its share of their prompt; None for none."""
+    """Token id whose embedding is zero, while all others are rescaled by its share of the prompt (ESM);
+    None for no such token."""
     target_start: int | None = None
-    """Id that begins a target where prompts are pairs: of its first token, raised by the size of the
-    vocabulary; None where a prompt is one sequence."""
+    """Encoder-decoders: id of the first target token, which is raised by the vocabulary size to mark where
+    the target begins; None for models of single sequences."""
     unknown_token: int | None = None
-    """Id that no prompt may hold, as the reference has no position for it; None for none."""
+    """Token id that prompts must not contain, as the reference has no position for it; None for no such
+    token."""
 
     @property
     @abstractmethod
     def digest(self) -> str:
-        """Two that could give different numbers have different ones."""
+        """Hex digest of everything that decides the results; equal digests mean equal computations."""
 
     @property
     @abstractmethod
     def context_length(self) -> int:
-        """Longest prompt the model reads, in tokens."""
+        """Largest length of a prompt, in tokens."""
 
     @property
     @abstractmethod
     def axis_sizes(self) -> dict[str, int]:
-        """Sizes of the axes of hook points that do not depend on the prompts."""
+        """Axis name -> size, for the axes of hook points whose size does not depend on the prompts."""
 
     def sizes_in(self, layer: int | None) -> dict[str, int]:
-        """The same of the hook points of a layer, or of those outside of layers."""
+        """`axis_sizes` for the hook points of one layer, or outside of layers for None."""
         return self.axis_sizes
 
     @property
@@ -440,42 +483,44 @@ class Architecture(ABC):
     @property
     @abstractmethod
     def layers(self) -> tuple[Layer, ...]:
-        """Facts of each layer, by its number."""
+        """Summary of each layer, in order."""
 
     @property
     @abstractmethod
     def tensors(self) -> Tensors:
-        """Which tensors of a checkpoint it is made of."""
+        """Map from its weights to the tensors of a checkpoint."""
 
     @abstractmethod
     def reach(self, point: HookPoint) -> Reach:
-        """How far a change at a hook point reaches before its layer ends. Points between layers count to the
-        layer they enter."""
+        """Positions that a change at a hook point can affect before the end of its layer. Hook points between
+        layers belong to the layer that reads them."""
 
     @property
     @abstractmethod
     def lengths_must_match(self) -> bool:
-        """Whether a position means something else in prompts of different length, so that they may not share
-        a batch, padded."""
+        """Whether results at a position depend on the prompt's length, so that prompts of different lengths
+        must not share a padded batch."""
 
     @abstractmethod
     def keeps_keys(self, before: int, length: int) -> bool:
-        """Whether what was kept of a sequence of `before` positions is true of it when it has `length`."""
+        """Whether keys, values and states computed for a prefix of `before` tokens remain valid when the
+        sequence grows to `length` tokens."""
 
     @property
     def final_norm_eps(self) -> float:
-        """What the final norm adds to the mean square, or the variance."""
+        """Epsilon that the final norm adds to the mean square or variance."""
         return self.norm_eps
 
     @abstractmethod
     def bytes_per_token(self, itemsize: int) -> int:
-        """Bytes of one token while a layer is computed."""
+        """Estimated bytes of activations per token while a layer is computed. itemsize: bytes per number."""
 
     @property
     def weight_counts(self) -> WeightCounts | None:
-        """Numbers of weights by what they are for; None where the tensors are not known."""
+        """Numbers of weights in total, in the layers and in the head; None if the tensors are not known."""
         tensors = self.tensors
         outside = {stored.name for stored in tensors.outside.values()}
+        # Vectors (norms, biases) are left out below: only matrices multiply tokens.
         in_layers = [shape for name, shape in tensors.shapes.items() if name not in outside]
         head = tensors.outside.get("head")
         return WeightCounts(
@@ -485,18 +530,18 @@ class Architecture(ABC):
         )
 
     def require_linear_head(self) -> None:
-        """Raise ConfigError unless logits are a linear map of the normed stream, so that they can be split by
-        who wrote what, and tokens have directions in the stream."""
+        """Raise ConfigError unless logits are a linear map of the normalised stream, so that logits can be
+        attributed to components and tokens have directions in the stream."""
         if self.transform is not None:
             raise ConfigError(
-                f"expected logits that are a linear map of the normed stream, found {self.model_type}, whose "
-                "head reads it through a dense map, an activation and a norm; read its layers with the logit "
-                "lens"
+                "expected logits that are a linear map of the normalised stream, found "
+                f"{self.model_type}, whose head reads it through a dense map, an activation and a norm; read "
+                "its layers with the logit lens"
             )
 
     def require_next_token(self) -> None:
-        """Raise ConfigError unless the logits at a position are of the token behind it, seen by no earlier
-        one, so that a text says what its own tokens should have been."""
+        """Raise ConfigError unless the model is a causal next-token predictor, so that a text contains the
+        targets of its own predictions."""
         if not self.predicts_next:
             raise ConfigError(
                 f"expected a model that predicts the next token, found {self.model_type}, whose "
@@ -505,53 +550,62 @@ class Architecture(ABC):
             )
 
     def under(self, root: str, head: str) -> Architecture:
-        """The same, of a checkpoint that has other names before its tensors (`root` for "model.") and its LM
-        head. ConfigError for a kind that is in no such checkpoint."""
+        """Copy for a checkpoint with other tensor names.
+
+        Arguments:
+            root: Prefix that replaces "model.".
+            head: Name of the language head without ".weight".
+
+        Raises:
+            ConfigError: This kind of architecture has no such checkpoints.
+        """
         raise ConfigError(
             f"expected no other names of a {self.kind} model's tensors, found {root!r} and {head!r}"
         )
 
     @property
     def shares_prefixes(self) -> bool:
-        """Whether runs that begin alike can share the layers before they differ."""
+        """Whether runs with equal interventions in their first layers can share the computation of these
+        layers."""
         return True
 
     @property
     def predicts_next(self) -> bool:
-        """Whether the logits at a position are of the token behind it, and depend on no later one."""
+        """Whether the logits at a position predict the next token and depend on no later one."""
         return not self.looks_ahead
 
     @property
     def known_ids(self) -> int:
-        """One more than the highest id of a prompt: where prompts are pairs, a target's first is raised."""
+        """Number of valid token ids: the vocabulary size, or twice that for encoder-decoders, whose first
+        target id is raised by the vocabulary size."""
         return self.vocab_size if self.target_start is None else 2 * self.vocab_size
 
     @property
     def side_length(self) -> int | None:
-        """Of pairs, how many positions a source or a target may have; None where nothing bounds them."""
+        """Encoder-decoders: largest length of a source and of a target, in tokens; None for no bound."""
         return None
 
     @property
     def continues(self) -> bool:
-        """Whether the last logits of a prompt are of what comes behind it."""
+        """Whether the logits at the last position predict the token after the prompt."""
         return self.predicts_next or self.target_start is not None
 
     def reaches_from(self, tokens: Sequence[int], position: int) -> int:
-        """The first position of a prompt that a change at a position reaches, where it reaches "all"."""
+        """First position that a change with reach "all" at a position of a prompt can affect."""
         return 0
 
     @property
     def mask_shift(self) -> int:
-        """How far before a mask the logits stand that say what it hides; of models that fill in masks."""
+        """Masked language models: 1 if the prediction for a mask is at the position before it, else 0."""
         return int(self.model_type in SHIFTED)
 
     @property
     def is_differentiable(self) -> bool:
-        """Whether a pass can be gone back through."""
+        """Whether gradients can be computed through a forward pass."""
         return True
 
     def require_gradients(self) -> None:
-        """ConfigError for a model whose passes cannot be gone back through."""
+        """Raise ConfigError for a model without gradients (`is_differentiable`)."""
         if not self.is_differentiable:
             raise ConfigError(
                 "expected a model whose layers are computed here to take gradients of, found one that "
@@ -559,89 +613,101 @@ class Architecture(ABC):
             )
 
     def attention_in(self, dtype: str) -> str:
-        """How attention is computed in a dtype where nothing is asked of it, as identities tell it: with a
-        fused kernel, but in float64, which is there to be compared, as the reference computes it."""
+        """Attention implementation for a dtype by default, as recorded in cache keys.
+
+        Returns:
+            "sdpa", a fused kernel; or "eager" for float64, which is used for comparisons with the reference.
+        """
         return "eager" if dtype == "float64" else "sdpa"
 
     @property
     def fields(self) -> dict[str, Any]:
-        """Every field, as plain values."""
+        """Every field as plain values (numbers, strings, tuples, dicts)."""
         return plain(self)
 
     @cached_property
     def looks_ahead(self) -> bool:
-        """Whether positions see later ones, in any layer."""
+        """Whether positions see later positions in any layer."""
         return any(layer.mixer.is_bidirectional for layer in self.layers)
 
     @cached_property
     def known_points(self) -> frozenset[HookPoint]:
-        """`hook_points`, to look one up."""
+        """`hook_points` as a set, for fast lookup."""
         return frozenset(self.hook_points)
 
     @cached_property
     def attention_kind(self) -> str | None:
-        """Kind of hook point that says how much a position reads of each other one: attention weights, or
-        what a recurrence amounts to. None where no point does (RWKV-4)."""
+        """Kind of hook point with attention weights: "pattern", or the effective attention of a recurrence.
+        None if the model has neither (RWKV-4)."""
+        # In a hybrid, attention comes first; else the order of STATE_ROOMS decides.
         return self._first_kind("pattern", *(f"{room}_effective_attn" for room in STATE_ROOMS))
 
     def layers_with(self, kind: str) -> list[int]:
-        """Layers that have a hook point of a kind."""
+        """Layer numbers with a hook point of this kind."""
         return [point.layer for point in self.points_of(kind) if point.layer is not None]
 
     def points_of(self, kind: str) -> list[HookPoint]:
-        """The hook points of a kind, by layer."""
+        """The hook points of this kind, ordered by layer."""
         return [point for point in self.hook_points if point.kind == kind]
 
     def heads_of(self, layer: int) -> Heads | None:
-        """The heads of a layer that attends by queries, keys and values of its own; None of any other."""
+        """Attention heads of a layer; None if it has no attention with query, key and value matrices of its
+        own."""
         return None
 
     @property
     def attention_heads(self) -> int:
-        """Heads by which a layer says how much positions read of each other; 0 where none does."""
+        """Number of heads at hook points of `attention_kind`; 0 for a model without such hook points."""
         if self.attention_kind is None:
             return 0
         return next(self.axis_sizes[dim] for dim in BY_NAME[self.attention_kind].dims if dim.endswith("head"))
 
     @property
     def num_attention_heads(self) -> int:
-        """`attention_heads`, by the name that transformers has for it."""
+        """`attention_heads`, under the name used by transformers."""
         return self.attention_heads
 
     @property
     def num_kv_heads(self) -> int:
-        """Number of key and value heads; 0 for a model without."""
+        """Number of key and value heads; 0 for a model without attention."""
         return int(self.axis_sizes.get("kv_head", 0))
 
     @cached_property
     def read_kind(self) -> str:
-        """Kind of hook point of what each head has read of other positions, before it is projected."""
+        """Kind of hook point with each head's output before the output projection: "z", or that of a
+        recurrence."""
         return self._first_kind("z", "rwkv_wkv_out", "ssm_out", "linear_out", "mlstm_out") or "z"
 
     @cached_property
     def stream_start(self) -> HookPoint:
-        """What all layers add to: the embedding, or its norm where that takes its place (RWKV)."""
+        """Hook point where the residual stream begins: the embedding, or the normalised embedding (RWKV)."""
+        # Only RWKV has this hook point.
         normed = HookPoint("pre_norm", 0)
         return normed if normed in self.known_points else HookPoint("embed")
 
     def _first_kind(self, *kinds: str) -> str | None:
-        held = {point.kind for point in self.known_points}
-        return next((kind for kind in kinds if kind in held), None)
+        available = {point.kind for point in self.known_points}
+        return next((kind for kind in kinds if kind in available), None)
 
     def width(self, kind: str) -> int:
-        """Numbers per token at hook points of a kind, heads side by side; of attention matrices per query and
-        key. Times an itemsize: the bytes a capture takes."""
+        """Numbers per token at hook points of a kind, over all heads; for attention matrices, numbers per
+        pair of query and key. Multiplied by bytes per number, this is the size of a capture."""
         sizes = self.axis_sizes
         return math.prod(sizes.get(axis, 1) for axis in BY_NAME[kind].dims)
 
 
 def require_tied(copy: str, original: str, same: bool) -> None:
-    """Raise WeightsError for a tensor that is said to be another one, unless it is: a tied head, a weight
-    that layers share.
+    """Raise WeightsError if two tensors that the architecture shares differ: a tied head, or shared layers.
 
-    The reference computes with the tensor then, whatever the config says.
+    The reference would compute with the tensor in the file, whatever the config says.
+
+    Arguments:
+        copy: Name of the tensor that may be missing.
+        original: Name of the tensor that it must equal.
+        same: Whether they are equal.
     """
     if not same:
+        # Two reasons for equal tensors need two remedies.
         if copy.startswith(("lm_head.", "head.")):
             hint = "set tie_word_embeddings to false in config.json if the checkpoint has a head of its own"
         else:
@@ -652,9 +718,9 @@ def require_tied(copy: str, original: str, same: bool) -> None:
 
 
 def plain(value: Any) -> dict[str, Any]:
-    """The fields of a dataclass, and of dataclasses in it, as plain values; without fields that hold weights,
-    which comparisons leave out."""
-    return {each.name: _plain(getattr(value, each.name)) for each in fields(value) if each.compare}
+    """Fields of a dataclass and of nested dataclasses as plain values, without fields that hold weights
+    (`compare=False`)."""
+    return {item.name: _plain(getattr(value, item.name)) for item in fields(value) if item.compare}
 
 
 def _plain(value: Any) -> Any:

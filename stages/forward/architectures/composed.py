@@ -1,14 +1,14 @@
-"""Architectures composed of layers: attention, state spaces, convolutions, MLPs and experts, as one value.
+"""ComposedArchitecture: a model as a sequence of layers of attention, state spaces, convolutions, MLPs,
+experts.
 
-    norm -> mixer, or several side by side -> +        norm -> channel mixer -> +
+    norm -> mixer, or several in parallel -> +        norm -> channel mixer -> +
 
-Norms may stand behind what is added instead, on the stream itself, or on the sum of both
-(`LayerSpec.norms`). A layer is a list of mixers and a channel mixer; either may be missing. A model of Mamba
-layers alone is one whose layers have one mixer and nothing else. What a mixer is stands in mixers.py;
-here is what follows from a sequence of them: hook points that exist in some layers only, and how far a change
-reaches.
+Norms may instead follow the output, apply to the stream itself, or to the sum of stream and output
+(`LayerSpec.norms`). A layer is a list of mixers and a channel mixer; either may be missing. A pure Mamba
+model has layers of one mixer and no channel mixer. Mixers are described in mixers.py; this module derives
+from their sequence which hook points exist in which layers, and which positions a change at them affects.
 
-Border: sizes and switches; checkpoint names are in layer_tensors.py. Never imports torch.
+Border: sizes and switches; tensor names are in layer_tensors.py. Never imports torch.
 
 Axes: as in points.py.
 """
@@ -27,9 +27,9 @@ from .architecture import (
     AxisSizes,
     Heads,
     HeadTransform,
-    InTurn,
     Layer,
     Mixer,
+    MixersInSequence,
     MixersSideBySide,
     NoMixer,
     Reach,
@@ -52,29 +52,34 @@ _TRANSFORM = ("head_pre_act", "head_post_act", "head_scale", "head_normalized", 
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """One layer: mixers that read the same normed stream, and a channel mixer behind them."""
+    """One layer: mixers that read the same normalised stream, and a channel mixer after them."""
 
     mixers: tuple[MixerSpec, ...]
+    """Parallel mixers, whose outputs are summed; () for a layer with a channel mixer only."""
     channel_mixer: ChannelMixerSpec | None = None
+    """MLP or experts; None for a layer with mixers only."""
     norms: Literal["before", "after", "around", "of stream", "of sums"] = "before"
-    """Where norms stand: before what each half reads, after what it adds, or both; "of stream": what is
-    normed is read, and becomes the stream; "of sums": the stream with what is added is normed (BERT)."""
+    """Norms of each half of the layer: before its input (pre-norm), after its output, or both. "of stream":
+    the normalised input is also carried on as the stream (MiniMax). "of sums": post-norm, the sum of stream
+    and output is normalised (BERT)."""
     carried: tuple[float, float] = (1.0, 1.0)
-    """With norms of the stream: factors of it where the mixers' and the channel mixer's outputs are added."""
+    """With norms "of stream": factors of the stream at the additions of the mixers' and the channel mixer's
+    outputs."""
     is_parallel: bool = False
-    """Whether the channel mixer, too, reads the stream that enters the layer."""
+    """Whether the channel mixer also reads the stream that enters the layer (GPT-J)."""
     has_two_norms: bool = True
-    """Whether each half of a parallel layer reads it through a norm of its own."""
+    """Parallel layers: separate norms for mixer and channel mixer, instead of one shared norm."""
     shared: SharedBlockSpec | None = None
-    """A block ahead of the mixers that adds to what they read."""
+    """Shared block before the mixers, whose output is added to their input (Zamba); None for no such
+    block."""
     post_factor: float = 1.0
     """Factor of each half's output after its post-norm, before it is added to the stream."""
     source: int | None = None
-    """Number of the layer whose tensors this layer shares (ALBERT); None if it has its own."""
+    """Layer number whose tensors this layer shares (ALBERT); None for a layer with its own tensors."""
     reads_normed: bool = True
-    """Whether mixers read the stream through a norm, where norms stand before them."""
+    """Whether pre-norms apply to the mixers' input; false in ModernBERT's first layer."""
     has_gains: bool = False
-    """Whether the stream is multiplied by weights, [hidden], where something is added to it."""
+    """Whether the stream is multiplied by learned weights, [hidden], before each addition (Doge)."""
 
     def __post_init__(self) -> None:
         if not self.mixers and self.channel_mixer is None:
@@ -86,12 +91,14 @@ class LayerSpec:
             )
         if self.shared is not None and (not self.mixers or self.norms != "before" or self.is_parallel):
             raise ConfigError(
-                "expected a shared block ahead of a mixer whose norm stands before it, found none"
+                "expected a shared block only in layers with a pre-norm mixer, found another layer with one"
             )
 
     @cached_property
     def norm_names(self) -> tuple[str, ...]:
-        """Of the norms it has: "ln1" and "ln2" before what they are read by, "_post" behind."""
+        """Names of its norms: "ln1" and "ln2" before mixers and channel mixer, "ln1_post" and "ln2_post"
+        after them."""
+        # Post-norms of BERT ("of sums") are still called ln1 and ln2, as in TransformerLens.
         suffixes = {"after": ("_post",), "around": ("", "_post")}.get(self.norms, ("",))
         halves = ["ln1"] if self.mixers and self.reads_normed else []
         has_second = self.channel_mixer is not None and (self.has_two_norms or not self.is_parallel)
@@ -101,63 +108,64 @@ class LayerSpec:
     @property
     def mixer(self) -> Mixer:
         """Summary of all its mixers together."""
-        facts = tuple(shape.summary for shape in self.mixers)
-        if not facts:
+        summaries = tuple(spec.summary for spec in self.mixers)
+        if not summaries:
             return NoMixer()
-        own = facts[0] if len(facts) == 1 else MixersSideBySide(facts)
-        return own if self.shared is None else InTurn((self.shared.summary, own))
+        parallel = summaries[0] if len(summaries) == 1 else MixersSideBySide(summaries)
+        return parallel if self.shared is None else MixersInSequence((self.shared.summary, parallel))
 
     @property
     def summary(self) -> Layer:
         """Torch-free summary of this layer, as `Architecture.layers` shows it."""
         channel_mixer = None if self.channel_mixer is None else self.channel_mixer.summary
+        # In both cases the stream is no plain sum of outputs, which is what users of summaries need to know.
         norms = "of stream" if self.norms == "of sums" or self.has_gains else self.norms
         return Layer(self.mixer, channel_mixer, norms, self.is_parallel)
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """Of the hook points it has."""
-        found = ["resid_pre", "resid_post"]
-        found += [f"{norm}_{part}" for norm in self.norm_names for part in ("scale", "normalized")]
+        """Kinds of its hook points (`HookKind.name`)."""
+        kinds = ["resid_pre", "resid_post"]
+        kinds += [f"{norm}_{part}" for norm in self.norm_names for part in ("scale", "normalized")]
         if self.has_split_inputs:
-            found += SPLIT_INPUTS
+            kinds += SPLIT_INPUTS
         if self.mixers:
-            found += ["attn_out", *(kind for shape in self.mixers for kind in shape.held_points)]
+            kinds += ["attn_out", *(kind for spec in self.mixers for kind in spec.held_points)]
         if self.channel_mixer is not None:
-            found += ["mlp_pre", "mlp_post", "mlp_out", *self.channel_mixer.points]
+            kinds += ["mlp_pre", "mlp_post", "mlp_out", *self.channel_mixer.points]
         if self.mixers and self.channel_mixer is not None and not self.is_parallel:
-            found.append("resid_mid")
+            kinds.append("resid_mid")
         if self.shared is not None:
-            found += self.shared.points
-        return tuple(found)
+            kinds += self.shared.points
+        return tuple(kinds)
 
     @cached_property
     def has_split_inputs(self) -> bool:
-        """Whether each head of its attention can be shown another stream than the layer reads: q, k and v are
-        linear maps of the normed stream, and of nothing else."""
+        """Whether each attention head can be given a separate input (`SPLIT_INPUTS`): q, k and v must be
+        linear maps of the normalised stream only."""
         attends = any(isinstance(mixer, AttentionSpec) and not mixer.has_v_norm for mixer in self.mixers)
         return attends and self.norms in ("before", "around") and self.reads_normed and self.shared is None
 
     @property
     def all_mixers(self) -> tuple[MixerSpec, ...]:
-        """What mixes positions in it: its mixers, and what stands ahead of them."""
+        """All specs that mix positions: the shared block, if any, then the mixers."""
         return self.mixers if self.shared is None else (self.shared, *self.mixers)
 
     @property
     def shapes(self) -> Iterator[MixerSpec | ChannelMixerSpec]:
-        """What mixes positions, and its channel mixer."""
+        """Specs of all parts: shared block, mixers, channel mixer."""
         yield from self.all_mixers
         if self.channel_mixer is not None:
             yield self.channel_mixer
 
     def bytes_per_token(self, itemsize: int) -> int:
-        """Bytes of one token inside it."""
-        return sum(shape.bytes_per_token(itemsize) for shape in self.shapes)
+        """Estimated bytes of activations per token inside this layer. itemsize: bytes per number."""
+        return sum(spec.bytes_per_token(itemsize) for spec in self.shapes)
 
     @property
     def fields(self) -> dict[str, Any]:
-        """All that it is, as plain values."""
-        mixers = [_named(shape) for shape in self.mixers]
+        """All fields as plain values, each mixer with its kind."""
+        mixers = [_named(spec) for spec in self.mixers]
         channel_mixer = self.channel_mixer and _named(self.channel_mixer)
         shared = self.shared and _named(self.shared)
         return plain(self) | {"mixers": mixers, "channel_mixer": channel_mixer, "shared": shared}
@@ -165,7 +173,7 @@ class LayerSpec:
 
 @dataclass(frozen=True)
 class ComposedArchitecture(Architecture):
-    """A model of such layers: everything that decides its numbers besides its weights."""
+    """A model of `LayerSpec`s: everything except the weights that decides its results."""
 
     kind: ClassVar[str] = "composed"
     version: ClassVar[str] = "transformer/1"
@@ -178,44 +186,45 @@ class ComposedArchitecture(Architecture):
     norm_eps: float
     norm_type: Literal["rms", "gemma_rms", "layer"] = "rms"
     max_position_embeddings: int | None = None
-    """Positions; None where nothing bounds the context."""
+    """Largest length of a prompt in tokens; None for an unbounded context."""
     embedding_scale: float | None = None
     rounds_embedding_scale: bool = False
-    """Whether that scale is rounded to the dtype of embeddings."""
+    """Whether that factor is rounded to the dtype of the embeddings (Gemma)."""
     logit_factor: float = 1.0
-    """Of logits, before any soft cap."""
+    """Factor of the logits, before any soft cap."""
     final_logit_softcapping: float | None = None
     has_wide_stream: bool = False
-    """Whether the stream is float32 in any dtype."""
+    """Whether the residual stream is float32, whatever the dtype of the weights."""
     position_rows: int = 0
     first_position: int = 0
     tie_word_embeddings: bool = False
     norm_biases: Literal["of layer norms", "in layers", "none"] = "of layer norms"
-    """Norms with a bias: layer norms alone, those inside of layers whatever their kind, or none."""
+    """Norms with a bias: all layer norms, the norms inside of layers whatever their kind, or none."""
     has_position_waves: bool = False
     has_embedding_norm: bool = False
-    """Whether embeddings are normed before they become the stream."""
+    """Whether embeddings are normalised before they enter the stream."""
     has_norm_weights: bool = True
-    """Of norms of the stream."""
+    """Whether norms of the stream have learned weights."""
     has_unit_norms: bool = False
-    """Whether 1 is added to these weights."""
+    """Whether norms multiply by 1 + weight."""
     has_head_bias: bool = False
     embedding_width: int | None = None
     """Embedding width, if a linear projection maps embeddings (with positions and norm) to the hidden size;
     None without such a projection."""
     token_types: int = 0
-    """Rows of a table whose first is added to every embedding, as prompts are of one type; 0 for no table."""
+    """Rows of the table of token types, whose first row is added to every embedding; 0 for no table."""
     unknown_token: int | None = None
     dropped_token: int | None = None
-    """Id whose embeddings are 0, and all others multiplied by what training with dropout of it expects, by
-    its share of the prompt (Rives et al., ESM-1b, 2021, and its reference)."""
+    """Token id whose embedding is 0, while all others are rescaled for its share of the prompt, as in
+    training with masks (Rives et al., ESM-1b, 2021, and its reference code); None for no such token."""
     has_final_norm: bool = True
     has_final_norm_bias: bool = True
     transform: HeadTransform | None = None
 
     def __post_init__(self) -> None:
-        for shape in (shape for block in self.blocks for shape in block.shapes):
-            differing = {axis: n for axis, n in shape.axis_sizes.items() if self.axis_sizes[axis] != n}
+        for spec in (spec for block in self.blocks for spec in block.shapes):
+            # Stores and captures have one size per axis; only CarryingConfig allows several.
+            differing = {axis: n for axis, n in spec.axis_sizes.items() if self.axis_sizes[axis] != n}
             if differing:
                 axis, size = next(iter(differing.items()))
                 raise ConfigError(
@@ -228,64 +237,69 @@ class ComposedArchitecture(Architecture):
         names = ("embed", "embed_norm", "positions", "final_norm", "layer")
         old = {name: getattr(self.spelling, name) for name in names}
         new = {
-            name: root + told.removeprefix("model.")
-            for name, told in old.items()
-            if told.startswith("model.")
+            name: root + path.removeprefix("model.")
+            for name, path in old.items()
+            if path.startswith("model.")
         }
         return replace(self, spelling=replace(self.spelling, **new, head=head))
 
     @property
     def head_dim(self) -> int:
-        """Width of a head's values; 0 without attention."""
+        """Entries of an attention head; 0 for a model without attention."""
         return int(self.axis_sizes.get("d_head", 0))
 
     @property
     def intermediate_size(self) -> int:
-        """Width of the MLP's hidden layer; 0 without an MLP."""
+        """Hidden width of the MLPs; 0 for a model without MLPs."""
         return int(self.axis_sizes.get("mlp", 0))
 
     @property
     def num_layers(self) -> int:  # type: ignore[override]
-        """How many blocks there are."""
+        """Number of layers."""
         return len(self.blocks)
 
     @property
     def fields(self) -> dict[str, Any]:
-        """Every field, as plain values; of equal blocks one, and which of them each layer is."""
+        """Every field as plain values: "blocks" lists the distinct layers, "layers" the index of each layer
+        in that list."""
+        # Layers are listed once, as models with many equal layers would have very long keys.
         distinct = list(dict.fromkeys(self.blocks))
-        own = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "blocks"}
-        return {name: plain(value) if is_dataclass(value) else value for name, value in own.items()} | {
+        values = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "blocks"}
+        return {name: plain(value) if is_dataclass(value) else value for name, value in values.items()} | {
             "blocks": [block.fields for block in distinct],
             "layers": [distinct.index(block) for block in self.blocks],
         }
 
     @property
     def digest(self) -> str:
-        """Of every field but how the checkpoint spells its tensors."""
+        """Digest of every field except the tensor names (`spelling`), which do not change results."""
         return digest("architecture", self.fields | {"spelling": None})
 
     @property
     def context_length(self) -> int:
-        """See `Architecture`; unlimited for state spaces. Dynamic rope stretches it by its factor."""
+        """See `Architecture`; `UNLIMITED` for state spaces. Dynamic rope multiplies the length by its
+        factor."""
+        # Dynamic NTK scaling extends the context while it runs; other schemes are part of the config's
+        # length.
         stretch = max((rope.factor for rope in self._ropes if rope.scheme == "dynamic"), default=1.0)
         return int((self.max_position_embeddings or UNLIMITED) * stretch)
 
     @cached_property
     def axis_sizes(self) -> AxisSizes:
-        """See `Architecture`; heads of attention and of state spaces have axes of their own."""
-        found = AxisSizes(hidden=self.hidden_size, one=1)
-        for shape in (shape for block in self.blocks for shape in block.shapes):
-            found.update({axis: size for axis, size in shape.axis_sizes.items() if axis not in found})
-        return found if self.transform is None else AxisSizes(found, embedding=self.transform.width)
+        """See `Architecture`; attention and state spaces have different axes for their heads."""
+        sizes = AxisSizes(hidden=self.hidden_size, one=1)
+        for spec in (spec for block in self.blocks for spec in block.shapes):
+            sizes.update({axis: size for axis, size in spec.axis_sizes.items() if axis not in sizes})
+        return sizes if self.transform is None else AxisSizes(sizes, embedding=self.transform.width)
 
     @cached_property
     def hook_points(self) -> tuple[HookPoint, ...]:
-        """See `Architecture`; those of a mixer are in the layers that have it."""
+        """See `Architecture`; layers with different mixers have different hook points."""
         outside = _FINAL_NORM * self.has_final_norm + _TRANSFORM * (self.transform is not None)
-        found = [HookPoint(kind) for kind in ("embed", *outside)]
+        points = [HookPoint(kind) for kind in ("embed", *outside)]
         for layer, block in enumerate(self.blocks):
-            found += [HookPoint(kind, layer) for kind in block.kinds]
-        return tuple(sorted(found, key=lambda point: point.order))
+            points += [HookPoint(kind, layer) for kind in block.kinds]
+        return tuple(sorted(points, key=lambda point: point.order))
 
     @cached_property
     def layers(self) -> tuple[Layer, ...]:
@@ -293,9 +307,9 @@ class ComposedArchitecture(Architecture):
         return tuple(block.summary for block in self.blocks)
 
     def heads_of(self, layer: int) -> Heads | None:
-        """See `Architecture`; those of a block that layers share, or of a latent, are none of its own."""
-        shapes = (shape for shape in self.blocks[layer].mixers if isinstance(shape, AttentionSpec))
-        return next((shape.heads for shape in shapes), None)
+        """See `Architecture`; None for latent attention and for attention in a shared block."""
+        specs = (spec for spec in self.blocks[layer].mixers if isinstance(spec, AttentionSpec))
+        return next((spec.heads for spec in specs), None)
 
     @cached_property
     def tensors(self) -> Tensors:
@@ -303,7 +317,9 @@ class ComposedArchitecture(Architecture):
         return composed_tensors(self)
 
     def reach(self, point: HookPoint) -> Reach:
-        """Later positions too, or all that look there, before a mixer, and at its points that others read."""
+        """See `Architecture`: a change before a mixer, or at a mixer's keys, values or states, also affects
+        later positions, or all positions if attention is bidirectional; any other change only its own
+        position."""
         spread: Reach = "all" if self.looks_ahead else "later"
         if point.kind in ("embed", "resid_post"):
             layer = 0 if point.layer is None else point.layer + 1
@@ -312,22 +328,25 @@ class ComposedArchitecture(Architecture):
             return "here"
         block = self.blocks[point.layer]
         mixers = block.all_mixers
+        # With post-norms ("of sums"), mixers read resid_pre directly, and ln1 comes after them.
         spreads = mixers and point.kind in (_BEFORE_MIXERS if block.norms != "of sums" else ("resid_pre",))
-        return spread if spreads or any(point.kind in shape.reaches_later for shape in mixers) else "here"
+        return spread if spreads or any(point.kind in spec.reaches_later for spec in mixers) else "here"
 
     @property
     def lengths_must_match(self) -> bool:
-        """See `Architecture`; a position that looks ahead would see the padding."""
+        """See `Architecture`; with bidirectional attention, positions would attend to the padding."""
         return self.looks_ahead or any(rope.depends_on_length for rope in self._ropes)
 
     def keeps_keys(self, before: int, length: int) -> bool:
-        """States are true of whatever follows, unless it is looked at; keys where rope turns them alike."""
+        """See `Architecture`: states stay valid in causal models; keys only if rope rotates them alike at
+        both lengths."""
+        # Keys are cached after rope, so a changed rotation makes them invalid.
         alike = all(rope.turns_alike(before, length) for rope in self._ropes)
         return before == 0 or (alike and not self.looks_ahead)
 
     @property
     def weight_counts(self) -> WeightCounts:
-        """See `Architecture`; without the experts that a token does not choose."""
+        """See `Architecture`; `in_layers` leaves out the experts that a token does not use."""
         counts = super().weight_counts
         assert counts is not None
         idle = sum(
@@ -336,16 +355,18 @@ class ComposedArchitecture(Architecture):
         return replace(counts, in_layers=counts.in_layers - idle)
 
     def bytes_per_token(self, itemsize: int) -> int:
-        """Stream and norms, and the widest block's inside."""
+        """See `Architecture`: stream and norms (six tensors of hidden size), and the largest layer."""
         inside = max(block.bytes_per_token(itemsize) for block in set(self.blocks))
+        # A float32 stream takes 4 bytes per number in any dtype.
         return (4 if self.has_wide_stream else itemsize) * 6 * self.hidden_size + inside
 
     @property
     def _ropes(self) -> set[RopeConfig]:
-        shapes = (shape for block in self.blocks for shape in block.all_mixers)
-        return {shape.rope for shape in shapes if shape.rope is not None}
+        """The distinct ropes of all layers."""
+        specs = (spec for block in self.blocks for spec in block.all_mixers)
+        return {spec.rope for spec in specs if spec.rope is not None}
 
 
-def _named(shape: MixerSpec | ChannelMixerSpec) -> dict[str, Any]:
-    """A shape as plain values, with what it is: two kinds may have the same fields."""
-    return {"kind": shape.kind} | plain(shape)
+def _named(spec: MixerSpec | ChannelMixerSpec) -> dict[str, Any]:
+    """Plain values of a spec, with its kind: GatedAttentionSpec and AttentionSpec share most fields."""
+    return {"kind": spec.kind} | plain(spec)

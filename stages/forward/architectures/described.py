@@ -1,4 +1,4 @@
-"""A family in words, from the architecture of a config of that family.
+"""Rows of the table of families in words, derived from the architecture of a sample config.
 
 Border: never imports torch.
 """
@@ -43,15 +43,15 @@ _OPTIONAL: dict[str, Any] = {
     "logits_scaling": 2.0,
     "final_logit_softcapping": 30.0,
 }
-"""Keys that turn on what some family may have, and that others ignore or refuse."""
-_OWN: dict[str, dict[str, Any]] = {
+"""Config keys that enable optional parts of some families; other families ignore or refuse them."""
+_EXTRA_KEYS: dict[str, dict[str, Any]] = {
     "baichuan": {"max_position_embeddings": 4096},
     "deepseek_v2": {"num_experts_per_tok": 2},
     "dots1": {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1},
     "mellum": {"layer_types": ["sliding_attention"] * 7 + ["full_attention"]},
     "rembert": {"output_embedding_size": 1664},
 }
-"""Keys that a family has no defaults for, besides sizes, or that turn on what it may have."""
+"""model_type -> further config keys: those without defaults, and those that enable optional parts."""
 NORM_WORDS = {"rms": "RMS", "gemma_rms": "RMS, weight + 1", "layer": "layer norm"}
 ACTIVATION_WORDS = {
     "silu": "SiLU",
@@ -63,18 +63,18 @@ ACTIVATION_WORDS = {
 }
 _PLACES = {
     "before": "",
-    "after": "behind what is added",
+    "after": "after attention and MLP",
     "around": "four per block",
-    "of sums": "on the sums",
+    "of sums": "post-norm",
 }
 
 
 def described_attending(model_type: str, family: AttendingFamily) -> dict[str, str]:
-    """model_type, examples, norm, mlp, attention, head. What a config may leave out (windows, biases, soft
-    caps) is named where it may be there."""
+    """Row of a family whose layers all attend: model_type, examples, norm, mlp, attention, head. Optional
+    parts (windows, biases, soft caps) are named if configs of the family can enable them."""
     sizes = {family.aliases.get(key, key): value for key, value in _SIZES.items()}
     optional = {key: value for key, value in _OPTIONAL.items() if key not in family.never}
-    raw = {**optional, **sizes, **_OWN.get(model_type, {}), "model_type": model_type}
+    raw = {**optional, **sizes, **_EXTRA_KEYS.get(model_type, {}), "model_type": model_type}
     model = family.read(ConfigReader(raw), {})
     return {
         "model_type": model_type,
@@ -87,21 +87,24 @@ def described_attending(model_type: str, family: AttendingFamily) -> dict[str, s
 
 
 def _mlp(model: ComposedArchitecture) -> str:
+    """Column "mlp": gate, activation, experts."""
     mixers = [block.channel_mixer for block in model.blocks]
     experts = any(isinstance(mixer, ExpertsSpec) for mixer in mixers)
     mixer = mixers[-1]
-    assert isinstance(mixer, MlpSpec | ExpertsSpec)  # all families of this folder have one of these
+    assert isinstance(mixer, MlpSpec | ExpertsSpec)  # as all families of attending/ have
     words = ("experts, " if experts else "") + ("gated " if mixer.is_gated else "plain ")
     fused = ", fused" if isinstance(mixer, MlpSpec) and mixer.is_fused else ""
     return words + ACTIVATION_WORDS[mixer.activation] + fused
 
 
 def _attention(model: ComposedArchitecture) -> list[str]:
+    """Column "attention": one text per property; "" for a property that the model lacks."""
     mixers = [block.mixers[0] for block in model.blocks]
-    first, last = mixers[0], mixers[-1]
+    # The kind of mixer is the same in all layers.
+    mixer = mixers[0]
     grouped = [mixer for mixer in mixers if isinstance(mixer, AttentionSpec)]
-    if isinstance(first, DifferentialSpec):
-        grouped = [first.attention]
+    if isinstance(mixer, DifferentialSpec):
+        grouped = [mixer.attention]
     ropes = {mixer.rope for mixer in mixers}
     rotary = next((rope for rope in ropes if rope is not None), None)
     shares = {mixer.rope.dim / mixer.head_dim for mixer in grouped if mixer.rope is not None}
@@ -111,46 +114,48 @@ def _attention(model: ComposedArchitecture) -> list[str]:
     return [
         "norms on q and k" if any(mixer.qk_norm for mixer in grouped) else "",
         "biases" if any(mixer.qkv_bias for mixer in grouped) else "",
-        "latent keys and values" if isinstance(first, LatentAttentionSpec) else "",
-        "experts of attention" if isinstance(first, RoutedAttentionSpec) else "",
-        "pairs of heads, one taken from the other" if isinstance(first, DifferentialSpec) else "",
-        "gated heads" if isinstance(first, GatedAttentionSpec) else "",
-        "convolutions in groups" if any(mixer.groups for mixer in grouped) else "",
+        "latent keys and values" if isinstance(mixer, LatentAttentionSpec) else "",
+        "mixture of attention heads" if isinstance(mixer, RoutedAttentionSpec) else "",
+        "differential attention" if isinstance(mixer, DifferentialSpec) else "",
+        "gated heads" if isinstance(mixer, GatedAttentionSpec) else "",
+        "grouped convolutions" if any(mixer.groups for mixer in grouped) else "",
         "norms before the output projection" if any(mixer.inner_norm_eps for mixer in grouped) else "",
         "rope of neighbouring entries" if rotary is not None and rotary.interleaved else "",
         f"rope of {share:g} of a head" if share < 1 else "",
-        "another rope in windows" if len(ropes - {None}) > 1 else "",
+        "a second rope in windows" if len(ropes - {None}) > 1 else "",
         "no rope in some layers" if rotary is not None and None in ropes else "",
         "sliding window" if any(windows) and not any(mixer.is_chunked for mixer in grouped) else "",
         "chunks" if any(mixer.is_chunked for mixer in grouped) else "",
-        "beside the MLP" if model.blocks[0].is_parallel else "",
+        "parallel to the MLP" if model.blocks[0].is_parallel else "",
         _positions(model),
         "ALiBi" if any(mixer.alibi_slopes for mixer in grouped) else "",
         "soft cap" if any(mixer.logit_softcap for mixer in grouped) else "",
-        "scores by values" if any(mixer.has_value_scores for mixer in grouped) else "",
-        "scores by distance" if any(mixer.relative for mixer in grouped) else "",
+        "dynamic mask by values" if any(mixer.has_value_scores for mixer in grouped) else "",
+        "relative positions" if any(mixer.relative for mixer in grouped) else "",
         "sinks" if any(mixer.attention_sinks for mixer in grouped) else "",
         "temperature tuning" if attends_far else "",
         "gains on the stream" if model.blocks[0].has_gains else "",
         "layers share weights" if model.blocks[-1].source not in (None, model.num_layers - 1) else "",
-        "looks both ways" if isinstance(last, AttentionSpec) and last.is_bidirectional else "",
+        "bidirectional" if isinstance(mixers[-1], AttentionSpec) and mixers[-1].is_bidirectional else "",
     ]
 
 
 def _positions(model: ComposedArchitecture) -> str:
+    """Position embedding in words: learned, or sines and cosines; "" without position table."""
     if not model.position_rows:
         return ""
     return "positions of sines and cosines" if model.has_position_waves else "learned positions"
 
 
 def _head(model: ComposedArchitecture) -> list[str]:
+    """Column "head": one text per property; "" for a property that the model lacks."""
     return [
         "scaled embedding" if model.embedding_scale is not None else "",
-        "normed embedding" if model.has_embedding_norm else "",
+        "normalised embedding" if model.has_embedding_norm else "",
         "embeddings narrower than the stream" if model.embedding_width else "",
         "token types" if model.token_types else "",
         "tied" if model.tie_word_embeddings else "",
-        "a transform before it" if model.transform else "",
+        "head transform" if model.transform else "",
         "scaled" if model.logit_factor != 1 else "",
         "bias" if model.has_head_bias else "",
         "soft cap" if model.final_logit_softcapping else "",

@@ -1,7 +1,7 @@
-"""Keys of config.json that many families have: how each is read, whatever the family.
+"""Readers of config.json keys that many families share: activation, rope, key heads, windows.
 
-Semantics and defaults are those of the reference implementation (transformers); where candle-mi's table
-differs, DESIGN.md says so. Which families there are is told in known.py.
+Semantics and defaults are those of the reference implementation (transformers); differences to candle-mi are
+listed in DESIGN.md. The table of families is in known.py.
 """
 
 from __future__ import annotations
@@ -42,15 +42,19 @@ def model_type_of(raw: dict[str, Any], source: str = "config.json") -> str:
 
 
 def asks_to_look_ahead(reader: ConfigReader) -> bool:
-    """Whether a config asks a decoder for attention to later tokens; a null is_causal is false to the
-    reference."""
+    """Whether is_causal is false or null, which in the reference makes a decoder attend to later tokens."""
     return not reader.raw.get("is_causal", True)
 
 
-def refuse_unfollowed(reader: ConfigReader, *, looks_ahead: bool = False, both_ways: bool = False) -> None:
-    """Raise ConfigError for settings that change numbers in every family and that are not followed.
-    looks_ahead, both_ways: whether attention to later tokens is, as is_causal or use_bidirectional_attention
-    ask for it.
+def refuse_unfollowed(
+    reader: ConfigReader, *, looks_ahead: bool = False, bidirectional: bool = False
+) -> None:
+    """Raise ConfigError for settings that change the results of every family and are not implemented.
+
+    Arguments:
+        reader: The config.json.
+        looks_ahead: Whether is_causal=false is implemented for the family.
+        bidirectional: Whether use_bidirectional_attention=true is implemented for the family.
     """
     if reader.has("quantization_config"):
         raise ConfigError(
@@ -58,24 +62,32 @@ def refuse_unfollowed(reader: ConfigReader, *, looks_ahead: bool = False, both_w
             "model's unquantised checkpoint"
         )
     causal = {"use_bidirectional_attention": False, "is_encoder_decoder": False, "is_causal": True}
-    found = {key: reader.raw.get(key, usual) for key, usual in causal.items()}
-    found |= {"is_causal": True} if looks_ahead else {}
-    found |= {"use_bidirectional_attention": False} if both_ways else {}
-    if any(bool(found[key]) is not usual for key, usual in causal.items()):
-        told = ", ".join(f"{key}={value!r}" for key, value in found.items())
+    flags = {key: reader.raw.get(key, default) for key, default in causal.items()}
+    flags |= {"is_causal": True} if looks_ahead else {}
+    flags |= {"use_bidirectional_attention": False} if bidirectional else {}
+    if any(bool(flags[key]) is not default for key, default in causal.items()):
+        settings = ", ".join(f"{key}={value!r}" for key, value in flags.items())
         raise ConfigError(
-            f"{reader.source}: expected a causal decoder, found {told}; this model cannot run here"
+            f"{reader.source}: expected a causal decoder, found {settings}; this model cannot run here"
         )
+    # Checked keys count as read, so that they are not reported as ignored.
     reader.read |= {"quantization_config", *causal}
 
 
 def read_activation(
     reader: ConfigReader, default: str = "silu", *keys: str, gelu_is_tanh: bool = False
 ) -> ActivationName:
-    """The activation under the first of these keys that is there and not null; hidden_act where none is
-    given. One that learns something is known to families that have it by default alone, as its tensors are.
+    """The activation that a config names.
 
-    gelu_is_tanh: whether configs write "gelu" and mean the tanh approximation (Gemma 1).
+    Arguments:
+        reader: The config.json.
+        default: Name of the activation if the keys are absent or null. "xielu" (with learned parameters) is
+            only accepted in families whose default it is.
+        keys: Config keys, of which the first one present is used; hidden_act if none are given.
+        gelu_is_tanh: Whether configs write "gelu" and mean the tanh approximation (Gemma 1).
+
+    Raises:
+        ConfigError: The activation is not implemented.
     """
     name = next((reader.text(key) for key in keys or ("hidden_act",) if reader.has(key)), default)
     reader.read |= {"hidden_act", "hidden_activation"}
@@ -92,10 +104,15 @@ def read_activation(
 
 
 def confirm_derived(reader: ConfigReader, key: str, derived: Sequence[Any]) -> None:
-    """Check a list that the reference derives from other keys, and writes beside them.
+    """Check a list that the reference derives from other keys and also writes into config.json.
+
+    Arguments:
+        reader: The config.json.
+        key: Config key of the list; it may be absent.
+        derived: The list as it follows from the other keys.
 
     Raises:
-        ConfigError: The file lists something else than follows from the other keys.
+        ConfigError: The file has another list.
     """
     reader.read.add(key)
     listed = reader.raw.get(key)
@@ -107,7 +124,8 @@ def confirm_derived(reader: ConfigReader, key: str, derived: Sequence[Any]) -> N
 
 
 def both_ways(windows: Sequence[int | None]) -> tuple[int | None, ...]:
-    """Windows of a decoder that looks ahead, of which the reference does not count the query itself."""
+    """Windows of a bidirectional decoder, one key longer: the reference does not count the query itself
+    there."""
     return tuple(None if window is None else window + 1 for window in windows)
 
 
@@ -121,17 +139,20 @@ def read_rope(
     original_context: int | None = None,
     aliases: Mapping[str, str] | None = None,
 ) -> RopeConfig:
-    """Rope settings from `rope_parameters`, or from `rope_scaling` and `rope_theta` as older configs write
-    them.
+    """Rope from `rope_parameters`, or from `rope_scaling` and `rope_theta` in older configs.
 
-    Args:
+    Arguments:
+        reader: The config.json.
         head_dim: Entries of a head.
-        context: max_position_embeddings.
-        theta: Where rope_theta is absent.
-        is_partial: Whether rope may rotate a share of each head; the reference ignores the key elsewhere, or
-            cannot run.
-        original_context: Context before rope scaling where the config names none at its top level.
-        aliases: Older names of rope schemes, which elsewhere mean something else or nothing.
+        context: Value of max_position_embeddings.
+        theta: Default of rope_theta.
+        is_partial: Whether the family reads partial_rotary_factor; for others the reference ignores that key
+            or fails.
+        original_context: Default of original_max_position_embeddings.
+        aliases: The family's older names of rope schemes -> names of `ROPE_SCHEMES`.
+
+    Raises:
+        ConfigError: The scheme is unknown, differs between layers, or has values that do not fit.
     """
     scaling, parameters = reader.mapping("rope_scaling"), reader.mapping("rope_parameters")
     section = "rope_scaling" if scaling else "rope_parameters"
@@ -140,7 +161,8 @@ def read_rope(
     share = rope.number("partial_rotary_factor", reader.number("partial_rotary_factor", 1.0))
     top = reader.optional_integer("original_max_position_embeddings") or original_context
     name = rope.text("rope_type", rope.text("type", "default"))
-    scheme = next((known for known in ROPE_SCHEMES if known == (aliases or {}).get(name, name)), None)
+    scheme = next((item for item in ROPE_SCHEMES if item == (aliases or {}).get(name, name)), None)
+    # Sections by layer type (Gemma 3) need `two_ropes`; reading them as one rope would ignore both.
     nested = next((key for key, value in rope.raw.items() if isinstance(value, dict)), None)
     if scheme is None or nested is not None:
         found = f"rope_type {name!r}" if scheme is None else f"parameters of its own for {nested!r} layers"
@@ -148,10 +170,11 @@ def read_rope(
             f"{rope.source}: expected one rope_type for all layers, of {', '.join(ROPE_SCHEMES)}, found "
             f"{found}; this model cannot run here"
         )
+    # int() rounds down, as the reference does.
     dim = int(head_dim * share)
     if dim != head_dim and not is_partial:
         raise ConfigError(
-            f"{rope.source}: expected no partial_rotary_factor, as rope turns whole heads here, found "
+            f"{rope.source}: expected no partial_rotary_factor, as rope rotates whole heads here, found "
             f"{share:g}; remove the key if the model was trained without it"
         )
     if scheme == "default":
@@ -160,8 +183,9 @@ def read_rope(
     original = top or rope.integer("original_max_position_embeddings", context)
     rope.read.add("original_max_position_embeddings")
     if scheme == "longrope":
+        # The factor only sets the magnitude of cos and sin; frequencies come from the two lists.
         short, long = (_factors(rope, key, dim) for key in ("short_factor", "long_factor"))
-        made = RopeConfig(
+        config = RopeConfig(
             theta,
             dim,
             scheme,
@@ -172,10 +196,11 @@ def read_rope(
             attention_factor=rope.optional_number("attention_factor"),
         )
     elif scheme == "llama3":
+        # Both divide the original context, so they must be positive.
         low, high = rope.positive("low_freq_factor"), rope.positive("high_freq_factor")
-        made = RopeConfig(theta, dim, scheme, rope.number("factor"), low, high, original)
+        config = RopeConfig(theta, dim, scheme, rope.number("factor"), low, high, original)
     elif scheme == "yarn":
-        made = _yarn(
+        config = _yarn(
             rope, RopeConfig(theta, dim, scheme, rope.number("factor", context / original)), original
         )
     else:
@@ -186,27 +211,35 @@ def read_rope(
             )
         # Dynamic NTK grows from the context the config declares, whatever else it mentions.
         start = context if scheme == "dynamic" else None
-        made = RopeConfig(theta, dim, scheme, rope.number("factor"), original_max_position_embeddings=start)
+        config = RopeConfig(theta, dim, scheme, rope.number("factor"), original_max_position_embeddings=start)
     reader.ignored |= {f"{section}.{key}" for key in set(rope.raw) - rope.read}
-    return made
+    return config
 
 
-def _yarn(rope: ConfigReader, told: RopeConfig, original: int) -> RopeConfig:
-    """Frequencies by parts (Peng et al., YaRN, 2023, section 3.2), and the factor of cos and sin (3.4)."""
-    # To the reference, 0 means the default.
+def _yarn(rope: ConfigReader, config: RopeConfig, original: int) -> RopeConfig:
+    """Copy of a rope with the parameters of YaRN: bounds of the frequencies (Peng et al., YaRN, 2023, section
+    3.2) and factor of cos and sin (section 3.4).
+
+    Arguments:
+        rope: The section rope_parameters or rope_scaling.
+        config: Rope with base, dimension and factor.
+        original: Context before the extension, in positions.
+    """
+    # A value of 0 means the default to the reference.
     fast, slow = (
         default if rope.number(key, default) == 0 else rope.positive(key, default)
         for key, default in (("beta_fast", 32.0), ("beta_slow", 1.0))
     )
-    both = [rope.optional_number(key) for key in ("mscale", "mscale_all_dim")]
+    mscales = [rope.optional_number(key) for key in ("mscale", "mscale_all_dim")]
     magnitude = rope.optional_number("attention_factor")
     if magnitude is None:
-        over, under = both if all(both) else (1.0, None)
-        magnitude = yarn_magnitude(told.factor, over or 1.0) / (
-            yarn_magnitude(told.factor, under) if under else 1.0
+        # The reference reads mscale only if both keys are present and not 0.
+        numerator, denominator = mscales if all(mscales) else (1.0, None)
+        magnitude = yarn_magnitude(config.factor, numerator or 1.0) / (
+            yarn_magnitude(config.factor, denominator) if denominator else 1.0
         )
     return replace(
-        told,
+        config,
         original_max_position_embeddings=original,
         attention_factor=magnitude,
         bounds=(fast, slow),
@@ -215,14 +248,21 @@ def _yarn(rope: ConfigReader, told: RopeConfig, original: int) -> RopeConfig:
 
 
 def yarn_magnitude(factor: float, share: float) -> float:
-    """How much larger scores become where rope is stretched, by the reference of DeepSeek."""
+    """Magnitude of queries and keys in YaRN, 0.1 share log(factor) + 1 (`yarn_get_mscale` of DeepSeek's
+    code).
+
+    Arguments:
+        factor: Factor of the context extension; up to 1, the magnitude is 1.
+        share: mscale or mscale_all_dim.
+    """
     return 1.0 if factor <= 1 else 0.1 * share * math.log(factor) + 1.0
 
 
 def kv_heads_of(reader: ConfigReader, default: int | None, heads: int) -> int:
-    """Key/value heads; a family's default counts where it can hold, and one per query head elsewhere.
+    """Number of key and value heads, num_key_value_heads.
 
-    Either way the shapes of the weights have the last word.
+    If that key is absent: the family's default if it divides the number of query heads, else one key head per
+    query head. Wrong guesses are found later, when the shapes of the weights are compared.
     """
     if "num_key_value_heads" not in reader.raw and default and heads % default == 0:
         return default
@@ -232,13 +272,23 @@ def kv_heads_of(reader: ConfigReader, default: int | None, heads: int) -> int:
 def listed_windows(
     reader: ConfigReader, types: list[str], size: int | None, layers: int
 ) -> tuple[int | None, ...]:
-    """Windows of layers whose types a config lists; `size` where a type has one. Raises ConfigError for types
-    that are unknown, too many or too few, and for a type with a window where no size is given."""
-    strange = next((kind for kind in types if kind not in LAYER_TYPES), None)
-    if strange is not None:
+    """Window of each layer from its type: `size` for "sliding_attention", None for "full_attention".
+
+    Arguments:
+        reader: The config.json.
+        types: Type of each layer.
+        size: Keys that a query sees, itself included; None if the config enables no windows.
+        layers: Number of layers.
+
+    Raises:
+        ConfigError: A type is unknown, the number of types is not the number of layers, or a layer has a
+            window without size.
+    """
+    unknown = next((kind for kind in types if kind not in LAYER_TYPES), None)
+    if unknown is not None:
         raise ConfigError(
             f"{reader.source}: expected layer_types among {', '.join(sorted(LAYER_TYPES))}, found "
-            f"{strange!r}; this model cannot run here"
+            f"{unknown!r}; this model cannot run here"
         )
     if len(types) != layers:
         raise ConfigError(
@@ -255,6 +305,7 @@ def listed_windows(
 
 
 def _factors(rope: ConfigReader, key: str, dim: int) -> tuple[float, ...]:
+    """Divisors of the frequencies of longrope, [dim / 2]; ConfigError for a list of another length."""
     values = rope.raw.get(key)
     rope.read.add(key)
     if not isinstance(values, list) or len(values) != dim // 2:

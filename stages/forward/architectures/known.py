@@ -1,7 +1,6 @@
-"""Every family that is known by name: model_type -> how its config.json is read, and how it is described.
+"""KNOWN: table of all supported families, by model_type, with a reader of config.json for each.
 
-The one table of families, of all kinds of architecture; which kind a family is, nobody outside asks. A family
-is listed in the table of its kind (families.py, and the other …_families.py).
+It joins the tables of all kinds of architecture (attending/families.py and the …_families.py of this folder).
 
 Border: never imports torch.
 """
@@ -34,28 +33,32 @@ TensorShapes = Mapping[str, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class KnownFamily:
-    """A family known by name."""
+    """A supported family."""
 
     reader: Callable[[ConfigReader, TensorShapes], Architecture]
-    """Its architecture, from a config.json and the shapes of its tensors by name."""
+    """Function (config.json, shapes of the checkpoint's tensors by name) -> architecture."""
     describe: Callable[[], Mapping[str, str]]
-    """It in words, by column."""
+    """Function that makes the family's row of the table of families."""
     reads_tensors: bool = False
-    """Whether config.json alone does not say enough."""
+    """Whether the reader needs the tensor shapes, as config.json alone is not sufficient."""
     reports_unread_keys: bool = False
-    """Whether keys that it does not read are reported."""
+    """Whether the user is told of config keys that the reader does not read."""
 
     @property
     def described(self) -> Mapping[str, str]:
-        """It in words, by column."""
+        """Row of the table of families: column name -> text."""
         return self.describe()
 
     def read(self, config: ConfigReader, shapes: TensorShapes) -> Architecture:
         """The architecture that a config.json describes.
 
-        config: its keys, under their own names or those of `SECOND_NAMES`. shapes: of tensors, by name.
-        Raises ConfigError for a key that is missing, of the wrong type, contradicts another, or asks for what
-        is not followed.
+        Arguments:
+            config: The config.json, with key names of the family or those of `SECOND_NAMES`.
+            shapes: Shapes of the checkpoint's tensors by name; empty if they are not known.
+
+        Raises:
+            ConfigError: A key is missing, has the wrong type, contradicts another key, or asks for a feature
+                that is not implemented.
         """
         return self.reader(by_own_names(config), shapes)
 
@@ -133,31 +136,33 @@ _NAMES: tuple[tuple[dict[str, str], tuple[str, ...]], ...] = (
     ({"sliding_window": "attention_window_size", **_TYPES}, ("recurrent_gemma",)),
     ({"head_dim": "attention_head_dim", **_TYPES}, ("zamba", "zamba2")),
 )
-"""Second names of keys, and the families that have them."""
+"""(second name of a key -> its name in config.json, families with these names)."""
 SECOND_NAMES = {family: names for names, families in _NAMES for family in families}
-"""model_type -> second name -> a key's own name: `attribute_map` of its configuration in transformers, of
-keys that decide what is computed."""
+"""model_type -> second name of a key -> its name in config.json: the `attribute_map` of the family's
+configuration in transformers, for keys that change results."""
 
 
 def by_own_names(config: ConfigReader) -> ConfigReader:
-    """A config with every key under its own name.
+    """Copy of a config in which second names of keys are replaced by the family's own names.
 
-    Raises ConfigError for a key that stands there by both names with two values: which of them the reference
-    takes depends on their order.
+    Raises:
+        ConfigError: A key is present under both names with two values; which of them the reference uses
+            depends on their order in the file.
     """
     keys = dict(config.raw)
-    for second, own in SECOND_NAMES.get(str(keys.get("model_type")), {}).items():
-        if second in keys:
-            value = keys.pop(second)
-            if keys.setdefault(own, value) != value:
+    for alias, name in SECOND_NAMES.get(str(keys.get("model_type")), {}).items():
+        if alias in keys:
+            value = keys.pop(alias)
+            if keys.setdefault(name, value) != value:
                 raise ConfigError(
-                    f"{config.source}: expected one value of {own} and {second}, two names of one key, found "
-                    f"{keys[own]!r} and {value!r}; leave one out"
+                    f"{config.source}: expected one value of {name} and {alias}, two names of one key, found "
+                    f"{keys[name]!r} and {value!r}; leave one out"
                 )
     return config.reading(keys)
 
 
 def _attending(model_type: str) -> KnownFamily:
+    """Entry of a family in attending/."""
     family = ATTENDING[model_type]
     return KnownFamily(
         family.read,
@@ -168,26 +173,30 @@ def _attending(model_type: str) -> KnownFamily:
 
 
 def _tower(model_type: str) -> KnownFamily:
+    """Entry of a multimodal family, whose text model is another supported family."""
     tower = TOWERS[model_type]
 
     def read(reader: ConfigReader, shapes: TensorShapes) -> Architecture:
         section = text_section(reader, shapes)
         text = section.raw["model_type"]
+        # The text model itself must not be multimodal.
         if text not in KNOWN or text in TOWERS:
             near = nearest(str(text), KNOWN)
             raise ConfigError(
                 f"{section.source}: expected model_type to be that of a text model known here, found {text!r}"
                 + (f"; nearest is {near!r}" if near else "")
             )
+        # The text model is read without shapes: its tensors have other names in the larger checkpoint.
         return read_tower(KNOWN[text].read(section, {}), shapes)
 
-    told = f"{tower.examples}, of which the text model runs"
+    examples = f"{tower.examples}, of which the text model runs"
     as_text = f"as `{tower.text}`"
-    row = _row(model_type, told, as_text, as_text, as_text, as_text)
+    row = _row(model_type, examples, as_text, as_text, as_text, as_text)
     return KnownFamily(read, lambda: row, reads_tensors=True)
 
 
 def _rwkv(model_type: str, generation: int, examples: str) -> KnownFamily:
+    """Entry of an RWKV version."""
     activation = "token-shifted squared ReLU"
     attention = f"none: the state of RWKV-{generation}"
     row = _row(model_type, examples, "layer norm", activation, attention, "untied")
@@ -195,37 +204,44 @@ def _rwkv(model_type: str, generation: int, examples: str) -> KnownFamily:
 
 
 def _hybrid(model_type: str, family: FamilyReader) -> KnownFamily:
+    """Entry of a family in one of the other tables."""
     row = _row(model_type, family.examples, "RMS", family.mlp, family.mixers, family.head)
     return KnownFamily(family.config, lambda: row, family.reads_tensors)
 
 
 def _pair(family: PairFamily) -> KnownFamily:
+    """Entry of an encoder-decoder family."""
     return KnownFamily(family.read, lambda: family.described, reads_tensors=True)
 
 
 def _row(model_type: str, examples: str, norm: str, mlp: str, attention: str, head: str) -> dict[str, str]:
-    """The columns of `described`."""
-    found = {"model_type": model_type, "examples": examples, "norm": norm, "mlp": mlp}
-    return found | {"attention": attention, "head": head}
+    """A row of the table of families: column name -> text."""
+    row = {"model_type": model_type, "examples": examples, "norm": norm, "mlp": mlp}
+    return row | {"attention": attention, "head": head}
 
 
-OF_MIXERS = HYBRIDS | LINEAR | KIN | ZAMBA | RECURRENT | CARRYING
+_MIXER_FAMILIES = HYBRIDS | LINEAR | KIN | ZAMBA | RECURRENT | CARRYING
 KNOWN: dict[str, KnownFamily] = {
     **{model_type: _attending(model_type) for model_type in ATTENDING},
     **{model_type: _pair(family) for model_type, family in PAIRS.items()},
     **{model_type: _tower(model_type) for model_type in TOWERS},
-    **{model_type: _rwkv(model_type, *told) for model_type, told in RWKV.items()},
-    **{model_type: _hybrid(model_type, family) for model_type, family in OF_MIXERS.items()},
+    **{model_type: _rwkv(model_type, *row) for model_type, row in RWKV.items()},
+    **{model_type: _hybrid(model_type, family) for model_type, family in _MIXER_FAMILIES.items()},
 }
-"""Every family known by name."""
+"""model_type -> family, for all supported families."""
 
 
 def from_hf_config(raw: dict[str, Any], source: str = "config.json") -> Architecture:
-    """The architecture that the config.json of a known family describes, without a look at its tensors.
+    """The architecture that the config.json of a supported family describes, without reading any tensors.
 
-    Raises ConfigError for a missing or unknown model_type, a missing required key, a value of the wrong type,
-    an unknown rope scheme, and for settings no part of the forward pass follows (quantised weights, attention
-    to later tokens).
+    Arguments:
+        raw: The parsed config.json.
+        source: Its path or name, for error messages.
+
+    Raises:
+        ConfigError: model_type is missing or not supported, a required key is missing, a value has the wrong
+            type, or a setting is not implemented (unknown rope scheme, quantised weights, attention to later
+            tokens).
     """
     model_type = model_type_of(raw, source)
     if model_type not in KNOWN:

@@ -1,11 +1,10 @@
-"""Names and shapes of the tensors of a layer, and of those outside of layers, in a checkpoint.
+"""Names and shapes of the tensors of a `ComposedArchitecture` in a checkpoint.
 
-Checkpoints differ in the names of rooms (`Spelling`); inside a room a mixer's tensors have the names of the
-code it comes from. Weights are named as the classes of networks/mixers/ ask for them: those of attention and
-MLP as in a decoder, those of state spaces with "ssm." before them, of latent attention with "latent.", of
-linear attention with "linear.", of short convolutions with "conv.", of experts with "experts.", of a block
-that layers share with "shared.", of an mLSTM with "mlstm.". What a model multiplies products by is told as
-factors of the weights (`Stored.factors`).
+Checkpoints differ in module names (`Spelling`); below its module, a mixer's tensors have the names of the
+code it comes from. Weights are named as the classes of networks/mixers/ look them up: "q", "o.bias", "up" for
+attention and MLP; with a prefix for others: "ssm." (state spaces), "latent." (latent attention), "linear."
+(linear attention), "conv." (short convolutions), "experts.", "shared." (a block that layers share), "mlstm.".
+Factors of a layer's outputs are multiplied into weights (`Stored.factors`).
 
 Border: names and shapes; never imports torch.
 """
@@ -43,9 +42,11 @@ from .mixers import (
 __all__ = ["LLAMA", "EncoderNames", "ExpertNames", "Spelling", "composed_tensors"]
 
 Named = Iterator[tuple[str, Stored]]
+"""(name of a weight, its tensor) pairs."""
 Factors = tuple[tuple[int, float], ...]
+"""`Stored.factors`."""
 CORRECTED = ("sigmoid", "sigmoid of chosen", "chosen of corrected softmax")
-"""Routings that choose by more than scores."""
+"""Routings with a correction bias, which is added to the scores for the choice of experts."""
 
 
 @dataclass(frozen=True)
@@ -55,20 +56,22 @@ class ExpertNames:
     room: str = "mlp."
     """Prefix of the tensors of the experts, below the layer."""
     router: str = "gate"
+    """Router."""
     parts: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
-    """Projections of an expert; or the two tensors of all experts."""
+    """Projections of each expert; or two tensors (gate and up, down) that hold all experts."""
     ending: str = ".weight"
     """Suffix of the names of tensors that hold all experts."""
     correction: str = ".e_score_correction_bias"
     """Correction bias of the router scores: a suffix of the router's name if it begins with a dot, a name in
     the layer if it begins with a slash."""
     router_gains: tuple[str, str] = ("", "")
-    """Beside an MLP: what the router multiplies its input by, and each expert's weight."""
+    """Experts parallel to an MLP: learned factors of the router's input, and of each expert's weight."""
     beside_norms: tuple[str, str, str] = ("", "", "")
-    """Beside an MLP: of its output, of the experts' input, and of their output."""
+    """Experts parallel to an MLP: norms of the MLP's output, of the experts' input, and of their output."""
     shared: str = ""
     """Prefix of the shared expert's tensors; "" for no shared expert."""
     shared_gate: str = ""
+    """Gate of the shared expert; "" for no gate."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +90,7 @@ class EncoderNames:
     frequencies: str = ""
     """Stored rope frequencies; "" if the checkpoint has none."""
     has_old_norms: bool = False
-    """Whether norms called LayerNorm have gamma and beta, as their first code named weight and bias."""
+    """Whether weight and bias of modules called LayerNorm are named gamma and beta, as in TensorFlow."""
     attention_biases: tuple[str, ...] = ()
     """Query and value biases, if they are stored apart from a fused projection."""
     relative: str = ""
@@ -104,13 +107,14 @@ class Spelling:
     embed: str = "model.embed_tokens"
     head: str = "lm_head"
     positions: str = ""
-    """Learned positions."""
+    """Table of learned positions."""
     embed_norm: str = ""
+    """Norm of the embeddings."""
     unread: tuple[str, ...] = ()
     """Tensors of the checkpoint that no layer reads; "{}" stands for the number of each layer."""
     final_norm: str = "model.final_layernorm"
     layer: str = "model.layers.{}."
-    """Prefix of a layer; "{}" stands for its number."""
+    """Prefix of layer tensors; "{}" stands for the layer number."""
     ln1: str = "input_layernorm"
     ln2: str = "pre_ff_layernorm"
     ln1_post: str = "post_attention_layernorm"
@@ -124,7 +128,7 @@ class Spelling:
     attention_norms: tuple[str, str] = ("q_norm", "k_norm")
     attention_out: str = "o_proj"
     attention_in: str = ""
-    """Queries, keys and values as one."""
+    """Fused query, key and value projection; "" if they are separate."""
     attention_parts: tuple[str, str, str] = ("q_proj", "k_proj", "v_proj")
     gains: tuple[str, str] = ("", "")
     """Weights [hidden] that scale the stream where attention and MLP are added."""
@@ -154,6 +158,8 @@ LLAMA = Spelling(
 
 
 class _Block(Protocol):
+    """Attributes of a `LayerSpec` that determine its tensors."""
+
     @property
     def mixers(self) -> Sequence[MixerSpec]: ...
     @property
@@ -171,7 +177,7 @@ class _Block(Protocol):
 
 
 class HybridShapes(Protocol):
-    """What of a configuration decides which tensors there are, and their shapes."""
+    """Attributes of an architecture that determine its tensors and their shapes."""
 
     @property
     def blocks(self) -> Sequence[_Block]: ...
@@ -214,98 +220,106 @@ class HybridShapes(Protocol):
 
 
 def composed_tensors(config: HybridShapes) -> Tensors:
-    """Names and shapes of all tensors; "head" is the embedding's where the two are tied."""
+    """Map of an architecture's weights to tensors; "head" is the tensor of the embedding if both are tied."""
     c, spelling = config, config.spelling
     outside = _embeddings(c)
     if c.has_final_norm:
         biased = _has_biased_norms(c) and c.has_final_norm_bias
         outside |= _norm("final_norm", spelling.final_norm, c, has_bias=biased)
-    read = c.hidden_size
+    head_input = c.hidden_size
     if c.transform is not None:
         outside |= _transform(c, c.transform)
-        read = c.transform.width
-    tied, rows = c.tie_word_embeddings, _all(c.vocab_size, c.logit_factor)
-    own = f"{spelling.head}.weight"
-    head = outside["embed"].name if tied else own
-    outside["head"] = Stored(head, (c.vocab_size, read), factors=rows)
-    copies = {own: head} if tied else {}
+        head_input = c.transform.width
+    tied, factors = c.tie_word_embeddings, _all(c.vocab_size, c.logit_factor)
+    untied_head = f"{spelling.head}.weight"
+    head = outside["embed"].name if tied else untied_head
+    outside["head"] = Stored(head, (c.vocab_size, head_input), factors=factors)
+    # Writers may store a tied head under its own name, too; it must then equal the embedding.
+    copies = {untied_head: head} if tied else {}
     if c.has_head_bias:
-        own = spelling.encoder.own_head_bias or f"{spelling.head}.bias"
-        bias = (spelling.encoder.head_bias or own) if tied else own
-        outside["head.bias"] = Stored(bias, (c.vocab_size,), factors=rows)
-        copies |= {own: bias} if bias != own else {}
+        untied_bias = spelling.encoder.own_head_bias or f"{spelling.head}.bias"
+        bias = (spelling.encoder.head_bias or untied_bias) if tied else untied_bias
+        outside["head.bias"] = Stored(bias, (c.vocab_size,), factors=factors)
+        copies |= {untied_bias: bias} if bias != untied_bias else {}
     if spelling.encoder.frequencies:
-        turning = c.blocks[0].mixers[0].axis_sizes["d_head"]
-        outside["frequencies"] = Stored(spelling.encoder.frequencies, (turning // 2,))
+        # ESM-2 stores inv_freq of its rope, one per pair of entries.
+        head_dim = c.blocks[0].mixers[0].axis_sizes["d_head"]
+        outside["frequencies"] = Stored(spelling.encoder.frequencies, (head_dim // 2,))
     outside |= _relative_table(c)
     layers = [dict(_block(c, block)) for block in c.blocks]
     repeated, unread = _repeated(c)
-    found = Tensors(outside, layers, spelling.layer, copies | repeated)
-    named = {name.format(layer) for name in spelling.unread for layer in range(len(c.blocks))}
-    return replace(found, unread=(unread | named) - found.shapes.keys())
+    tensors = Tensors(outside, layers, spelling.layer, copies | repeated)
+    unread |= {name.format(layer) for name in spelling.unread for layer in range(len(c.blocks))}
+    return replace(tensors, unread=unread - tensors.shapes.keys())
 
 
 def _embeddings(config: HybridShapes) -> dict[str, Stored]:
-    """Of tokens, their types and positions; their norm, and their map to the stream."""
+    """Embeddings of tokens, token types and positions; their norm, and their projection to the hidden
+    size."""
     c, spelling = config, config.spelling
     width = c.embedding_width or c.hidden_size
-    found = {"embed": Stored(f"{spelling.embed}.weight", (c.vocab_size, width))}
+    tensors = {"embed": Stored(f"{spelling.embed}.weight", (c.vocab_size, width))}
     if c.has_embedding_norm:
-        found |= _norm("embed_norm", spelling.embed_norm, c, has_bias=_has_biased_norms(c), width=width)
+        tensors |= _norm("embed_norm", spelling.embed_norm, c, has_bias=_has_biased_norms(c), width=width)
     if c.position_rows and not c.has_position_waves:
-        found["positions"] = Stored(f"{spelling.positions}.weight", (c.position_rows, width))
+        tensors["positions"] = Stored(f"{spelling.positions}.weight", (c.position_rows, width))
     if c.token_types:
-        found["token_types"] = Stored(f"{spelling.encoder.token_types}.weight", (c.token_types, width))
+        tensors["token_types"] = Stored(f"{spelling.encoder.token_types}.weight", (c.token_types, width))
     if c.embedding_width is not None:
-        found |= dict(_linear("embed_in", spelling.encoder.embed_in, (c.hidden_size, width), bias=True))
-    return found
+        tensors |= dict(_linear("embed_in", spelling.encoder.embed_in, (c.hidden_size, width), bias=True))
+    return tensors
 
 
 def _relative_table(config: HybridShapes) -> dict[str, Stored]:
-    """What scores have by distance is made of, for all layers, and its norm."""
+    """Table of relative positions, which all layers share, and its norm; empty for models without."""
     mixer, spelling = next(iter(config.blocks[0].mixers), None), config.spelling
-    if not isinstance(mixer, AttentionSpec) or (shape := mixer.relative) is None:
+    if not isinstance(mixer, AttentionSpec) or (spec := mixer.relative) is None:
         return {}
-    width = mixer.num_attention_heads if shape.terms == ("bias",) else config.hidden_size
-    found = {"relative": Stored(f"{spelling.encoder.relative}.weight", (shape.rows, width))}
-    if shape.norm_eps is None:
-        return found
-    return found | _norm("relative_norm", spelling.encoder.relative_norm, config, has_bias=True)
+    width = mixer.num_attention_heads if spec.terms == ("bias",) else config.hidden_size
+    tensors = {"relative": Stored(f"{spelling.encoder.relative}.weight", (spec.rows, width))}
+    if spec.norm_eps is None:
+        return tensors
+    return tensors | _norm("relative_norm", spelling.encoder.relative_norm, config, has_bias=True)
 
 
 def _transform(config: HybridShapes, transform: HeadTransform) -> dict[str, Stored]:
-    """The dense map before the LM head, and its norm."""
+    """Dense layer and norm before the language head of an encoder."""
     dense, norm = config.spelling.encoder.transform
     size = (transform.width, config.hidden_size)
-    found = dict(_linear("transform", dense, size, bias=transform.has_bias))
+    tensors = dict(_linear("transform", dense, size, bias=transform.has_bias))
     biased = transform.has_norm_bias
-    return found | _norm("transform_norm", norm, config, has_bias=biased, width=transform.width)
+    return tensors | _norm("transform_norm", norm, config, has_bias=biased, width=transform.width)
 
 
 def _repeated(config: HybridShapes) -> tuple[dict[str, str], set[str]]:
-    """Of blocks that layers share: what a checkpoint may repeat in the room of each of these layers, as copy
-    -> original; and all that may stand in the room of a layer that shares with none."""
-    copies, whole = {}, set()
+    """Optional tensors of blocks that layers share (Zamba).
+
+    Returns:
+        Copy -> original, for tensors that a checkpoint may repeat under the prefix of each sharing layer; and
+        the names of all tensors of blocks under the prefix of the layer that stores them, adapters of other
+        layers included.
+    """
+    copies, stored_here = {}, set()
     for layer, block in enumerate(config.blocks):
-        if (shape := block.shared) is None:
+        if (spec := block.shared) is None:
             continue
-        own, source = (config.spelling.layer.format(number) for number in (layer, shape.source))
-        for place in shape.listed:
-            for _, stored in _shared_block(replace(shape, place=place), config.spelling, config.hidden_size):
+        prefix, source_prefix = (config.spelling.layer.format(number) for number in (layer, spec.source))
+        for place in spec.listed:
+            for _, stored in _shared_block(replace(spec, place=place), config.spelling, config.hidden_size):
                 if stored.layer == layer:
-                    whole.add(own + stored.name)
+                    stored_here.add(prefix + stored.name)
                 elif stored.layer is not None:
-                    copies[own + stored.name] = source + stored.name
-    return copies, whole
+                    copies[prefix + stored.name] = source_prefix + stored.name
+    return copies, stored_here
 
 
 def _all(rows: int, factor: float) -> Factors:
-    """All rows by one factor."""
+    """`Stored.factors` for one factor of all rows; () for factor 1."""
     return () if factor == 1 else ((rows, factor),)
 
 
 def _has_biased_norms(config: HybridShapes) -> bool:
-    """Whether they are layer norms with a bias."""
+    """Whether norms of the stream are layer norms with a bias."""
     return config.norm_type == "layer" and config.norm_biases != "none"
 
 
@@ -318,29 +332,41 @@ def _norm(
     factor: float = 1.0,
     width: int | None = None,
 ) -> dict[str, Stored]:
-    """factor: what the norm's output is multiplied by. width: of what it norms, None for the stream's."""
+    """Checkpoint tensors of a norm layer: weight and optional bias.
+
+    Arguments:
+        weight: Name of the weight.
+        name: Name of the module in the checkpoint.
+        config: The architecture.
+        has_bias: Whether the norm has a bias.
+        factor: Factor of the norm's output.
+        width: Width of its input; None for the hidden size.
+    """
     width = width or config.hidden_size
     is_old = config.spelling.encoder.has_old_norms and name.endswith("LayerNorm")
     scale, bias = ("gamma", "beta") if is_old else ("weight", "bias")
     constant, plus = None if config.has_norm_weights else 1.0, 1.0 if config.has_unit_norms else 0.0
     stored = Stored(f"{name}.{scale}", (width,), factors=_all(width, factor), plus=plus, constant=constant)
-    found = {weight: stored}
+    tensors = {weight: stored}
     if has_bias:
-        found[f"{weight}.bias"] = Stored(f"{name}.{bias}", (width,))
-    return found
+        tensors[f"{weight}.bias"] = Stored(f"{name}.{bias}", (width,))
+    return tensors
 
 
 def _block(config: HybridShapes, block: _Block) -> Named:
+    """Tensors of a layer, stored under the prefix of another layer if it shares them (`LayerSpec.source`)."""
     for weight, stored in _inside(config, block):
         yield weight, stored if block.source is None else replace(stored, layer=block.source)
 
 
 def _inside(config: HybridShapes, block: _Block) -> Named:
+    """Tensors of a layer: shared block, norms, mixers, channel mixer."""
     spelling, hidden = config.spelling, config.hidden_size
     if block.shared is not None:
         yield from _shared_block(block.shared, spelling, hidden)
-        behind = spelling.after_block
-        spelling = replace(spelling, ln1=behind + spelling.ln1, mixer=behind + spelling.mixer)
+        # In Zamba, the layer's own mixer is one module deeper if a shared block precedes it.
+        prefix = spelling.after_block
+        spelling = replace(spelling, ln1=prefix + spelling.ln1, mixer=prefix + spelling.mixer)
     biased = config.norm_biases == "in layers" or _has_biased_norms(config)
     for name in block.norm_names:
         factor = block.post_factor if name.endswith("_post") else 1.0
@@ -364,33 +390,45 @@ def _linear(
     transposed: bool = False,
     groups: int | None = None,
 ) -> Named:
-    """A matrix [out, in], and its bias where there is one. factors: of what comes out; into: of what goes in,
-    which a bias does not see. transposed: whether the checkpoint has it as [in, out].
-    groups: of a convolution that it is (`Stored`)."""
-    of_weight = factors if into == 1 else tuple((rows, by * into) for rows, by in factors or ((shape[0], 1),))
-    held: tuple[int, ...] = shape[::-1] if transposed else shape
+    """Checkpoint tensors of a linear layer: matrix and optional bias.
+
+    Arguments:
+        weight: Name of the matrix among the weights.
+        name: Name of the module in the checkpoint.
+        shape: [out, in] of the matrix.
+        factors: Factors of the output, by rows.
+        into: Factor of the input, which does not multiply the bias.
+        bias: Whether there is a bias.
+        transposed: Whether the checkpoint stores [in, out].
+        groups: Groups of a width-1 convolution that is stored instead (`Stored.groups`); None for a matrix.
+    """
+    by_rows = factors if into == 1 else tuple((rows, by * into) for rows, by in factors or ((shape[0], 1),))
+    size: tuple[int, ...] = shape[::-1] if transposed else shape
     if groups is not None:
-        held = (shape[0], shape[1] // groups, 1)
-    yield weight, Stored(f"{name}.weight", held, is_transposed=transposed, factors=of_weight, groups=groups)
+        size = (shape[0], shape[1] // groups, 1)
+    yield weight, Stored(f"{name}.weight", size, is_transposed=transposed, factors=by_rows, groups=groups)
     if bias:
         yield f"{weight}.bias", Stored(f"{name}.bias", shape[:1], factors=factors)
 
 
 def _attention(shape: AttentionSpec, spelling: Spelling, hidden: int) -> Named:
+    """Tensors of grouped-query attention, with all its optional parts."""
     room = spelling.attention
     into, of_keys, out = shape.factors
     queries, keys = shape.num_attention_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
     gated = shape if isinstance(shape, GatedAttentionSpec) else None
-    asked = 2 * queries if gated and not gated.has_gate_projection else queries
+    query_rows = 2 * queries if gated and not gated.has_gate_projection else queries
     if gated and gated.has_gate_projection:
+        # Trinity has a separate projection for gates; Qwen3-Next stores them with the queries.
         yield "gate_of_heads", Stored(f"{room}gate_proj.weight", (queries, hidden))
-    turned = spelling.is_transposed
-    parts = [("q", asked, 1.0), ("k", keys, of_keys), ("v", keys, 1.0)]
+    transposed = spelling.is_transposed
+    parts = [("q", query_rows, 1.0), ("k", keys, of_keys), ("v", keys, 1.0)]
     if shape.source is not None or shape.values_from_keys:
+        # Layers with shared keys only have queries; Gemma 4's full attention has no value projection.
         parts = parts[: 1 if shape.source is not None else 2]
     groups: Sequence[int | None] = shape.groups or (None,) * 4
     if shape.layout == "separate":
-        for (weight, size, factor), part, many in zip(parts, spelling.attention_parts, groups, strict=False):
+        for (weight, size, factor), part, n in zip(parts, spelling.attention_parts, groups, strict=False):
             yield from _linear(
                 weight,
                 f"{room}{part}",
@@ -398,17 +436,20 @@ def _attention(shape: AttentionSpec, spelling: Spelling, hidden: int) -> Named:
                 _all(size, factor),
                 into=into,
                 bias=shape.qkv_bias,
-                groups=many,
+                groups=n,
             )
     else:
         name, rows = f"{room}{spelling.attention_in}", queries + 2 * keys
-        yield from _linear("qkv", name, (rows, hidden), bias=shape.qkv_bias, transposed=turned)
+        yield from _linear("qkv", name, (rows, hidden), bias=shape.qkv_bias, transposed=transposed)
+    # The first DeBERTa stores biases of queries and values apart from its fused projection.
     for weight, name in zip("qv", spelling.encoder.attention_biases, strict=False):
         yield f"{weight}.bias", Stored(f"{room}{name}", (queries if weight == "q" else keys,))
     name = f"{room}{spelling.attention_out}"
     factors = _all(hidden, out)
     size_out = (hidden, queries)
-    yield from _linear("o", name, size_out, factors, bias=shape.o_bias, transposed=turned, groups=groups[3])
+    yield from _linear(
+        "o", name, size_out, factors, bias=shape.o_bias, transposed=transposed, groups=groups[3]
+    )
     if (norm := shape.qk_norm) is not None:
         widths = (shape.head_dim,) * 2 if norm.per == "head" else (queries, keys)
         constant = None if norm.has_weights else 1.0
@@ -419,6 +460,7 @@ def _attention(shape: AttentionSpec, spelling: Spelling, hidden: int) -> Named:
             yield weight, Stored(f"{room}{name}.weight", (width,), constant=constant)
             if norm.kind == "layer" and norm.has_bias:
                 yield f"{weight}.bias", Stored(f"{room}{name}.bias", (width,))
+    # A constant instead of a tensor: this norm has no weights.
     if shape.has_v_norm and shape.source is None:
         yield "v_norm", Stored(f"{room}v_norm.weight", (shape.head_dim,), constant=1.0)
     if shape.has_value_scores:
@@ -427,7 +469,7 @@ def _attention(shape: AttentionSpec, spelling: Spelling, hidden: int) -> Named:
     if shape.inner_norm_eps is not None:
         yield "z_norm", Stored(f"{room}{spelling.inner_norms[0]}.weight", (queries,))
     if shape.relative is not None and not shape.relative.shares_maps:
-        # Positions make keys of their own for queries, and queries for keys.
+        # Content-to-position needs keys projected from the table, position-to-content queries.
         for term, weight in (("content to position", "k"), ("position to content", "q")):
             if term in shape.relative.terms:
                 name = f"{room}{spelling.encoder.relative_parts['qk'.index(weight)]}"
@@ -438,12 +480,14 @@ def _attention(shape: AttentionSpec, spelling: Spelling, hidden: int) -> Named:
 
 
 def _differential_attention(shape: DifferentialSpec, spelling: Spelling, hidden: int) -> Named:
+    """Tensors of differential attention: those of attention, and the learned vectors of lambda."""
     yield from _attention(shape.attention, spelling, hidden)
     for part in ("q1", "k1", "q2", "k2"):
         yield f"diff.{part}", Stored(f"{spelling.attention}lambda_{part}", (shape.attention.head_dim,))
 
 
 def _routed_attention(shape: RoutedAttentionSpec, spelling: Spelling, hidden: int) -> Named:
+    """Tensors of a mixture of attention heads."""
     room, width = spelling.attention, shape.kv_heads * shape.head_dim
     yield "moa.router", Stored(f"{room}experts.router.layer.weight", (shape.experts, hidden))
     yield "moa.q", Stored(f"{room}experts.input_linear.weight", (shape.experts, width, hidden))
@@ -453,13 +497,14 @@ def _routed_attention(shape: RoutedAttentionSpec, spelling: Spelling, hidden: in
 
 
 def _latent_attention(shape: LatentAttentionSpec, spelling: Spelling, hidden: int) -> Named:
-    room, bias, asked = spelling.attention, shape.has_bias, shape.heads * shape.key_size
+    """Tensors of multi-head latent attention."""
+    room, bias, query_rows = spelling.attention, shape.has_bias, shape.heads * shape.key_size
     if shape.query_rank is None:
-        yield "latent.q", Stored(f"{room}q_proj.weight", (asked, hidden))
+        yield "latent.q", Stored(f"{room}q_proj.weight", (query_rows, hidden))
     else:
         yield from _linear("latent.q.down", f"{room}q_a_proj", (shape.query_rank, hidden), bias=bias)
         yield "latent.q.norm", Stored(f"{room}q_a_layernorm.weight", (shape.query_rank,))
-        yield "latent.q", Stored(f"{room}q_b_proj.weight", (asked, shape.query_rank))
+        yield "latent.q", Stored(f"{room}q_b_proj.weight", (query_rows, shape.query_rank))
     rows = shape.rank + shape.shared_size
     yield from _linear("latent.down", f"{room}kv_a_proj_with_mqa", (rows, hidden), bias=bias)
     yield "latent.norm", Stored(f"{room}kv_a_layernorm.weight", (shape.rank,))
@@ -471,6 +516,7 @@ def _latent_attention(shape: LatentAttentionSpec, spelling: Spelling, hidden: in
 
 
 def _shared_block(shape: SharedBlockSpec, spelling: Spelling, hidden: int) -> Named:
+    """Tensors of a shared block, and the layer's own projection of its output."""
     yield from (
         (weight, replace(stored, name=f"{spelling.block}{stored.name}", layer=shape.source))
         for weight, stored in _in_shared_block(shape, spelling, hidden)
@@ -479,7 +525,7 @@ def _shared_block(shape: SharedBlockSpec, spelling: Spelling, hidden: int) -> Na
 
 
 def _in_shared_block(shape: SharedBlockSpec, spelling: Spelling, hidden: int) -> Named:
-    """What layers share, and the maps of low rank that stand in lists beside it, a layer each."""
+    """Shared tensors, and this layer's low-rank adapters, which are stored in lists next to them."""
     attention, both = shape.attention, 2 * hidden
     queries = attention.num_attention_heads * attention.head_dim
     keys = attention.num_kv_heads * attention.head_dim
@@ -500,20 +546,23 @@ def _in_shared_block(shape: SharedBlockSpec, spelling: Spelling, hidden: int) ->
 
 
 def _low_rank(weight: str, name: str, shape: SharedBlockSpec, size: tuple[int, int]) -> Named:
-    """Two maps whose product is added to a matrix of this size in one layer."""
+    """A low-rank adapter: two matrices whose product is added to a shared matrix of this size in one
+    layer."""
     assert shape.rank is not None
-    rows, into = size
-    yield f"{weight}.low_in", Stored(f"{name}.{shape.place}.0.weight", (shape.rank, into))
+    rows, columns = size
+    yield f"{weight}.low_in", Stored(f"{name}.{shape.place}.0.weight", (shape.rank, columns))
     yield f"{weight}.low_out", Stored(f"{name}.{shape.place}.1.weight", (rows, shape.rank))
 
 
 def _convolution(room: str, channels: int, size: int, has_bias: bool) -> Named:
+    """Tensors of a state space's short convolution."""
     yield "ssm.conv", Stored(f"{room}conv1d.weight", (channels, 1, size))
     if has_bias:
         yield "ssm.conv.bias", Stored(f"{room}conv1d.bias", (channels,))
 
 
 def _mamba(shape: MambaSpec, spelling: Spelling, hidden: int) -> Named:
+    """Tensors of Mamba-1."""
     room, channels, bias = spelling.mixer, shape.channels, shape.has_bias
     yield from _linear("ssm.in", f"{room}in_proj", (2 * channels, hidden), bias=bias)
     yield from _convolution(room, channels, shape.conv_size, shape.has_conv_bias)
@@ -525,8 +574,8 @@ def _mamba(shape: MambaSpec, spelling: Spelling, hidden: int) -> Named:
 
 
 def _selection(shape: MambaSpec, room: str) -> Named:
-    """Maps to step sizes, B and C, and what decays are made of; where they lie by group, with an axis of
-    groups, and x and gate of a channel are neighbours in the projection."""
+    """Projections to step sizes, B and C; A and D. Layout "by group" adds an axis of groups, and in the input
+    projection x and gate of a channel are adjacent."""
     channels, rank, keys = shape.channels, shape.rank, shape.state_size
     groups: tuple[int, ...] = ()
     dot = "."
@@ -540,7 +589,9 @@ def _selection(shape: MambaSpec, room: str) -> Named:
 
 
 def _mamba2(shape: Mamba2Spec, spelling: Spelling, hidden: int) -> Named:
+    """Tensors of Mamba-2."""
     room, channels, shared = spelling.mixer, shape.channels, shape.groups * shape.state_size
+    # Rows of the input projection: gate, x, B, C, step sizes.
     sizes = (channels, channels, shared, shared, shape.heads)
     factors = tuple(zip(sizes, shape.in_factors, strict=True)) if set(shape.in_factors) != {1.0} else ()
     size = (sum(sizes), hidden)
@@ -555,6 +606,7 @@ def _mamba2(shape: Mamba2Spec, spelling: Spelling, hidden: int) -> Named:
 
 
 def _mlp(shape: MlpSpec, spelling: Spelling, hidden: int) -> Named:
+    """Tensors of an MLP."""
     room, parts, inner = spelling.mlp, spelling.mlp_parts, shape.intermediate_size
     of_gate, out = shape.factors
     gate = _all(inner, of_gate)
@@ -575,10 +627,13 @@ def _mlp(shape: MlpSpec, spelling: Spelling, hidden: int) -> Named:
             groups=groups[0],
         )
     name, factors = f"{room}{parts[-1]}", _all(hidden, out)
-    turned, size = spelling.is_transposed, (hidden, inner)
-    yield from _linear("down", name, size, factors, bias=shape.has_bias, transposed=turned, groups=groups[1])
+    transposed, size = spelling.is_transposed, (hidden, inner)
+    yield from _linear(
+        "down", name, size, factors, bias=shape.has_bias, transposed=transposed, groups=groups[1]
+    )
     if shape.inner_norm_eps is not None:
         yield "inner_norm", Stored(f"{room}{spelling.inner_norms[1]}.weight", (inner,))
+    # beta and eps are constants of the activation that checkpoints store as scalars.
     if shape.activation == "xielu":
         for weight in ("alpha_p", "alpha_n"):
             yield f"act.{weight}", Stored(f"{room}act_fn.{weight}", (1,))
@@ -587,6 +642,7 @@ def _mlp(shape: MlpSpec, spelling: Spelling, hidden: int) -> Named:
 
 
 def _experts(shape: ExpertsSpec, spelling: Spelling, hidden: int) -> Named:
+    """Tensors of router, routed experts and shared expert."""
     room, parts, inner, bias = (
         spelling.experts.room,
         spelling.experts.parts,
@@ -603,6 +659,7 @@ def _experts(shape: ExpertsSpec, spelling: Spelling, hidden: int) -> Named:
         beside = "" if name != spelling.experts.correction else beside
         size = (1, shape.count) if shape.routing == "chosen of corrected softmax" else (shape.count,)
         yield "experts.correction", Stored(f"{beside}{name}", size)
+    # With a latent, the factor is applied once, by the projection from the latent.
     last = 1.0 if shape.latent_size else out
     if shape.is_listed:
         words = ("gate", "up", "down") if shape.is_gated else ("up", "down")
@@ -616,6 +673,7 @@ def _experts(shape: ExpertsSpec, spelling: Spelling, hidden: int) -> Named:
         both = 2 * inner if shape.is_gated else inner
         ending = spelling.experts.ending
         up, down = (both, width), (width, inner)
+        # gpt-oss and Llama 4 store the matrices of all experts as [expert, in, out].
         if shape.limits is not None or shape.is_transposed:
             up, down = up[::-1], down[::-1]
         yield "experts.up", Stored(f"{room}{parts[0]}{ending}", (shape.count, *up))
@@ -637,19 +695,21 @@ def _experts(shape: ExpertsSpec, spelling: Spelling, hidden: int) -> Named:
             shape.shared_size,
             shape.activation,
             is_gated=shape.is_gated,
+            # Two names for a gated MLP mean a fused gate and up projection.
             is_fused=len(spelling.mlp_parts) == 2 and shape.is_gated,
             has_bias=bias,
             factors=(1.0, out),
         )
-        own = Spelling(mlp=spelling.experts.shared, mlp_parts=spelling.mlp_parts)
-        yield from ((f"experts.shared.{weight}", stored) for weight, stored in _mlp(shared, own, hidden))
+        names = Spelling(mlp=spelling.experts.shared, mlp_parts=spelling.mlp_parts)
+        yield from ((f"experts.shared.{weight}", stored) for weight, stored in _mlp(shared, names, hidden))
     if shape.has_shared_gate:
         yield "experts.shared_gate", Stored(f"{room}{spelling.experts.shared_gate}.weight", (1, hidden))
 
 
 def _gated_delta(shape: GatedDeltaSpec, spelling: Spelling, hidden: int) -> Named:
-    """The projections of three layouts: by group of heads, in each of which queries, keys, values and gates
-    lie one after the other; by part, queries, keys and values as one; or each of them separate."""
+    """Tensors of a gated delta net in three layouts: "by group", one tensor with queries, keys, values and
+    gates of each group of heads; "by part", one tensor of all queries, keys and values; "separate"
+    tensors."""
     room, (queries, keys, values) = spelling.mixer, shape.parts
     if shape.layout == "separate":
         yield from _separate_delta(shape, spelling, hidden)
@@ -669,7 +729,8 @@ def _gated_delta(shape: GatedDeltaSpec, spelling: Spelling, hidden: int) -> Name
 
 
 def _separate_delta(shape: GatedDeltaSpec, spelling: Spelling, hidden: int) -> Named:
-    """With a decay for every key, decays and gates come of maps through as few channels as a head has."""
+    """Tensors of a gated delta net with separate projections. With a decay per key channel, the projections
+    to decays and gates are low-rank, with as many channels in between as a head has values."""
     room, heads = spelling.mixer, shape.heads
     for part, width in zip("qkv", shape.parts, strict=True):
         yield f"linear.{part}", Stored(f"{room}{part}_proj.weight", (width, hidden))
@@ -688,6 +749,7 @@ def _separate_delta(shape: GatedDeltaSpec, spelling: Spelling, hidden: int) -> N
     for name, size in sizes.items():
         yield f"linear.{name.removesuffix('_proj')}", Stored(f"{room}{name}.weight", size)
     if shape.decays is not None:
+        # Kimi Linear stores A_log with singleton axes, other families as [head].
         yield "linear.A_log", Stored(f"{room}A_log", (1, 1, heads, 1) if shape.decays == "key" else (heads,))
         yield "linear.dt_bias", Stored(f"{room}dt_bias", (decays,))
     yield "linear.norm", Stored(f"{room}o_norm.weight", (shape.value_size,))
@@ -695,6 +757,7 @@ def _separate_delta(shape: GatedDeltaSpec, spelling: Spelling, hidden: int) -> N
 
 
 def _linear_attention(shape: LinearAttentionSpec, spelling: Spelling, hidden: int) -> Named:
+    """Tensors of gated linear attention or retention."""
     room, values = spelling.mixer, shape.heads * shape.value_size
     for part, width in zip("qkv", shape.parts, strict=True):
         yield f"linear.{part}", Stored(f"{room}{part}_proj.weight", (width, hidden))
@@ -712,7 +775,9 @@ def _linear_attention(shape: LinearAttentionSpec, spelling: Spelling, hidden: in
 
 
 def _lightning(shape: LightningSpec, spelling: Spelling, hidden: int) -> Named:
+    """Tensors of lightning attention."""
     room, width = spelling.mixer, shape.heads * shape.head_dim
+    # Head by head: query, key, value.
     yield "linear.qkv", Stored(f"{room}qkv_proj.weight", (3 * width, hidden))
     yield "linear.gate", Stored(f"{room}output_gate.weight", (width, hidden))
     yield "linear.norm", Stored(f"{room}norm.weight", (width,))
@@ -721,6 +786,7 @@ def _lightning(shape: LightningSpec, spelling: Spelling, hidden: int) -> Named:
 
 
 def _linear_unit(shape: LinearUnitSpec, spelling: Spelling, hidden: int) -> Named:
+    """Tensors of an RG-LRU."""
     room, width = spelling.mixer, shape.channels
     for weight, name in (("in", "linear_x"), ("gate", "linear_y")):
         yield from _linear(f"linear.{weight}", f"{room}{name}", (width, hidden), bias=True)
@@ -735,6 +801,7 @@ def _linear_unit(shape: LinearUnitSpec, spelling: Spelling, hidden: int) -> Name
 
 
 def _mlstm(shape: MlstmSpec, spelling: Spelling, hidden: int) -> Named:
+    """Tensors of an mLSTM."""
     room, heads, bias, values = spelling.mixer, shape.heads, shape.has_bias, shape.parts[2]
     if shape.is_fused:
         yield from _linear("mlstm.qkvo", f"{room}qkv_opreact", (sum(shape.parts), hidden), bias=bias)
@@ -751,6 +818,7 @@ def _mlstm(shape: MlstmSpec, spelling: Spelling, hidden: int) -> Named:
 
 
 def _short_convolution(shape: ShortConvolutionSpec, spelling: Spelling, hidden: int) -> Named:
+    """Tensors of a gated short convolution (LFM2)."""
     room, bias = spelling.mixer, shape.has_bias
     yield from _linear("conv.in", f"{room}in_proj", (3 * shape.channels, hidden), bias=bias)
     yield "conv.conv", Stored(f"{room}conv.weight", (shape.channels, 1, shape.conv_size))
@@ -760,6 +828,7 @@ def _short_convolution(shape: ShortConvolutionSpec, spelling: Spelling, hidden: 
 
 
 def _mlp_and_experts(shape: MlpAndExpertsSpec, spelling: Spelling, hidden: int) -> Named:
+    """Tensors of an MLP with parallel experts, their gains and norms (Gemma 4)."""
     yield from _mlp(shape.mlp, spelling, hidden)
     yield from _experts(shape.experts, spelling, hidden)
     yield (
@@ -794,4 +863,4 @@ MIXERS: dict[str, Callable[[Any, Spelling, int], Named]] = {
     ExpertsSpec.kind: _experts,
     MlpAndExpertsSpec.kind: _mlp_and_experts,
 }
-"""Kind of a mixer or channel mixer -> its weights, and where they are."""
+"""Kind of a mixer or channel mixer -> function (spec, tensor names, hidden size) -> its tensors."""

@@ -1,9 +1,9 @@
-"""How the config.json of a hybrid with linear attention or short convolutions is read: a function per family.
+"""Readers of config.json for hybrids with linear attention or short convolutions: a function per family.
 
-As in mamba_families.py, whose table of families these are part of: semantics and defaults are those of the
-reference implementation (transformers).
+Semantics and defaults are those of the reference implementation (transformers); helpers shared with
+state-space models are in mamba_families.py.
 
-Border: one config, and names of tensors where checkpoints of a family spell them in two ways; never imports
+Border: one config, and tensor names in families whose checkpoints use two naming schemes; never imports
 torch.
 """
 
@@ -32,12 +32,12 @@ from .transformer import ConfigReader
 
 __all__ = ["KIN", "LINEAR", "either", "read_linear"]
 
-OF_MIXTRAL = ("w1", "w3", "w2")
-"""Gate, up and down projections, as Mixtral has them."""
+MIXTRAL_PARTS = ("w1", "w3", "w2")
+"""Tensor names of gate, up and down projection in Mixtral."""
 
 
 def read_linear(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """The architecture of such a hybrid, as `read_mamba` in mamba_families.py."""
+    """The architecture of a family in `LINEAR`; see `FamilyReader.config`."""
     return LINEAR[reader.raw["model_type"]].config(reader, shapes)
 
 
@@ -45,7 +45,8 @@ def read_linear(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitect
 
 
 def _qwen(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """Qwen3-Next, whose projections lie by group of heads, and Qwen3.5, where they lie by part."""
+    """Qwen3-Next and Qwen3.5, which differ in the layout of the gated delta nets' projections: "by group" of
+    heads or "by part"."""
     model_type = reader.raw["model_type"]
     require_silu(reader, "hidden_act")
     eps, bias = reader.number("rms_norm_eps", 1e-6), reader.flag("attention_bias", False)
@@ -61,15 +62,16 @@ def _qwen(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
     )
     delta = _gated_delta(reader, "by group" if model_type == "qwen3_next" else "by part", eps)
     layers = reader.integer("num_hidden_layers")
-    types = _layer_types(reader, _every(reader.integer("full_attention_interval", 4), layers))
+    types = _layer_types(reader, _attention_every(reader.integer("full_attention_interval", 4), layers))
     nested = "model.language_model."
     root = nested if any(name.startswith(nested) for name in shapes) else "model."
-    # Released checkpoints have all experts in one tensor; transformers writes each by itself.
+    # Released checkpoints hold all experts in one tensor; transformers writes one tensor per expert.
     ending = ".mlp.experts.gate_up_proj"
     is_listed = not any(name.startswith(f"{root}layers.") and name.endswith(ending) for name in shapes)
     blocks = tuple(
         LayerSpec(
-            (attention if kind == "full_attention" else delta,), _of_qwen(reader, layer, is_listed=is_listed)
+            (attention if kind == "full_attention" else delta,),
+            _qwen_channel_mixer(reader, layer, is_listed=is_listed),
         )
         for layer, kind in enumerate(types)
     )
@@ -90,12 +92,12 @@ def _qwen(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
 
 
 def _qwen_of_images(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """The text model of a Qwen3.5 that reads images, too: a section of its config.json."""
+    """The text model of a multimodal Qwen3.5, whose config is the section text_config."""
     text = reader.mapping("text_config")
     model_type = f"{reader.raw['model_type']}_text"
-    told = [raw.get("tie_word_embeddings") for raw in (reader.raw, text)]
-    flags = {flag for flag in told if flag is not None}
-    # The reference asks the one or the other, by which of its classes reads the files.
+    values = [raw.get("tie_word_embeddings") for raw in (reader.raw, text)]
+    flags = {flag for flag in values if flag is not None}
+    # If the two values differ, different classes of the reference use different ones; the file decides here.
     tied = flags.pop() if len(flags) == 1 else bool(flags) and "lm_head.weight" not in shapes
     section = ConfigReader(
         text | {"model_type": model_type, "tie_word_embeddings": tied}, f"{reader.source}: text_config"
@@ -103,19 +105,19 @@ def _qwen_of_images(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchi
     return _qwen(section, shapes)
 
 
-def _of_qwen(reader: ConfigReader, layer: int, *, is_listed: bool) -> ChannelMixerSpec:
-    """A layer's MLP or experts."""
-    usual = {"qwen3_next": 512, "qwen3_5_moe_text": 256}.get(reader.raw["model_type"], 0)
-    count = reader.integer("num_experts", usual, least=0) if usual else 0
+def _qwen_channel_mixer(reader: ConfigReader, layer: int, *, is_listed: bool) -> ChannelMixerSpec:
+    """MLP or experts of a layer. is_listed: whether the checkpoint has one tensor per expert."""
+    default_count = {"qwen3_next": 512, "qwen3_5_moe_text": 256}.get(reader.raw["model_type"], 0)
+    count = reader.integer("num_experts", default_count, least=0) if default_count else 0
     dense = reader.raw.get("mlp_only_layers") or []
     reader.read.add("mlp_only_layers")
     if not count or layer in dense or (layer + 1) % reader.integer("decoder_sparse_step", 1):
-        return MlpSpec(reader.integer("intermediate_size", 5632 if usual else 12288), "silu")
-    # Qwen3.5 norms the weights of the chosen always, and has no key to say otherwise.
+        return MlpSpec(reader.integer("intermediate_size", 5632 if default_count else 12288), "silu")
+    # Qwen3.5 always normalises the weights of the top-k experts, and has no norm_topk_prob.
     sums = reader.raw["model_type"] != "qwen3_next" or reader.flag("norm_topk_prob", True)
     return ExpertsSpec(
         count,
-        reader.integer("num_experts_per_tok", 10 if usual == 512 else 8),
+        reader.integer("num_experts_per_tok", 10 if default_count == 512 else 8),
         reader.integer("moe_intermediate_size", 512),
         "silu",
         routing="softmax of chosen" if sums else "chosen of softmax",
@@ -126,7 +128,7 @@ def _of_qwen(reader: ConfigReader, layer: int, *, is_listed: bool) -> ChannelMix
 
 
 def _olmo(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """Olmo Hybrid: norms stand before gated delta nets, and after attention."""
+    """Olmo Hybrid, with norms before gated delta nets and their MLPs, but after attention and its MLPs."""
     require_silu(reader, "hidden_act")
     hidden, heads = reader.integer("hidden_size"), reader.integer("num_attention_heads", 30)
     eps = reader.number("rms_norm_eps", 1e-6)
@@ -135,7 +137,7 @@ def _olmo(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
         heads,
         reader.integer("num_key_value_heads", heads),
         hidden // heads,
-        rope=rope_of(reader, hidden // heads, 65536) if _turns(reader) else None,
+        rope=rope_of(reader, hidden // heads, 65536) if _has_rope(reader) else None,
         qkv_bias=bias,
         o_bias=bias,
         qk_norm=QkNorm("all", eps),
@@ -150,45 +152,48 @@ def _olmo(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
         reader.integer("linear_conv_kernel_dim", 4),
         layout="separate",
         beta_factor=2.0 if reader.flag("linear_allow_neg_eigval", True) else 1.0,
-        norm_eps=1e-5,  # of the reference, whatever the config says
+        norm_eps=1e-5,  # the reference ignores rms_norm_eps here
     )
     layers = reader.integer("num_hidden_layers")
-    usual = _every(4, layers)
-    types = _layer_types(reader, usual if "full_attention" in usual else [*usual[:-1], "full_attention"])
+    default = _attention_every(4, layers)
+    # The reference's default has at least one layer of attention, the last one.
+    types = _layer_types(
+        reader, default if "full_attention" in default else [*default[:-1], "full_attention"]
+    )
     mlp = MlpSpec(reader.integer("intermediate_size", 11008), "silu")
-    found = {
+    layer_specs = {
         "full_attention": LayerSpec((attention,), mlp, "after"),
         "linear_attention": LayerSpec((delta,), mlp),
     }
     names = {name.rsplit(".", 2)[-2] for name in shapes if name.endswith("norm.weight")}
-    # Checkpoints name norms by what they norm; transformers writes them so in layers that attend, too.
-    told = "attention_layer_norm" in names
+    # Released checkpoints and those written by transformers use different names for the norms.
+    has_layer_norms = "attention_layer_norm" in names
     spelling = replace(
         LLAMA,
-        ln1="attention_layer_norm" if told else "input_layernorm",
-        ln2="feedforward_layer_norm" if told else "post_attention_layernorm",
+        ln1="attention_layer_norm" if has_layer_norms else "input_layernorm",
+        ln2="feedforward_layer_norm" if has_layer_norms else "post_attention_layernorm",
         ln1_post="post_attention_layernorm"
         if "post_attention_layernorm" in names
         else "feedforward_layer_norm",
     )
-    return _config(reader, tuple(found[kind] for kind in types), spelling, context=65536)
+    return _config(reader, tuple(layer_specs[kind] for kind in types), spelling, context=65536)
 
 
-def _turns(reader: ConfigReader) -> bool:
-    """Whether queries and keys turn: not where the base of rope is null, which here is no absent key."""
+def _has_rope(reader: ConfigReader) -> bool:
+    """Whether attention of Olmo Hybrid has rope: an explicit null as rope_theta means no rope."""
     parameters = reader.mapping("rope_parameters")
-    held = parameters if "rope_theta" in parameters else reader.raw
-    return held.get("rope_theta", 0.0) is not None
+    section = parameters if "rope_theta" in parameters else reader.raw
+    return section.get("rope_theta", 0.0) is not None
 
 
 def _kimi(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """Kimi Linear: gated delta nets with a decay for every key, and latent attention."""
+    """Kimi Linear: gated delta nets with a decay per key channel, and latent attention without rope."""
     require_silu(reader, "hidden_act")
     eps, linear = reader.number("rms_norm_eps", 1e-5), reader.mapping("linear_attn_config")
-    told = ConfigReader(linear, f"{reader.source}: linear_attn_config")
-    heads = told.integer("num_heads", reader.integer("linear_num_heads", 32))
-    width = told.integer("head_dim", reader.integer("linear_head_dim", 128))
-    size = told.integer("short_conv_kernel_size", reader.integer("linear_conv_kernel_dim", 4))
+    section = ConfigReader(linear, f"{reader.source}: linear_attn_config")
+    heads = section.integer("num_heads", reader.integer("linear_num_heads", 32))
+    width = section.integer("head_dim", reader.integer("linear_head_dim", 128))
+    size = section.integer("short_conv_kernel_size", reader.integer("linear_conv_kernel_dim", 4))
     delta = GatedDeltaSpec(
         heads, heads, width, width, size, "separate", decays="key", gate="sigmoid", norm_eps=eps
     )
@@ -203,7 +208,7 @@ def _kimi(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
     )
     layers = reader.integer("num_hidden_layers", 27)
     attends = linear.get("full_attn_layers")  # counted from 1
-    usual = [
+    default = [
         "full_attention"
         if (i + 1 in attends if attends is not None else i and not i % 4)
         else "linear_attention"
@@ -211,28 +216,29 @@ def _kimi(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
     ]
     dense = reader.integer("first_k_dense_replace", 1, least=0)
     parts = reader.strings("mlp_layer_types") or ["dense" if i < dense else "sparse" for i in range(layers)]
-    parts = _known(reader, "mlp_layer_types", parts, ("dense", "sparse"))
-    experts, mlp = _of_kimi(reader), MlpSpec(reader.integer("intermediate_size", 9216), "silu")
+    parts = _check_types(reader, "mlp_layer_types", parts, ("dense", "sparse"))
+    experts, mlp = _kimi_experts(reader), MlpSpec(reader.integer("intermediate_size", 9216), "silu")
     blocks = tuple(
         LayerSpec((attention if kind == "full_attention" else delta,), mlp if part == "dense" else experts)
-        for kind, part in zip(_layer_types(reader, usual), parts, strict=True)
+        for kind, part in zip(_layer_types(reader, default), parts, strict=True)
     )
-    # The reference writes the MLP of a dense layer into the room of experts.
+    # transformers writes the MLP of a dense layer under the experts' prefix; released checkpoints do not.
     is_moved = any(name.endswith(".block_sparse_moe.gate_proj.weight") for name in shapes)
     spelling = replace(
         LLAMA,
         mixer="self_attn.",
         mlp="block_sparse_moe." if is_moved else "mlp.",
         experts=ExpertNames(
-            room="block_sparse_moe.", parts=OF_MIXTRAL, shared="block_sparse_moe.shared_experts."
+            room="block_sparse_moe.", parts=MIXTRAL_PARTS, shared="block_sparse_moe.shared_experts."
         ),
     )
     context = either(reader, "model_max_length", "max_position_embeddings", 1048576)
-    found = _config(reader, blocks, spelling, eps=1e-5, context=None)
-    return replace(found, max_position_embeddings=context)
+    model = _config(reader, blocks, spelling, eps=1e-5, context=None)
+    return replace(model, max_position_embeddings=context)
 
 
-def _of_kimi(reader: ConfigReader) -> ExpertsSpec:
+def _kimi_experts(reader: ConfigReader) -> ExpertsSpec:
+    """Experts of Kimi Linear."""
     inner = reader.integer("moe_intermediate_size", 1024)
     return ExpertsSpec(
         either(reader, "num_experts", "num_local_experts", 256),
@@ -248,13 +254,23 @@ def _of_kimi(reader: ConfigReader) -> ExpertsSpec:
     )
 
 
-def either(reader: ConfigReader, key: str, other: str, usual: int) -> int:
-    """A size under either of two names; ConfigError where both are given and differ."""
-    size = reader.integer(key, reader.integer(other, usual))
-    if reader.has(other) and reader.integer(other) != size:
+def either(reader: ConfigReader, key: str, alias: str, default: int) -> int:
+    """Integer config value with two alternative key names.
+
+    Arguments:
+        reader: The config.json.
+        key: First name.
+        alias: Second name.
+        default: Value if neither is present.
+
+    Raises:
+        ConfigError: Both names are present with different values.
+    """
+    size = reader.integer(key, reader.integer(alias, default))
+    if reader.has(alias) and reader.integer(alias) != size:
         raise ConfigError(
-            f"{reader.source}: expected {key} and {other} to be equal, as they are two names of one size, "
-            f"found {size} and {reader.integer(other)}; correct the file, or fetch it again"
+            f"{reader.source}: expected {key} and {alias} to be equal, as they are two names of one size, "
+            f"found {size} and {reader.integer(alias)}; correct the file, or fetch it again"
         )
     return size
 
@@ -263,7 +279,7 @@ def either(reader: ConfigReader, key: str, other: str, usual: int) -> int:
 
 
 def _lfm2(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """LFM2, dense or, but for its first layers, of experts."""
+    """LFM2, dense or with experts in all but its first layers."""
     eps, heads = reader.number("norm_eps", 1e-5), reader.integer("num_attention_heads", 32)
     hidden = reader.integer("hidden_size")
     head_dim = reader.integer("head_dim", hidden // heads)
@@ -278,10 +294,12 @@ def _lfm2(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
     convolution = ShortConvolutionSpec(hidden, size, bias)
     layers = reader.integer("num_hidden_layers", 32)
     attends = reader.raw.get("full_attn_idxs")
-    usual = ["full_attention" if attends is None or i in attends else "conv" for i in range(layers)]
-    types = _layer_types(reader, usual, ("full_attention", "conv"))
+    default = ["full_attention" if attends is None or i in attends else "conv" for i in range(layers)]
+    types = _layer_types(reader, default, ("full_attention", "conv"))
     blocks = tuple(
-        LayerSpec((attention if kind == "full_attention" else convolution,), _of_lfm2(reader, layer))
+        LayerSpec(
+            (attention if kind == "full_attention" else convolution,), _lfm2_channel_mixer(reader, layer)
+        )
         for layer, kind in enumerate(types)
     )
     spelling = Spelling(
@@ -291,18 +309,21 @@ def _lfm2(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
         mixer="conv.",
         attention_norms=("q_layernorm", "k_layernorm"),
         attention_out="out_proj",
-        mlp_parts=OF_MIXTRAL,
-        experts=ExpertNames(router="gate", parts=OF_MIXTRAL, correction="expert_bias", room="feed_forward."),
+        mlp_parts=MIXTRAL_PARTS,
+        experts=ExpertNames(
+            router="gate", parts=MIXTRAL_PARTS, correction="expert_bias", room="feed_forward."
+        ),
     )
+    # Liquid's configs call the key tie_embedding, transformers tie_word_embeddings.
     tied = reader.flag("tie_embedding", reader.flag("tie_word_embeddings", True))
-    found = _config(reader, blocks, spelling, context=128_000)
-    return replace(found, norm_eps=eps, tie_word_embeddings=tied)
+    model = _config(reader, blocks, spelling, context=128_000)
+    return replace(model, norm_eps=eps, tie_word_embeddings=tied)
 
 
-def _of_lfm2(reader: ConfigReader, layer: int) -> ChannelMixerSpec:
-    """A layer's MLP or experts."""
+def _lfm2_channel_mixer(reader: ConfigReader, layer: int) -> ChannelMixerSpec:
+    """MLP or experts of a layer of LFM2."""
     if reader.raw["model_type"] == "lfm2":
-        return MlpSpec(_width_of_lfm2(reader), "silu")
+        return MlpSpec(_lfm2_mlp_width(reader), "silu")
     if layer < reader.integer("num_dense_layers", 2, least=0):
         return MlpSpec(reader.integer("intermediate_size", 7168), "silu")
     return ExpertsSpec(
@@ -318,12 +339,13 @@ def _of_lfm2(reader: ConfigReader, layer: int) -> ChannelMixerSpec:
     )
 
 
-def _width_of_lfm2(reader: ConfigReader) -> int:
-    """Of an MLP: two thirds of what the config says, made wider to a multiple, where it is adjusted."""
-    told = reader.integer("block_ff_dim", reader.integer("intermediate_size", 12288))
+def _lfm2_mlp_width(reader: ConfigReader) -> int:
+    """Hidden width of LFM2's MLPs: with block_auto_adjust_ff_dim, two thirds of the configured width, times a
+    factor, rounded up to a multiple of block_multiple_of."""
+    configured = reader.integer("block_ff_dim", reader.integer("intermediate_size", 12288))
     if not reader.flag("block_auto_adjust_ff_dim", True):
-        return told
-    width, factor = int(2 * told / 3), reader.optional_number("block_ffn_dim_multiplier", 1.0)
+        return configured
+    width, factor = int(2 * configured / 3), reader.optional_number("block_ffn_dim_multiplier", 1.0)
     if factor is None:
         return width
     multiple = reader.integer("block_multiple_of", 256)
@@ -334,6 +356,7 @@ def _width_of_lfm2(reader: ConfigReader) -> int:
 
 
 def _recurrent_gemma(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    """RecurrentGemma (Griffin): RG-LRU layers, and attention in windows."""
     hidden, heads = reader.integer("hidden_size"), reader.integer("num_attention_heads", 10)
     activation = read_activation(reader, "gelu_pytorch_tanh", "hidden_activation")
     attention = AttentionSpec(
@@ -348,13 +371,15 @@ def _recurrent_gemma(reader: ConfigReader, shapes: TensorShapes) -> ComposedArch
     unit = LinearUnitSpec(
         reader.integer("lru_width", hidden), heads, reader.integer("conv1d_width", 4), activation
     )
+    # intermediate_size counts gate and up projection together.
     inner = reader.integer("intermediate_size", 3 * 2560) // 2
     mlp = MlpSpec(inner, activation, has_bias=True)
     layers, kinds = reader.integer("num_hidden_layers"), reader.strings("block_types")
     kinds = kinds or ["recurrent", "recurrent", "attention"]
-    found = {"recurrent": LayerSpec((unit,), mlp), "attention": LayerSpec((attention,), mlp)}
-    types = _known(reader, "block_types", kinds, tuple(found))
-    blocks = tuple(found[types[layer % len(types)]] for layer in range(layers))
+    layer_specs = {"recurrent": LayerSpec((unit,), mlp), "attention": LayerSpec((attention,), mlp)}
+    types = _check_types(reader, "block_types", kinds, tuple(layer_specs))
+    # block_types is a pattern that repeats over the layers.
+    blocks = tuple(layer_specs[types[layer % len(types)]] for layer in range(layers))
     spelling = Spelling(
         final_norm="model.final_norm",
         ln1="temporal_pre_norm",
@@ -373,7 +398,8 @@ def _recurrent_gemma(reader: ConfigReader, shapes: TensorShapes) -> ComposedArch
 
 
 def _rounded(number: float) -> float:
-    """The bfloat16 next to a number: the reference holds the scale of embeddings so, in any dtype."""
+    """The nearest bfloat16: the reference stores the factor of embeddings in that dtype, whatever the
+    model's."""
     mantissa, exponent = math.frexp(number)
     return math.ldexp(round(mantissa * 256) / 256, exponent)
 
@@ -382,7 +408,8 @@ def _rounded(number: float) -> float:
 
 
 def _minimax(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """MiniMax-01: what is normed becomes the stream, which is weighed against what is added to it."""
+    """MiniMax-01: the normalised stream is carried on as the stream, and each addition weighs stream and
+    output by factors alpha and beta."""
     hidden, heads = reader.integer("hidden_size"), reader.integer("num_attention_heads", 32)
     head_dim, activation = reader.integer("head_dim", hidden // heads), read_activation(reader)
     layers, weighed = reader.integer("num_hidden_layers"), ("full_attn", "linear_attn", "mlp")
@@ -408,6 +435,7 @@ def _minimax(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture
     def block(layer: int, kind: str) -> LayerSpec:
         if kind == "full_attention":
             return LayerSpec((attention,), experts, "of stream", (alpha["full_attn"], alpha["mlp"]))
+        # Decays get weaker in later layers; the epsilons are those of the reference (no division by 0).
         slope = 1 - layer / (layers - 1 + 1e-5) + 1e-5
         lightning = LightningSpec(heads, head_dim, slope, activation, out_factor=beta["linear_attn"])
         return LayerSpec((lightning,), experts, "of stream", (alpha["linear_attn"], alpha["mlp"]))
@@ -417,13 +445,13 @@ def _minimax(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture
     spelling = replace(
         LLAMA,
         mixer="self_attn.",
-        experts=ExpertNames(room="block_sparse_moe.", parts=OF_MIXTRAL),
+        experts=ExpertNames(room="block_sparse_moe.", parts=MIXTRAL_PARTS),
     )
     return _config(reader, blocks, spelling, eps=1e-5, context=131072)
 
 
 def _minimax_m2(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """MiniMax-M2, which attends in every layer."""
+    """MiniMax-M2, with attention in every layer."""
     heads = reader.integer("num_attention_heads", 48)
     head_dim, eps = reader.integer("head_dim", 128), reader.number("rms_norm_eps", 1e-6)
     context, raw = reader.integer("max_position_embeddings", 196608), reader.raw
@@ -448,19 +476,23 @@ def _minimax_m2(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitect
     blocks = (LayerSpec((attention,), experts),) * reader.integer("num_hidden_layers", 62)
     spelling = replace(
         LLAMA,
-        experts=ExpertNames(room="block_sparse_moe.", parts=OF_MIXTRAL, correction="e_score_correction_bias"),
+        experts=ExpertNames(
+            room="block_sparse_moe.", parts=MIXTRAL_PARTS, correction="e_score_correction_bias"
+        ),
     )
     return _config(reader, blocks, spelling, context=196608)
 
 
 def _alternating(layers: int) -> list[str]:
+    """Layer types: attention in even layers, linear attention in odd ones."""
     return [("full_attention", "linear_attention")[layer % 2] for layer in range(layers)]
 
 
-# -- what several configs have under one name
+# -- config keys that several families share
 
 
 def _gated_delta(reader: ConfigReader, layout: Literal["by group", "by part"], eps: float) -> GatedDeltaSpec:
+    """Gated delta net of Qwen. layout: of its projections; eps: of the norm of its outputs."""
     return GatedDeltaSpec(
         reader.integer("linear_num_value_heads", 32),
         reader.integer("linear_num_key_heads", 16),
@@ -472,32 +504,44 @@ def _gated_delta(reader: ConfigReader, layout: Literal["by group", "by part"], e
     )
 
 
-def _every(period: int, layers: int) -> list[str]:
-    """Attention in the last of every few layers."""
+def _attention_every(period: int, layers: int) -> list[str]:
+    """Layer types: attention in every `period`-th layer, linear attention in the others."""
     return ["linear_attention" if (layer + 1) % period else "full_attention" for layer in range(layers)]
 
 
 def _layer_types(
-    reader: ConfigReader, usual: list[str], known: tuple[str, ...] = ("full_attention", "linear_attention")
+    reader: ConfigReader,
+    default: list[str],
+    allowed: tuple[str, ...] = ("full_attention", "linear_attention"),
 ) -> list[str]:
-    """What each layer is, one of `known`."""
-    found = _known(reader, "layer_types", reader.strings("layer_types") or usual, known)
-    if len(found) != len(usual):
+    """Type of each layer, layer_types.
+
+    Arguments:
+        reader: The config.json.
+        default: One type per layer, used if the config has no layer_types.
+        allowed: Types that the family can have.
+
+    Raises:
+        ConfigError: A type is not allowed, or the list does not have one type per layer.
+    """
+    types = _check_types(reader, "layer_types", reader.strings("layer_types") or default, allowed)
+    if len(types) != len(default):
         raise ConfigError(
-            f"{reader.source}: expected one layer_types entry per layer ({len(usual)}), found {len(found)}; "
-            "correct the file, or fetch it again"
+            f"{reader.source}: expected one layer_types entry per layer ({len(default)}), found "
+            f"{len(types)}; correct the file, or fetch it again"
         )
-    return found
+    return types
 
 
-def _known(reader: ConfigReader, key: str, found: list[str], known: tuple[str, ...]) -> list[str]:
-    strange = next((kind for kind in found if kind not in known), None)
-    if strange is not None:
+def _check_types(reader: ConfigReader, key: str, types: list[str], allowed: tuple[str, ...]) -> list[str]:
+    """The types themselves; ConfigError, naming their config key, if one of them is not allowed."""
+    unknown = next((kind for kind in types if kind not in allowed), None)
+    if unknown is not None:
         raise ConfigError(
-            f"{reader.source}: expected {key} to list layers of {', '.join(known)}, found {strange!r}; this "
-            "model cannot run here"
+            f"{reader.source}: expected {key} to list layers of {', '.join(allowed)}, found {unknown!r}; "
+            "this model cannot run here"
         )
-    return found
+    return types
 
 
 def _config(
@@ -508,7 +552,15 @@ def _config(
     eps: float = 1e-6,
     context: int | None,
 ) -> ComposedArchitecture:
-    """What they have in common; context: where the config does not say, None where nothing bounds it."""
+    """Architecture of a family of this module.
+
+    Arguments:
+        reader: The config.json.
+        blocks: Its layers.
+        spelling: Names of the checkpoint's tensors.
+        eps: Default of rms_norm_eps.
+        context: Default of max_position_embeddings; None for an unbounded context.
+    """
     return ComposedArchitecture(
         model_type=reader.raw["model_type"],
         hidden_size=reader.integer("hidden_size"),
@@ -526,7 +578,7 @@ LINEAR: dict[str, FamilyReader] = {
         _qwen,
         "Qwen3-Next",
         "gated delta nets, some gated attention with quarter rope",
-        "experts and a gated one of all",
+        "experts and a gated shared expert",
     ),
     "qwen3_5_text": FamilyReader(
         _qwen,
@@ -539,20 +591,20 @@ LINEAR: dict[str, FamilyReader] = {
         _qwen,
         "Qwen3.5 with experts, its text model",
         "gated delta nets, some gated attention with quarter rope",
-        "experts and a gated one of all",
+        "experts and a gated shared expert",
         reads_tensors=True,
     ),
     "olmo_hybrid": FamilyReader(
         _olmo,
         "Olmo Hybrid",
-        "gated delta nets, some attention with QK-norm and norms behind it",
+        "gated delta nets, some attention with QK-norm and norms after it",
         "gated SiLU",
         reads_tensors=True,
     ),
     "kimi_linear": FamilyReader(
         _kimi,
         "Kimi Linear",
-        "gated delta nets with a decay for every key, some latent attention without rope",
+        "gated delta nets with a decay per key channel, some latent attention without rope",
         "gated SiLU, experts",
         reads_tensors=True,
     ),
@@ -577,7 +629,7 @@ LINEAR: dict[str, FamilyReader] = {
         _minimax, "MiniMax-Text-01", "lightning attention, some attention, norms on the stream", "experts"
     ),
 }
-"""Every family of linear attention, gated linear units and short convolutions, by model_type."""
+"""model_type -> family, for linear attention, gated linear units and short convolutions."""
 KIN: dict[str, FamilyReader] = {
     "minimax_m2": FamilyReader(
         _minimax_m2, "MiniMax-M2", "attention with QK-norm and partial rope", "experts"
@@ -593,9 +645,9 @@ KIN: dict[str, FamilyReader] = {
         _qwen_of_images,
         "Qwen3.5 with experts, of which the text model runs",
         "gated delta nets, some gated attention with quarter rope",
-        "experts and a gated one of all",
+        "experts and a gated shared expert",
         reads_tensors=True,
     ),
 }
-"""Their relatives, by model_type: a later one that attends everywhere; those whose text model is a section of
-a larger one's config.json."""
+"""model_type -> family, for relatives of these: MiniMax-M2, which has attention in every layer, and
+multimodal models whose text model is in `LINEAR`."""

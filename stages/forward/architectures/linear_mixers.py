@@ -1,9 +1,9 @@
-"""Mixers between attention and state spaces: linear attention, gated recurrences, short convolutions.
+"""Specs of linear attention, gated recurrences, xLSTM and short convolutions.
 
-As in mixers.py: hook points, how far a change at them reaches, sizes of axes and what a token costs. What
-reads a state with queries and writes to it under keys has hook points of one room, "linear", whatever it is
-called: a gated delta net, gated linear attention, retention, lightning attention, or the RG-LRU, whose heads
-are single numbers.
+As in mixers.py, a spec has hook points, reach of changes, sizes of axes and memory per token. All mixers
+whose state is written under keys and read with queries share the hook points with the prefix "linear": gated
+delta nets, gated linear attention, retention, lightning attention, and the RG-LRU, whose heads are single
+numbers.
 
 Torch-free. Axes: as in points.py.
 """
@@ -38,8 +38,8 @@ _WRITTEN = frozenset(
 )
 
 
-class _LinearShape(MixerSpec):
-    """A mixer with hook points of the room "linear"."""
+class _LinearSpec(MixerSpec):
+    """A mixer with the hook points "linear_…"."""
 
     reaches_later: ClassVar[frozenset[str]] = _WRITTEN
 
@@ -50,15 +50,9 @@ class _LinearShape(MixerSpec):
 
 
 @dataclass(frozen=True)
-class GatedDeltaSpec(_LinearShape):
-    """A gated delta net (Yang et al., Gated Delta Networks, 2024, equation 10): a token takes from the state
-    what it holds under its key before it writes there.
-
-    groups: of heads that share queries and keys. conv_size: 0 for no convolution. decays: one a "head", or
-    one a "key" channel (Kimi Delta Attention, 2025); None where nothing is forgotten (DeltaNet). beta_factor:
-    of how much is replaced, which is a sigmoid; 2 lets the state change sign. gate: activation of the gate,
-    None without one. layout: how projections lie in a checkpoint, see layer_tensors.py.
-    """
+class GatedDeltaSpec(_LinearSpec):
+    """A gated delta net (Yang et al., Gated Delta Networks, 2024, equation 10): each token first removes what
+    the state holds under its key, and then writes its value there."""
 
     kind: ClassVar[str] = "gated_delta"
     points: ClassVar[tuple[str, ...]] = (
@@ -67,20 +61,32 @@ class GatedDeltaSpec(_LinearShape):
     )
 
     heads: int
+    """Number of value heads."""
     groups: int
+    """Groups of heads that share queries and keys."""
     key_size: int
+    """Query and key width per head."""
     value_size: int
+    """Entries of a head's value."""
     conv_size: int
+    """Kernel size of the short convolution, in tokens; 0 for no convolution."""
     layout: Literal["by group", "by part", "separate"]
+    """Layout of the projections in a checkpoint (layer_tensors.py)."""
     decays: Literal["head", "key"] | None = "head"
+    """One decay per head, or one per key channel (Kimi Delta Attention, 2025); None for no decay
+    (DeltaNet)."""
     beta_factor: float = 1.0
+    """Factor of the write strength beta, a sigmoid; 2 allows negative eigenvalues of the state transition."""
     gate: Literal["silu", "sigmoid"] | None = "silu"
+    """Activation of the output gate; None for no gate."""
     norm_eps: float = 1e-6
+    """Epsilon of the norm of each head's output."""
 
     @property
     def held_points(self) -> tuple[str, ...]:
         """See `MixerSpec`."""
         absent = {"linear_gate"} if self.gate is None else set()
+        # DeltaNet has no decays, so it has no hook points for them.
         absent |= {"linear_log_decay", "linear_decay"} if self.decays is None else set()
         absent |= set() if self.conv_size else {"linear_conv"}
         return tuple(point for point in self.points if point not in absent)
@@ -104,37 +110,45 @@ class GatedDeltaSpec(_LinearShape):
         }
 
     def bytes_per_token(self, itemsize: int) -> int:
-        """Projections; queries, keys and both sides of what is replaced of every head, in float32."""
+        """See `MixerSpec`: projections; queries, keys and both factors of the removal per head, in
+        float32."""
         return itemsize * 6 * sum(self.parts) + 4 * 8 * self.heads * self.key_size
 
 
 @dataclass(frozen=True)
-class LinearAttentionSpec(_LinearShape):
-    """Linear attention whose state fades: gated linear attention (Yang et al., Gated Linear Attention, 2023,
-    section 4), whose tokens say how much of each key is left; and retention (Sun et al., Retentive Network,
-    2023, section 2.1), where it is "fixed", one number a head, and queries and keys turn.
-
-    groups: of heads that share keys, values and decays. conv_size: 0 for no convolution. activation: of
-    queries and keys, None for none. decay_rank: of the map to decays; decay_divisor: of their logarithms;
-    least_log_decay: no less, None for no bound. has_norm_weight: of the norm of what is read.
-    """
+class LinearAttentionSpec(_LinearSpec):
+    """Linear attention with a decaying state: gated linear attention (Yang et al., 2023, section 4), with a
+    decay per key channel computed from each token; and retention (Sun et al., Retentive Network, 2023,
+    section 2.1), with one fixed decay per head and rope."""
 
     kind: ClassVar[str] = "linear_attention"
     points: ClassVar[tuple[str, ...]] = ("linear_gate", "linear_conv", "linear_q", "linear_k", *_STATE)
 
     heads: int
+    """Number of query heads."""
     groups: int
+    """Number of key and value heads, each shared by several query heads."""
     key_size: int
+    """Query and key width per head."""
     value_size: int
+    """Entries of a value."""
     decays: Literal["key", "fixed"]
+    """One computed decay per key channel, or one fixed decay per head."""
     conv_size: int = 0
+    """Kernel size of the short convolution, in tokens; 0 for no convolution."""
     rope: RopeConfig | None = None
     activation: ActivationName | None = None
+    """Activation of queries and keys; None for none."""
     decay_rank: int = 16
+    """Rank of the projection to decays."""
     decay_divisor: float = 16.0
+    """Divisor of the logarithm of the decays."""
     least_log_decay: float | None = None
+    """Lower bound of the logarithm of the decays; None for no bound."""
     has_gate: bool = True
+    """Whether the output has a gate."""
     has_norm_weight: bool = True
+    """Whether the norm of each head's output has learned weights."""
     norm_eps: float = 1e-6
 
     @property
@@ -151,38 +165,41 @@ class LinearAttentionSpec(_LinearShape):
 
     @property
     def axis_sizes(self) -> dict[str, int]:
-        """See `MixerSpec`; keys are shown as heads have them."""
-        found = {
+        """See `MixerSpec`; keys are repeated for all heads at hook points, so that groups count heads."""
+        sizes = {
             "linear_head": self.heads,
             "linear_group": self.heads,
             "linear_key": self.key_size,
             "linear_value": self.value_size,
             "linear_decay": self.key_size if self.decays == "key" else 1,
         }
-        return found | ({"linear_channel": sum(self.parts)} if self.conv_size else {})
+        return sizes | ({"linear_channel": sum(self.parts)} if self.conv_size else {})
 
     def bytes_per_token(self, itemsize: int) -> int:
-        """Projections; queries, keys, decays and what is read of every head, in float32."""
+        """See `MixerSpec`: projections; queries, keys, decays and outputs per head, in float32."""
         return (itemsize * 4 + 4 * 4) * self.heads * (self.key_size + self.value_size)
 
 
 @dataclass(frozen=True)
-class LightningSpec(_LinearShape):
+class LightningSpec(_LinearSpec):
     """Lightning attention (Qin et al., Various Lengths, Constant Speed, 2024; MiniMax-01, 2025, section 2.2):
-    linear attention whose decays are fixed, one a head.
-
-    slope: of the first head's decay, before the heads' own share of it; see networks/mixers/lightning.py.
-    """
+    linear attention with one fixed decay per head."""
 
     kind: ClassVar[str] = "lightning"
     points: ClassVar[tuple[str, ...]] = ("linear_gate", "linear_q", "linear_k", *_STATE)
 
     heads: int
+    """Number of heads."""
     head_dim: int
+    """Entries of a query, key and value."""
     slope: float
+    """Factor of this layer's log decays, which multiplies the slope of each head
+    (networks/mixers/lightning.py)."""
     activation: ActivationName = "silu"
+    """Activation of queries, keys and values."""
     norm_eps: float = 1e-6
     out_factor: float = 1.0
+    """Factor of the output."""
 
     @property
     def axis_sizes(self) -> dict[str, int]:
@@ -196,24 +213,24 @@ class LightningSpec(_LinearShape):
         }
 
     def bytes_per_token(self, itemsize: int) -> int:
-        """Projections, activated and as they were; what is read, in float32."""
+        """See `MixerSpec`: projections before and after their activation; outputs in float32."""
         return (itemsize * 10 + 4 * 4) * self.heads * self.head_dim
 
 
 @dataclass(frozen=True)
-class LinearUnitSpec(_LinearShape):
-    """A real-gated linear recurrent unit behind a short convolution (De et al., Griffin, 2024, section 2.4):
-    every channel is a head with a state of one number.
-
-    gates: how many blocks the maps to gates have.
-    """
+class LinearUnitSpec(_LinearSpec):
+    """RG-LRU, a real-gated linear recurrent unit after a short convolution (De et al., Griffin, 2024, section
+    2.4): every channel is a head whose state is one number."""
 
     kind: ClassVar[str] = "linear_unit"
     points: ClassVar[tuple[str, ...]] = ("linear_gate", "linear_conv", "linear_k", *_STATE)
 
     channels: int
+    """Width of the recurrence."""
     gates: int
+    """Blocks of the block-diagonal projections to input and recurrence gate."""
     conv_size: int
+    """Kernel size of the short convolution, in tokens."""
     activation: ActivationName = "gelu_tanh"
 
     @property
@@ -229,18 +246,14 @@ class LinearUnitSpec(_LinearShape):
         }
 
     def bytes_per_token(self, itemsize: int) -> int:
-        """Both branches, and gates, decays and what is read, in float32."""
+        """See `MixerSpec`: both branches; gates, decays and outputs in float32."""
         return (itemsize * 6 + 4 * 8) * self.channels
 
 
 @dataclass(frozen=True)
 class MlstmSpec(MixerSpec):
-    """An mLSTM, the matrix memory of xLSTM (Beck et al., xLSTM, 2024, section 2.3; xLSTM 7B, 2025, section
-    3).
-
-    gate_cap: of both gates, c tanh(x / c). eps: added to what is divided by; norm_eps: of the norm of heads.
-    is_fused: whether queries, keys, values and output gates are one projection, and both gates another.
-    """
+    """mLSTM, the matrix memory of xLSTM (Beck et al., xLSTM, 2024, section 2.3; xLSTM 7B, 2025, section
+    3)."""
 
     kind: ClassVar[str] = "mlstm"
     points: ClassVar[tuple[str, ...]] = (
@@ -256,13 +269,21 @@ class MlstmSpec(MixerSpec):
     )
 
     heads: int
+    """Number of heads."""
     key_size: int
+    """Query and key width per head."""
     value_size: int
+    """Entries of a value."""
     gate_cap: float
+    """Soft cap c of input and forget gate, c tanh(x / c)."""
     eps: float
+    """Epsilon added to the normaliser by which outputs are divided."""
     norm_eps: float
+    """Epsilon of the norm of each head's output."""
     has_bias: bool = False
+    """Whether projections and norms have biases."""
     is_fused: bool = False
+    """Whether queries, keys, values and output gates are one tensor, and input and forget gates another."""
 
     @property
     def summary(self) -> RecurrentMixer:
@@ -282,25 +303,28 @@ class MlstmSpec(MixerSpec):
             "mlstm_head": self.heads,
             "mlstm_key": self.key_size,
             "mlstm_value": self.value_size,
+            # Two more columns: the normaliser and the log scale of the state.
             "mlstm_cell": self.value_size + 2,
         }
 
     def bytes_per_token(self, itemsize: int) -> int:
-        """Projections; keys, values and what is read, in float32."""
+        """See `MixerSpec`: projections; keys, values and outputs in float32."""
         return (2 * itemsize + 4 * 3) * sum(self.parts)
 
 
 @dataclass(frozen=True)
 class ShortConvolutionSpec(MixerSpec):
-    """A short convolution between two gates (LFM2, Liquid AI, 2025): a token sees the few before it, and no
-    state is kept of others."""
+    """A short convolution between two multiplicative gates (LFM2, Liquid AI, 2025), without any longer
+    memory."""
 
     kind: ClassVar[str] = "short_convolution"
     points: ClassVar[tuple[str, ...]] = ("conv_in_gate", "conv_out_gate", "conv_x", "conv_out")
     reaches_later: ClassVar[frozenset[str]] = frozenset(("conv_in_gate", "conv_x"))
 
     channels: int
+    """Width of the convolution, the hidden size of the model."""
     conv_size: int
+    """Kernel size in tokens, the current one included."""
     has_bias: bool = False
 
     @property
@@ -310,9 +334,9 @@ class ShortConvolutionSpec(MixerSpec):
 
     @property
     def axis_sizes(self) -> dict[str, int]:
-        """See `MixerSpec`; it is as wide as the stream."""
+        """See `MixerSpec`; its channels are those of the stream."""
         return {"hidden": self.channels}
 
     def bytes_per_token(self, itemsize: int) -> int:
-        """See `MixerSpec`: the projections and their products, as wide as the stream each."""
+        """See `MixerSpec`: projections and their products, each of hidden size."""
         return itemsize * 7 * self.channels

@@ -1,9 +1,9 @@
-"""How the config.json of a state-space model or a hybrid is read: a function per family, and a table of them.
+"""Readers of config.json for state-space models and their hybrids: a function per family, and their table.
 
-Semantics and defaults are those of the reference implementation (transformers). What stands in several
-configs under one name is read by one helper; what a family alone has is in its function.
+Semantics and defaults are those of the reference implementation (transformers). Keys that several families
+share are read by helpers at the end; keys of one family are read in its function.
 
-Border: one config, and names of tensors where checkpoints of a family spell them in two ways; never imports
+Border: one config, and tensor names in families whose checkpoints use two naming schemes; never imports
 torch.
 """
 
@@ -44,13 +44,14 @@ LAYER_TYPES = {
     "mlp": "mlp",
     "moe": "moe",
 }
-"""What configs of several years call the same."""
-SHARED = (("ssm_head", "ssm_group"), ("linear_head", "linear_group"))
-"""Axes of heads, and of what groups of them share."""
+"""Layer type in a config -> layer type here; names changed over the years."""
+_GROUPED_AXES = (("ssm_head", "ssm_group"), ("linear_head", "linear_group"))
+"""(axis of heads, axis of groups of heads that share parameters)."""
 BACKBONE = Spelling(
     embed="backbone.embeddings",
     final_norm="backbone.norm_f",
     layer="backbone.layers.{}.",
+    # Each layer has one norm, called "norm", before its mixer or channel mixer.
     ln1="norm",
     ln2="norm",
     mixer="mixer.",
@@ -61,31 +62,39 @@ BACKBONE = Spelling(
 
 @dataclass(frozen=True)
 class FamilyReader:
-    """How a family's config.json becomes an architecture, and how it is described (`described` in known.py).
-
-    reads_tensors: whether its checkpoints are spelled in two ways, so that names of tensors are asked for.
-    may_look_both_ways: whether its reader takes use_bidirectional_attention upon itself.
-    """
+    """Reader of a family's config.json, and its row in the table of families (`KnownFamily.described`)."""
 
     read: Callable[[ConfigReader, TensorShapes], ComposedArchitecture]
+    """Function (config, shapes of the checkpoint's tensors by name) -> architecture."""
     examples: str
+    """Well-known models of the family."""
     mixers: str
+    """Its mixers in words."""
     mlp: str = "none"
+    """Its channel mixers in words."""
     head: str = "untied"
+    """Its language head in words."""
     reads_tensors: bool = False
+    """Whether `read` needs the tensor shapes: checkpoints of the family use two naming schemes."""
     may_look_both_ways: bool = False
+    """Whether `read` itself checks use_bidirectional_attention."""
 
     def config(self, reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-        """The architecture. shapes: of its tensors by name; empty where its family asks for none.
+        """The architecture that a config describes.
 
-        Raises ConfigError for a key that is missing, of the wrong type, or asks for what is not followed.
+        Arguments:
+            reader: The config.json.
+            shapes: Shapes of the checkpoint's tensors by name; may be empty unless `reads_tensors`.
+
+        Raises:
+            ConfigError: A key is missing, has the wrong type, or asks for a feature that is not implemented.
         """
-        refuse_unfollowed(reader, both_ways=self.may_look_both_ways)
+        refuse_unfollowed(reader, bidirectional=self.may_look_both_ways)
         return self.read(reader, shapes)
 
 
 def read_mamba(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """The architecture of a model with state spaces, by the row of its model_type."""
+    """The architecture of a family in `HYBRIDS`; see `FamilyReader.config`."""
     return HYBRIDS[reader.raw["model_type"]].config(reader, shapes)
 
 
@@ -93,7 +102,7 @@ def read_mamba(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitectu
 
 
 def _mamba(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """Mamba and Falcon-Mamba, which norms step sizes, B and C without weights."""
+    """Mamba; and Falcon-Mamba, with norms of step sizes, B and C that have no weights."""
     hidden = reader.integer("hidden_size")
     require_silu(reader, "hidden_act")
     is_falcon = reader.raw["model_type"] == "falcon_mamba"
@@ -111,6 +120,7 @@ def _mamba(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
 
 
 def _mamba2(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    """Mamba-2."""
     require_silu(reader, "hidden_act")
     bias, eps = reader.flag("use_bias", False), reader.number("layer_norm_epsilon", 1e-5)
     shape = Mamba2Spec(
@@ -129,7 +139,13 @@ def _mamba2(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
 
 
 def _alone(reader: ConfigReader, block: LayerSpec, *, tied: bool) -> ComposedArchitecture:
-    """A model of one kind of layer without channel mixers, as `backbone` checkpoints have it."""
+    """A model of equal layers without channel mixers, whose tensor names begin with "backbone.".
+
+    Arguments:
+        reader: The config.json.
+        block: The layer.
+        tied: Default of tie_word_embeddings.
+    """
     return ComposedArchitecture(
         model_type=reader.raw["model_type"],
         hidden_size=reader.integer("hidden_size"),
@@ -146,8 +162,9 @@ def _alone(reader: ConfigReader, block: LayerSpec, *, tied: bool) -> ComposedArc
 
 
 def _bamba(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    """Bamba: Mamba-2, and attention in layers that attn_layer_indices lists."""
     layers, listed = reader.integer("num_hidden_layers"), reader.raw.get("attn_layer_indices") or []
-    # The reference turns half of each head, unless rope_parameters says otherwise.
+    # The reference's default for partial_rotary_factor is 0.5.
     attention = _attention(reader, rope=rope_of(reader, _head_dim(reader), 262144, share=0.5))
     mamba = _mamba2_of_hybrid(reader)
     mlp = MlpSpec(reader.integer("intermediate_size"), activation_of(reader), has_bias=_mlp_bias(reader))
@@ -156,9 +173,10 @@ def _bamba(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
 
 
 def _jamba(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    """Jamba: Mamba-1 and attention without rope; MLPs and experts."""
     hidden, layers = reader.integer("hidden_size"), reader.integer("num_hidden_layers")
     require_silu(reader, "hidden_act")
-    # It has no rope, and its attention no biases.
+    # Jamba has no rope, and no biases in its attention.
     attention = replace(_attention(reader, rope=None), qkv_bias=False, o_bias=False)
     mamba = MambaSpec(
         channels=expanded(reader, "mamba_expand", hidden),
@@ -172,9 +190,11 @@ def _jamba(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
     )
     inner = reader.integer("intermediate_size")
     mlp: MlpSpec | ExpertsSpec = MlpSpec(inner, "silu")
+    # num_experts 1 means no experts.
     experts, count, chosen = mlp, reader.integer("num_experts", 16), reader.integer("num_experts_per_tok", 2)
     if count > 1:
         experts = ExpertsSpec(count, chosen, inner, "silu", routing="chosen of softmax")
+    # (period, offset) of the layers with attention, and below of those with experts.
     attends = reader.integer("attn_layer_period", 8), reader.integer("attn_layer_offset", 4, least=0)
     routes = reader.integer("expert_layer_period", 2), reader.integer("expert_layer_offset", 1, least=0)
     blocks = tuple(
@@ -188,7 +208,9 @@ def _jamba(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
 
 
 def _granite(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    """Granite 4.0: Mamba-2 and attention, with Granite's factors; experts or an MLP."""
     types = layer_types_of(reader, "layer_types", ["mamba"] * reader.integer("num_hidden_layers"))
+    # Granite 4.0 has no rope unless position_embedding_type is "rope".
     position = reader.raw.get("position_embedding_type")
     factor = reader.number("residual_multiplier", 1.0)
     attention = replace(
@@ -229,14 +251,14 @@ def _granite(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture
     blocks = tuple(LayerSpec((attention if kind == "attention" else mamba,), channel_mixer) for kind in types)
     return replace(
         _hybrid(reader, blocks, spelling, context=2048, eps=1e-6),
-        embedding_scale=_unless_one(reader.number("embedding_multiplier", 1.0)),
+        embedding_scale=_none_if_one(reader.number("embedding_multiplier", 1.0)),
         logit_factor=1 / reader.number("logits_scaling", 1.0),
     )
 
 
 def _falcon_h1(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """Attention and Mamba-2 side by side in every layer."""
-    of_mlp = _numbers(reader, "mlp_multipliers", 2)
+    """Falcon-H1, with parallel attention and Mamba-2 in every layer, and factors of many activations (µP)."""
+    mlp_factors = _numbers(reader, "mlp_multipliers", 2)
     attention = replace(
         _attention(reader, rope=rope_of(reader, _head_dim(reader), 8192)),
         factors=(
@@ -245,6 +267,7 @@ def _falcon_h1(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitectu
             reader.number("attention_out_multiplier", 1.0),
         ),
     )
+    # mamba_norm_before_gate only matters if mamba_rms_norm enables the norm at all.
     before_gate: Literal["before gate", "gated"] = (
         "before gate" if reader.flag("mamba_norm_before_gate", True) else "gated"
     )
@@ -260,18 +283,18 @@ def _falcon_h1(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitectu
         reader.integer("intermediate_size"),
         activation_of(reader),
         has_bias=_mlp_bias(reader),
-        factors=(of_mlp[0], of_mlp[1]),
+        factors=(mlp_factors[0], mlp_factors[1]),
     )
     block = LayerSpec((attention, mamba), mlp)
     return replace(
         _hybrid(reader, (block,) * reader.integer("num_hidden_layers"), Spelling(), context=8192),
-        embedding_scale=_unless_one(reader.number("embedding_multiplier", 1.0)),
+        embedding_scale=_none_if_one(reader.number("embedding_multiplier", 1.0)),
         logit_factor=reader.number("lm_head_multiplier", 1.0),
     )
 
 
 def _nemotron_h(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """Every layer is a mixer, or a channel mixer, alone."""
+    """Nemotron-H, each of whose layers is either a mixer or a channel mixer."""
     bias, mlp_bias = reader.flag("use_bias", False), _mlp_bias(reader)
     eps, activation = (
         reader.number("layer_norm_epsilon", 1e-5),
@@ -312,12 +335,13 @@ def _nemotron_h(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitect
         latent_size=reader.optional_integer("moe_latent_size"),
         has_bias=mlp_bias,
     )
-    found = {
+    layer_specs = {
         "attention": LayerSpec((attention,)),
         "mamba": LayerSpec((mamba,)),
         "mlp": LayerSpec((), mlp),
         "moe": LayerSpec((), experts),
     }
+    # Checkpoints of the family use one of two prefixes.
     root = "backbone" if any(name.startswith("backbone.") for name in shapes) else "model"
     spelling = replace(
         BACKBONE,
@@ -328,14 +352,15 @@ def _nemotron_h(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitect
         experts=ExpertNames("mixer.", parts=parts, shared="mixer.shared_experts."),
     )
     pattern = reader.text("hybrid_override_pattern", "")
+    # Older configs have one letter per layer instead of layers_block_type.
     letters = {"M": "mamba", "E": "moe", "*": "attention", "-": "mlp"}
-    usual = [letters.get(letter, letter) for letter in pattern]
-    types = layer_types_of(reader, "layers_block_type", usual, known=tuple(found))
+    default = [letters.get(letter, letter) for letter in pattern]
+    types = layer_types_of(reader, "layers_block_type", default, allowed=tuple(layer_specs))
     return ComposedArchitecture(
         model_type=reader.raw["model_type"],
         hidden_size=reader.integer("hidden_size"),
         vocab_size=reader.integer("vocab_size"),
-        blocks=tuple(found[kind] for kind in types),
+        blocks=tuple(layer_specs[kind] for kind in types),
         spelling=spelling,
         norm_eps=eps,
         max_position_embeddings=reader.integer("max_position_embeddings", 4096),
@@ -351,7 +376,15 @@ def _hybrid(
     context: int,
     eps: float = 1e-5,
 ) -> ComposedArchitecture:
-    """What hybrids of attention and state spaces have in common. context, eps: where the config is silent."""
+    """Architecture of a hybrid of attention and state spaces.
+
+    Arguments:
+        reader: The config.json.
+        blocks: Its layers.
+        spelling: Names of the checkpoint's tensors.
+        context: Default of max_position_embeddings.
+        eps: Default of rms_norm_eps.
+    """
     return ComposedArchitecture(
         model_type=reader.raw["model_type"],
         hidden_size=reader.integer("hidden_size"),
@@ -364,17 +397,24 @@ def _hybrid(
     )
 
 
-# -- what several configs have under one name
+# -- config keys that several families share
 
 
 def _attention(reader: ConfigReader, *, rope: RopeConfig | None, kv_heads: int | None = 8) -> AttentionSpec:
-    """kv_heads: where the key is absent, and divides the heads; one a head where it is null, or does not."""
+    """Attention of a hybrid.
+
+    Arguments:
+        reader: The config.json.
+        rope: Rope of queries and keys; None for no rope.
+        kv_heads: Default of num_key_value_heads, if it divides the number of heads; otherwise, and for a null
+            in the config, there is one key head per query head.
+    """
     heads = reader.integer("num_attention_heads")
     bias = reader.flag("attention_bias", False)
-    is_told = "num_key_value_heads" in reader.raw or not kv_heads or heads % kv_heads
+    ignores_default = "num_key_value_heads" in reader.raw or not kv_heads or heads % kv_heads
     return AttentionSpec(
         num_attention_heads=heads,
-        num_kv_heads=reader.integer("num_key_value_heads", heads if is_told else kv_heads),
+        num_kv_heads=reader.integer("num_key_value_heads", heads if ignores_default else kv_heads),
         head_dim=_head_dim(reader),
         rope=rope,
         qkv_bias=bias,
@@ -383,31 +423,46 @@ def _attention(reader: ConfigReader, *, rope: RopeConfig | None, kv_heads: int |
 
 
 def _head_dim(reader: ConfigReader) -> int:
+    """Entries of a head; by default hidden_size divided by the number of heads."""
     return reader.integer("head_dim", reader.integer("hidden_size") // reader.integer("num_attention_heads"))
 
 
 def rope_of(
     reader: ConfigReader, head_dim: int, context: int, *, share: float = 1.0, theta: float = 10000.0
 ) -> RopeConfig:
-    """Rope of a hybrid. context, theta, and the share of each head that turns: where the config does not say.
-    Families in which all of it turns take no other share."""
+    """Rope of a hybrid.
+
+    Arguments:
+        reader: The config.json.
+        head_dim: Entries of a head.
+        context: Default of max_position_embeddings.
+        share: Default of partial_rotary_factor; 1 for families whose rope always rotates whole heads.
+        theta: Default of rope_theta.
+    """
     raw = reader.raw if share == 1 else {"partial_rotary_factor": share} | reader.raw
-    longest = reader.integer("max_position_embeddings", context)
-    own = ConfigReader(raw, reader.source)
-    return read_rope(own, head_dim, longest, theta=theta, is_partial=share != 1)
+    length = reader.integer("max_position_embeddings", context)
+    return read_rope(ConfigReader(raw, reader.source), head_dim, length, theta=theta, is_partial=share != 1)
 
 
 def _mamba2_of_hybrid(reader: ConfigReader, *, channels: int | None = None, eps: float = 1e-5) -> Mamba2Spec:
-    """Mamba-2 as hybrids spell its sizes. channels: of all heads, where they are not a multiple of the
-    stream's. eps: of norms, where the config does not say."""
+    """Mamba-2 from the config keys of hybrids.
+
+    Arguments:
+        reader: The config.json.
+        channels: Channels of all heads together; None for mamba_expand times the hidden size.
+        eps: Default of rms_norm_eps.
+
+    Raises:
+        ConfigError: Heads times their channels differ from the number of channels.
+    """
     heads, hidden = reader.integer("mamba_n_heads", 128), reader.integer("hidden_size")
     width = channels or expanded(reader, "mamba_expand", hidden)
-    told = reader.raw.get("mamba_d_head", "auto")
+    d_head = reader.raw.get("mamba_d_head", "auto")
     bias = reader.flag("mamba_proj_bias", False)
     require_silu(reader, "hidden_act")
     shape = Mamba2Spec(
         heads=heads,
-        head_dim=width // heads if told in ("auto", None) else reader.integer("mamba_d_head"),
+        head_dim=width // heads if d_head in ("auto", None) else reader.integer("mamba_d_head"),
         groups=reader.integer("mamba_n_groups", 1),
         state_size=reader.integer("mamba_d_state", 256),
         conv_size=reader.integer("mamba_d_conv", 4),
@@ -426,10 +481,10 @@ def _mamba2_of_hybrid(reader: ConfigReader, *, channels: int | None = None, eps:
 
 
 def checked(reader: ConfigReader, block: LayerSpec) -> LayerSpec:
-    """The block, unless groups do not divide the heads that share them."""
+    """The layer itself; ConfigError if its number of heads is not divisible by its number of groups."""
     for shape in block.all_mixers:
         sizes = shape.axis_sizes
-        for heads, groups in SHARED:
+        for heads, groups in _GROUPED_AXES:
             if sizes.get(heads, 0) % sizes.get(groups, 1):
                 raise ConfigError(
                     f"{reader.source}: expected a number of heads that {sizes[groups]} groups divide, found "
@@ -439,34 +494,34 @@ def checked(reader: ConfigReader, block: LayerSpec) -> LayerSpec:
 
 
 def expanded(reader: ConfigReader, key: str, hidden: int) -> int:
-    """Channels inside a mixer: `key`, 2 where the config does not say, times the width of the stream."""
+    """Inner channels of a mixer: the factor under `key`, by default 2, times the hidden size."""
     return int(reader.number(key, 2.0) * hidden)
 
 
 def rank_of(reader: ConfigReader, key: str, hidden: int) -> int:
-    """Of the map to step sizes; "auto" is a sixteenth of the stream's width."""
+    """Rank of the projection to step sizes; "auto" means hidden size / 16, rounded up."""
     if reader.raw.get(key, "auto") == "auto":
         return math.ceil(hidden / 16)
     return reader.integer(key)
 
 
 def _limits(reader: ConfigReader) -> tuple[float, float | None]:
-    """Least and greatest step size; None for no greatest one, which JSON has no number for."""
-    told = reader.raw.get("time_step_limit")
+    """Smallest and largest step size, time_step_limit; None for no upper limit (JSON has no infinity)."""
+    limits = reader.raw.get("time_step_limit")
     reader.read.add("time_step_limit")
-    if told is None:
+    if limits is None:
         return (0.0, None)
-    if not isinstance(told, list | tuple) or len(told) != 2:
+    if not isinstance(limits, list | tuple) or len(limits) != 2:
         raise ConfigError(
-            f"{reader.source}: expected time_step_limit to be two numbers, found {told!r}; correct the file, "
-            "or fetch it again"
+            f"{reader.source}: expected time_step_limit to be two numbers, found {limits!r}; correct the "
+            "file, or fetch it again"
         )
-    low, high = (_finite(reader, "time_step_limit", value) for value in told)
+    low, high = (_finite(reader, "time_step_limit", value) for value in limits)
     return (low or 0.0, high)
 
 
 def _finite(reader: ConfigReader, key: str, value: Any) -> float | None:
-    """A number, None for infinity, which is written as Infinity, "inf", or {"__float__": "Infinity"}."""
+    """A number; None for infinity, which files write as Infinity, "inf", or {"__float__": "Infinity"}."""
     plain = value.get("__float__") if isinstance(value, Mapping) else value
     try:
         number = float(plain) if isinstance(plain, str | int | float) else None
@@ -481,31 +536,41 @@ def _finite(reader: ConfigReader, key: str, value: Any) -> float | None:
 
 
 def _numbers(reader: ConfigReader, key: str, count: int) -> tuple[float, ...]:
-    """A list of so many numbers; all 1 where the key is absent."""
-    found = reader.raw.get(key)
+    """A list of `count` numbers; all 1 if the key is absent. ConfigError for anything else."""
+    values = reader.raw.get(key)
     reader.read.add(key)
-    if found is None:
+    if values is None:
         return (1.0,) * count
-    fits = isinstance(found, list | tuple) and len(found) == count
-    if not fits or any(isinstance(each, bool) or not isinstance(each, int | float) for each in found):
+    fits = isinstance(values, list | tuple) and len(values) == count
+    if not fits or any(isinstance(value, bool) or not isinstance(value, int | float) for value in values):
         raise ConfigError(
-            f"{reader.source}: expected {key} to list {count} numbers, found {found!r}; correct the file, or "
-            "fetch it again"
+            f"{reader.source}: expected {key} to list {count} numbers, found {values!r}; correct the file, "
+            "or fetch it again"
         )
-    return tuple(float(each) for each in found)
+    return tuple(float(value) for value in values)
 
 
 def layer_types_of(
-    reader: ConfigReader, key: str, usual: list[str], known: tuple[str, ...] = ("attention", "mamba")
+    reader: ConfigReader, key: str, default: list[str], allowed: tuple[str, ...] = ("attention", "mamba")
 ) -> list[str]:
-    """What each layer is, whatever year's word says it."""
-    told = reader.strings(key) or usual
-    types = [LAYER_TYPES.get(word, word) for word in told]
-    strange = next((word for word, kind in zip(told, types, strict=True) if kind not in known), None)
-    if strange is not None or not types:
+    """Type of each layer, translated by `LAYER_TYPES`.
+
+    Arguments:
+        reader: The config.json.
+        key: Config key of the list.
+        default: Types if the key is absent.
+        allowed: Types that the family can have, after translation.
+
+    Raises:
+        ConfigError: A type is not allowed, or the list does not have one type per layer.
+    """
+    words = reader.strings(key) or default
+    types = [LAYER_TYPES.get(word, word) for word in words]
+    unknown = next((word for word, kind in zip(words, types, strict=True) if kind not in allowed), None)
+    if unknown is not None or not types:
         raise ConfigError(
-            f"{reader.source}: expected {key} to list layers of {', '.join(known)}, found "
-            f"{'none' if strange is None else repr(strange)}; this model cannot run here"
+            f"{reader.source}: expected {key} to list layers of {', '.join(allowed)}, found "
+            f"{'none' if unknown is None else repr(unknown)}; this model cannot run here"
         )
     layers = reader.optional_integer("num_hidden_layers", len(types))
     if layers not in (None, len(types)):
@@ -516,9 +581,9 @@ def layer_types_of(
     return types
 
 
-def activation_of(reader: ConfigReader, key: str = "hidden_act", usual: str = "silu") -> ActivationName:
-    """The activation under a key."""
-    name = reader.text(key, usual)
+def activation_of(reader: ConfigReader, key: str = "hidden_act", default: str = "silu") -> ActivationName:
+    """The activation named by a config key; ConfigError for one that is not implemented."""
+    name = reader.text(key, default)
     if name not in ACTIVATIONS:
         raise ConfigError(
             f"{reader.source}: expected an activation among {', '.join(ACTIVATIONS)}, found {name!r}; this "
@@ -528,7 +593,8 @@ def activation_of(reader: ConfigReader, key: str = "hidden_act", usual: str = "s
 
 
 def require_silu(reader: ConfigReader, key: str) -> None:
-    """Kernels of state spaces know no other activation, and no released model has one."""
+    """Raise ConfigError unless a config key names SiLU: the reference's kernels of state spaces support no
+    other activation, and no released model has one."""
     if (name := reader.text(key, "silu")) not in ("silu", "swish"):
         raise ConfigError(
             f"{reader.source}: expected {key} 'silu' in a model with state spaces, found {name!r}; this "
@@ -537,15 +603,18 @@ def require_silu(reader: ConfigReader, key: str) -> None:
 
 
 def _mlp_bias(reader: ConfigReader) -> bool:
+    """Value of the config key mlp_bias, with default False."""
     return reader.flag("mlp_bias", False)
 
 
 def _is_at(layer: int, period_and_offset: tuple[int, int]) -> bool:
+    """Whether a layer is at `offset` within its period."""
     period, offset = period_and_offset
     return layer % period == offset
 
 
-def _unless_one(factor: float) -> float | None:
+def _none_if_one(factor: float) -> float | None:
+    """A multiplicative factor, or None for the neutral factor 1."""
     return None if factor == 1 else factor
 
 
@@ -577,4 +646,4 @@ HYBRIDS: dict[str, FamilyReader] = {
         reads_tensors=True,
     ),
 }
-"""Every family of state-space models and hybrids, by model_type."""
+"""model_type -> family, for state-space models and their hybrids."""

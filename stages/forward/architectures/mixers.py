@@ -1,8 +1,8 @@
-"""What a layer is made of: mixers and channel mixers, each a value of sizes and switches.
+"""Specs of mixers and channel mixers: the parts of a layer, as immutable values of sizes and switches.
 
-A mixer says here which hook points it has, at which of them a change reaches later positions, how large its
-axes are and what a token costs; layer_tensors.py says which tensors it is made of, and networks/mixers/ has
-the class that computes it, by `kind`. Another mixer is a class here, a function there, and a file there.
+A spec knows its hook points, at which of them a change affects later positions, the sizes of its axes, and
+its memory per token. Its tensors are in layer_tensors.py, and the class that computes it is in
+networks/mixers/, both found by `kind`. A new mixer needs one entry in each of the three places.
 
 Torch-free. Axes: as in points.py.
 """
@@ -47,7 +47,7 @@ Routing = Literal[
     "sigmoid of inputs",
     "sparse mixing",
 ]
-"""How experts are chosen and weighed, see networks/mixers/experts.py."""
+"""Choice and weights of the experts of a token; defined in networks/mixers/experts.py."""
 _STATE_SPACE = (
     *("ssm_gate", "ssm_conv", "ssm_x", "ssm_dt", "ssm_B", "ssm_C", "ssm_log_decay", "ssm_decay"),
     *("ssm_write", "ssm_state_seq", "ssm_state", "ssm_alpha_raw", "ssm_effective_attn", "ssm_out"),
@@ -58,18 +58,18 @@ _WRITTEN = frozenset(
 
 
 class MixerSpec(ABC):
-    """A mixer without its weights."""
+    """Description of a mixer without its weights."""
 
     kind: ClassVar[str]
-    """Which class computes it, and which tensors it has."""
+    """Key of the tables of networks (networks/mixers/) and tensors (layer_tensors.py)."""
     points: ClassVar[tuple[str, ...]]
-    """Kinds of hook points inside it."""
+    """Hook point kinds of this class of mixers, optional ones included."""
     reaches_later: ClassVar[frozenset[str]]
-    """Those at which a change reaches later positions."""
+    """Kinds of hook points at which a change also affects later positions."""
 
     @property
     def held_points(self) -> tuple[str, ...]:
-        """`points`, but for those of parts that it does not have."""
+        """Hook point kinds of this mixer: `points` minus the kinds of absent optional parts."""
         return self.points
 
     @property
@@ -80,23 +80,23 @@ class MixerSpec(ABC):
     @property
     @abstractmethod
     def axis_sizes(self) -> dict[str, int]:
-        """Sizes of the axes of its hook points."""
+        """Axis name -> size, for the axes of its hook points."""
 
     @abstractmethod
     def bytes_per_token(self, itemsize: int) -> int:
-        """Bytes of one token while it computes."""
+        """Estimated bytes of activations per token. itemsize: bytes per number."""
 
     @property
     def rope(self) -> RopeConfig | None:
-        """How it knows positions; None where it does not, or needs none."""
+        """Rotary position embedding; None for a mixer without."""
         return None
 
 
 class ChannelMixerSpec(ABC):
-    """A channel mixer without its weights."""
+    """Description of a channel mixer (MLP or experts) without its weights."""
 
     kind: ClassVar[str]
-    """Which class computes it, and which tensors it has."""
+    """Key of the tables of networks (networks/mixers/) and tensors (layer_tensors.py)."""
 
     @property
     @abstractmethod
@@ -106,42 +106,44 @@ class ChannelMixerSpec(ABC):
     @property
     @abstractmethod
     def points(self) -> tuple[str, ...]:
-        """Kinds of hook points inside it."""
+        """Kinds of its hook points."""
 
     @property
     @abstractmethod
     def axis_sizes(self) -> dict[str, int]:
-        """Sizes of the axes of its hook points."""
+        """Axis name -> size, for the axes of its hook points."""
 
     def idle_weights(self, width: int) -> int:
-        """Weights of the experts that a token does not choose. width: of the residual stream."""
+        """Number of weights of the experts that a token does not use. width: hidden size of the model."""
         return 0
 
     @abstractmethod
     def bytes_per_token(self, itemsize: int) -> int:
-        """Bytes of one token while it computes."""
+        """Estimated bytes of activations per token. itemsize: bytes per number."""
 
 
 @dataclass(frozen=True)
 class RelativeSpec:
-    """What scores have besides products of queries and keys, by how far a key is from its query.
-
-    rows: of a table by distance, of which the first half are keys behind the query; distances from `near` on
-    share rows up to `farthest`, and beyond it one. terms: "bias", a number of each head (Raffel et al., T5,
-    2020, section 2.1); "content to position", queries on what a table makes keys of; "position to content",
-    keys on what it makes queries of (He et al., DeBERTa, 2021, equation 4). shares_maps: whether that is made
-    by the maps of queries and keys; has_key_bias: whether a map of its own to keys has one. norm_eps: of the
-    layer norm of the table; None for none. looks_back: whether all rows are of keys behind.
-    """
+    """Relative position terms of attention scores, from a table with one row per bucket of distances."""
 
     rows: int
+    """Rows of the table. The first half is for keys before the query, the second half for keys after it."""
     near: int
+    """Distances below this have a row each; larger ones share rows in logarithmic buckets."""
     farthest: int
+    """Distance from which all keys share the last row."""
     terms: tuple[Literal["bias", "content to position", "position to content"], ...]
+    """"bias": one number per head (Raffel et al., T5, 2020, section 2.1). "content to position": query times
+    a key projected from the table; "position to content": key times a query projected from the table (He et
+    al., DeBERTa, 2021, equation 4)."""
     shares_maps: bool = False
+    """Whether the table is projected by the layer's query and key projections, instead of its own ones."""
     norm_eps: float | None = None
+    """Epsilon of the layer norm of the table; None for no norm."""
     has_key_bias: bool = True
+    """Whether the table's own key projection has a bias."""
     looks_back: bool = False
+    """Whether all rows are for keys before the query, as in causal models."""
 
 
 @dataclass(frozen=True)
@@ -159,24 +161,25 @@ class QkNorm:
     has_bias: bool = True
     """Whether layer norms have a bias; RMS norms never have one."""
     after_rope: bool = False
-    """Whether they run after rope instead of before it."""
+    """Whether queries and keys are normalised after rope instead of before it."""
 
 
 @dataclass(frozen=True)
 class TemperatureTuning:
-    """Queries times 1 + scale log(1 + floor((position + offset) / floor)), which keeps attention as sharp as
-    in short texts (Llama 4, Ministral 3)."""
+    """Attention temperature tuning: queries are multiplied by 1 + scale log(1 + floor((position + offset) /
+    floor)), so that attention stays sharp in long contexts (Llama 4, Ministral 3)."""
 
     scale: float
+    """Factor of the logarithm."""
     floor: int
-    """Positions."""
+    """Number of positions after which the factor grows by a step."""
     offset: int = 0
-    """Positions; 1 where the reference counts them from 1."""
+    """1 if the reference counts positions from 1 in this formula."""
 
 
 @dataclass(frozen=True)
 class AttentionSpec(MixerSpec):
-    """Attention with grouped queries."""
+    """Grouped-query attention."""
 
     kind: ClassVar[str] = "attention"
     points: ClassVar[tuple[str, ...]] = _ATTENTION
@@ -197,8 +200,9 @@ class AttentionSpec(MixerSpec):
     factors: tuple[float, float, float] = (1.0, 1.0, 1.0)
     """Factors of the layer input, of the keys and of the attention output."""
     layout: Literal["separate", "by part", "by head", "by fourths"] = "separate"
-    """Tensors of the projections: one each, or one of all. "by part": all queries before all keys; "by head":
-    queries that share a key head before its key and value; "by fourths" of heads, values before keys."""
+    """Tensors of the query, key and value projections. "separate": one each. Otherwise one tensor: "by part"
+    with all queries, then all keys, then all values; "by head" with the queries of a key head, its key, its
+    value; "by fourths" of the heads, each with queries, values, keys (CodeGen)."""
     clip_qkv: float | None = None
     """Largest absolute entry of queries, keys and values; None for no clip."""
     logit_softcap: float | None = None
@@ -207,31 +211,34 @@ class AttentionSpec(MixerSpec):
     """ALiBi slopes, one per head: added to the scores per position of the key (Press et al., 2022); () for no
     ALiBi."""
     attention_sinks: bool = False
-    """Whether each head has a learned logit of a sink (gpt-oss)."""
+    """Whether each head has a learned logit of an attention sink (gpt-oss)."""
     temperature_tuning: TemperatureTuning | None = None
+    """Position-dependent factor of the queries; None for no such factor."""
     is_bidirectional: bool = False
-    """Whether queries see later keys, too."""
+    """Whether queries also see later keys."""
     has_stored_frequencies: bool = False
-    """Whether a checkpoint holds the frequencies of rope."""
+    """Whether the checkpoint stores the frequencies of rope."""
     relative: RelativeSpec | None = None
     """Relative position terms of the scores (T5, DeBERTa); None for no such terms."""
     inner_norm_eps: float | None = None
-    """Epsilon of the RMS norm of the heads' outputs together, before they are projected; None for no norm."""
+    """Epsilon of an RMS norm over the outputs of all heads, before the output projection; None for no
+    norm."""
     groups: tuple[int, ...] | None = None
     """Number of groups of the width-1 convolutions that project queries, keys, values and output
     (SqueezeBERT); None for linear projections."""
     is_chunked: bool = False
-    """Whether a window is a chunk that begins at a multiple of its size."""
+    """Whether `window` is the length of fixed chunks, and queries only see keys of their own chunk."""
     has_value_scores: bool = False
-    """Whether scores have a term by the value of a key (Doge's dynamic mask)."""
+    """Whether scores have a term computed from the value at the key's position (Doge's dynamic mask)."""
     source: int | None = None
     """Number of the earlier layer whose keys and values this layer reads; None if it has its own."""
     values_from_keys: bool = False
     """Whether values are the key projection before the key norm, instead of a projection of their own."""
     has_v_norm: bool = False
-    """Whether values are normed over each head, without weights."""
+    """Whether values are normalised over each head, without learned weights."""
 
     def __post_init__(self) -> None:
+        # Checked here, not in the readers, as autoconfig.py also builds specs.
         if self.num_attention_heads % self.num_kv_heads:
             raise ConfigError(
                 f"expected num_attention_heads ({self.num_attention_heads}) to be a multiple of "
@@ -242,20 +249,25 @@ class AttentionSpec(MixerSpec):
                 f"expected at most head_dim={self.head_dim} rotary dimensions, found {self.rope.dim}; "
                 "check head_dim, rotary_dim and partial_rotary_factor in config.json"
             )
+        # ALiBi is computed as one more entry of queries and keys: slope times position, which differs by
+        # head.
         if self.alibi_slopes and self.num_kv_heads != self.num_attention_heads:
             raise ConfigError(
-                f"expected a key head for each of {self.num_attention_heads} heads whose scores rise with "
-                f"positions, found {self.num_kv_heads}; such a model cannot run here"
+                f"expected one key head for each of {self.num_attention_heads} heads with ALiBi, found "
+                f"{self.num_kv_heads} key heads; such a model cannot run here"
             )
+        # Tiled attention and cached keys do not know positions, so causal self-attention has no such terms.
         if self.relative is not None and self.is_bidirectional == self.relative.looks_back:
             raise ConfigError(
-                "expected scores by distance of a model whose positions see later ones, found one that looks "
-                "back alone; such a model cannot run here"
+                "expected relative position terms for both directions exactly where attention is "
+                f"bidirectional, found is_bidirectional={self.is_bidirectional} and "
+                f"looks_back={self.relative.looks_back}; such a model cannot run here"
             )
 
     @property
     def summary(self) -> AttentionMixer:
         """See `MixerSpec`."""
+        # None in the spec means the standard scale; summaries always state it.
         scale = 1 / math.sqrt(self.head_dim) if self.scale is None else self.scale
         return AttentionMixer(
             scale,
@@ -268,13 +280,13 @@ class AttentionSpec(MixerSpec):
 
     @property
     def held_points(self) -> tuple[str, ...]:
-        """See `MixerSpec`; keys and values are met where they are made."""
-        made = () if self.source is None else ("k", "v", "rot_k")
-        return tuple(kind for kind in self.points if kind not in made)
+        """See `MixerSpec`; a layer that reuses keys and values has no hook points for them."""
+        reused = () if self.source is None else ("k", "v", "rot_k")
+        return tuple(kind for kind in self.points if kind not in reused)
 
     @property
     def heads(self) -> Heads:
-        """Its heads, as those who read their matrices are told of them."""
+        """Summary of its heads for analyses of their matrices (`Architecture.heads_of`)."""
         return Heads(
             self.num_attention_heads,
             self.num_kv_heads,
@@ -282,12 +294,12 @@ class AttentionSpec(MixerSpec):
             self.summary,
             self.layout,
             rope=self.rope,
-            are_normed=self.qk_norm is not None,
+            has_qk_norm=self.qk_norm is not None,
             clip=self.clip_qkv,
-            slopes=self.alibi_slopes,
+            alibi_slopes=self.alibi_slopes,
             has_sinks=self.attention_sinks,
-            grows=self.temperature_tuning is not None,
-            are_normed_together=self.inner_norm_eps is not None,
+            has_temperature_tuning=self.temperature_tuning is not None,
+            has_output_norm=self.inner_norm_eps is not None,
         )
 
     @property
@@ -296,43 +308,43 @@ class AttentionSpec(MixerSpec):
         return {"head": self.num_attention_heads, "kv_head": self.num_kv_heads, "d_head": self.head_dim}
 
     def bytes_per_token(self, itemsize: int) -> int:
-        """Projections, turned and as they were."""
+        """See `MixerSpec`: projections before and after rope."""
         return itemsize * 2 * (2 * self.num_attention_heads + 3 * self.num_kv_heads) * self.head_dim
 
 
 @dataclass(frozen=True)
 class GatedAttentionSpec(AttentionSpec):
-    """Attention whose heads are multiplied by a sigmoid of what entered before they are projected (Qiu et
-    al., Gated Attention, 2025): the query projection gives queries and gates, head by head, unless gates have
-    one of their own (has_gate_projection)."""
+    """Attention whose head outputs are multiplied by sigmoid gates, projected from the layer's input, before
+    the output projection (Qiu et al., Gated Attention, 2025)."""
 
     kind: ClassVar[str] = "gated_attention"
     points: ClassVar[tuple[str, ...]] = ("attn_gate", *_ATTENTION)
 
     has_gate_projection: bool = False
+    """Whether gates have a projection of their own; otherwise the query projection gives queries and gates,
+    head by head."""
 
     @property
     def heads(self) -> Heads:
         """See `AttentionSpec`."""
-        return replace(super().heads, is_gated=True, gates_beside=not self.has_gate_projection)
+        return replace(super().heads, is_gated=True, gates_in_queries=not self.has_gate_projection)
 
 
 @dataclass(frozen=True)
 class DifferentialSpec(MixerSpec):
-    """Attention of pairs of heads, of which one pattern is taken from the other (Ye et al., Differential
-    Transformer, 2024, section 2.1).
-
-    attention: its queries, keys, values and output. start: what lambda is without what it learns. norm_eps:
-    of the norm of what a pair has read.
-    """
+    """Differential attention: in each pair of heads, lambda times one pattern is subtracted from the other
+    (Ye et al., Differential Transformer, 2024, section 2.1)."""
 
     kind: ClassVar[str] = "differential_attention"
     points: ClassVar[tuple[str, ...]] = (*_ATTENTION[:-2], "diff_read", "diff_z")
     reaches_later: ClassVar[frozenset[str]] = AttentionSpec.reaches_later
 
     attention: AttentionSpec
+    """Query, key, value and output projections, and rope."""
     start: float
+    """Initial value of lambda, to which its learned part is added."""
     norm_eps: float
+    """Epsilon of the norm of each pair's output."""
 
     def __post_init__(self) -> None:
         if self.attention.num_kv_heads % 2:
@@ -355,38 +367,37 @@ class DifferentialSpec(MixerSpec):
     def axis_sizes(self) -> dict[str, int]:
         """See `MixerSpec`."""
         pairs = self.attention.num_attention_heads // 2
-        own = {"diff_head": pairs, "diff_value": 2 * self.attention.head_dim}
-        return self.attention.axis_sizes | own
+        return self.attention.axis_sizes | {"diff_head": pairs, "diff_value": 2 * self.attention.head_dim}
 
     def bytes_per_token(self, itemsize: int) -> int:
-        """As attention's, with values and what is read twice as wide."""
+        """See `MixerSpec`: as for attention, with values and outputs of twice the width."""
         heads = self.attention.num_attention_heads + self.attention.num_kv_heads
         return self.attention.bytes_per_token(itemsize) + itemsize * 4 * heads * self.attention.head_dim
 
 
 @dataclass(frozen=True)
 class RoutedAttentionSpec(MixerSpec):
-    """A mixture of attention (Zhang et al., Mixture of Attention Heads, 2022, section 3): experts make
-    queries and write what these read; all share keys and values.
-
-    experts, chosen: how many there are, and how many a token is sent to. kv_heads: of keys and values; each
-    expert has as many heads.
-    """
+    """Mixture of attention heads (Zhang et al., 2022, section 3): each expert has query and output
+    projections; all experts share keys and values."""
 
     kind: ClassVar[str] = "routed_attention"
     points: ClassVar[tuple[str, ...]] = ("moa_router_logits", "moa_weights", *_ATTENTION[:-2], "moa_z")
     reaches_later: ClassVar[frozenset[str]] = AttentionSpec.reaches_later
 
     experts: int
+    """Number of experts."""
     chosen: int
+    """Number of experts per token (top k)."""
     kv_heads: int
+    """Number of key and value heads, and of query heads of each expert."""
     head_dim: int
+    """Entries of a head."""
     rope: RopeConfig | None = None
 
     def __post_init__(self) -> None:
         if self.chosen > self.experts:
             raise ConfigError(
-                f"expected at most {self.experts} experts of attention to be chosen, as there are, found "
+                f"expected a number of attention experts per token of at most {self.experts}, found "
                 f"{self.chosen}; correct config.json, or fetch it again"
             )
 
@@ -402,13 +413,14 @@ class RoutedAttentionSpec(MixerSpec):
         return heads | {"expert": self.experts, "slot": self.chosen}
 
     def bytes_per_token(self, itemsize: int) -> int:
-        """Queries, with keys and values for each of them, turned and as they were."""
+        """See `MixerSpec`: queries, and keys and values repeated for each of them, before and after rope."""
         return itemsize * 2 * 5 * self.chosen * self.kv_heads * self.head_dim
 
 
 @dataclass(frozen=True)
 class LatentAttentionSpec(MixerSpec):
-    """Attention whose keys and values are made of one narrow latent (DeepSeek-V2, 2024, section 2.1)."""
+    """Multi-head latent attention: keys and values of all heads are projected from one low-rank latent per
+    token (DeepSeek-V2, 2024, section 2.1)."""
 
     kind: ClassVar[str] = "latent_attention"
     points: ClassVar[tuple[str, ...]] = (
@@ -417,11 +429,13 @@ class LatentAttentionSpec(MixerSpec):
     reaches_later: ClassVar[frozenset[str]] = frozenset(("latent_c", "latent_k", "latent_v"))
 
     heads: int
+    """Number of heads."""
     own_size: int
-    """Entries of a head's keys that are its own."""
+    """Key entries that differ between heads, without rope."""
     shared_size: int
-    """Entries behind them that all heads share, and that rope rotates."""
+    """Key entries with rope, which all heads share and which follow the former."""
     value_size: int
+    """Value entries of a head."""
     rank: int
     """Rank of the latent of keys and values."""
     query_rank: int | None = None
@@ -430,13 +444,13 @@ class LatentAttentionSpec(MixerSpec):
     norm_eps: float = 1e-6
     rope: RopeConfig | None = None
     scale: float | None = None
-    """What q k^T is multiplied by; None for 1 / sqrt(key_size)."""
+    """Factor of the scores q k^T; None for 1 / sqrt(key_size)."""
     factor: float = 1.0
-    """Of the output."""
+    """Factor of the attention output."""
 
     @property
     def key_size(self) -> int:
-        """Entries of a head's keys."""
+        """All key entries of a head."""
         return self.own_size + self.shared_size
 
     @property
@@ -455,33 +469,37 @@ class LatentAttentionSpec(MixerSpec):
         }
 
     def bytes_per_token(self, itemsize: int) -> int:
-        """Queries, keys and values of every head, and the latent."""
+        """See `MixerSpec`: queries, keys and values of all heads, and the latent."""
         return itemsize * (self.heads * (3 * self.key_size + 3 * self.value_size) + 2 * self.rank)
 
 
 @dataclass(frozen=True)
 class MambaSpec(MixerSpec):
-    """Mamba-1 (Gu and Dao, Mamba, 2023, algorithm 2): every channel has a state of its own.
-
-    rank: of the map to step sizes. norms: of step sizes, B and C before they are used: None, "plain" without
-    weights (Falcon-Mamba), "weighted" (Jamba). groups: of channels, each of which has maps of its own to step
-    sizes, B and C (Zamba). layout: how a checkpoint holds them, see layer_tensors.py.
-    """
+    """Mamba-1 (Gu and Dao, Mamba, 2023, algorithm 2): every channel has a state of its own."""
 
     kind: ClassVar[str] = "mamba"
     points: ClassVar[tuple[str, ...]] = _STATE_SPACE
     reaches_later: ClassVar[frozenset[str]] = _WRITTEN
 
     channels: int
+    """Inner width: number of channels."""
     state_size: int
+    """Entries of the state of a channel."""
     conv_size: int
+    """Kernel size of the short convolution, in tokens."""
     rank: int
+    """Rank of the projection to step sizes."""
     has_bias: bool = False
+    """Whether input and output projection have biases."""
     has_conv_bias: bool = True
     norms: Literal["plain", "weighted"] | None = None
+    """RMS norms of step sizes, B and C: without weights ("plain", Falcon-Mamba), with weights (Jamba), or
+    none."""
     norm_eps: float = 1e-6
     groups: int = 1
+    """Groups of channels with projections of their own to step sizes, B and C (Zamba)."""
     layout: Literal["by part", "by group"] = "by part"
+    """Layout of these projections in a checkpoint (layer_tensors.py)."""
 
     @property
     def summary(self) -> RecurrentMixer:
@@ -501,41 +519,47 @@ class MambaSpec(MixerSpec):
         }
 
     def bytes_per_token(self, itemsize: int) -> int:
-        """Projections; keys, queries, decays and their products of every channel, in float32."""
+        """See `MixerSpec`: projections; B, C, decays and their products for every channel, in float32."""
         return itemsize * 8 * self.channels + 4 * 6 * self.channels * self.state_size
 
 
 @dataclass(frozen=True)
 class Mamba2Spec(MixerSpec):
-    """Mamba-2 (Dao and Gu, Transformers are SSMs, 2024, section 7): heads with one decay each.
-
-    groups: of heads that share B and C. limits: of step sizes; None for no upper one. norm: of what was read,
-    group by group: "gated" after the gate, "before gate", None for the gate alone. into_factor: of what goes
-    in. in_factors: of gate, x, B, C and step sizes, as they are projected. out_factor: of what comes out.
-    """
+    """Mamba-2 (Dao and Gu, Transformers are SSMs, 2024, section 7): heads with one decay each."""
 
     kind: ClassVar[str] = "mamba2"
     points: ClassVar[tuple[str, ...]] = _STATE_SPACE
     reaches_later: ClassVar[frozenset[str]] = _WRITTEN
 
     heads: int
+    """Number of heads."""
     head_dim: int
+    """Channels of a head."""
     groups: int
+    """Groups of heads that share B and C."""
     state_size: int
+    """Entries of B and C: rows of a head's state."""
     conv_size: int
+    """Kernel size of the short convolution, in tokens."""
     limits: tuple[float, float | None] = (0.0, None)
+    """Smallest and largest step size; None for no upper limit."""
     norm: Literal["gated", "before gate"] | None = "gated"
+    """RMS norm of the output, group by group: after the gate ("gated") or before it; None for no norm."""
     norm_eps: float = 1e-5
     has_bias: bool = False
+    """Whether the input projection has a bias."""
     has_out_bias: bool = False
     has_conv_bias: bool = True
     into_factor: float = 1.0
+    """Factor of the layer's input."""
     in_factors: tuple[float, ...] = (1.0, 1.0, 1.0, 1.0, 1.0)
+    """Factors of the projected gate, x, B, C and step sizes."""
     out_factor: float = 1.0
+    """Factor of the output."""
 
     @property
     def channels(self) -> int:
-        """Of all heads together."""
+        """Channels of all heads together."""
         return self.heads * self.head_dim
 
     @property
@@ -561,7 +585,7 @@ class Mamba2Spec(MixerSpec):
         }
 
     def bytes_per_token(self, itemsize: int) -> int:
-        """Projections; keys and queries of every head, in float32."""
+        """See `MixerSpec`: projections; B and C for every head, in float32."""
         return itemsize * 6 * (self.channels + self.convolved) + 4 * 4 * self.heads * self.state_size
 
 
@@ -572,6 +596,7 @@ class MlpSpec(ChannelMixerSpec):
     kind: ClassVar[str] = "mlp"
 
     intermediate_size: int
+    """Hidden width."""
     activation: ActivationName
     is_gated: bool = True
     is_fused: bool = False
@@ -585,7 +610,8 @@ class MlpSpec(ChannelMixerSpec):
     """Number of groups of the width-1 convolutions that replace up and down projection (SqueezeBERT); None
     for linear projections."""
     sparsity: float = 0.0
-    """Share of the inside that is to be 0, as if gates were drawn from a normal distribution (Gemma 3n)."""
+    """Intended share of zero hidden activations: gates below the normal quantile of this share are cut to 0
+    (Gemma 3n)."""
 
     @property
     def summary(self) -> Literal["MLP", "gated MLP"]:
@@ -603,7 +629,7 @@ class MlpSpec(ChannelMixerSpec):
         return {"mlp": self.intermediate_size}
 
     def bytes_per_token(self, itemsize: int) -> int:
-        """See `ChannelMixerSpec`: four tensors as wide as its inside."""
+        """See `ChannelMixerSpec`: four tensors of the hidden width."""
         return itemsize * 4 * self.intermediate_size
 
 
@@ -618,6 +644,7 @@ class ExpertsSpec(ChannelMixerSpec):
     chosen: int
     """Number of routed experts per token (top k)."""
     intermediate_size: int
+    """Hidden width of a routed expert."""
     activation: ActivationName
     routing: Routing
     shared_size: int = 0
@@ -628,26 +655,32 @@ class ExpertsSpec(ChannelMixerSpec):
     is_listed: bool = True
     """Whether the checkpoint has one tensor per expert, instead of one tensor of all experts."""
     groups: int = 1
+    """Number of groups of experts."""
     chosen_groups: int = 1
+    """Number of groups, those with the largest scores, from which a token's experts are chosen."""
     has_correction: bool = True
     """Whether a correction bias is added to the router scores for the choice of experts."""
     sums_to_one: bool = False
     """Whether the weights of the top-k experts are normalised to sum to 1."""
     sum_eps: float = 1e-20
-    """Epsilon added to the sum by which they are divided."""
+    """Epsilon added to the sum by which these weights are divided."""
     routed_factor: float = 1.0
+    """Factor of the routed experts' weights."""
     latent_size: int | None = None
-    """Width of what routed experts read and write, between two linear maps; None for the stream's."""
+    """Width of the routed experts' input and output, between two linear projections; None for the hidden size
+    of the model."""
     has_bias: bool = False
+    """Whether the shared expert and the projections around a latent have biases."""
     factor: float = 1.0
     """Factor of the experts' output, applied to their last weights on loading."""
     has_routed_bias: bool = False
     """Whether the router and the routed experts have biases."""
     limits: tuple[float, float] | None = None
-    """Of experts whose gate is x sigmoid(a x): a, and how large gate and up projection may be. Their rows
-    take turns in tensors kept as [in, out]."""
+    """(a, limit) of experts with gate x sigmoid(a x), whose gate and up projections are clamped to the limit
+    (gpt-oss); their columns alternate in tensors stored as [in, out]. None for other experts."""
     jitter: float = 0.0
-    """Of sparse mixing: how near another score may be and count."""
+    """Sparse mixing: half the largest relative distance to the best score at which another score still enters
+    the softmax."""
     is_transposed: bool = False
     """Whether the checkpoint stores expert weights as [in, out] instead of [out, in]."""
     has_output_bias: bool = False
@@ -655,7 +688,7 @@ class ExpertsSpec(ChannelMixerSpec):
     def __post_init__(self) -> None:
         if self.chosen > self.count:
             raise ConfigError(
-                f"expected at most {self.count} experts to be chosen, as there are, found {self.chosen}; "
+                f"expected a number of experts per token of at most {self.count}, found {self.chosen}; "
                 "correct config.json, or fetch it again"
             )
         if self.count % self.groups or self.chosen_groups > self.groups:
@@ -663,6 +696,7 @@ class ExpertsSpec(ChannelMixerSpec):
                 f"expected {self.groups} groups to divide {self.count} experts, and at most as many chosen, "
                 f"found {self.chosen_groups}; correct config.json, or fetch it again"
             )
+        # DeepSeek-V3 scores a group by the sum of its two largest experts.
         if self.routing == "sigmoid" and self.count // self.groups < 2:
             raise ConfigError(
                 "expected groups of at least 2 experts, by whose two largest scores groups are chosen, found "
@@ -677,8 +711,9 @@ class ExpertsSpec(ChannelMixerSpec):
 
     def idle_weights(self, width: int) -> int:
         """See `ChannelMixerSpec`."""
-        each = (3 if self.is_gated else 2) * (self.latent_size or width) * self.intermediate_size
-        return (self.count - self.chosen) * each
+        per_expert = (3 if self.is_gated else 2) * (self.latent_size or width) * self.intermediate_size
+        # The shared expert is used by every token, so it is never idle.
+        return (self.count - self.chosen) * per_expert
 
     @property
     def summary(self) -> Literal["experts"]:
@@ -687,13 +722,12 @@ class ExpertsSpec(ChannelMixerSpec):
 
     @property
     def points(self) -> tuple[str, ...]:
-        """The router, weights and outputs of experts, that of all tokens; no insides, as a token has those of
-        its own experts only."""
+        """See `ChannelMixerSpec`: router, weights and outputs of experts. Hidden activations have no hook
+        points, as each token has those of its own experts only."""
         routed = ("router_logits", "router_probs", "expert_weights")
-        whole = (
-            () if self.latent_size else ("expert_out",)
-        )  # else they give what is not as wide as the stream
-        return (*routed, *whole, *(("shared_expert_out",) if self.shared_size else ()))
+        # Outputs of experts with a latent have another width than the stream, and no hook point.
+        outputs = () if self.latent_size else ("expert_out",)
+        return (*routed, *outputs, *(("shared_expert_out",) if self.shared_size else ()))
 
     @property
     def axis_sizes(self) -> dict[str, int]:
@@ -701,23 +735,21 @@ class ExpertsSpec(ChannelMixerSpec):
         return {"expert": self.count}
 
     def bytes_per_token(self, itemsize: int) -> int:
-        """The insides of the chosen, and of the one of all."""
+        """See `ChannelMixerSpec`: hidden activations of the top-k routed experts and of the shared expert."""
         return itemsize * 4 * (self.chosen * self.intermediate_size + self.shared_size)
 
 
 @dataclass(frozen=True)
 class MlpAndExpertsSpec(ChannelMixerSpec):
-    """An MLP and experts beside it, each with a norm of its own on what it gives; experts and their router
-    read the stream through norms of their own (Gemma 4).
-
-    norm_eps: of these norms.
-    """
+    """An MLP and parallel experts, each with a norm after its output; experts and router also have norms of
+    their own before their input (Gemma 4)."""
 
     kind: ClassVar[str] = "mlp_and_experts"
 
     mlp: MlpSpec
     experts: ExpertsSpec
     norm_eps: float
+    """Epsilon of all these norms."""
 
     @property
     def summary(self) -> Literal["experts"]:
@@ -726,7 +758,7 @@ class MlpAndExpertsSpec(ChannelMixerSpec):
 
     @property
     def points(self) -> tuple[str, ...]:
-        """See `ChannelMixerSpec`; the MLP is the expert that all tokens go through."""
+        """See `ChannelMixerSpec`; the MLP's output is at the hook point of a shared expert."""
         return (*self.mlp.points, *self.experts.points, "shared_expert_out")
 
     @property
@@ -735,20 +767,16 @@ class MlpAndExpertsSpec(ChannelMixerSpec):
         return self.mlp.axis_sizes | self.experts.axis_sizes
 
     def bytes_per_token(self, itemsize: int) -> int:
-        """See `ChannelMixerSpec`: those of both together."""
+        """See `ChannelMixerSpec`: MLP and experts together."""
         return self.mlp.bytes_per_token(itemsize) + self.experts.bytes_per_token(itemsize)
 
 
 @dataclass(frozen=True)
 class SharedBlockSpec(MixerSpec):
-    """A block of attention and MLP that several layers share, ahead of a mixer of their own (Glorioso et al.,
-    Zamba, 2024, section 2; Zamba2, 2024, section 2).
+    """A block of attention and MLP whose weights several layers share, before each layer's own mixer
+    (Glorioso et al., Zamba, 2024, section 2; Zamba2, 2024, section 2).
 
-    It reads the stream and the embedding side by side, and what it gives is added to what the mixer reads.
-    source: the layer among whose tensors the block is. place: which of the layers with such a block it is,
-    counted from 0; listed: places of all that are to share this one, by which maps of low rank are listed
-    beside it, one for each layer. rank: of these, None where there are none; adapts_attention: whether
-    queries, keys and values have them too, beside the MLP's gate.
+    It reads the concatenation of stream and embedding; its output is added to the input of the layer's mixer.
     """
 
     kind: ClassVar[str] = "shared_block"
@@ -763,10 +791,15 @@ class SharedBlockSpec(MixerSpec):
     attention: AttentionSpec
     mlp: MlpSpec
     source: int
+    """Number of the layer among whose tensors the shared weights are stored."""
     place: int = 0
+    """Index of this layer among all layers with a shared block."""
     listed: tuple[int, ...] = (0,)
+    """These indices of all layers that share this block; low-rank adapters are numbered by them."""
     rank: int | None = None
+    """Rank of the low-rank adapters that each layer adds to the shared MLP; None for no adapters."""
     adapts_attention: bool = False
+    """Whether query, key and value projections have low-rank adapters, too."""
     norm_eps: float = 1e-5
 
     @property
@@ -785,6 +818,7 @@ class SharedBlockSpec(MixerSpec):
         return {"shared": 2 * self.hidden_size} | self.attention.axis_sizes | self.mlp.axis_sizes
 
     def bytes_per_token(self, itemsize: int) -> int:
-        """What it reads, normed and as it was, and the insides of both."""
+        """See `MixerSpec`: its input of twice the hidden size, before and after the norm; attention and
+        MLP."""
         inside = self.attention.bytes_per_token(itemsize) + self.mlp.bytes_per_token(itemsize)
         return itemsize * 8 * self.hidden_size + inside

@@ -1,36 +1,42 @@
-"""Hook points: the named places of a forward pass, as one table.
+"""Hook points: the named places of a forward pass, as one table of names, axes and execution order.
 
-Knows names, axes and order; knows neither models nor tensors, and never imports torch.
+Border: no models and no tensors; never imports torch.
 
-Axes, in this order everywhere: ``batch head position hidden``. Sizes: hidden = residual width, d_head = width
-of one head, mlp = width inside the MLP, one = 1. Attention matrices are [batch, head, query_position,
-key_position]: row = query (target), column = key (source). ``kv_head`` counts key/value heads, which grouped-
-query models have fewer of. Recurrent state is [batch, head, key, value]: what was written under each key
-channel, so that reading is r^T S. Heads of state-space models have axes of their own, as a hybrid has others
-that attend: ``ssm_head``, ``ssm_key``, ``ssm_value``; ``ssm_group`` counts heads that share B and C. A head
-of Mamba-1 is one channel, of one value. So have mixers that write values under keys into a state and read it
-with queries, all of which are of one room, ``linear``: gated delta nets, lightning attention, gated linear
-units; ``linear_group`` counts heads that share queries and keys. In latent attention, keys and values of a
-head differ in width, so that it has a room of its own but for scores and pattern. In differential attention
-pairs of heads (``diff_head``) read values of both halves of the key heads (``diff_value``). In a mixture of
-attention the heads are those of the experts a token is sent to, one ``slot`` of them after the other.
+Axes, in this order everywhere: ``batch head position hidden``. Sizes: hidden = width of the residual stream,
+d_head = width of one head, mlp = hidden width of the MLP, one = 1. Attention matrices are [batch, head,
+query_position, key_position]: row = query (target), column = key (source). ``kv_head`` counts key and value
+heads; grouped-query attention has fewer of them than query heads. Recurrent states are [batch, head, key,
+value], so that reading is r^T S.
 
-An mLSTM (xLSTM) has a room of its own as well, as what it keeps is wider than its values: ``mlstm_cell``
-counts the columns of values, then the normaliser, then the logarithm of what both are over, in every row.
+Mixers other than attention have hook points with a prefix (a "room") and axes of their own, as hybrids have
+both:
 
-An encoder with a transform before its LM head has the points of that behind the final norm, or in its place;
-``embedding`` is the width of what the LM head reads there. Where norms stand on the sums of stream and output
-(BERT), ``ln1`` and ``ln2`` are met behind attention and MLP, as TransformerLens names them, and resid_mid and
-resid_post are what they give: the stream as the next layer reads it.
+* ``ssm`` (Mamba): ``ssm_head``, ``ssm_key``, ``ssm_value``; ``ssm_group`` counts groups of heads that share B
+  and C. A head of Mamba-1 is one channel, with one value.
+* ``linear`` (gated delta nets, linear and lightning attention, gated linear units): mixers that write values
+  under keys into a state and read it with queries. ``linear_group`` counts groups of heads that share queries
+  and keys.
+* ``latent`` (latent attention): keys and values of a head differ in width. Scores and pattern are those of
+  ``attn``.
+* ``diff`` (differential attention): pairs of heads (``diff_head``) read the values of both halves of the key
+  heads (``diff_value``).
+* ``moa`` (mixture of attention): heads of the experts of a token, ordered by ``slot``, the rank of the
+  expert.
+* ``mlstm`` (xLSTM): ``mlstm_cell`` counts the columns of the state: values, then the normaliser, then the
+  logarithm of their common scale, in every row.
 
-Where layers share a block of attention and MLP ahead of their own mixer (Zamba), its points are those of any
-attention and MLP, and ``shared``; in such a layer they are met before ln1, which is the mixer's norm.
+An encoder with a transform before its language head has the points ``head_…`` after the final norm, or
+instead of it; ``embedding`` is the width of the head's input there. In post-norm models (BERT), ``ln1`` and
+``ln2`` are computed after attention and MLP, as in TransformerLens, and resid_mid and resid_post are their
+outputs: the stream as the next layer reads it.
 
-Where a model carries several streams beside each other (Gemma 3n), one of them is the residual stream, and
-``stream`` counts all of them in their order. Where layers read inputs of their own (Gemma 3n and 4),
-``layer_input`` is the width of these.
+If layers share a block of attention and MLP before their own mixer (Zamba), the block has the points of
+attention and MLP, and ``shared_…``; in such a layer they are computed before ln1, the mixer's norm.
 
-A recurrent network over numbers (stages/algzoo) has no layers but time steps, whose points are counted alike:
+If a model has several parallel streams (Gemma 3n), one of them is the residual stream, and ``stream`` counts
+all of them. If layers have inputs of their own (Gemma 3n and 4), ``layer_input`` is the width of these.
+
+A recurrent network over numbers (stages/algzoo) has time steps instead of layers:
 `HookPoint("rnn_hidden", 3)` is ``rnn.hook_hidden.3``. Its axes are [batch, neuron] and [batch, output].
 
 Three names mean one thing to the Rust library candle-mi, whose strings these are, and another to
@@ -81,32 +87,37 @@ LAYER_INPUT = ("batch", "position", "layer_input")
 
 @dataclass(frozen=True)
 class HookKind:
-    """One row of the table: a place that exists once per layer, or once per model."""
+    """One row of the table: a kind of hook point, which exists once per layer or once per model."""
 
     name: str
     """Short name, also the variable's name in a store: ``resid_post``."""
     path: str
     """String form; ``{}`` stands for the layer, or the time step: ``blocks.{}.hook_resid_post``."""
     dims: tuple[str, ...]
+    """Names of the axes of its activation."""
     meaning: str
+    """Description of the activation, for tables and messages."""
     transformer_lens: str | None = None
-    """TL's string for the same quantity, where TL has one (up to the order of its axes)."""
+    """TransformerLens's hook name for the same activation, axes possibly in another order; None without
+    equivalent."""
     is_derived: bool = False
-    """Whether it is worked out for who asks, and nothing in the pass reads it: a change there would do
-    nothing."""
+    """Whether it is computed only for captures: nothing in the forward pass reads it, so that an intervention
+    there would have no effect."""
 
     @property
     def per_layer(self) -> bool:
-        """Whether there is one per layer, or per time step."""
+        """Whether it exists once per layer (or time step), instead of once per model."""
         return "{}" in self.path
 
     @property
     def counted(self) -> str:
-        """ "time" of points inside an RNN, which are there once per step, else "layer"."""
+        """What the number of a hook point counts: "time" steps of an RNN, else "layer"."""
         return "time" if self.path.startswith("rnn.") else "layer"
 
 
 def _block(name: str, suffix: str, dims: tuple[str, ...], meaning: str, tl: str | None = "") -> HookKind:
+    """Row for a hook point in a layer, with path "blocks.{}.<suffix>". tl: hook name in TransformerLens; ""
+    for an equal path, None without equivalent."""
     path = "blocks.{}." + suffix
     return HookKind(name, path, dims, meaning, path if tl == "" else tl)
 
@@ -114,23 +125,31 @@ def _block(name: str, suffix: str, dims: tuple[str, ...], meaning: str, tl: str 
 def _recurrent(
     name: str, dims: tuple[str, ...], meaning: str, *, room: str = "rwkv", derived: bool = False
 ) -> HookKind:
+    """Row for a hook point of a recurrent or other special mixer with path prefix `room`; TransformerLens has
+    no equivalent."""
     return HookKind(f"{room}_{name}", f"blocks.{{}}.{room}.hook_{name}", dims, meaning, None, derived)
 
 
 def _states(
     room: str,
-    head: str,
-    key: str,
-    value: str,
-    decay: str,
+    axes: tuple[str, str, str, str],
     *,
     written: str,
     read: str,
     log: str = "",
     per: str = "",
 ) -> tuple[HookKind, ...]:
-    """What every room with a state has: how it decays, what is written, the states, and the attention it
-    amounts to. head, key, value, decay: its axes; the rest: in words what is particular to it."""
+    """Kinds of every mixer with a state: decays, writes, states, and the attention matrix equivalent to them.
+
+    Arguments:
+        room: Prefix of the mixer's kinds.
+        axes: Its axes: heads, keys, values, decays.
+        written: Formula of a token's write to the state, for the descriptions.
+        read: Relation between the attention matrix alpha and the output, for the descriptions.
+        log: Formula of the logarithm of the decay, for the descriptions.
+        per: Number of decays, for the descriptions.
+    """
+    head, key, value, decay = axes
 
     def kind(name: str, dims: tuple[str, ...], meaning: str, *, derived: bool = False) -> HookKind:
         return _recurrent(name, ("batch", head, *dims), meaning, room=room, derived=derived)
@@ -198,7 +217,7 @@ def _conv(name: str, meaning: str) -> HookKind:
     return _recurrent(name, HIDDEN, meaning, room="conv")
 
 
-# In execution order: planning "what runs last" is reading this table from the bottom.
+# In execution order: `HookPoint.order`, by which plans sort, is the index of a row.
 KINDS: tuple[HookKind, ...] = (
     HookKind(
         "embed",
@@ -207,6 +226,7 @@ KINDS: tuple[HookKind, ...] = (
         "token embedding, after the family's embedding scale, with learned positions",
         "hook_embed",
     ),
+    # Start of a layer. AltUp and LAuReL are those of Gemma 3n.
     _block("resid_pre", "hook_resid_pre", HIDDEN, "residual stream entering the block"),
     _block(
         "pre_norm",
@@ -219,6 +239,7 @@ KINDS: tuple[HookKind, ...] = (
     _altup("predicted", "the streams as AltUp predicts them, of which the block reads one and adds to it"),
     _block("ln1_scale", "ln1.hook_scale", SCALE, "divisor of the pre-attention norm, sqrt(var + eps)"),
     _block("ln1_normalized", "ln1.hook_normalized", HIDDEN, "pre-attention norm before weight and bias"),
+    # Zamba's shared block, which runs before the layer's own mixer.
     _shared("scale", SCALE, "divisor of the norm of stream and embedding side by side"),
     _shared("normalized", ("batch", "position", "shared"), "stream and embedding side by side, normed"),
     _block(
@@ -233,18 +254,21 @@ KINDS: tuple[HookKind, ...] = (
     _block(
         "v_input", "hook_v_input", KV_INPUTS, "resid_pre as the values of each head read it, before the norm"
     ),
+    # Attention.
     _block("attn_gate", "attn.hook_gate", QUERY_HEADS, "what multiplies each head, after its sigmoid", None),
     _block("q", "attn.hook_q", QUERY_HEADS, "queries before rope (after QK-norm where the family has it)"),
     _block("k", "attn.hook_k", KV_HEADS, "keys before rope (after QK-norm where the family has it)"),
     _block("v", "attn.hook_v", KV_HEADS, "values, before they are repeated over query heads"),
     _block("rot_q", "attn.hook_rot_q", QUERY_HEADS, "queries after rope"),
     _block("rot_k", "attn.hook_rot_k", KV_HEADS, "keys after rope"),
+    # Mixture of attention heads (JetMoE).
     _moa("router_logits", EXPERTS, "mixture of attention: what the router gives each expert"),
     _moa(
         "weights",
         ("batch", "position", "slot"),
         "what multiplies what each chosen expert writes",
     ),
+    # Latent attention (DeepSeek).
     _latent("q", LATENT_KEYS, "queries of latent attention, which are wider than its values"),
     _latent(
         "c",
@@ -253,6 +277,7 @@ KINDS: tuple[HookKind, ...] = (
     ),
     _latent("k", LATENT_KEYS, "keys of each head, the shared part last"),
     _latent("v", LATENT_VALUES, "values of each head"),
+    # Scores and outputs of all kinds of attention.
     _block("scores", "attn.hook_scores", ATTENTION, "scale * q k^T, before soft cap and mask", None),
     _block(
         "attn_scores",
@@ -279,14 +304,16 @@ KINDS: tuple[HookKind, ...] = (
     _diff("z", DIFF_PAIRS, "what a pair of heads has read: one less lambda times the other, normed"),
     _shared("attn_out", HIDDEN, "what attention of a shared block gives, which its MLP alone reads"),
     _shared("out", HIDDEN, "what a shared block adds to what its layer's mixer reads, not to the stream"),
+    # RWKV.
     _recurrent("r", KEYS, "receptance: what reads the state"),
     _recurrent("kk", KEYS, "RWKV-7: the normalised key whose value is removed"),
     _recurrent("a", KEYS, "RWKV-7: how much of it is removed, in (0, 1)"),
     _recurrent("k", KEYS, "keys as they are written"),
     _recurrent("v", VALUES, "values as they are written"),
     _recurrent("g", VALUES, "gate of what was read"),
-    *_states("rwkv", "head", "key", "value", "key", written="k v^T", read="v = wkv_out"),
+    *_states("rwkv", ("head", "key", "value", "key"), written="k v^T", read="v = wkv_out"),
     _recurrent("wkv_out", VALUES, "what each head reads of the state, before its norm"),
+    # State spaces (Mamba-1 and Mamba-2).
     _ssm("gate", SSM_VALUES, "what multiplies what was read, after its activation"),
     _ssm(
         "conv",
@@ -301,13 +328,14 @@ KINDS: tuple[HookKind, ...] = (
     _ssm("C", SSM_GROUPS, "what reads the state, shared by the heads of a group"),
     *_states(
         "ssm",
-        *("ssm_head", "ssm_key", "ssm_value", "ssm_decay"),
+        ("ssm_head", "ssm_key", "ssm_value", "ssm_decay"),
         log=", dt A",
         per=": one number per head; in Mamba-1 one per key",
         written="dt B x",
         read="x = ssm.hook_out",
     ),
     _ssm("out", SSM_VALUES, "what each head reads of the state, before D x is added and the gate"),
+    # Linear attention, gated delta nets, RG-LRU.
     _linear("gate", LINEAR_VALUES, "what multiplies what was read, after its activation"),
     _linear(
         "conv",
@@ -324,12 +352,13 @@ KINDS: tuple[HookKind, ...] = (
     _linear("beta", LINEAR_ONE, "delta rule: how much of what the state holds under a key is replaced"),
     *_states(
         "linear",
-        *("linear_head", "linear_key", "linear_value", "linear_decay"),
+        ("linear_head", "linear_key", "linear_value", "linear_decay"),
         per=": one number per head; in Kimi Linear one per key",
         written="beta k v^T",
         read="v = linear.hook_out",
     ),
     _linear("out", LINEAR_VALUES, "what each head reads of the state, before its norm and the gate"),
+    # xLSTM.
     _mlstm("gate", MLSTM_VALUES, "what multiplies what was read and normed, after its sigmoid"),
     _mlstm("q", MLSTM_KEYS, "what reads the memory, scaled"),
     _mlstm("k", MLSTM_KEYS, "keys a value is written under"),
@@ -341,11 +370,12 @@ KINDS: tuple[HookKind, ...] = (
     ),
     *_states(
         "mlstm",
-        *("mlstm_head", "mlstm_key", "mlstm_cell", "one"),
+        ("mlstm_head", "mlstm_key", "mlstm_cell", "one"),
         written="e^i k [v, 1]^T",
         read="v = mlstm.hook_out",
     ),
     _mlstm("out", MLSTM_VALUES, "what each head reads of the memory, over its normaliser, before its norm"),
+    # Short convolutions (LFM2).
     _conv("in_gate", "what multiplies a token before it is convolved"),
     _conv("out_gate", "what multiplies what was convolved"),
     _conv("x", "what is convolved: in_gate times its projection"),
@@ -362,12 +392,14 @@ KINDS: tuple[HookKind, ...] = (
     _block(
         "attn_out", "hook_attn_out", HIDDEN, "what the mixer adds to the residual stream, after any post-norm"
     ),
+    # LAuReL adds to the stream together with attention, before resid_mid (Gemma 3n).
     _laurel("scale", SCALE, "divisor of the norm of LAuReL"),
     _laurel("normalized", HIDDEN, "what LAuReL makes of the normed stream, by maps of low rank, normed"),
     _laurel("out", HIDDEN, "what LAuReL adds: the normed stream, and what it makes of that"),
     _block(
         "resid_mid", "hook_resid_mid", HIDDEN, "resid_pre + attn_out; normed where norms stand on the sum"
     ),
+    # Cross-attention of encoder-decoders.
     _cross("memory", HIDDEN, "what keys and values are made of: the encoder's output, normed"),
     _block("ln_cross_scale", "ln_cross.hook_scale", SCALE, "divisor of the norm of cross-attention", None),
     _block(
@@ -387,6 +419,7 @@ KINDS: tuple[HookKind, ...] = (
         HIDDEN,
         "resid_mid + cross_attn_out; normed where norms stand on the sum",
     ),
+    # MLP and experts.
     _block("ln2_scale", "ln2.hook_scale", SCALE, "divisor of the pre-MLP norm"),
     _block("ln2_normalized", "ln2.hook_normalized", HIDDEN, "pre-MLP norm before weight and bias"),
     _block("mlp_pre", "mlp.hook_pre", HIDDEN, "MLP input: the pre-MLP norm with weight and bias", None),
@@ -446,6 +479,7 @@ KINDS: tuple[HookKind, ...] = (
         "mlp_out", "hook_mlp_out", HIDDEN, "what the MLP adds to the residual stream, after any post-norm"
     ),
     _altup("corrected", "the streams as AltUp corrects them by what the block made of one"),
+    # Per-layer inputs (Gemma 3n and 4).
     _layer_input("embed", LAYER_INPUT, "what the tokens and their embeddings give this layer alone"),
     _layer_input("gate", LAYER_INPUT, "what multiplies it, made of the stream, after the activation"),
     _layer_input("scale", SCALE, "divisor of the norm of what is made of it"),
@@ -499,15 +533,18 @@ KINDS: tuple[HookKind, ...] = (
 )
 BY_NAME = {kind.name: kind for kind in KINDS}
 LOGITS = "logits"
-"""The kind that no model lists: a pass gives logits without a hook, a store keeps what is made of them."""
+"""Kind of the logits. No model lists it in `hook_points`, as a pass returns logits without a hook; stores use
+it for values computed from logits."""
 STATE_ROOMS = ("rwkv", "ssm", "linear", "mlstm")
-"""Rooms of mixers with a state; each has the kinds of `_states`."""
+"""Prefixes of mixers with a recurrent state; each has the kinds of `_states`."""
 SPLIT_INPUTS = ("q_input", "k_input", "v_input")
-"""Copies of resid_pre, of which a change reaches queries, keys or values of a head and nothing else."""
+"""Separate copies of resid_pre for each head: a change at one affects only the queries, keys or values of
+that head."""
 _BY_NAME_ALONE = dict.fromkeys(SPLIT_INPUTS, "_input") | {"expert_out": "expert_out", LOGITS: LOGITS}
 _BY_NAME_ALONE |= dict.fromkeys((f"altup_{name}" for name in ("streams", "predicted", "corrected")), "altup")
-"""Kinds as large as many streams -> what a pattern must say to mean them."""
+"""Kind whose activation is as large as many residual streams -> text that a glob must contain to match it."""
 ORDER = {kind.name: place for place, kind in enumerate(KINDS)}
+"""Kind -> its index in execution order."""
 _MIXERS = {
     ".attn.": "attention",
     ".rwkv.": "an RWKV mixer",
@@ -521,7 +558,7 @@ _MIXERS = {
     ".cross_attn.": "cross-attention",
 }
 _LISTED = 8
-"""Layers a message lists."""
+"""Largest number of layers that a message lists."""
 _FIRST_AFTER_BLOCKS = ORDER["altup_merged"]
 _BY_PATH = {kind.path: kind for kind in KINDS}
 _BY_TRANSFORMER_LENS = {kind.transformer_lens: kind for kind in KINDS if kind.transformer_lens}
@@ -533,13 +570,14 @@ NNTERP = {
     "mlps_output": "mlp_post",
     "attention_probabilities": "pattern",
 }
-"""nnterp's name for every layer's -> kind."""
+"""Name in the library nnterp -> kind."""
 _NNTERP_NAME = re.compile(rf"({'|'.join(NNTERP)})\[(\d{{1,18}}|\*)\]")
+# At most 18 digits, so that every layer number fits into 64 bits.
 _NUMBER = re.compile(r"\.(\d{1,18})(?=\.|$)")
 
 
 class _At:
-    """Makes `HookPoint.resid_post(5)` and, for points outside the blocks, `HookPoint.embed()`."""
+    """Constructor of one kind: `HookPoint.resid_post(5)`, or `HookPoint.embed()` outside of layers."""
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
@@ -551,7 +589,7 @@ class _At:
 
 @dataclass(frozen=True)
 class HookPoint:
-    """A named place in a forward pass; equal to its string form wherever one is asked for.
+    """A named place in a forward pass. Functions that take hook points also accept their string form.
 
     >>> HookPoint.resid_post(5)
     HookPoint.resid_post(5)
@@ -560,11 +598,14 @@ class HookPoint:
     >>> HookPoint.parse("blocks.5.hook_resid_post") == HookPoint.resid_post(5)
     True
 
-    Raises HookPointNotFound for an unknown kind, or a layer where none (or one) belongs.
+    Raises:
+        HookPointNotFound: The kind is unknown, or a layer is missing or superfluous.
     """
 
     kind: str
+    """Kind: a name in the table `KINDS`."""
     layer: int | None = None
+    """Number of the layer or time step, from 0; None for kinds outside of layers."""
 
     embed, resid_pre, ln1_scale = _At("embed"), _At("resid_pre"), _At("ln1_scale")
     pre_norm = _At("pre_norm")
@@ -650,35 +691,40 @@ class HookPoint:
             )
         if self.layer is None:
             return
+        # The dataclass is frozen; numpy integers become int, so that equal points have equal reprs.
         object.__setattr__(self, "layer", as_index(self.layer, f"{self.kind}: layers", HookPointNotFound))
         if self.layer < 0:
             raise HookPointNotFound(f"expected a layer counted from 0, found {self.layer!r} for {self.kind}")
 
     @classmethod
     def parse(cls, name: str) -> HookPoint:
-        """The point with this string form, or nnterp's (`own_name`); HookPointNotFound names the nearest one
-        otherwise."""
+        """The hook point with this string form, or with this name in nnterp (`own_name`).
+
+        Raises:
+            HookPointNotFound: There is no such point; the message names the nearest one.
+        """
         return cls._from_path(own_name(name), _BY_PATH)
 
     @classmethod
     def from_transformer_lens(cls, name: str) -> HookPoint:
-        """The point that holds what TransformerLens calls `name` (axes ordered as here, heads before
-        positions)."""
+        """The hook point of the quantity that TransformerLens calls `name`. Its axes are ordered as in this
+        module, heads before positions."""
         return cls._from_path(name, _BY_TRANSFORMER_LENS)
 
     @classmethod
     def _from_path(cls, name: str, table: dict[str, HookKind]) -> HookPoint:
-        found = _NUMBER.search(name)
-        layer = int(found.group(1)) if found else None
+        """The hook point of a string form; table: string form with `{}` for the layer -> kind."""
+        match = _NUMBER.search(name)
+        layer = int(match.group(1)) if match else None
         path = _NUMBER.sub(".{}", name, count=1)
         if path not in table:
-            places = [known.replace("{}", str(layer or 0)) for known in table]
-            raise HookPointNotFound(_unknown(name, places))
+            candidates = [row.replace("{}", str(layer or 0)) for row in table]
+            raise HookPointNotFound(_unknown(name, candidates))
         return cls(table[path].name, layer)
 
     @property
     def transformer_lens(self) -> str | None:
-        """TransformerLens's string for the same quantity, or None where it has none."""
+        """TransformerLens's hook name for the same activation; None without equivalent."""
         name = BY_NAME[self.kind].transformer_lens
         return name and name.format(self.layer)
 
@@ -689,10 +735,11 @@ class HookPoint:
 
     @property
     def order(self) -> tuple[int, int]:
-        """Sort key: points compare as they come in a forward pass."""
+        """Sort key in execution order of a forward pass."""
         place = ORDER[self.kind]
         if self.layer is not None:
             return (self.layer, place)
+        # Points outside of layers: the embedding sorts before layer 0, all others after the last layer.
         return (-1, place) if place < _FIRST_AFTER_BLOCKS else (2**31, place)
 
     def __str__(self) -> str:
@@ -703,7 +750,11 @@ class HookPoint:
 
 
 def as_point(point: HookPoint | str) -> HookPoint:
-    """Either spelling of a hook point as the value."""
+    """A hook point from itself or from its string form.
+
+    Raises:
+        HookPointNotFound: The string names no hook point, or the argument is something else.
+    """
     if isinstance(point, HookPoint):
         return point
     require_kind(
@@ -713,38 +764,45 @@ def as_point(point: HookPoint | str) -> HookPoint:
 
 
 def own_name(name: str) -> str:
-    """What nnterp calls ``layers_output[5]`` by its string form here, ``*`` for all layers; other names as
-    they are. Where a family norms what attention adds, ``attentions_output`` is what is added.
+    """Translate a name of nnterp, such as ``layers_output[5]``, to a string form; other names stay unchanged.
+
+    ``*`` stands for all layers. In families with a norm after attention, ``attentions_output`` is the output
+    after that norm.
 
     >>> own_name("layers_output[5]"), own_name("layers_input[*]")
     ('blocks.5.hook_resid_post', 'blocks.*.hook_resid_pre')
     """
-    found = _NNTERP_NAME.fullmatch(name)
-    return BY_NAME[NNTERP[found[1]]].path.format(found[2]) if found else name
+    match = _NNTERP_NAME.fullmatch(name)
+    return BY_NAME[NNTERP[match[1]]].path.format(match[2]) if match else name
 
 
 def is_glob(name: str) -> bool:
-    """Whether a name is a shell pattern."""
+    """Whether a name is a shell pattern: contains ``*``, ``?`` or ``[``."""
     return any(mark in name for mark in "*?[")
 
 
 def expand(pattern: str, points: Iterable[HookPoint]) -> list[HookPoint]:
-    """The points whose string form matches a shell pattern such as ``blocks.*.hook_resid_post``.
+    """The hook points whose string form matches a shell pattern such as ``blocks.*.hook_resid_post``.
 
-    Copies of the stream for each head are met by patterns alone that say ``_input``: they are resid_pre, as
-    many times as there are heads. So are outputs of each expert, by ``expert_out``, and several streams, by
-    ``altup``.
-    Raises HookPointNotFound when nothing matches: a pattern that means nothing here is a typing error.
+    Very large activations only match if the pattern names them: copies of the stream per head (``_input``),
+    outputs of each expert (``expert_out``), and parallel streams (``altup``).
+
+    Arguments:
+        pattern: Shell pattern, case-sensitive.
+        points: Hook points to choose from.
+
+    Raises:
+        HookPointNotFound: Nothing matches.
     """
-    held = list(points)
-    found = [
+    candidates = list(points)
+    matches = [
         point
-        for point in held
+        for point in candidates
         if fnmatch.fnmatchcase(str(point), pattern) and _BY_NAME_ALONE.get(point.kind, "") in pattern
     ]
-    if not found:
-        raise HookPointNotFound(_unknown(pattern, [str(point) for point in held]))
-    return found
+    if not matches:
+        raise HookPointNotFound(_unknown(pattern, [str(point) for point in candidates]))
+    return matches
 
 
 def points_of(kinds: Iterable[str], num_layers: int) -> tuple[HookPoint, ...]:
@@ -757,13 +815,24 @@ def points_of(kinds: Iterable[str], num_layers: int) -> tuple[HookPoint, ...]:
 
 
 def _unknown(name: str, candidates: Iterable[str]) -> str:
+    """Message for an unknown hook point, with the nearest candidate."""
     near = nearest(name, candidates)
     hint = f"; did you mean {near!r}?" if near else "; a model lists its own: `model.hook_points`"
     return f"there is no hook point {name!r:.200}{hint}"
 
 
 def require_known(points: Sequence[HookPoint], available: Sequence[HookPoint], model: str) -> None:
-    """Raise HookPointNotFound for the first point a model does not have, naming the nearest one it has."""
+    """Check that a model has all of these hook points.
+
+    Arguments:
+        points: Hook points to check.
+        available: All hook points of the model.
+        model: Name of the model, for the message.
+
+    Raises:
+        HookPointNotFound: A point is missing; the message names the layers that have its kind, or the nearest
+            point.
+    """
     for point in points:
         if point in available:
             continue
@@ -783,9 +852,10 @@ def require_known(points: Sequence[HookPoint], available: Sequence[HookPoint], m
 
 
 def _elsewhere(point: HookPoint, layers: Sequence[int], available: Sequence[HookPoint], model: str) -> str:
-    """That a layer has no point of a kind, as its mixer is another one; and which layers have one."""
-    here = [str(p) for p in available if p.layer == point.layer]
-    mixers = [told for room, told in _MIXERS.items() if any(room in path for path in here)]
+    """Message for a layer of a hybrid whose mixer lacks this kind: names its mixer, and the layers that have
+    the kind. layers: numbers of these layers."""
+    paths = [str(p) for p in available if p.layer == point.layer]
+    mixers = [words for room, words in _MIXERS.items() if any(room in path for path in paths)]
     listed = ", ".join(map(str, layers[:_LISTED]))
     more = f" and {len(layers) - _LISTED} more" if len(layers) > _LISTED else ""
     return (

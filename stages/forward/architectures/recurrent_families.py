@@ -1,8 +1,7 @@
-"""How the config.json of a model of one recurrent mixer is read: xLSTM, and those of flash-linear-attention.
+"""Readers of config.json for xLSTM, and for the recurrent models of flash-linear-attention (fla).
 
-As in mamba_families.py, whose table of families these are part of. Semantics and defaults are those of the
-code that writes such checkpoints: of transformers for xLSTM, else of flash-linear-attention, which in some
-layers may have plain attention instead.
+Semantics and defaults are those of the code that writes such checkpoints: transformers for xLSTM, fla for the
+others, where some layers may have attention instead of the recurrent mixer.
 
 Border: one config; never imports torch.
 """
@@ -27,10 +26,10 @@ __all__ = ["RECURRENT"]
 
 
 def _xlstm(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """xLSTM 7B: mLSTMs alone, and gates with soft caps."""
+    """xLSTM 7B: mLSTM layers only, with soft-capped gates."""
     hidden, heads = either(reader, "hidden_size", "embedding_dim", 4096), reader.integer("num_heads", 8)
     layers = either(reader, "num_hidden_layers", "num_blocks", 32)
-    keys, values = (int(hidden * reader.number(f"{part}_dim_factor", usual)) for part, usual in _XLSTM)
+    keys, values = (int(hidden * reader.number(f"{part}_dim_factor", share)) for part, share in _XLSTM)
     if keys % heads or values % heads:
         raise ConfigError(
             f"{reader.source}: expected num_heads to divide {keys} channels of keys and {values} of values, "
@@ -53,6 +52,7 @@ def _xlstm(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
         has_bias=bias,
         is_fused=is_fused,
     )
+    # The hidden width of the MLP is rounded up to a multiple of this.
     step = reader.integer("ffn_round_up_to_multiple_of", 64)
     inner = int((hidden * reader.number("ffn_proj_factor", 2.667) + step - 1) // step * step)
     mlp = MlpSpec(inner, "silu", is_fused=is_fused, has_bias=bias)
@@ -74,33 +74,43 @@ def _xlstm(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
         spelling=spelling,
         norm_eps=eps,
         final_logit_softcapping=reader.number("output_logit_soft_cap", 30.0),
-        # The reference ties nothing, whatever the config says.
+        # The reference ignores tie_word_embeddings and never ties the head.
         tie_word_embeddings=False,
         norm_biases="in layers" if bias else "of layer norms",
     )
 
 
 _XLSTM = (("qk", 0.5), ("v", 1.0))
-"""Parts of a memory, and their share of the stream's width."""
+"""(prefix of the config key, default share of the hidden size) for queries and keys, and for values."""
 
 
 # -- flash-linear-attention
 
 
 def _gla(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    mixer = _fading(reader, "key", heads=4, expand_k=0.5, expand_v=1.0)
+    """Gated linear attention."""
+    mixer = _linear_attention(reader, "key", heads=4, expand_k=0.5, expand_v=1.0)
     return _of_fla(reader, mixer, ratio=4)
 
 
 def _retnet(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    mixer = _fading(reader, "fixed", heads=8, expand_k=1.0, expand_v=2.0)
+    """Retention (RetNet)."""
+    mixer = _linear_attention(reader, "fixed", heads=8, expand_k=1.0, expand_v=2.0)
     return _of_fla(reader, mixer, ratio=2)
 
 
-def _fading(
+def _linear_attention(
     reader: ConfigReader, decays: Literal["key", "fixed"], *, heads: int, expand_k: float, expand_v: float
 ) -> LinearAttentionSpec:
-    """Gated linear attention or retention; the latter has no convolution, whatever the config says."""
+    """Gated linear attention (decays "key") or retention (decays "fixed").
+
+    Arguments:
+        reader: The config.json.
+        decays: Kind of decays, `LinearAttentionSpec.decays`.
+        heads: Default of num_heads.
+        expand_k: Default of the key channels as a multiple of the hidden size.
+        expand_v: Default of the value channels as a multiple of the hidden size.
+    """
     heads, is_gated = reader.integer("num_heads", heads), decays == "key"
     key_size, groups = _width(reader, "expand_k", expand_k, heads), reader.integer("num_kv_heads", heads)
     if heads % groups:
@@ -114,7 +124,8 @@ def _fading(
         key_size,
         _width(reader, "expand_v", expand_v, heads),
         decays,
-        conv_size=_conv_size(reader, usual=False) if is_gated else 0,
+        # fla's retention ignores use_short_conv.
+        conv_size=_conv_size(reader, default=False) if is_gated else 0,
         rope=None if is_gated else RopeConfig(10000.0, key_size),
         activation=activation_of(reader, "feature_map") if reader.has("feature_map") else None,
         least_log_decay=reader.optional_number("clamp_min") if is_gated else None,
@@ -125,11 +136,14 @@ def _fading(
 
 
 def _delta_net(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    for key, only in (("qk_activation", "silu"), ("qk_norm", "l2")):
-        if (found := reader.text(key, only)) != only:
+    """DeltaNet: delta rule without decays."""
+    for key, implemented in (("qk_activation", "silu"), ("qk_norm", "l2")):
+        if (value := reader.text(key, implemented)) != implemented:
             raise ConfigError(
-                f"{reader.source}: expected {key} {only!r}, found {found!r}; this model cannot run here"
+                f"{reader.source}: expected {key} {implemented!r}, found {value!r}; this model cannot "
+                "run here"
             )
+    # Without beta a write would replace the whole old value (beta = 1), which is not implemented.
     if not reader.flag("use_beta", True):
         raise ConfigError(f"{reader.source}: expected use_beta, found none; this model cannot run here")
     heads = reader.integer("num_heads", 16)
@@ -138,7 +152,7 @@ def _delta_net(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitectu
         heads,
         _width(reader, "expand_k", 1.0, heads),
         _width(reader, "expand_v", 1.0, heads),
-        _conv_size(reader, usual=True),
+        _conv_size(reader, default=True),
         layout="separate",
         decays=None,
         beta_factor=_beta_factor(reader),
@@ -149,13 +163,14 @@ def _delta_net(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitectu
 
 
 def _gated_deltanet(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    """Gated DeltaNet: delta rule with one decay per head."""
     groups, head_dim = reader.integer("num_heads", 6), reader.integer("head_dim", 256)
     mixer = GatedDeltaSpec(
         reader.integer("num_v_heads", groups),
         groups,
         head_dim,
         int(head_dim * reader.number("expand_v", 2.0)),
-        _conv_size(reader, usual=True),
+        _conv_size(reader, default=True),
         layout="separate",
         beta_factor=_beta_factor(reader),
         gate="silu" if reader.flag("use_gate", True) else None,
@@ -165,17 +180,29 @@ def _gated_deltanet(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchi
 
 
 def _of_fla(reader: ConfigReader, mixer: MixerSpec, *, ratio: int, layers: int = 24) -> ComposedArchitecture:
-    """What its models have in common. ratio: of the MLP's parameters to those of a square matrix; that and
-    layers where the config does not say."""
+    """Architecture of a model of fla: in each layer a mixer, or attention, and a gated MLP.
+
+    Arguments:
+        reader: The config.json.
+        mixer: The recurrent mixer of all layers without attention.
+        ratio: Default of hidden_ratio, the width of an ungated MLP of equal size as a multiple of the hidden
+            size.
+        layers: Default of num_hidden_layers.
+
+    Raises:
+        ConfigError: A setting is not implemented.
+    """
     require_silu(reader, "hidden_act")
+    # Attention residuals replace the sum of outputs by attention over them.
     if reader.has("attnres_block_size"):
         raise ConfigError(
             f"{reader.source}: expected no attnres_block_size, found {reader.raw['attnres_block_size']!r}: "
             "such a stream is no sum; this model cannot run here"
         )
     hidden, layers = reader.integer("hidden_size", 2048), reader.integer("num_hidden_layers", layers)
-    wanted = int(hidden * reader.integer("hidden_ratio", ratio) * 2 / 3)
-    mlp = MlpSpec(reader.integer("intermediate_size", 256 * ((wanted + 255) // 256)), "silu")
+    # A gated MLP has three matrices instead of two, hence 2/3 of the width, rounded up to a multiple of 256.
+    width = int(hidden * reader.integer("hidden_ratio", ratio) * 2 / 3)
+    mlp = MlpSpec(reader.integer("intermediate_size", 256 * ((width + 255) // 256)), "silu")
     attends = _attention_of_fla(reader, hidden, layers)
     spelling = Spelling(
         embed="model.embeddings",
@@ -202,11 +229,17 @@ def _of_fla(reader: ConfigReader, mixer: MixerSpec, *, ratio: int, layers: int =
 
 
 def _attention_of_fla(reader: ConfigReader, hidden: int, layers: int) -> dict[int, AttentionSpec]:
-    """Layers that attend: sections of the config, each with a list of its layers."""
-    told = reader.raw.get("attn")
+    """Layer number -> attention, for layers with attention instead of the recurrent mixer.
+
+    They are described by one or several sections "attn" of the config, each with a list of its layers.
+
+    Raises:
+        ConfigError: A section does not list existing layers, or its heads do not divide the hidden size.
+    """
+    value = reader.raw.get("attn")
     reader.read.add("attn")
-    sections: list[Any] = [] if told is None else told if isinstance(told, list) else [told]
-    found: dict[int, AttentionSpec] = {}
+    sections: list[Any] = [] if value is None else value if isinstance(value, list) else [value]
+    specs: dict[int, AttentionSpec] = {}
     for section in sections:
         listed = section.get("layers") if isinstance(section, dict) else None
         if not isinstance(listed, list) or any(layer not in range(layers) for layer in listed):
@@ -214,28 +247,29 @@ def _attention_of_fla(reader: ConfigReader, hidden: int, layers: int) -> dict[in
                 f"{reader.source}: expected attn to list layers among {layers}, found {section!r}; correct "
                 "the file, or fetch it again"
             )
-        of_section = ConfigReader(section, f"{reader.source}: attn")
-        heads = of_section.integer("num_heads")
+        section_reader = ConfigReader(section, f"{reader.source}: attn")
+        heads = section_reader.integer("num_heads")
         if hidden % heads:
             raise ConfigError(
-                f"{of_section.source}: expected num_heads to divide {hidden}, found {heads}; correct the "
+                f"{section_reader.source}: expected num_heads to divide {hidden}, found {heads}; correct the "
                 "file, or fetch it again"
             )
-        shape = AttentionSpec(
+        spec = AttentionSpec(
             heads,
-            of_section.integer("num_kv_heads", heads),
+            section_reader.integer("num_kv_heads", heads),
             hidden // heads,
-            RopeConfig(of_section.number("rope_theta", 10000.0), hidden // heads),
-            window=of_section.optional_integer("window_size"),
-            qkv_bias=of_section.flag("qkv_bias", False),
+            RopeConfig(section_reader.number("rope_theta", 10000.0), hidden // heads),
+            window=section_reader.optional_integer("window_size"),
+            qkv_bias=section_reader.flag("qkv_bias", False),
         )
-        found |= dict.fromkeys(listed, shape)
-    return found
+        specs |= dict.fromkeys(listed, spec)
+    return specs
 
 
-def _width(reader: ConfigReader, key: str, usual: float, heads: int) -> int:
-    """Of a head, of channels that are a multiple of the stream's."""
-    channels = int(reader.integer("hidden_size", 2048) * reader.number(key, usual))
+def _width(reader: ConfigReader, key: str, default: float, heads: int) -> int:
+    """Channels of a head: hidden size times the factor under `key`, divided by the number of heads;
+    ConfigError if that is no integer. default: of the factor."""
+    channels = int(reader.integer("hidden_size", 2048) * reader.number(key, default))
     if channels % heads:
         raise ConfigError(
             f"{reader.source}: expected num_heads to divide {channels} channels of {key}, found {heads}; "
@@ -244,17 +278,18 @@ def _width(reader: ConfigReader, key: str, usual: float, heads: int) -> int:
     return channels // heads
 
 
-def _conv_size(reader: ConfigReader, *, usual: bool) -> int:
-    """Of short convolutions; 0 for none."""
-    return reader.integer("conv_size", 4) if reader.flag("use_short_conv", usual) else 0
+def _conv_size(reader: ConfigReader, *, default: bool) -> int:
+    """Kernel size of the short convolutions; 0 for none. default: of use_short_conv."""
+    return reader.integer("conv_size", 4) if reader.flag("use_short_conv", default) else 0
 
 
 def _beta_factor(reader: ConfigReader) -> float:
+    """`GatedDeltaSpec.beta_factor`: 2 if the state transition may have negative eigenvalues."""
     return 2.0 if reader.flag("allow_neg_eigval", False) else 1.0
 
 
 def _is_norm_fused(reader: ConfigReader) -> bool:
-    """Whether norm and gate are one module, which is called otherwise."""
+    """Whether norm and output gate are one fused module, whose tensors have another name."""
     return reader.flag("fuse_norm", True) and reader.flag("use_output_gate", True)
 
 
@@ -265,4 +300,4 @@ RECURRENT: dict[str, FamilyReader] = {
     "delta_net": FamilyReader(_delta_net, "DeltaNet 1.3B", "delta nets", "gated SiLU"),
     "gated_deltanet": FamilyReader(_gated_deltanet, "Gated DeltaNet", "gated delta nets", "gated SiLU"),
 }
-"""Every model of one recurrent mixer that is neither RWKV nor a state space, by model_type."""
+"""model_type -> family, for recurrent models other than RWKV and state-space models."""

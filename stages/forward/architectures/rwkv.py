@@ -1,8 +1,8 @@
-"""RWKV 4 to 7: an architecture of token shifts and a recurrent state, as one value.
+"""RwkvConfig: architecture of RWKV 4 to 7, with token shifts and a recurrent state.
 
-Every block mixes positions twice: its time mix reads a state that each token decays and writes to, and both
-it and the channel mix read the token before (token shift). The stream of layer 0 is *replaced* by its
-normed embedding (`pre_norm`), so that what is added to it begins there.
+Every layer mixes positions twice: the time mix has a recurrent state, which each token decays and writes to,
+and both time mix and channel mix also read the previous token (token shift). In layer 0 the normalised
+embedding (`pre_norm`) *replaces* the embedding as the start of the residual stream.
 
 Papers: RWKV-4 (Peng et al. 2023), RWKV-5 and 6 (Peng et al. 2024, "Eagle and Finch"), RWKV-7 (Peng et al.
 2025, "Goose"). Torch-free.
@@ -27,7 +27,7 @@ __all__ = ["RwkvConfig"]
 Generation = Literal[4, 5, 6, 7]
 
 UNLIMITED = 2**31 - 1
-"""Tokens of a context nothing bounds."""
+"""Context length, in tokens, of models without a limit."""
 _COMMON = (
     *("embed", "resid_pre", "ln1_scale", "ln1_normalized"),
     *("rwkv_r", "rwkv_k", "rwkv_v", "rwkv_wkv_out", "attn_out", "resid_mid"),
@@ -41,17 +41,13 @@ _OF_STATES = (
 _REACHES_LATER = frozenset(
     kind for kind, place in ORDER.items() if ORDER["resid_pre"] <= place <= ORDER["mlp_pre"]
 ) | {"embed", "resid_post"}
-"""All that comes before the channel mix has shifted its tokens."""
+"""Kinds of hook points up to the token shift of the channel mix, which passes a change on to the next
+token."""
 
 
 @dataclass(frozen=True)
 class RwkvConfig(Architecture):
-    """An RWKV model: everything that decides its numbers besides its weights.
-
-    head_norm_eps: of the norm of each head. attention_size: width of the time mix; in RWKV-4 every channel
-    is a head of its own. has_gate: of versions from 5.1 on. norm_first: whether layer 0 norms the embedding.
-    ranks: of the low-rank maps, by weight.
-    """
+    """An RWKV model: everything except the weights that decides its results."""
 
     kind: ClassVar[str] = "rwkv"
     version: ClassVar[str] = "rwkv/1"
@@ -60,22 +56,31 @@ class RwkvConfig(Architecture):
 
     model_type: str
     generation: Generation
+    """Version of RWKV."""
     hidden_size: int
     num_layers: int
     vocab_size: int
     num_heads: int
+    """Number of heads; in RWKV-4 every channel is a head."""
     head_dim: int
     attention_size: int
+    """Width of the time mix."""
     intermediate_size: int
+    """Hidden width of the channel mix."""
     norm_eps: float
     head_norm_eps: float
+    """Epsilon of the norm of each head's output."""
     ranks: tuple[tuple[str, int], ...]
+    """(weight, rank) of the low-rank maps."""
     spelling: Spelling
+    """Naming scheme of the checkpoint's tensors."""
     has_gate: bool = True
+    """Whether the time mix has an output gate (version 5.1 and later)."""
     has_norm_bias: bool = True
     norm_first: bool = True
+    """Whether layer 0 normalises the embedding (`pre_norm`)."""
     decays_per_head: bool = False
-    """One decay and one bonus for all channels of a head (RWKV-5.0 and 5.1)."""
+    """Whether all channels of a head share one decay and one bonus (RWKV-5.0 and 5.1)."""
     tie_word_embeddings: bool = False
 
     def __post_init__(self) -> None:
@@ -87,18 +92,18 @@ class RwkvConfig(Architecture):
 
     @property
     def digest(self) -> str:
-        """Of every field but how the checkpoint spells its tensors."""
+        """Digest of every field except the naming scheme of the tensors."""
         return digest("rwkv-config", self.fields | {"spelling": None})
 
     @property
     def context_length(self) -> int:
-        """`UNLIMITED`: what was read is a state of one size."""
+        """`UNLIMITED`, as the state has a fixed size."""
         return UNLIMITED
 
     @property
     def final_norm_eps(self) -> float:
-        """See `Architecture`; up to RWKV-6 the reference's final norm has PyTorch's default, whatever the
-        config says of the others."""
+        """See `Architecture`; up to RWKV-6, the reference's final norm ignores the config and has PyTorch's
+        default epsilon."""
         return self.norm_eps if self.generation == 7 else 1e-5
 
     @property
@@ -118,10 +123,11 @@ class RwkvConfig(Architecture):
         """See `Architecture`; `pre_norm` in layer 0 only."""
         kinds = {*_COMMON, *(_OF_STATES if self.generation > 4 else ())}
         kinds |= {"rwkv_g"} if self.has_gate else set()
+        # Only version 7 removes the value under a normalised key before it writes.
         kinds |= {"rwkv_kk", "rwkv_a"} if self.generation == 7 else set()
-        found = points_of(kinds, self.num_layers)
-        first = (HookPoint("pre_norm", 0),) if self.norm_first else ()
-        return tuple(sorted((*found, *first), key=lambda point: point.order))
+        points = points_of(kinds, self.num_layers)
+        pre_norm = (HookPoint("pre_norm", 0),) if self.norm_first else ()
+        return tuple(sorted((*points, *pre_norm), key=lambda point: point.order))
 
     @cached_property
     def layers(self) -> tuple[Layer, ...]:
@@ -136,18 +142,20 @@ class RwkvConfig(Architecture):
         return rwkv_tensors(self)
 
     def reach(self, point: HookPoint) -> Reach:
-        """Later positions too, through the state and two token shifts, up to the second of these."""
+        """See `Architecture`: changes up to the token shift of the channel mix also affect later positions,
+        through the state and both token shifts."""
         return "later" if point.kind in _REACHES_LATER else "here"
 
     @property
     def lengths_must_match(self) -> bool:
-        """A recurrence knows no positions."""
+        """False: recurrences do not depend on the length of the prompt."""
         return False
 
     def keeps_keys(self, before: int, length: int) -> bool:
-        """A state is true of whatever follows."""
+        """True: the state after a prefix does not depend on later tokens."""
         return True
 
     def bytes_per_token(self, itemsize: int) -> int:
-        """Stream, norms, shifted copies, the recurrence in float32, the channel mix."""
+        """See `Architecture`: stream, norms, shifted copies, the recurrence in float32, and the channel
+        mix."""
         return itemsize * (12 * self.hidden_size + 2 * self.intermediate_size) + 4 * 10 * self.attention_size

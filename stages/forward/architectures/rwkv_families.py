@@ -1,10 +1,10 @@
-"""How the config.json of an RWKV checkpoint is read, with the shapes of its tensors where it is silent.
+"""Reader of config.json for RWKV, which also needs the shapes of the checkpoint's tensors.
 
-Ranks of low-rank maps stand in no released config in a way that can be trusted: they are those of the
-tensors. `rescale_every` is a trick of float16 inference that changes nothing in exact arithmetic; it is read
-and not followed, so that the stream is in the units of the weights everywhere.
+The ranks of low-rank maps are taken from the tensors, as released configs do not state them reliably.
+`rescale_every` is a trick for float16 inference that changes nothing in exact arithmetic; it is ignored, so
+that the stream has the same scale in all layers.
 
-Border: one config and names and shapes of tensors; never imports torch.
+Border: one config, and names and shapes of tensors; never imports torch.
 """
 
 from __future__ import annotations
@@ -25,15 +25,20 @@ RWKV: dict[str, tuple[Generation, str]] = {
     "rwkv6": (6, "RWKV-6 Finch"),
     "rwkv7": (7, "RWKV-7 Goose"),
 }
-"""model_type -> generation, and what people know it by."""
+"""model_type -> (version, well-known models)."""
 TensorShapes = Mapping[str, tuple[int, ...]]
 
 
 def read_rwkv(reader: ConfigReader, shapes: TensorShapes) -> RwkvConfig:
-    """The architecture of an RWKV checkpoint. shapes: of its tensors by name.
+    """The architecture of an RWKV checkpoint.
 
-    Raises ConfigError for a key that is missing, contradicts another, or asks for what is not followed;
-    WeightsError for a tensor that must say a rank and is not there.
+    Arguments:
+        reader: The config.json.
+        shapes: Shapes of the checkpoint's tensors by name.
+
+    Raises:
+        ConfigError: A key is missing, contradicts another key, or asks for a feature that is not implemented.
+        WeightsError: A tensor whose shape determines a rank is missing.
     """
     model_type, source = reader.raw["model_type"], reader.source
     generation = RWKV[model_type][0]
@@ -48,9 +53,11 @@ def read_rwkv(reader: ConfigReader, shapes: TensorShapes) -> RwkvConfig:
         )
     size = _head_size(reader, generation, width, shapes)
     eps = reader.number("norm_eps" if generation == 7 else "layer_norm_epsilon", 1e-5)
+    # RWKV-5 and 6 divide head outputs by this number before their norm, which scales its epsilon.
     divisor = 1 if generation in (4, 7) else reader.integer("head_size_divisor", 8)
-    first = LAYER[spelling.partition(",")[0]].format(0)
-    decays = shapes.get(f"{first}attention.time_decay", shapes.get(f"{first}att.time_decay", ()))
+    layer_0 = LAYER[spelling.partition(",")[0]].format(0)
+    decays = shapes.get(f"{layer_0}attention.time_decay", shapes.get(f"{layer_0}att.time_decay", ()))
+    # RWKV-5.0 has no gate; no config key states the minor version, so the tensors decide.
     has_gate = generation > 5 or (generation == 5 and any(".gate.weight" in name for name in shapes))
     return RwkvConfig(
         model_type=model_type,
@@ -64,7 +71,7 @@ def read_rwkv(reader: ConfigReader, shapes: TensorShapes) -> RwkvConfig:
         intermediate_size=_intermediate(reader, generation, hidden),
         norm_eps=eps,
         head_norm_eps=eps * (size if generation == 7 else divisor**2),
-        ranks=_ranks(shapes, generation, first, spelling),
+        ranks=_ranks(shapes, generation, layer_0, spelling),
         spelling=spelling,
         has_gate=has_gate,
         has_norm_bias=reader.flag("norm_bias", True),
@@ -75,7 +82,7 @@ def read_rwkv(reader: ConfigReader, shapes: TensorShapes) -> RwkvConfig:
 
 
 def _refuse_unfollowed(reader: ConfigReader, generation: Generation) -> None:
-    """Settings that change numbers and that nothing here follows."""
+    """Raise ConfigError for settings that change results and are not implemented."""
     refuse_unfollowed(reader)
     if generation == 7 and reader.has("attn"):
         raise ConfigError(
@@ -97,7 +104,7 @@ def _refuse_unfollowed(reader: ConfigReader, generation: Generation) -> None:
 
 
 def _spelling(shapes: TensorShapes, generation: Generation, source: str) -> Spelling:
-    """How a checkpoint names its tensors, by those of layer 0."""
+    """Naming scheme of a checkpoint, from the tensors of layer 0; ConfigError if they fit no scheme."""
     if f"{LAYER['fla'].format(0)}attn.r_proj.weight" in shapes and generation == 7:
         return "fla, one x_x" if f"{LAYER['fla'].format(0)}attn.x_x" in shapes else "fla"
     if f"{LAYER['hf'].format(0)}attention.key.weight" in shapes and generation < 7:
@@ -113,22 +120,34 @@ def _spelling(shapes: TensorShapes, generation: Generation, source: str) -> Spel
 
 
 def _head_size(reader: ConfigReader, generation: Generation, width: int, shapes: TensorShapes) -> int:
-    """Channels of a head. RWKV-5 and 6 configs write the *size* under num_attention_heads."""
+    """Channels of a head.
+
+    Configs of RWKV-5 and 6 without head_size state it under num_attention_heads, despite that name.
+
+    Arguments:
+        reader: The config.json.
+        generation: Version of RWKV.
+        width: Width of the time mix.
+        shapes: Shapes of the checkpoint's tensors by name.
+
+    Raises:
+        ConfigError: The head size does not divide the width, or contradicts the number of heads.
+    """
     if generation == 4:
         return 1
     if generation == 7:
         size = reader.integer("head_dim", 64)
-        told = reader.optional_integer("num_heads")
-        if told is not None and told * size != width:
+        heads = reader.optional_integer("num_heads")
+        if heads is not None and heads * size != width:
             raise ConfigError(
                 f"{reader.source}: expected num_heads * head_dim to be hidden_size ({width}), found "
-                f"{told} * {size}; correct the file, or fetch it again"
+                f"{heads} * {size}; correct the file, or fetch it again"
             )
     else:
         bonus = next((shape for name, shape in shapes.items() if name.endswith("time_faaaa")), ())
-        own = bonus[1] if len(bonus) == 2 else None
+        default = bonus[1] if len(bonus) == 2 else None
         key = "head_size" if reader.has("head_size") else "num_attention_heads"
-        size = reader.integer(key, own)
+        size = reader.integer(key, default)
     if width % size:
         raise ConfigError(
             f"{reader.source}: expected a head size that divides {width}, found {size}; correct the file, or "
@@ -138,19 +157,29 @@ def _head_size(reader: ConfigReader, generation: Generation, width: int, shapes:
 
 
 def _intermediate(reader: ConfigReader, generation: Generation, hidden: int) -> int:
-    """Width of the channel mix; a null is as good as no key."""
+    """Hidden width of the channel mix; a null means the default, as does an absent key."""
     if generation == 7:
         ratio = reader.number("hidden_ratio", 4.0)
-        usual = -(-int(hidden * ratio) // 32) * 32
+        default = -(-int(hidden * ratio) // 32) * 32
     else:
-        usual = 4 * hidden if generation == 4 else int(hidden * 3.5) // 32 * 32
-    return reader.optional_integer("intermediate_size", usual) or usual
+        default = 4 * hidden if generation == 4 else int(hidden * 3.5) // 32 * 32
+    return reader.optional_integer("intermediate_size", default) or default
 
 
 def _ranks(
-    shapes: TensorShapes, generation: Generation, first: str, spelling: Spelling
+    shapes: TensorShapes, generation: Generation, layer_0: str, spelling: Spelling
 ) -> tuple[tuple[str, int], ...]:
-    """Ranks of the low-rank maps, as the tensors of the first layer that has them say."""
+    """(weight, rank) of the low-rank maps, from the tensors of the first layer that has them.
+
+    Arguments:
+        shapes: Shapes of the checkpoint's tensors by name.
+        generation: Version of RWKV.
+        layer_0: Prefix of the tensors of layer 0.
+        spelling: Naming scheme of the checkpoint.
+
+    Raises:
+        WeightsError: A tensor is missing.
+    """
     if generation < 6:
         return ()
 
@@ -165,17 +194,18 @@ def _ranks(
     if generation == 6:
         room = "attention" if spelling == "hf" else "att"
         return (
-            ("mix", shape(f"{first}{room}.time_maa_w1")[1] // 5),
-            ("decay", shape(f"{first}{room}.time_decay_w1")[1]),
+            ("mix", shape(f"{layer_0}{room}.time_maa_w1")[1] // 5),
+            ("decay", shape(f"{layer_0}{room}.time_decay_w1")[1]),
         )
-    second = LAYER[spelling.partition(",")[0]].format(1)
-    found = []
+    layer_1 = LAYER[spelling.partition(",")[0]].format(1)
+    ranks = []
     for map_ in ("w", "a", "v", "g"):
-        layer = second if map_ == "v" else first
-        if map_ == "v" and not any(name.startswith(second) for name in shapes):
-            found.append((map_, 0))  # a single layer mixes no values
+        # The value residual reads layer 0 and exists from layer 1 on.
+        layer = layer_1 if map_ == "v" else layer_0
+        if map_ == "v" and not any(name.startswith(layer_1) for name in shapes):
+            ranks.append((map_, 0))
         elif spelling == "native":
-            found.append((map_, shape(f"{layer}att.{map_}1")[1]))
+            ranks.append((map_, shape(f"{layer}att.{map_}1")[1]))
         else:
-            found.append((map_, shape(f"{layer}attn.{map_}_lora.lora.0.weight")[0]))
-    return tuple(found)
+            ranks.append((map_, shape(f"{layer}attn.{map_}_lora.lora.0.weight")[0]))
+    return tuple(ranks)

@@ -1,11 +1,11 @@
-"""Which tensors of a checkpoint an RWKV model is made of, in the three spellings that are about.
+"""Names and shapes of the tensors of RWKV checkpoints, which use three naming schemes.
 
     hf      rwkv.blocks.0.attention.key.weight    what transformers and the RWKV organisation write (4, 5, 6)
     fla     model.layers.0.attn.k_proj.weight     flash-linear-attention (7)
     native  blocks.0.att.key.weight               the training code, saved as safetensors (4 to 7)
 
-Weights have the names of `networks/rwkv.py`, whatever the file calls them: matrices are [out, in] there, and
-what the native code multiplies from the left is transposed on the way.
+Weights have the names of `networks/rwkv.py`, whatever their names in the file. Matrices are [out, in] there;
+low-rank matrices that the native code multiplies from the left are transposed on loading.
 
 Border: names and shapes; never imports torch.
 """
@@ -21,11 +21,11 @@ __all__ = ["Spelling", "rwkv_tensors"]
 
 Spelling = Literal["hf", "fla", "fla, one x_x", "native"]
 MIXES = ("r", "w", "k", "v", "a", "g")
-"""What the time mix of version 7 makes of the token before, in the order in which x_x has them."""
+"""Token-shift mixes of the time mix of version 7, in their order in the fused tensor x_x."""
 
 
 class RwkvShapes(Protocol):
-    """What of a configuration decides which tensors there are, and their shapes."""
+    """Attributes of an architecture that determine its tensors and their shapes."""
 
     @property
     def generation(self) -> Literal[4, 5, 6, 7]: ...
@@ -74,22 +74,22 @@ MATRICES = {"r": "receptance", "k": "key", "v": "value", "g": "gate", "o": "outp
 
 
 def rwkv_tensors(config: RwkvShapes) -> Tensors:
-    """The map of an RWKV checkpoint; "head" is the embedding's where the two are tied."""
+    """Map of the weights of an RWKV model to tensors; "head" is the tensor of the embedding if both are
+    tied."""
     c, style = config, config.spelling.partition(",")[0]
     embed, final, head = OUTSIDE[style]
     table = (c.vocab_size, c.hidden_size)
     outside = {"embed": Stored(f"{embed}.weight", table)}
     outside |= _norm("final_norm", final, c.hidden_size, has_bias=c.has_norm_bias)
-    own = Stored(f"{head}.weight", table)
-    outside["head"] = outside["embed"] if c.tie_word_embeddings else own
-    copies = {own.name: outside["embed"].name} if c.tie_word_embeddings else {}
+    untied_head = Stored(f"{head}.weight", table)
+    outside["head"] = outside["embed"] if c.tie_word_embeddings else untied_head
+    copies = {untied_head.name: outside["embed"].name} if c.tie_word_embeddings else {}
     layers = [dict(_layer(c, style, layer)) for layer in range(c.num_layers)]
     return Tensors(outside, layers, LAYER[style], copies, _left_over(c, style))
 
 
 def _left_over(config: RwkvShapes, style: str) -> list[str]:
-    """Tensors that old files of version 7 hold and no layer reads: a map of the values of layer 0, which
-    mixes in none from before."""
+    """Unused tensors in old files of version 7: the value residual of layer 0, which has no earlier layer."""
     if config.generation < 7:
         return []
     values = [stored.name for weight, stored in _time_mix_7(config, style, 1) if weight in ("v0", "v1", "v2")]
@@ -97,17 +97,19 @@ def _left_over(config: RwkvShapes, style: str) -> list[str]:
 
 
 def _norm(weight: str, name: str, size: int, *, has_bias: bool) -> dict[str, Stored]:
-    found = {weight: Stored(f"{name}.weight", (size,))}
-    return found | ({f"{weight}.bias": Stored(f"{name}.bias", (size,))} if has_bias else {})
+    """Tensors of a norm of this width: `weight` and, with has_bias, "<weight>.bias"."""
+    tensors = {weight: Stored(f"{name}.weight", (size,))}
+    return tensors | ({f"{weight}.bias": Stored(f"{name}.bias", (size,))} if has_bias else {})
 
 
 def _layer(config: RwkvShapes, style: str, layer: int) -> Iterator[tuple[str, Stored]]:
+    """Tensors of a layer. style: "hf", "fla" or "native"."""
     c, names = config, NORMS[style]
     for norm in ("pre_norm", "ln1", "ln2"):
         if norm != "pre_norm" or (layer == 0 and c.norm_first):
             yield from _norm(norm, names[norm], c.hidden_size, has_bias=c.has_norm_bias).items()
     if c.generation > 4:
-        # The head norm keeps its bias where others lose theirs.
+        # The norm of heads has a bias even if norm_bias is false.
         yield from _norm("head_norm", names["head_norm"], c.attention_size, has_bias=True).items()
     yield from _matrices(c, style)
     if c.generation == 7:
@@ -118,9 +120,9 @@ def _layer(config: RwkvShapes, style: str, layer: int) -> Iterator[tuple[str, St
 
 
 def _matrices(config: RwkvShapes, style: str) -> Iterator[tuple[str, Stored]]:
-    """Projections [out, in] of the time mix."""
+    """Projection matrices [out, in] of the time mix."""
     c = config
-    has_gate = c.has_gate and c.generation < 7  # there it is of low rank
+    has_gate = c.has_gate and c.generation < 7  # the gate of version 7 is low-rank, see _time_mix_7
     for weight in ("r", "k", "v", "o", *(("g",) if has_gate else ())):
         rows, columns = c.attention_size, c.hidden_size
         shape = (columns, rows) if weight == "o" else (rows, columns)
@@ -129,7 +131,7 @@ def _matrices(config: RwkvShapes, style: str) -> Iterator[tuple[str, Stored]]:
 
 
 def _time_mix(config: RwkvShapes, style: str) -> Iterator[tuple[str, Stored]]:
-    """Mixes, decay and bonus of versions 4 to 6, which share a spelling."""
+    """Token-shift mixes, decay and bonus of versions 4 to 6, with the same names in all schemes."""
     c, room = config, _attention(style)
     flat, ranks = (1, 1, c.hidden_size), dict(c.ranks)
     channels = (c.attention_size,) if c.generation == 4 else (c.num_heads, c.head_dim)
@@ -154,16 +156,16 @@ def _time_mix(config: RwkvShapes, style: str) -> Iterator[tuple[str, Stored]]:
 
 
 def _time_mix_7(config: RwkvShapes, style: str, layer: int) -> Iterator[tuple[str, Stored]]:
-    """Mixes and low-rank maps of version 7."""
+    """Token-shift mixes and low-rank maps of version 7."""
     c, room, ranks = config, _attention(style), dict(config.ranks)
     if config.spelling == "fla, one x_x":
         yield "mixes", Stored(f"{room}.x_x", (len(MIXES), c.hidden_size))
     else:
         for mix in MIXES:
             yield f"mix_{mix}", Stored(f"{room}.x_{mix}", (1, 1, c.hidden_size))
-    one = (c.attention_size,) if style == "fla" else (1, 1, c.attention_size)
+    vector = (c.attention_size,) if style == "fla" else (1, 1, c.attention_size)
     for weight in ("k_k", "k_a"):
-        yield weight, Stored(f"{room}.{weight}", one)
+        yield weight, Stored(f"{room}.{weight}", vector)
     yield "r_k", Stored(f"{room}.r_k", (c.num_heads, c.head_dim))
     for map_ in ("w", "a", "v", "g"):
         if map_ == "v" and layer == 0:
@@ -178,10 +180,11 @@ def _time_mix_7(config: RwkvShapes, style: str, layer: int) -> Iterator[tuple[st
             yield f"{map_}1", Stored(f"{room}.{map_}1", (c.hidden_size, rank), is_transposed=True)
             yield f"{map_}2", Stored(f"{room}.{map_}2", (rank, c.attention_size), is_transposed=True)
             if map_ != "g":
-                yield f"{map_}0", Stored(f"{room}.{map_}0", one)
+                yield f"{map_}0", Stored(f"{room}.{map_}0", vector)
 
 
 def _channel_mix(config: RwkvShapes, style: str) -> Iterator[tuple[str, Stored]]:
+    """Tensors of the channel mix."""
     c = config
     room = "feed_forward" if style == "hf" else "ffn"
     hidden, inner = c.hidden_size, c.intermediate_size
@@ -201,4 +204,5 @@ def _channel_mix(config: RwkvShapes, style: str) -> Iterator[tuple[str, Stored]]
 
 
 def _attention(style: str) -> str:
+    """Name of the time mix module in a naming scheme."""
     return {"hf": "attention", "fla": "attn", "native": "att"}[style]

@@ -21,33 +21,40 @@ class RopeConfig:
     """Rotary embedding of the first `dim` entries of a head."""
 
     theta: float
-    """Base wavelength."""
+    """Base of the frequencies: entry i rotates by theta^(-2i / dim) radians per position."""
     dim: int
+    """Number of rotated entries of a head; even."""
     scheme: RopeScheme = "default"
+    """Context extension, with the names of transformers' rope_type."""
     factor: float = 1.0
-    """How far the context is stretched."""
+    """Factor by which the context is extended."""
     low_freq_factor: float = 1.0
+    """Scheme llama3: wavelengths above original context / this are scaled by the whole factor."""
     high_freq_factor: float = 4.0
+    """Scheme llama3: wavelengths below original context / this are not scaled."""
     original_max_position_embeddings: int | None = None
-    """Context before stretching, in positions."""
+    """Context before the extension, in positions."""
     short_factor: tuple[float, ...] = ()
     long_factor: tuple[float, ...] = ()
-    """Divisors per frequency (longrope), [dim / 2]."""
+    """Scheme longrope: divisors of the frequencies, [dim / 2], for sequences within the original context
+    (`short_factor`) and for longer ones."""
     attention_factor: float | None = None
-    """Multiplies cos and sin; None derives it."""
+    """Factor of cos and sin; None to derive it from `factor` (see `magnitude`)."""
     interleaved: bool = False
-    """Whether entries 2i and 2i + 1 rotate together (as Su et al. 2021 write it), not i and i + dim / 2."""
+    """Whether entries 2i and 2i + 1 rotate together (Su et al. 2021), instead of i and i + dim / 2."""
     bounds: tuple[float, float] = (32.0, 1.0)
-    """Rotations within the original context from which an entry rotates as it did, and up to which it rotates
-    slower by the whole factor (yarn)."""
+    """Scheme yarn, beta_fast and beta_slow: entries with more rotations than the first bound within the
+    original context keep their frequency; those with fewer than the second are slowed down by the whole
+    factor."""
     is_truncated: bool = True
-    """Whether the places of these entries are rounded."""
+    """Scheme yarn: whether the indices of the entries at these bounds are rounded to integers."""
     is_backwards: bool = False
-    """Whether angles are negative."""
+    """Whether rotation angles are negative."""
     frequencies: Any = field(default=None, compare=False, repr=False)
-    """A weight, radians per position [dim / 2], which the network puts here where a checkpoint holds it."""
+    """Radians per position, [dim / 2], set by the network if the checkpoint stores them; None to compute
+    them."""
     rotated_pairs: int = 0
-    """Pairs of entries that rotate, the fastest ones of a head that rotates as a whole (proportional)."""
+    """Scheme proportional: number of pairs of entries that rotate, those with the highest frequencies."""
 
     def __post_init__(self) -> None:
         if self.dim % 2 or self.dim <= 0:
@@ -63,13 +70,13 @@ class RopeConfig:
 
     @property
     def depends_on_length(self) -> bool:
-        """Whether two prompts of different length rotate the same position differently."""
+        """Whether the rotation of a position depends on the length of the prompt."""
         return self.scheme in ("dynamic", "longrope")
 
     @property
     def magnitude(self) -> float:
-        """What cos and sin are multiplied by: 1 but for yarn and longrope, where it keeps the scale of the
-        scores (LongRoPE, section 3.2)."""
+        """Factor of cos and sin: 1, except for yarn and longrope, where it keeps the scale of the scores
+        (LongRoPE, section 3.2)."""
         if self.scheme not in ("longrope", "yarn"):
             return 1.0
         if self.attention_factor is not None:
@@ -78,9 +85,11 @@ class RopeConfig:
         return 1.0 if self.factor <= 1 else math.sqrt(1 + math.log(self.factor) / math.log(original))
 
     def turns_alike(self, before: int, length: int) -> bool:
-        """Whether a sequence of `length` positions turns the first `before` of them as it did when it had no
-        more: dynamic NTK scaling stretches its base beyond the original context, longrope changes its factors
-        there."""
+        """Whether the first `before` positions rotate alike in a sequence of `before` and in one of `length`
+        positions.
+
+        Beyond the original context, dynamic NTK scaling changes its base and longrope its factors.
+        """
         original = self.original_max_position_embeddings or 0
         if self.scheme == "dynamic":
             return max(before, original) == max(length, original)
@@ -88,31 +97,35 @@ class RopeConfig:
 
 
 _MOST = {"layers": 10_000, "num_blocks": 10_000, "n_layer": 10_000, "head": 1_000_000, "expert": 1_000_000}
-"""Of what there may be, by a word in the key."""
+"""Word in a config key -> largest accepted value, to refuse corrupt files before they fill memory."""
 _LARGEST = 2**53
+"""Largest accepted value of any other integer key."""
 
 
 class ConfigReader:
-    """A parsed config.json, with errors that name the key; remembers which keys were read.
+    """Typed access to a parsed config.json, with errors that name the key; records which keys were read.
 
-    A null counts as absent. A value of another type than asked is an error, never a default.
+    Unless a method says otherwise, a null counts as an absent key, and a key without value and default raises
+    ConfigError, as does a value of another type.
     """
 
     def __init__(self, raw: dict[str, Any], source: str = "config.json") -> None:
+        """raw: the parsed JSON object; source: its path or name, for error messages."""
         self.raw = raw
         self.source = source
         self.read: set[str] = set()
+        """Keys that were read so far."""
         self.ignored: set[str] = set()
-        """Keys of nested sections that were seen and not read."""
+        """Keys of nested sections that exist and were not read, as "section.key"."""
 
     def reading(self, raw: dict[str, Any]) -> ConfigReader:
-        """Other values of the same config, whose reads count as this one's."""
-        other = ConfigReader(raw, self.source)
-        other.read, other.ignored = self.read, self.ignored
-        return other
+        """Reader of changed values of this config; keys that it reads are recorded in this one, too."""
+        reader = ConfigReader(raw, self.source)
+        reader.read, reader.ignored = self.read, self.ignored
+        return reader
 
     def integer(self, key: str, default: int | None = None, *, least: int = 1) -> int:
-        """An integer, the default where the key is absent or null."""
+        """An integer not below `least`; too large values raise ConfigError, too."""
         value = self._get(key, default)
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             kind = "a positive integer" if least == 1 else f"an integer from {least}"
@@ -120,7 +133,7 @@ class ConfigReader:
                 f"{self.source}: expected {key} to be {kind}, found {self._shown(key, value)}; correct the "
                 "file, or fetch it again"
             )
-        # What there is one of for each of them is listed before anything is compared with tensors.
+        # One spec per layer, head or expert is built before sizes are compared with the tensors.
         most = next((count for word, count in _MOST.items() if word in key), _LARGEST)
         if value > most:
             raise ConfigError(
@@ -130,14 +143,14 @@ class ConfigReader:
         return value
 
     def optional_integer(self, key: str, default: int | None = None) -> int | None:
-        """A positive integer, None for an explicit null, the default where the key is absent."""
+        """A positive integer; None for an explicit null; the default for an absent key."""
         if key in self.raw and self.raw[key] is None:
             self.read.add(key)
             return None
         return None if self._get(key, default) is None else self.integer(key, default)
 
     def number(self, key: str, default: float | None = None) -> float:
-        """A finite number, whole or not."""
+        """A finite number as float."""
         value = self._get(key, default)
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
             raise ConfigError(
@@ -157,14 +170,14 @@ class ConfigReader:
         return value
 
     def optional_number(self, key: str, default: float | None = None) -> float | None:
-        """A number, or None for an explicit null (or an absent key without a default)."""
+        """A finite number; None for an explicit null, or for an absent key without a default."""
         self.read.add(key)
         if key in self.raw and self.raw[key] is None:
             return None
         return None if self._get(key, default) is None else self.number(key, default)
 
     def flag(self, key: str, default: bool) -> bool:
-        """True or false, the default where the key is absent; a null is false, as to the reference."""
+        """True or false; the default for an absent key; false for a null, as in the reference."""
         value = self._get(key, default)
         if key in self.raw and self.raw[key] is None:
             return False
@@ -176,7 +189,7 @@ class ConfigReader:
         return value
 
     def text(self, key: str, default: str | None = None) -> str:
-        """A string, the default where the key is absent or null; ConfigError where there is neither."""
+        """A string."""
         value = self._get(key, default)
         if not isinstance(value, str):
             raise ConfigError(
@@ -186,7 +199,7 @@ class ConfigReader:
         return value
 
     def mapping(self, key: str) -> dict[str, Any]:
-        """An object, empty where the key is absent."""
+        """A JSON object; empty for an absent key."""
         value = self._get(key, {})
         if not isinstance(value, dict):
             raise ConfigError(
@@ -196,7 +209,7 @@ class ConfigReader:
         return value
 
     def strings(self, key: str) -> list[str] | None:
-        """A list of strings, None where the key is absent."""
+        """A list of strings; None for an absent key."""
         value = self._get(key, None)
         if value is not None and not (
             isinstance(value, list) and all(isinstance(item, str) for item in value)
@@ -208,10 +221,11 @@ class ConfigReader:
         return value
 
     def has(self, key: str) -> bool:
-        """Whether a key is there and not null."""
+        """Whether a key is present and not null."""
         return self.raw.get(key) is not None
 
     def _shown(self, key: str, value: Any) -> str:
+        """A value for an error message, at most 80 characters."""
         return "no such key" if key not in self.raw and value is None else f"{value!r:.80}"
 
     def _get(self, key: str, default: Any) -> Any:

@@ -1,7 +1,7 @@
-"""How the config.json of a Zamba is read: state spaces, and ahead of some of them a block that layers share.
+"""Readers of config.json for Zamba and Zamba2: Mamba layers, some of them preceded by a shared block.
 
-As in mamba_families.py, whose table of families these are part of: semantics and defaults are those of the
-reference implementation (transformers).
+Semantics and defaults are those of the reference implementation (transformers); helpers shared with other
+state-space models are in mamba_families.py.
 
 Border: one config; never imports torch.
 """
@@ -32,11 +32,11 @@ from .transformer import ConfigReader, RopeConfig
 __all__ = ["ZAMBA"]
 
 LONG_CONTEXT = 16384
-"""What `use_long_context` of Zamba2 means."""
+"""Context of a Zamba2 with `use_long_context`, in positions."""
 
 
 def _zamba(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """Mamba-1 by groups of channels, and one block of attention and MLP for all layers that have one."""
+    """Zamba: Mamba-1 with groups of channels, and one shared block of attention and MLP."""
     hidden, heads = reader.integer("hidden_size"), reader.integer("num_attention_heads", 16)
     require_silu(reader, "hidden_mamba_act")
     width = reader.integer("attention_hidden_size", 2 * hidden)
@@ -62,9 +62,10 @@ def _zamba(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
     attention = _attention(heads, kv_heads, head_dim, rope=None)
     mlp = MlpSpec(reader.integer("intermediate_size", 14848), activation_of(reader, "hidden_act", "gelu"))
     period, offset = reader.integer("attn_layer_period", 6), reader.integer("attn_layer_offset", 4, least=0)
-    rest = range(reader.integer("num_hidden_layers", 76) - 3)
-    usual = ["hybrid" if i % period == offset else "mamba" for i in rest]
-    types = _types(reader, ["mamba", "mamba", "hybrid", *usual])
+    # The reference's default pattern has three fixed layers, then the period.
+    n_periodic = reader.integer("num_hidden_layers", 76) - 3
+    periodic = ["hybrid" if i % period == offset else "mamba" for i in range(n_periodic)]
+    types = _types(reader, ["mamba", "mamba", "hybrid", *periodic])
     eps, sharing = reader.number("rms_norm_eps", 1e-5), _Sharing.of(reader, types, count=1)
     plain = LayerSpec((mamba,))
     blocks = tuple(
@@ -79,8 +80,8 @@ def _zamba(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
 
 
 def _zamba2(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """Mamba-2, and a few blocks of attention and MLP in turn, to which every layer has something of low rank
-    to add."""
+    """Zamba2: Mamba-2, and several shared blocks of attention and MLP used in turn, to which each layer adds
+    its own low-rank adapters."""
     hidden, heads = reader.integer("hidden_size", 2560), reader.integer("num_attention_heads", 32)
     head_dim, eps = 2 * hidden // heads, reader.number("rms_norm_eps", 1e-5)
     context = reader.integer("max_position_embeddings", 4096)
@@ -88,10 +89,11 @@ def _zamba2(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
         context = LONG_CONTEXT
     rope = None
     if reader.flag("use_mem_rope", False):
-        told = ConfigReader(reader.raw | {"max_position_embeddings": context}, reader.source)
-        rope = rope_of(told, head_dim, context)
+        with_context = ConfigReader(reader.raw | {"max_position_embeddings": context}, reader.source)
+        rope = rope_of(with_context, head_dim, context)
     attention = _attention(heads, reader.integer("num_key_value_heads", heads), head_dim, rope)
     adapts = reader.flag("use_shared_attention_adapter", False)
+    # Adapters of queries, keys and values all have the shape [2 hidden, 2 hidden].
     if adapts and (attention.num_kv_heads != heads or heads * head_dim != 2 * hidden):
         raise ConfigError(
             f"{reader.source}: expected as many key heads as heads, {heads} of width {head_dim} that make "
@@ -106,7 +108,7 @@ def _zamba2(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
         has_bias=bias,
     )
     mamba, rank = _mamba2(reader, hidden, has_bias=bias), reader.integer("adapter_rank", 128)
-    types = _types(reader, _USUAL)
+    types = _types(reader, _ZAMBA2_TYPES)
     sharing = _Sharing.of(reader, types, count=reader.integer("num_mem_blocks", 1))
 
     def block(layer: int, kind: str) -> LayerSpec:
@@ -131,29 +133,33 @@ def _zamba2(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
 
 @dataclass(frozen=True)
 class _Sharing:
-    """Which layers share which block: `count` of them in turn, or none where a model ties nothing at all."""
+    """Assignment of shared blocks to layers: `count` blocks are used in turn."""
 
     layers: tuple[int, ...]
-    """Those with a block."""
+    """Numbers of the layers with a shared block."""
     count: int
+    """Number of blocks."""
     is_tied: bool
+    """Whether blocks are shared at all; otherwise each layer stores its own."""
 
     @classmethod
     def of(cls, reader: ConfigReader, types: list[str], *, count: int) -> _Sharing:
-        """To the reference, tie_word_embeddings says it of blocks as well."""
+        """Sharing among the layers of type "hybrid". In the reference, tie_word_embeddings=false also unties
+        the blocks."""
         layers = tuple(layer for layer, kind in enumerate(types) if kind == "hybrid")
         return cls(layers, count, reader.flag("tie_word_embeddings", True))
 
     def source(self, layer: int) -> int:
-        """Among which layer's tensors its block is."""
+        """Number of the layer among whose tensors the block of `layer` is stored."""
         return self.layers[self.layers.index(layer) % self.count] if self.is_tied else layer
 
     def listed(self, layer: int) -> tuple[int, ...]:
-        """Places, among those with a block, of all layers that have this one."""
+        """Indices, among the layers with a block, of all layers that share the block of `layer`."""
         return tuple(range(self.layers.index(layer) % self.count, len(self.layers), self.count))
 
 
 def _mamba2(reader: ConfigReader, hidden: int, *, has_bias: bool) -> Mamba2Spec:
+    """Mamba-2 of Zamba2; ConfigError if heads do not divide the channels."""
     heads, channels = reader.integer("n_mamba_heads", 8), expanded(reader, "mamba_expand", hidden)
     if channels % heads:
         raise ConfigError(
@@ -167,32 +173,36 @@ def _mamba2(reader: ConfigReader, hidden: int, *, has_bias: bool) -> Mamba2Spec:
         state_size=reader.integer("mamba_d_state", 64),
         conv_size=reader.integer("mamba_d_conv", 4),
         limits=(reader.number("time_step_min", 0.001), None),
-        norm_eps=1e-5,  # of the reference, whatever the config says
+        norm_eps=1e-5,  # the reference ignores rms_norm_eps here
         has_bias=has_bias,
         has_out_bias=has_bias,
     )
 
 
 def _attention(heads: int, kv_heads: int, head_dim: int, rope: RopeConfig | None) -> AttentionSpec:
-    """Scaled as if heads were half as wide."""
+    """Attention of a shared block, whose scores are scaled by 1 / sqrt(head_dim / 2)."""
     return AttentionSpec(heads, kv_heads, head_dim, rope, scale=1 / math.sqrt(head_dim / 2))
 
 
-def _types(reader: ConfigReader, usual: list[str]) -> list[str]:
-    """Of each layer, "mamba" or "hybrid", a block ahead of it."""
+def _types(reader: ConfigReader, default: list[str]) -> list[str]:
+    """Type of each layer: "mamba", or "hybrid" with a shared block before it. default: if the config lists
+    none."""
     key = "layer_types" if reader.has("layer_types") else "layers_block_type"
-    types = layer_types_of(reader, key, usual, ("mamba", "hybrid"))
+    types = layer_types_of(reader, key, default, ("mamba", "hybrid"))
+    # The reference writes the list of hybrid layers next to their types.
     confirm_derived(reader, "hybrid_layer_ids", [i for i, kind in enumerate(types) if kind == "hybrid"])
     return types
 
 
-_USUAL = ["mamba", *(["mamba"] * 5 + ["hybrid"]) * 7]
-_USUAL += [*["mamba"] * 4, "hybrid", *["mamba"] * 3, "hybrid", *["mamba"] * 2]
+_ZAMBA2_TYPES = ["mamba", *(["mamba"] * 5 + ["hybrid"]) * 7]
+_ZAMBA2_TYPES += [*["mamba"] * 4, "hybrid", *["mamba"] * 3, "hybrid", *["mamba"] * 2]
+"""Types of the layers of a Zamba2 whose config lists none."""
 
 
 def _config(
     reader: ConfigReader, blocks: tuple[LayerSpec, ...], spelling: Spelling, context: int
 ) -> ComposedArchitecture:
+    """Architecture of a Zamba with these layers, tensor names, and context in positions."""
     return ComposedArchitecture(
         model_type=reader.raw["model_type"],
         hidden_size=reader.integer("hidden_size"),
@@ -209,16 +219,16 @@ ZAMBA: dict[str, FamilyReader] = {
     "zamba": FamilyReader(
         _zamba,
         "Zamba 7B",
-        "Mamba-1 by groups of channels, ahead of some a block that layers share: attention without rope",
+        "Mamba-1 with groups of channels; before some layers a shared block: attention without rope",
         "gated GELU, in the shared block",
         head="tied",
     ),
     "zamba2": FamilyReader(
         _zamba2,
         "Zamba2 1.2B to 7B",
-        "Mamba-2, ahead of some a block that layers share: attention, and maps of low rank for each layer",
+        "Mamba-2; before some layers a shared block: attention, with low-rank adapters per layer",
         "gated GELU, in the shared block",
         head="tied",
     ),
 }
-"""Every Zamba, by model_type."""
+"""model_type -> family, for Zamba and Zamba2."""

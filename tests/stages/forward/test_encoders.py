@@ -285,7 +285,7 @@ def test_the_lens_on_the_last_stream_gives_the_logits(family, tmp_path):
 def test_what_is_not_linear_there_is_refused_in_one_line(tmp_path):
     save_random_encoder(tmp_path, "bert", 1, tokenizer=False)
     model, files = Model.from_pretrained(tmp_path), resolve(tmp_path)
-    with pytest.raises(ConfigError, match=r"linear map of the normed stream, found bert, whose head"):
+    with pytest.raises(ConfigError, match=r"linear map of the normalised stream, found bert, whose head"):
         tokens_to_residual_directions(model, 5)
     readout = readout_from_files(files.weight_files, model.config)
     with pytest.raises(ShapeError, match=r"found one with a dense map, an activation \(\w+\) and a norm"):

@@ -159,7 +159,9 @@ def test_qk_of_one_distance_is_the_score_of_the_pass_less_its_biases(family, see
                 continue
             for query, key in ((5, 2), (3, 3), (5, 0), (1, 0)):
                 qk = qk_circuit(folded, layer, head, offset=query - key, length=len(ids))
-                expected = scores[head, query, key] - (heads.slopes[head] * key if heads.slopes else 0)
+                expected = scores[head, query, key] - (
+                    heads.alibi_slopes[head] * key if heads.alibi_slopes else 0
+                )
                 found = heads.mixer.scale * (read[query] @ qk.left) @ (qk.right @ read[key])
                 assert found == pytest.approx(expected, rel=1e-4, abs=1e-4 * np.abs(scores).max())
 

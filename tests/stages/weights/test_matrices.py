@@ -59,7 +59,7 @@ def test_folded_matrices_make_of_what_norms_divide_what_the_pass_makes_of_it(fam
     for layer in range(model.config.num_layers):
         heads = model.config.heads_of(layer)
         read = at.get(("ln1_normalized", layer), at["resid_pre", layer])
-        for part in "v" if heads.are_normed else "qkv":
+        for part in "v" if heads.has_qk_norm else "qkv":
             for head in range(heads.count):
                 found = folded.projection(part, layer, head)
                 place = head if part == "q" else head // heads.shared_by

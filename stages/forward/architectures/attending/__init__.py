@@ -1,2 +1,4 @@
-"""Families whose layers all attend: a function each, `config.json` -> `ComposedArchitecture`, in the file of
-its lineage. What they share is in builders.py."""
+"""Families whose layers all attend: one function `config.json` -> `ComposedArchitecture` per family.
+
+Files group families by developer or origin; shared code is in builders.py.
+"""

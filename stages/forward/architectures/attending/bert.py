@@ -1,5 +1,8 @@
-"""BERT's lineage: norms on the sums of stream and what is added to it, learned positions, token types of
-which prompts have one, and a transform before the head. With is_decoder, queries see earlier keys alone.
+"""BERT and its relatives: encoders with post-norms, learned positions, token types, and a dense transform
+before the language head.
+
+A post-norm normalises the sum of the residual stream and a layer half's output (`LayerSpec.norms` "of
+sums"). All tokens of a prompt have token type 0. With is_decoder, queries see earlier keys only.
 
 Border: never imports torch.
 """
@@ -8,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from .....store.errors import ConfigError
@@ -20,14 +23,16 @@ from ..transformer import ConfigReader, RopeConfig
 from . import builders as build
 from .builders import Build, TensorShapes, family
 
-UNWRITTEN = ("add_cross_attention", "head_dim", "num_key_value_heads")
-"""Keys that change numbers in a way that is not followed in these families."""
-NEVER = (*UNWRITTEN, "embedding_size")
+UNSUPPORTED = ("add_cross_attention", "head_dim", "num_key_value_heads")
+"""Config keys that change the results of these families and are not implemented."""
+NEVER = (*UNSUPPORTED, "embedding_size")
+"""Unsupported keys of families whose embedding width is always the hidden size."""
 ABSOLUTE = {"position_embedding_type": "absolute"}
+"""The only implemented value of that config key, except in ESM."""
 
 
-def of_bert(root: str) -> Spelling:
-    """Names of BERT's tensors behind a root."""
+def bert_spelling(root: str) -> Spelling:
+    """Names of BERT's tensors. root: prefix of all tensors of the encoder, such as "bert."."""
     return Spelling(
         embed=f"{root}embeddings.word_embeddings",
         head="cls.predictions.decoder",
@@ -57,20 +62,37 @@ def of_bert(root: str) -> Spelling:
     )
 
 
-def of_roberta(root: str) -> Spelling:
-    """Names of RoBERTa's tensors: BERT's, and a head of its own."""
-    bert = of_bert(root)
+def roberta_spelling(root: str) -> Spelling:
+    """Names of RoBERTa's tensors: those of BERT, except for the language head. root: prefix of the encoder's
+    tensors, such as "roberta."."""
+    base = bert_spelling(root)
     return replace(
-        bert,
+        base,
         head="lm_head.decoder",
         encoder=replace(
-            bert.encoder, head_bias="lm_head.bias", transform=("lm_head.dense", "lm_head.layer_norm")
+            base.encoder, head_bias="lm_head.bias", transform=("lm_head.dense", "lm_head.layer_norm")
         ),
-        unread=(*bert.unread, "lm_head.bias"),
+        unread=(*base.unread, "lm_head.bias"),
     )
 
 
-OF_BERT = of_bert("bert.")
+BERT_SPELLING = bert_spelling("bert.")
+
+
+@dataclass(frozen=True)
+class BertLayers:
+    """Differences between the layers of a relative of BERT and those of BERT."""
+
+    act: str = "gelu"
+    """Default of hidden_act."""
+    reads_act: bool = True
+    """Whether hidden_act is read; otherwise the activation is always `act`."""
+    looks_ahead: bool | None = None
+    """Whether queries see later keys; None for an encoder unless the config sets is_decoder."""
+    attention: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of `AttentionSpec`."""
+    mlp: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of `MlpSpec`."""
 
 
 def bert_like(
@@ -79,83 +101,86 @@ def bert_like(
     spelling: Spelling,
     *,
     eps: float | None = None,
-    act: str = "gelu",
-    reads_act: bool = True,
+    layers: BertLayers = BertLayers(),
+    context: build.Context | None = None,
     transform_key: str = "hidden_act",
-    positions: Mapping[str, int | None] | None = None,
     token_types: int | None = 2,
-    heads: Mapping[str, Any] | None = None,
-    mlp_fields: Mapping[str, Any] | None = None,
-    looks_ahead: bool | None = None,
     **options: Any,
 ) -> ComposedArchitecture:
     """Architecture of BERT, with the differences of a related family.
 
-    Args:
+    Arguments:
+        config: The config.json, under the usual names of its keys.
+        shapes: Shapes of the checkpoint's tensors by name.
+        spelling: Names of the checkpoint's tensors.
         eps: Epsilon of all norms; None reads layer_norm_eps, with default 1e-12.
-        act: Default of hidden_act.
-        reads_act: Whether hidden_act is read; otherwise the activation is `act`.
+        layers: Differences inside of layers.
+        context: Positions; None for a table of 512 positions, which begin at its first row.
         transform_key: Config key of the activation before the language head; "" for GELU.
-        positions: None for a table of 512 positions whose first row is that of the first position.
         token_types: Default of type_vocab_size; None for families without token types.
-        heads: Fields of `AttentionSpec`.
-        mlp_fields: Fields of `MlpSpec`.
-        looks_ahead: Whether queries see later keys; None unless the config says is_decoder.
-        options: Of `decoder`.
+        options: Further arguments of `decoder`.
     """
     eps = config.number("layer_norm_eps", 1e-12) if eps is None else eps
+    looks_ahead = layers.looks_ahead
     if looks_ahead is None:
         looks_ahead = not config.flag("is_decoder", False)
+    # Checkpoints converted from TensorFlow call weight and bias of their norms gamma and beta.
     if any(name.endswith("LayerNorm.gamma") for name in shapes):
         spelling = replace(spelling, encoder=replace(spelling.encoder, has_old_norms=True))
-    found = read_activation(config, act) if reads_act else ACTIVATIONS[act]
+    act = read_activation(config, layers.act) if layers.reads_act else ACTIVATIONS[layers.act]
     if "transform" not in options:
         width = options.get("embedding_width") or config.integer("hidden_size")
-        name = act if transform_key else "gelu"
+        name = layers.act if transform_key else "gelu"
         options["transform"] = build.head_transform(config, eps, name, key=transform_key, width=width)
-    usual = {"norms": "of sums", "has_embedding_norm": True, "has_final_norm": False, "tied": True}
+    context = build.position_table(config, 512, start_row=0) if context is None else context
+    # The direction is set here and in `context`, as `AttentionSpec` checks relative positions against it.
+    attention_fields = {"bias": True, "is_bidirectional": looks_ahead, **layers.attention}
+    defaults = {"norms": "of sums", "has_embedding_norm": True, "has_final_norm": False, "tied": True}
     return build.decoder(
         config,
-        build.attention(config, **({"bias": True, "is_bidirectional": looks_ahead} | dict(heads or {}))),
-        build.mlp(config, found, is_gated=False, bias=True, **(mlp_fields or {})),
-        looks_ahead=looks_ahead,
+        build.attention(config, **attention_fields),
+        build.mlp(config, act, is_gated=False, bias=True, **layers.mlp),
+        context=replace(context, looks_ahead=looks_ahead),
         norm_type="layer",
         eps=eps,
         has_head_bias=True,
         token_types=0 if token_types is None else config.integer("type_vocab_size", token_types, least=0),
         spelling=spelling,
-        **{
-            "max_positions": 512,
-            "rope": None,
-            **usual,
-            **(build.position_table(config, 512, first=0) if positions is None else positions),
-            **options,
-        },
+        **{**defaults, **options},
     )
 
 
 def bert_family(model_type: str, examples: str, **options: Any) -> Callable[[Build], Build]:
-    """Decorator `family` with the config values that all relatives of BERT refuse."""
-    usual = {"never": NEVER, "always": ABSOLUTE, "reads_tensors": True}
-    return family(model_type, examples, **{**usual, **options})
+    """The decorator `family` with the config keys and values that relatives of BERT refuse.
+
+    Arguments:
+        model_type: Value of the config key model_type.
+        examples: Well-known models of the family.
+        options: Fields of `AttendingFamily` that replace these defaults.
+    """
+    defaults = {"never": NEVER, "always": ABSOLUTE, "reads_tensors": True}
+    return family(model_type, examples, **{**defaults, **options})
 
 
 @bert_family("bert", "BERT")
 def bert(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    return bert_like(config, shapes, OF_BERT)
+    """BERT."""
+    return bert_like(config, shapes, BERT_SPELLING)
 
 
 @bert_family("ernie", "ERNIE 1 to 3", never=(*NEVER, "use_task_id"))
 def ernie(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    return bert_like(config, shapes, of_bert("ernie."))
+    """ERNIE 1 to 3, without their task embeddings."""
+    return bert_like(config, shapes, bert_spelling("ernie."))
 
 
 @bert_family("bert-generation", "BERT for generation")
 def bert_generation(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    """BERT without token types and without the transform before the head; encoder or decoder."""
     spelling = replace(
-        OF_BERT,
+        BERT_SPELLING,
         head="lm_head.decoder",
-        encoder=replace(OF_BERT.encoder, head_bias="lm_head.bias", transform=("", ""), token_types=""),
+        encoder=replace(BERT_SPELLING.encoder, head_bias="lm_head.bias", transform=("", ""), token_types=""),
         unread=("bert.embeddings.position_ids", "lm_head.bias"),
     )
     return bert_like(config, shapes, spelling, token_types=None, transform=None)
@@ -163,29 +188,31 @@ def bert_generation(config: ConfigReader, shapes: TensorShapes) -> ComposedArchi
 
 @bert_family("megatron-bert", "Megatron-BERT")
 def megatron_bert(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    """BERT with pre-norms and a final norm."""
     return bert_like(
         config,
         shapes,
-        replace(OF_BERT, ln1="attention.ln", ln2="ln", final_norm="bert.encoder.ln"),
+        replace(BERT_SPELLING, ln1="attention.ln", ln2="ln", final_norm="bert.encoder.ln"),
         norms="before",
         has_embedding_norm=False,
         has_final_norm=True,
     )
 
 
-def _mapped(width: int, hidden: int) -> int | None:
-    """Width of embeddings that a linear map takes to the stream; None where they are as wide."""
+def _projected_width(width: int, hidden: int) -> int | None:
+    """Embedding width if a linear projection to the hidden size follows; None if both widths are equal."""
     return None if width == hidden else width
 
 
-@bert_family("electra", "ELECTRA, its generator", never=UNWRITTEN)
+@bert_family("electra", "ELECTRA, its generator", never=UNSUPPORTED)
 def electra(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    """ELECTRA's generator, whose embeddings may be narrower than the stream."""
     width = config.integer("embedding_size", 128)
-    bert = of_bert("electra.")
+    base = bert_spelling("electra.")
     spelling = replace(
-        bert,
+        base,
         encoder=replace(
-            bert.encoder,
+            base.encoder,
             embed_in="electra.embeddings_project",
             head_bias="",
             transform=("generator_predictions.dense", "generator_predictions.LayerNorm"),
@@ -197,42 +224,45 @@ def electra(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
         shapes,
         spelling,
         transform_key="",
-        embedding_width=_mapped(width, config.integer("hidden_size")),
+        embedding_width=_projected_width(width, config.integer("hidden_size")),
     )
 
 
-@bert_family("roformer", "RoFormer", never=(*UNWRITTEN, "rotary_value"))
+@bert_family("roformer", "RoFormer", never=(*UNSUPPORTED, "rotary_value"))
 def roformer(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    """RoFormer: BERT with rope of neighbouring entries, instead of learned positions."""
     hidden = config.integer("hidden_size")
-    bert = of_bert("roformer.")
+    base = bert_spelling("roformer.")
     spelling = replace(
-        bert,
-        encoder=replace(bert.encoder, embed_in="roformer.embeddings_project"),
+        base,
+        encoder=replace(base.encoder, embed_in="roformer.embeddings_project"),
         positions="",
-        # Sines and cosines, always these: the angles of rope are computed.
-        unread=(*bert.unread, "roformer.encoder.embed_positions.weight"),
+        # A stored table of sines and cosines that are always the same; rope is computed here.
+        unread=(*base.unread, "roformer.encoder.embed_positions.weight"),
     )
     return bert_like(
         config,
         shapes,
         spelling,
-        positions={},
-        rope=lambda config, head_dim, most, windows: (
-            (RopeConfig(10000.0, head_dim, interleaved=True),) * len(windows)
+        context=build.Context(
+            1536,
+            rope=lambda config, head_dim, max_positions, windows: (
+                (RopeConfig(10000.0, head_dim, interleaved=True),) * len(windows)
+            ),
         ),
-        embedding_width=_mapped(config.integer("embedding_size", hidden), hidden),
-        max_positions=1536,
+        embedding_width=_projected_width(config.integer("embedding_size", hidden), hidden),
     )
 
 
 @bert_family("rembert", "RemBERT")
 def rembert(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    """RemBERT: input embedding, stream and output embedding have different widths, and the head is untied."""
     eps = config.number("layer_norm_eps", 1e-12)
-    bert = of_bert("rembert.")
+    base = bert_spelling("rembert.")
     spelling = replace(
-        bert,
+        base,
         encoder=replace(
-            bert.encoder,
+            base.encoder,
             embed_in="rembert.encoder.embedding_hidden_mapping_in",
             head_bias="",
             transform=("cls.predictions.dense", "cls.predictions.LayerNorm"),
@@ -249,15 +279,15 @@ def rembert(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
     )
 
 
-@bert_family("albert", "ALBERT", never=UNWRITTEN, always={**ABSOLUTE, "inner_group_num": 1})
+@bert_family("albert", "ALBERT", never=UNSUPPORTED, always={**ABSOLUTE, "inner_group_num": 1})
 def albert(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """Layers in groups, each of which shares all weights."""
+    """Layers in groups; the layers of a group share all their weights."""
     layers, groups = build.layers_of(config), config.integer("num_hidden_groups", 1)
-    bert = of_bert("albert.")
+    base = bert_spelling("albert.")
     spelling = replace(
-        bert,
+        base,
         encoder=replace(
-            bert.encoder,
+            base.encoder,
             embed_in="albert.encoder.embedding_hidden_mapping_in",
             head_bias="predictions.bias",
             transform=("predictions.dense", "predictions.LayerNorm"),
@@ -281,10 +311,10 @@ def albert(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
         config,
         shapes,
         spelling,
-        act="gelu_new",
-        looks_ahead=True,
+        layers=BertLayers(act="gelu_new", looks_ahead=True),
         embedding_width=config.integer("embedding_size", 128),
     )
+    # The reference's assignment of layers to groups.
     return build.with_layers(model, lambda layer: {"source": int(layer / (layers / groups))})
 
 
@@ -300,11 +330,12 @@ def albert(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
     },
 )
 def distilbert(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    bert = of_bert("distilbert.")
+    """DistilBERT: no token types; fixed epsilon."""
+    base = bert_spelling("distilbert.")
     spelling = replace(
-        bert,
+        base,
         head="vocab_projector",
-        encoder=replace(bert.encoder, head_bias="", transform=("vocab_transform", "vocab_layer_norm")),
+        encoder=replace(base.encoder, head_bias="", transform=("vocab_transform", "vocab_layer_norm")),
         layer="distilbert.transformer.layer.{}.",
         ln1="sa_layer_norm",
         ln2="output_layer_norm",
@@ -314,18 +345,20 @@ def distilbert(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitectu
         mlp_parts=("lin1", "lin2"),
         unread=(),
     )
-    return bert_like(config, shapes, spelling, eps=1e-12, looks_ahead=True, token_types=None)
+    # DistilBERT has no layer_norm_eps; its norms use 1e-12.
+    layers = BertLayers(looks_ahead=True)
+    return bert_like(config, shapes, spelling, eps=1e-12, layers=layers, token_types=None)
 
 
-# Norms in layers have this epsilon whatever the config says.
-@bert_family("squeezebert", "SqueezeBERT", never=UNWRITTEN, always={**ABSOLUTE, "layer_norm_eps": 1e-12})
+# The reference ignores layer_norm_eps in layers and uses 1e-12 there, so no other value is accepted.
+@bert_family("squeezebert", "SqueezeBERT", never=UNSUPPORTED, always={**ABSOLUTE, "layer_norm_eps": 1e-12})
 def squeezebert(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """Convolutions in groups stand for linear maps."""
+    """Grouped convolutions of width 1 replace the linear projections."""
     keys = {"q_groups": 4, "k_groups": 4, "v_groups": 4, "post_attention_groups": 1}
     keys |= {"intermediate_groups": 4, "output_groups": 4}
-    groups = tuple(config.integer(key, usual) for key, usual in keys.items())
+    groups = tuple(config.integer(key, default) for key, default in keys.items())
     spelling = replace(
-        of_bert("transformer."),
+        bert_spelling("transformer."),
         layer="transformer.encoder.layers.{}.",
         attention="",
         attention_parts=("attention.query", "attention.key", "attention.value"),
@@ -338,21 +371,26 @@ def squeezebert(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitect
         config,
         shapes,
         spelling,
-        looks_ahead=True,
-        heads={"groups": groups[:4]},
-        mlp_fields={"groups": groups[4:]},
+        layers=BertLayers(looks_ahead=True, attention={"groups": groups[:4]}, mlp={"groups": groups[4:]}),
     )
 
 
-# -- RoBERTa: positions begin behind the padding token's, and the head is its own
+# -- RoBERTa: positions begin in the table row after that of the padding token; the head has other names
 
 
 def roberta_like(
     config: ConfigReader, shapes: TensorShapes, spelling: Spelling, **options: Any
 ) -> ComposedArchitecture:
-    """Architecture of RoBERTa, with the differences of a related family. options: of `bert_like`."""
-    if "positions" not in options:
-        options["positions"] = build.position_table(config, options.get("max_positions", 512))
+    """Architecture of RoBERTa, with the differences of a related family.
+
+    Arguments:
+        config: The config.json, under the usual names of its keys.
+        shapes: Shapes of the checkpoint's tensors by name.
+        spelling: Names of the checkpoint's tensors.
+        options: Further arguments of `bert_like`.
+    """
+    if "context" not in options:
+        options["context"] = build.position_table(config, 512)
     return bert_like(config, shapes, spelling, transform_key="", **options)
 
 
@@ -360,18 +398,21 @@ def roberta_like(
 @bert_family("camembert", "CamemBERT")
 @bert_family("roberta", "RoBERTa")
 def roberta(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    return roberta_like(config, shapes, of_roberta("roberta."))
+    """RoBERTa and its multilingual and French versions."""
+    return roberta_like(config, shapes, roberta_spelling("roberta."))
 
 
 @bert_family("data2vec-text", "data2vec, text")
 def data2vec_text(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    return roberta_like(config, shapes, of_roberta("data2vec_text."))
+    """data2vec for text: RoBERTa under another tensor prefix."""
+    return roberta_like(config, shapes, roberta_spelling("data2vec_text."))
 
 
 @bert_family("xlm-roberta-xl", "XLM-RoBERTa XL and XXL")
 def xlm_roberta_xl(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    """XLM-RoBERTa XL: RoBERTa with pre-norms and a final norm."""
     spelling = replace(
-        of_roberta("roberta."),
+        roberta_spelling("roberta."),
         ln1="attention.self_attn_layer_norm",
         ln2="LayerNorm",
         final_norm="roberta.encoder.LayerNorm",
@@ -385,14 +426,15 @@ def xlm_roberta_xl(config: ConfigReader, shapes: TensorShapes) -> ComposedArchit
         has_embedding_norm=False,
         has_final_norm=True,
         token_types=1,
-        max_positions=514,
+        context=build.position_table(config, 514),
     )
 
 
 @bert_family("roberta-prelayernorm", "efficient MLM")
 def roberta_prelayernorm(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    """RoBERTa with pre-norms, a norm of the embeddings, and a final norm."""
     spelling = replace(
-        of_roberta("roberta_prelayernorm."),
+        roberta_spelling("roberta_prelayernorm."),
         ln1="attention.LayerNorm",
         ln2="intermediate.LayerNorm",
         final_norm="roberta_prelayernorm.LayerNorm",
@@ -402,12 +444,13 @@ def roberta_prelayernorm(config: ConfigReader, shapes: TensorShapes) -> Composed
 
 @bert_family("luke", "LUKE, its words")
 def luke(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    """LUKE without entities: RoBERTa with an untied head; tensors of entities are not used."""
     entities, predictions = "luke.entity_embeddings.", "entity_predictions."
-    roberta = of_roberta("luke.")
+    base = roberta_spelling("luke.")
     spelling = replace(
-        roberta,
+        base,
         unread=(
-            *roberta.unread,
+            *base.unread,
             f"{entities}entity_embeddings.weight",
             f"{entities}entity_embedding_dense.weight",
             f"{entities}position_embeddings.weight",
@@ -427,50 +470,51 @@ def luke(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
             ),
         ),
     )
-    return roberta_like(config, shapes, spelling, looks_ahead=True, tied=None)
+    return roberta_like(config, shapes, spelling, layers=BertLayers(looks_ahead=True), tied=None)
 
 
 @bert_family("mpnet", "MPNet", always={"pad_token_id": 1})
 def mpnet(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """T5's bias by distance, whatever the config says of buckets."""
-    roberta = of_roberta("mpnet.")
+    """T5's relative position bias, always with 32 buckets: the reference ignores
+    relative_attention_num_buckets."""
+    base = roberta_spelling("mpnet.")
     spelling = replace(
-        roberta,
+        base,
         attention="attention.attn.",
         attention_parts=("q", "k", "v"),
         attention_out="o",
-        encoder=replace(roberta.encoder, relative="mpnet.encoder.relative_attention_bias", token_types=""),
+        encoder=replace(base.encoder, relative="mpnet.encoder.relative_attention_bias", token_types=""),
         ln1="attention.LayerNorm",
     )
     return roberta_like(
         config,
         shapes,
         spelling,
-        looks_ahead=True,
-        positions=build.position_table(config, 512, first=2, counts_rows=True),
+        layers=BertLayers(looks_ahead=True, attention={"relative": RelativeSpec(32, 8, 128, ("bias",))}),
+        context=build.position_table(config, 512, start_row=2, counts_rows=True),
         token_types=None,
-        heads={"relative": RelativeSpec(32, 8, 128, ("bias",))},
     )
 
 
 @bert_family("esm", "ESM-1b and ESM-2", always={"is_folding_model": False})
 def esm(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """Positions in a table, or by a rope, whose frequencies a checkpoint may hold."""
-    # An explicit null means no positions at all to the reference, not the default.
+    """A table of positions, or rope, whose frequencies may be stored in the checkpoint."""
+    # To the reference, an explicit null means a model without positions, not the default.
     kind = config.raw.get("position_embedding_type", "absolute")
     if kind not in ("absolute", "rotary"):
         raise ConfigError(
             f"{config.source}: expected position_embedding_type to be 'absolute' or 'rotary', found "
             f"{kind!r}; this model cannot run here"
         )
+    # token_dropout: embeddings of masks are zeroed, and all others rescaled.
     is_dropped = config.flag("token_dropout", False)
-    roberta = of_roberta("esm.")
+    base = roberta_spelling("esm.")
     spelling = replace(
-        roberta,
+        base,
         embed_norm="esm.embeddings.layer_norm",
         ln1="attention.LayerNorm",
         ln2="LayerNorm",
-        encoder=replace(roberta.encoder, own_head_bias="lm_head.bias"),
+        encoder=replace(base.encoder, own_head_bias="lm_head.bias"),
         final_norm="esm.encoder.emb_layer_norm_after",
         unread=(
             "esm.embeddings.position_ids",
@@ -481,61 +525,71 @@ def esm(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
             "esm.pooler.dense.bias",
         ),
     )
-    options: dict[str, Any] = {}
+    # ESM ignores hidden_act and always uses GELU, hence reads_act=False.
     if kind == "rotary":
         ending = "rotary_embeddings.inv_freq"
         stored = next((name for name in sorted(shapes) if name.endswith(ending)), "")
         spelling = replace(spelling, encoder=replace(spelling.encoder, frequencies=stored))
         theta = config.number("rope_theta", 10000.0)
-        options = {
-            "positions": {},
-            "heads": {"has_stored_frequencies": bool(stored)},
-            "rope": lambda config, head_dim, most, windows: (RopeConfig(theta, head_dim),) * len(windows),
-        }
+        layers = BertLayers(reads_act=False, attention={"has_stored_frequencies": bool(stored)})
+        context = build.Context(
+            1026,
+            rope=lambda config, head_dim, max_positions, windows: (
+                (RopeConfig(theta, head_dim),) * len(windows)
+            ),
+        )
+    else:
+        layers, context = BertLayers(reads_act=False), build.position_table(config, 1026)
     return roberta_like(
         config,
         shapes,
         spelling,
-        reads_act=False,
+        layers=layers,
+        context=context,
         norms="before",
         has_embedding_norm=config.flag("emb_layer_norm_before", False),
         has_final_norm=True,
         token_types=None,
         dropped_token=config.integer("mask_token_id", least=0) if is_dropped else None,
-        max_positions=1026,
-        **options,
     )
 
 
-# -- DeBERTa: scores by content and by distance
+# -- DeBERTa: attention scores by content and by relative position (disentangled attention)
 
 NEVER_IN_DEBERTA = (*NEVER, "attention_head_size", "z_steps")
+"""Config keys of DeBERTa that change its results and are not implemented."""
 
 
 def _terms(config: ConfigReader) -> list[str]:
-    """Of scores besides content: c2p, p2c; older configs list them in one string."""
-    told = config.raw.get("pos_att_type") or []
-    terms = [part.strip() for part in told.lower().split("|")] if isinstance(told, str) else list(told)
+    """Score terms besides content-to-content that pos_att_type lists: "c2p" (content to position) and "p2c"
+    (position to content). Older configs list them in one string, "p2c|c2p"."""
+    value = config.raw.get("pos_att_type") or []
+    terms = [part.strip() for part in value.lower().split("|")] if isinstance(value, str) else list(value)
     if not set(terms) <= {"c2p", "p2c"} or len(set(terms)) < len(terms):
         raise ConfigError(
-            f"{config.source}: expected pos_att_type of c2p and p2c, each once, found {told!r}; this model "
+            f"{config.source}: expected pos_att_type of c2p and p2c, each once, found {value!r}; this model "
             "cannot run here"
         )
     return terms
 
 
 def _relative(config: ConfigReader, *, is_first: bool) -> RelativeSpec | None:
-    """Disentangled attention, by distances that share rows where there are buckets of them. The first DeBERTa
-    has no buckets, no norm, and maps of its own."""
+    """Relative position terms of disentangled attention; None if the config has none.
+
+    Arguments:
+        config: The config.json.
+        is_first: Whether this is the first DeBERTa: it has no buckets of distances and no norm of the table,
+            and always projects the table by matrices of its own.
+    """
     terms = _terms(config)
     if not config.flag("relative_attention", False) or not terms:
         return None
     farthest = config.integer("max_relative_positions", -1, least=-1)
     farthest = farthest if farthest > 0 else config.integer("max_position_embeddings", 512)
-    named = {"c2p": "content to position", "p2c": "position to content"}
-    told: tuple[Any, ...] = tuple(words for name, words in named.items() if name in terms)
+    names = {"c2p": "content to position", "p2c": "position to content"}
+    spec_terms: tuple[Any, ...] = tuple(words for name, words in names.items() if name in terms)
     if is_first:
-        return RelativeSpec(2 * farthest, farthest, farthest, told, has_key_bias=False)
+        return RelativeSpec(2 * farthest, farthest, farthest, spec_terms, has_key_bias=False)
     buckets = config.integer("position_buckets", -1, least=-1)
     norms = config.text("norm_rel_ebd", "none").lower().split("|")
     has_norm = "layer_norm" in map(str.strip, norms)
@@ -543,30 +597,36 @@ def _relative(config: ConfigReader, *, is_first: bool) -> RelativeSpec | None:
         2 * (buckets if buckets > 0 else farthest),
         buckets // 2 if buckets > 0 else farthest,
         farthest,
-        told,
+        spec_terms,
         shares_maps=config.flag("share_att_key", False),
         norm_eps=config.number("layer_norm_eps", 1e-7) if has_norm else None,
     )
 
 
 def _spelling(config: ConfigReader, shapes: TensorShapes) -> Spelling:
-    """The first head's names, or those of version 3, which always unembeds by the embedding. Its files do not
-    say that they have it; the reference then draws a head at random."""
-    bert = of_bert("deberta.")
-    first = replace(
-        bert,
+    """Tensor names of DeBERTa, with the language head of versions 1 and 2 or with that of version 3.
+
+    The head of version 3 is always tied to the embedding. Its configs lack `legacy: false`, with which the
+    reference would load it; tensor names tell the two heads apart here.
+
+    Raises:
+        ConfigError: tie_word_embeddings is false for a head of version 3.
+    """
+    base = bert_spelling("deberta.")
+    old_head = replace(
+        base,
         attention_parts=("self.query_proj", "self.key_proj", "self.value_proj"),
         encoder=replace(
-            bert.encoder,
+            base.encoder,
             relative="deberta.encoder.rel_embeddings",
             relative_norm="deberta.encoder.LayerNorm",
             relative_parts=("self.pos_query_proj", "self.pos_key_proj"),
         ),
         unread=(
-            *OF_BERT.unread,
+            *BERT_SPELLING.unread,
             "deberta.embeddings.position_embeddings.weight",
             "deberta.embeddings.position_ids",
-            # What version 3 tells replaced tokens by.
+            # Version 3 was trained to detect replaced tokens; this head is not used here.
             *(
                 f"mask_predictions.{part}.{end}"
                 for part in ("dense", "LayerNorm", "classifier")
@@ -576,17 +636,17 @@ def _spelling(config: ConfigReader, shapes: TensorShapes) -> Spelling:
     )
     head = "lm_predictions.lm_head"
     if config.flag("legacy", f"{head}.dense.weight" not in shapes):
-        return first
+        return old_head
     if not config.flag("tie_word_embeddings", True):
         raise ConfigError(
             f"{config.source}: expected tie_word_embeddings to be true where legacy is false, as such a "
             "model unembeds by its embedding, found false; correct the file"
         )
     return replace(
-        first,
+        old_head,
         head=head,
         encoder=replace(
-            first.encoder, head_bias=f"{head}.bias", transform=(f"{head}.dense", f"{head}.LayerNorm")
+            old_head.encoder, head_bias=f"{head}.bias", transform=(f"{head}.dense", f"{head}.LayerNorm")
         ),
     )
 
@@ -596,9 +656,10 @@ def _deberta(
     shapes: TensorShapes,
     spelling: Spelling,
     relative: RelativeSpec | None,
-    **heads: Any,
+    **attention_fields: Any,
 ) -> ComposedArchitecture:
-    """Scores are scaled by the width of heads and how many terms they may have."""
+    """Architecture of a DeBERTa. attention_fields: further fields of `AttentionSpec`."""
+    # He et al., DeBERTa, 2021, equation 4: scores are divided by sqrt(3 d) when both terms are added.
     head_dim = build.attention(config).head_dim
     scale = 1 / math.sqrt(head_dim * (1 + len(set(_terms(config)))))
     has_table = config.flag("position_biased_input", True)
@@ -607,28 +668,30 @@ def _deberta(
         shapes,
         spelling,
         eps=config.number("layer_norm_eps", 1e-7),
-        looks_ahead=True,
+        layers=BertLayers(
+            looks_ahead=True, attention={"scale": scale, "relative": relative, **attention_fields}
+        ),
         token_types=0,
-        positions=None if has_table else {},
-        heads={"scale": scale, "relative": relative, **heads},
+        context=None if has_table else build.Context(512, rope=None),
     )
 
 
 @bert_family("deberta-v2", "DeBERTa 2 and 3", never=NEVER_IN_DEBERTA, always={"conv_kernel_size": 0})
 def deberta_v2(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    """DeBERTa 2 and 3: bucketed distances; separate query, key and value projections."""
     spelling = _spelling(config, shapes)
     return _deberta(config, shapes, spelling, _relative(config, is_first=False))
 
 
 @bert_family("deberta", "DeBERTa 1", never=(*NEVER_IN_DEBERTA, "talking_head"), always={})
 def deberta(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """Queries, keys and values in one tensor; biases of queries and values alone."""
-    second = _spelling(config, shapes)
+    """Queries, keys and values in one tensor; only queries and values have biases."""
+    version_2 = _spelling(config, shapes)
     spelling = replace(
-        second,
+        version_2,
         attention_in="self.in_proj",
         encoder=replace(
-            second.encoder,
+            version_2.encoder,
             attention_biases=("self.q_bias", "self.v_bias"),
             relative_parts=("self.pos_q_proj", "self.pos_proj"),
         ),

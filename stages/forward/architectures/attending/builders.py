@@ -2,8 +2,8 @@
 
 A builder reads the usual keys of a config.json, with the defaults of the reference implementation
 (transformers) where a family function gives no other, and makes a spec of them: `attention`, `mlp`, ropes,
-windows and position tables; `decoder` makes an architecture of these. What one family alone has is read and
-built in that family's function.
+windows and position tables (`Context`); `decoder` makes an architecture of these. A key that only one family
+has is read in that family's function.
 
 Border: one config; never imports torch.
 """
@@ -36,12 +36,12 @@ TensorShapes = Mapping[str, tuple[int, ...]]
 Windows = Sequence[int | None]
 """By layer: how many keys back a query sees, itself included; None for all."""
 Ropes = Callable[[ConfigReader, int, int | None, Windows], Sequence[RopeConfig | None]]
-"""Rope of each layer (None for none) from a config, the width of a head, the default of
-max_position_embeddings and the windows of the layers."""
+"""Function (config, head width, default of max_position_embeddings, windows of the layers) -> rope of each
+layer; None for a layer without rope."""
 LayerMixer = Callable[[RopeConfig | None, int | None, int], MixerSpec]
-"""Mixer of a layer, from its rope, its window and its number."""
+"""Function (rope, window, layer number) -> mixer of that layer."""
 LayerTypes = Callable[[ConfigReader, int], list[str]]
-"""Function from a config and a number of layers to layer_types, used if the config does not list them."""
+"""Function (config, number of layers) -> layer_types, used if the config does not list them."""
 
 
 # -- the table of families
@@ -52,19 +52,20 @@ class AttendingFamily:
     """A family whose layers all attend."""
 
     examples: str
-    """Models that people know the family by."""
+    """Well-known models of the family, for the table of families."""
     build: Callable[[ConfigReader, TensorShapes], ComposedArchitecture]
-    """Its architecture, from its config and the shapes of its tensors by name."""
+    """Function (config, shapes of the checkpoint's tensors by name) -> architecture."""
     aliases: Mapping[str, str] = field(default_factory=dict)
-    """Usual name of a key -> what this family calls it."""
+    """Usual name of a config key -> name of that key in this family."""
     never: tuple[str, ...] = ()
     """Config keys that must be absent, null or false: what they switch on is not implemented."""
     always: Mapping[str, Any] = field(default_factory=dict)
     """Config keys with the only value that is implemented; any other value is refused."""
     reads_tensors: bool = False
-    """Whether names of tensors decide how the others are spelled."""
+    """Whether `build` needs the tensor shapes: checkpoints of the family use more than one naming scheme."""
     reports_unread_keys: bool = False
-    """Whether its function notes every key that it reads (`ConfigReader.read`); others are reported."""
+    """Whether `build` notes every key that it reads (`ConfigReader.read`), so that the user is told of all
+    remaining keys."""
     follows_is_causal: bool = True
     """Whether is_causal=false is followed: queries then see later keys."""
     follows_bidirectional: bool = False
@@ -73,29 +74,39 @@ class AttendingFamily:
     def read(self, config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
         """The architecture that a config describes.
 
+        Arguments:
+            config: The config.json, with the key names of this family.
+            shapes: Shapes of the checkpoint's tensors by name; empty if they are not known.
+
         Raises:
-            ConfigError: A key is missing, of the wrong type, contradicts another, or asks for what is not
-                followed.
+            ConfigError: A key is missing, has the wrong type, contradicts another key, or asks for a feature
+                that is not implemented.
         """
         config = self._renamed(config)
-        refuse_unfollowed(config, looks_ahead=self.follows_is_causal, both_ways=self.follows_bidirectional)
-        for key, followed in {**dict.fromkeys(self.never, None), **self.always}.items():
-            found = config.raw.get(key, followed)
-            if found != followed and not (followed is None and found is False):
-                expected = f"no {key}" if followed is None else f"{key} to be {followed!r}"
+        refuse_unfollowed(
+            config, looks_ahead=self.follows_is_causal, bidirectional=self.follows_bidirectional
+        )
+        for key, implemented in {**dict.fromkeys(self.never, None), **self.always}.items():
+            value = config.raw.get(key, implemented)
+            if value != implemented and not (implemented is None and value is False):
+                expected = f"no {key}" if implemented is None else f"{key} to be {implemented!r}"
                 raise ConfigError(
-                    f"{config.source}: expected {expected}, found {found!r}, which is not followed for "
+                    f"{config.source}: expected {expected}, found {value!r}, which is not followed for "
                     f"{config.raw['model_type']}; this model cannot run here"
                 )
         return self.build(config, shapes)
 
     def _renamed(self, config: ConfigReader) -> ConfigReader:
-        """The config under the usual names of its keys; ConfigError for two names with two values, as which
-        of them the reference takes depends on their order."""
-        usual = {name: config.raw[own] for name, own in self.aliases.items() if own in config.raw}
-        # What the reference knows by its own name alone has no other.
-        one_name = {"hidden_act", "intermediate_size"} & set(self.aliases)
-        raw = {key: value for key, value in config.raw.items() if key not in one_name}
+        """Copy of a config with the family's key names replaced by the usual ones.
+
+        Raises:
+            ConfigError: A key is present under both names with two values; which of them the reference uses
+                depends on their order in the file.
+        """
+        usual = {name: config.raw[alias] for name, alias in self.aliases.items() if alias in config.raw}
+        # These are no entries of the reference's `attribute_map`: it ignores the usual name in the file.
+        without_alias = {"hidden_act", "intermediate_size"} & set(self.aliases)
+        raw = {key: value for key, value in config.raw.items() if key not in without_alias}
         for name, value in usual.items():
             if name in raw and raw[name] != value:
                 raise ConfigError(
@@ -111,13 +122,20 @@ Build = Callable[[ConfigReader, TensorShapes], ComposedArchitecture]
 
 
 def family(model_type: str, examples: str, **options: Any) -> Callable[[Build], Build]:
-    """Enter a function under a model_type. options: further fields of `AttendingFamily`."""
+    """Decorator that registers a function `(config, shapes) -> architecture` in `ATTENDING`.
 
-    def enter(build: Build) -> Build:
+    Arguments:
+        model_type: Value of the config key model_type.
+        examples: Well-known models of the family.
+        options: Further fields of `AttendingFamily`.
+    """
+
+    # Stacked decorators register one function under several model types.
+    def register(build: Build) -> Build:
         ATTENDING[model_type] = AttendingFamily(examples, build, **options)
         return build
 
-    return enter
+    return register
 
 
 # -- parts of a layer
@@ -133,22 +151,23 @@ def attention(
     bias: bool = False,
     **fields: Any,
 ) -> AttentionSpec:
-    """Attention with grouped queries; `decoder` adds rope and window by layer.
+    """Spec of grouped-query attention without rope and window, which `decoder` adds for each layer.
 
-    Args:
+    Arguments:
         heads: Number of query heads; None reads num_attention_heads.
-        head_dim: Default of head_dim; None divides hidden_size by the number of heads.
-        width: Of a head, whatever head_dim says.
-        kv_heads: Default of num_key_value_heads; None is one per query head.
-        bias: Of queries, keys, values and output, where `fields` say nothing else.
-        fields: Of `AttentionSpec`.
+        head_dim: Default of the config key head_dim; None divides hidden_size by the number of heads.
+        width: Entries of a head; None reads head_dim.
+        kv_heads: Default of num_key_value_heads; None for one key head per query head.
+        bias: Whether the query, key, value and output projections have biases, unless `fields` set
+            `qkv_bias` or `o_bias`.
+        fields: Further fields of `AttentionSpec`.
     """
     heads = config.integer("num_attention_heads") if heads is None else heads
-    usual = config.integer("hidden_size") // heads
+    equal_share = config.integer("hidden_size") // heads
     if width is None:
-        # A null is no default of the family.
+        # An explicit null means hidden_size / heads to the reference, not the default of the family.
         is_null = "head_dim" in config.raw and config.raw["head_dim"] is None
-        width = config.integer("head_dim", usual if is_null else head_dim or usual)
+        width = config.integer("head_dim", equal_share if is_null else head_dim or equal_share)
     defaults = {"num_attention_heads": heads, "qkv_bias": bias, "o_bias": bias}
     if "num_kv_heads" not in fields:
         defaults["num_kv_heads"] = kv_heads_of(config, kv_heads, heads)
@@ -169,13 +188,14 @@ def mlp(
     bias: bool = False,
     **fields: Any,
 ) -> MlpSpec:
-    """A gated MLP, unless `fields` of `MlpSpec` say otherwise.
+    """Spec of an MLP, gated unless `fields` set `is_gated`.
 
-    Args:
-        act: None reads hidden_act, SiLU where it is absent.
-        width: Of its inside, whatever intermediate_size says; None reads that.
-        default_width: Default of intermediate_size.
-        bias: Of all its projections.
+    Arguments:
+        act: Activation; None reads hidden_act, with default SiLU.
+        width: Hidden width; None reads intermediate_size.
+        default_width: Default of intermediate_size; None if the config must have the key.
+        bias: Whether all its projections have biases.
+        fields: Further fields of `MlpSpec`.
     """
     width = config.integer("intermediate_size", default_width) if width is None else width
     return MlpSpec(width, read_activation(config) if act is None else act, has_bias=bias, **fields)
@@ -184,8 +204,17 @@ def mlp(
 def head_transform(
     config: ConfigReader, eps: float, act: str = "gelu", *, key: str = "", **fields: Any
 ) -> HeadTransform:
-    """Dense map, activation and norm before the head of an encoder. key: of the activation, `act` where it is
-    absent; "" for `act` always. fields: of `HeadTransform`; its width is that of embeddings otherwise."""
+    """Dense map, activation and norm before the language head of an encoder.
+
+    Arguments:
+        eps: Epsilon of the norm.
+        act: Activation, by its name in a config; default of `key`.
+        key: Config key of the activation; "" to use `act` always.
+        fields: Further fields of `HeadTransform`; its width is hidden_size unless they set it.
+
+    Raises:
+        ConfigError: The activation is not implemented.
+    """
     name = config.text(key, act) if key else act
     if name not in ACTIVATIONS:
         raise ConfigError(
@@ -208,45 +237,53 @@ def rope(
     is_backwards: bool = False,
     **options: Any,
 ) -> Callable[[ConfigReader, int, int | None], RopeConfig]:
-    """How one rope is read.
+    """Function (config, head width, default of max_position_embeddings) -> rope.
 
-    Args:
+    Arguments:
         theta: Default of rope_theta.
-        share: Default of partial_rotary_factor; 1 for families that take no other.
-        interleaved: Whether entries 2i and 2i + 1 rotate together, not i and i + dim / 2.
-        default: rope_parameters where a config has none; an empty object means rope without scaling.
-        is_backwards: Whether angles are negative.
-        options: Of `read_rope`.
+        share: Default of partial_rotary_factor; 1 for families whose rope always rotates whole heads.
+        interleaved: Whether entries 2i and 2i + 1 rotate together, instead of i and i + dim / 2.
+        default: rope_parameters if the config has none; None for rope without scaling.
+        is_backwards: Whether rotation angles are negative.
+        options: Further arguments of `read_rope`.
     """
     options = {"theta": theta, "is_partial": share != 1, **options}
 
     def read(config: ConfigReader, head_dim: int, max_positions: int | None) -> RopeConfig:
         raw = {"partial_rotary_factor": share} | config.raw if share != 1 else dict(config.raw)
+        # An empty object is no null: it means rope without scaling.
         if default and raw.get("rope_parameters") is None and not raw.get("rope_scaling"):
             raw["rope_parameters"] = default
         context = config.integer("max_position_embeddings", max_positions)
-        found = read_rope(config.reading(raw), head_dim, context, **options)
-        return replace(found, interleaved=interleaved, is_backwards=is_backwards)
+        rope_config = read_rope(config.reading(raw), head_dim, context, **options)
+        return replace(rope_config, interleaved=interleaved, is_backwards=is_backwards)
 
     return read
 
 
 def rope_everywhere(theta: float = 10000.0, **options: Any) -> Ropes:
-    """One rope for all layers. options: of `rope`."""
-    return lambda config, head_dim, most, windows: (
-        (rope(theta, **options)(config, head_dim, most),) * len(windows)
+    """The same rope in all layers. theta: default of rope_theta; options: further arguments of `rope`."""
+    return lambda config, head_dim, max_positions, windows: (
+        (rope(theta, **options)(config, head_dim, max_positions),) * len(windows)
     )
 
 
 PLAIN_ROPE = rope_everywhere()
+"""Rope in all layers with the default base 10000."""
 
 
 def rope_flags(config: ConfigReader, layers: int) -> list[bool]:
-    """no_rope_layers lists 1 where there is rope; without it, all but every n-th layer."""
+    """For each layer, whether it has rope, as no_rope_layers lists it (despite the name, 1 means rope).
+
+    Without that list, every n-th layer has none; n is no_rope_layer_interval, with default 4.
+
+    Raises:
+        ConfigError: no_rope_layers is not a list of 0 or 1 for each layer.
+    """
     listed = config.raw.get("no_rope_layers")
     if not listed:
-        every = config.integer("no_rope_layer_interval", 4)
-        return [bool((layer + 1) % every) for layer in range(layers)]
+        interval = config.integer("no_rope_layer_interval", 4)
+        return [bool((layer + 1) % interval) for layer in range(layers)]
     if not isinstance(listed, list) or len(listed) != layers or any(flag not in (0, 1) for flag in listed):
         raise ConfigError(
             f"{config.source}: expected no_rope_layers to list 0 or 1 for each of {layers} layers, found "
@@ -256,41 +293,57 @@ def rope_flags(config: ConfigReader, layers: int) -> list[bool]:
 
 
 def rope_where_flagged(theta: float, **options: Any) -> Ropes:
-    """One rope for the layers of `rope_flags`."""
+    """Equal rope in all layers selected by `rope_flags` (no_rope_layers); no rope in the others.
+
+    Arguments:
+        theta: Default of rope_theta.
+        options: Further arguments of `rope`.
+    """
 
     def ropes(
-        config: ConfigReader, head_dim: int, most: int | None, windows: Windows
+        config: ConfigReader, head_dim: int, max_positions: int | None, windows: Windows
     ) -> list[RopeConfig | None]:
         flags = rope_flags(config, len(windows))
-        found = rope(theta, **options)(config, head_dim, most)
-        return [found if flag else None for flag in flags]
+        rope_config = rope(theta, **options)(config, head_dim, max_positions)
+        return [rope_config if flag else None for flag in flags]
 
     return ropes
 
 
 def rope_in_windows(theta: float = 10000.0, *, unless_none: bool = False, **options: Any) -> Ropes:
-    """One rope for layers with a window. unless_none: for all layers where sliding_window is null or 0."""
+    """The same rope in layers with a sliding window; no rope in layers of full attention.
+
+    Arguments:
+        theta: Default of rope_theta.
+        unless_none: Whether all layers have rope in a model without windows (sliding_window null or 0).
+        options: Further arguments of `rope`.
+    """
 
     def ropes(
-        config: ConfigReader, head_dim: int, most: int | None, windows: Windows
+        config: ConfigReader, head_dim: int, max_positions: int | None, windows: Windows
     ) -> list[RopeConfig | None]:
-        found = rope(theta, **options)(config, head_dim, most)
+        rope_config = rope(theta, **options)(config, head_dim, max_positions)
         everywhere = unless_none and not config.raw.get("sliding_window", 4096)
-        return [found if everywhere or window is not None else None for window in windows]
+        return [rope_config if everywhere or window is not None else None for window in windows]
 
     return ropes
 
 
 def two_ropes(theta: float, local_theta: float, local_key: str = "") -> Ropes:
-    """One rope for layers that see everything, and one for layers with a window.
+    """One rope in layers of full attention, and another one in layers with a sliding window.
 
-    rope_parameters has a section for each. Older configs scale the rope of whole layers alone, and have
-    rope_theta and, of the other, `local_key` ("" for none).
+    rope_parameters has a section for each of the two layer types. Older configs have rope_theta and
+    rope_scaling for full attention, and `local_key` for windows.
+
+    Arguments:
+        theta: Default of the base in layers of full attention.
+        local_theta: Default of the base in layers with a window.
+        local_key: Config key of the base in layers with a window; "" if the family has none.
     """
     kinds = ("full_attention", "sliding_attention")
 
     def ropes(
-        config: ConfigReader, head_dim: int, most: int | None, windows: Windows
+        config: ConfigReader, head_dim: int, max_positions: int | None, windows: Windows
     ) -> list[RopeConfig | None]:
         raw, parameters = config.raw, config.mapping("rope_parameters")
         if parameters and not set(parameters) <= set(kinds):
@@ -299,19 +352,19 @@ def two_ropes(theta: float, local_theta: float, local_key: str = "") -> Ropes:
                 f"{', '.join(parameters)}; this model cannot run here"
             )
         thetas = raw.get("rope_theta"), raw.get(local_key) if local_key else None
-        found = [parameters.get(kind) for kind in kinds]
+        sections = [parameters.get(kind) for kind in kinds]
         if raw.get("rope_scaling"):
-            found[0] = {**(found[0] or {}), **raw["rope_scaling"]}
-        context = {"max_position_embeddings": config.integer("max_position_embeddings", most)}
-        whole, local = (
+            sections[0] = {**(sections[0] or {}), **raw["rope_scaling"]}
+        context = {"max_position_embeddings": config.integer("max_position_embeddings", max_positions)}
+        full, local = (
             rope(default)(
-                config.reading({"rope_theta": own, "rope_parameters": told} | context),
+                config.reading({"rope_theta": rope_theta, "rope_parameters": section} | context),
                 head_dim,
-                most,
+                max_positions,
             )
-            for default, own, told in zip((theta, local_theta), thetas, found, strict=True)
+            for default, rope_theta, section in zip((theta, local_theta), thetas, sections, strict=True)
         )
-        return [whole if window is None else local for window in windows]
+        return [full if window is None else local for window in windows]
 
     return ropes
 
@@ -320,14 +373,19 @@ def two_ropes(theta: float, local_theta: float, local_key: str = "") -> Ropes:
 
 
 def window_everywhere(config: ConfigReader, default: int | None = None) -> Windows:
-    """sliding_window in every layer; an explicit null is no window."""
+    """The window sliding_window in every layer; an explicit null means no window."""
     return (config.optional_integer("sliding_window", default),) * layers_of(config)
 
 
 def windows_where_listed(
     config: ConfigReader, has_window: Callable[[int], bool], size: int | None
 ) -> Windows:
-    """A window in layers that layer_types says have one; by `has_window` where it is absent."""
+    """A window of `size` keys in the layers that layer_types lists as "sliding_attention".
+
+    Arguments:
+        has_window: From a layer number, whether it has a window if the config has no layer_types.
+        size: Keys that a query sees, itself included; None for no window in any layer.
+    """
     types, layers = config.strings("layer_types"), layers_of(config)
     if types is not None:
         return listed_windows(config, types, size, layers)
@@ -335,28 +393,33 @@ def windows_where_listed(
 
 
 def upper_windows(config: ConfigReader, default: int | None = 4096) -> Windows:
-    """A window from max_window_layers on, if use_sliding_window is on. default: of sliding_window."""
+    """A window in layers from max_window_layers on, if use_sliding_window is true (Qwen 2).
+
+    Arguments:
+        default: Default of sliding_window.
+    """
     size = config.optional_integer("sliding_window", default)
-    first = config.integer("max_window_layers", 28, least=0)
+    start = config.integer("max_window_layers", 28, least=0)
     is_on = config.flag("use_sliding_window", False)
-    return windows_where_listed(config, lambda layer: layer >= first, size if is_on else None)
+    return windows_where_listed(config, lambda layer: layer >= start, size if is_on else None)
 
 
 def layers_of(config: ConfigReader) -> int:
-    """Number of layers."""
+    """Number of layers: the config key num_hidden_layers."""
     return config.integer("num_hidden_layers")
 
 
 def windows_by_type(
     config: ConfigReader, types: LayerTypes, default: int | None = 4096, *, has_flag: bool = False
 ) -> Windows:
-    """A window of sliding_window keys in layers that layer_types says have one.
+    """A window of sliding_window keys in the layers that layer_types lists as "sliding_attention".
 
-    Args:
-        types: Where layer_types is absent.
-        default: Of sliding_window; an explicit null is no window.
-        has_flag: Whether use_sliding_window must be true for any window.
+    Arguments:
+        types: Function that gives layer_types if the config does not list them.
+        default: Default of sliding_window; an explicit null means no window.
+        has_flag: Whether windows exist only if use_sliding_window is true.
     """
+    # layer_types is checked even if the flag disables all windows.
     layers, listed = layers_of(config), config.strings("layer_types")
     if has_flag and not config.flag("use_sliding_window", False):
         return listed_windows(config, listed or ["full_attention"] * layers, None, layers)
@@ -365,21 +428,27 @@ def windows_by_type(
 
 
 def _types(has_window: Callable[[int], bool], layers: int) -> list[str]:
+    """layer_types from a function that says whether a layer has a window."""
     return ["sliding_attention" if has_window(layer) else "full_attention" for layer in range(layers)]
 
 
 def every_nth_full(default: int, key: str = "") -> LayerTypes:
-    """A window in all layers but every n-th. key: of n; "" for n = default."""
+    """layer_types with full attention in every n-th layer and a sliding window in all others.
+
+    Arguments:
+        default: The period n, or the default of `key`.
+        key: Config key of n; "" if n is always `default`.
+    """
 
     def types(config: ConfigReader, layers: int) -> list[str]:
-        every = config.integer(key, default) if key else default
-        return _types(lambda layer: bool((layer + 1) % every), layers)
+        period = config.integer(key, default) if key else default
+        return _types(lambda layer: bool((layer + 1) % period), layers)
 
     return types
 
 
 def every_layer_full(config: ConfigReader, layers: int) -> list[str]:
-    """No window."""
+    """layer_types with full attention in all layers."""
     return ["full_attention"] * layers
 
 
@@ -389,11 +458,11 @@ def first_of_four_full(config: ConfigReader, layers: int) -> list[str]:
 
 
 def full_then_windows(default: int) -> LayerTypes:
-    """A window in all layers from max_window_layers on."""
+    """layer_types with a sliding window in layers from max_window_layers on. default: of that key."""
 
     def types(config: ConfigReader, layers: int) -> list[str]:
-        first = config.integer("max_window_layers", default, least=0)
-        return _types(lambda layer: layer >= first, layers)
+        start = config.integer("max_window_layers", default, least=0)
+        return _types(lambda layer: layer >= start, layers)
 
     return types
 
@@ -401,30 +470,63 @@ def full_then_windows(default: int) -> LayerTypes:
 # -- positions and names
 
 
+@dataclass(frozen=True)
+class Context:
+    """How layers see positions: length of the context, rope, windows, and the table of positions if any."""
+
+    max_positions: int | None
+    """Default of max_position_embeddings; None for an unbounded context."""
+    rope: Ropes | None = PLAIN_ROPE
+    """Rope of the layers; None for a model without rope."""
+    windows: Windows | None = None
+    """Window of each layer; None for full attention in all layers."""
+    looks_ahead: bool | None = None
+    """Whether queries see later keys; None to follow is_causal."""
+    longest: int | None = None
+    """Largest context, if the reference computes longer prompts in another way; None for no such limit."""
+    head_dim: int | None = None
+    """Entries of a head that rope may rotate; needed only if `decoder` gets a function instead of an
+    `AttentionSpec`."""
+    table: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of `ComposedArchitecture` for a table of positions; empty if there is none."""
+
+
 def position_table(
-    config: ConfigReader, default: int, *, first: int | None = None, counts_rows: bool = False
-) -> dict[str, Any]:
-    """A table of learned positions, as fields of `ComposedArchitecture`.
+    config: ConfigReader,
+    default: int,
+    *,
+    start_row: int | None = None,
+    counts_rows: bool = False,
+    windows: Windows | None = None,
+) -> Context:
+    """Context of a model with a table of positions instead of rope.
 
-    Args:
-        default: Of max_position_embeddings.
-        first: Row of the first position; None for the one behind the padding token's (RoBERTa), where the
-            config counts rows of the table and no prompt may hold the padding token.
-        counts_rows: Whether the config counts rows of the table, not positions.
+    Arguments:
+        default: Default of max_position_embeddings.
+        start_row: Table row of the first position. None for the row after pad_token_id (RoBERTa): the config
+            then counts rows of the table, and no prompt may hold the padding token.
+        counts_rows: Whether max_position_embeddings counts rows of the table instead of positions.
+        windows: Window of each layer; None for full attention in all layers.
     """
-    told = config.integer("max_position_embeddings", default)
-    if first is None:
+    size, unknown = config.integer("max_position_embeddings", default), {}
+    if start_row is None:
+        # RoBERTa numbers positions from pad_token_id + 1 and gives padding tokens the row pad_token_id.
         pad = config.integer("pad_token_id", 1, least=0)
-        return _table(told - pad - 1, told, pad + 1) | {"unknown_token": pad}
-    return _table(told - first, told, first) if counts_rows else _table(told, told + first, first)
-
-
-def _table(positions: int, rows: int, first: int) -> dict[str, Any]:
-    return {"max_position_embeddings": positions, "position_rows": rows, "first_position": first}
+        start_row, counts_rows, unknown = pad + 1, True, {"unknown_token": pad}
+    positions, rows = (size - start_row, size) if counts_rows else (size, size + start_row)
+    table = {"max_position_embeddings": positions, "position_rows": rows, "first_position": start_row}
+    return Context(default, rope=None, windows=windows, table=table | unknown)
 
 
 def rooted(spelling: Spelling, root: str, shapes: TensorShapes) -> Spelling:
-    """Names of tensors without their root where no tensor of the checkpoint begins with it."""
+    """Spelling whose root prefix matches the tensor names of a checkpoint.
+
+    Arguments:
+        spelling: Names with the prefix.
+        root: The prefix, such as "transformer.".
+        shapes: Shapes of the checkpoint's tensors by name. If none of them begins with the prefix (files
+            written by the base model without a language head), it is removed.
+    """
     if not shapes or any(name.startswith(root) for name in shapes):
         return spelling
     names = ("embed", "final_norm", "layer", "positions", "embed_norm")
@@ -437,85 +539,82 @@ def rooted(spelling: Spelling, root: str, shapes: TensorShapes) -> Spelling:
 def with_layers(
     model: ComposedArchitecture, changes: Callable[[int], Mapping[str, Any]]
 ) -> ComposedArchitecture:
-    """Copy of a model with some fields of its `LayerSpec`s changed; changes: from a layer's number."""
+    """Copy of a model with changed layers. changes: from a layer number, the changed fields of its
+    `LayerSpec`."""
     blocks = (replace(block, **changes(number)) for number, block in enumerate(model.blocks))
     return replace(model, blocks=tuple(blocks))
 
 
 def decoder(
     config: ConfigReader,
-    attention: AttentionSpec | LayerMixer,
-    mlp: ChannelMixerSpec | Callable[[int], ChannelMixerSpec],
+    mixer: AttentionSpec | LayerMixer,
+    channel_mixer: ChannelMixerSpec | Callable[[int], ChannelMixerSpec],
     *,
+    context: Context,
     eps: float,
-    max_positions: int | None,
-    rope: Ropes | None = PLAIN_ROPE,
-    head_dim: int | None = None,
-    windows: Windows | None = None,
     norms: Literal["before", "after", "around", "of sums"] = "before",
-    is_parallel: bool = False,
-    has_two_norms: bool = False,
-    looks_ahead: bool | None = None,
-    longest: int | None = None,
+    parallel_norms: int = 0,
     tied: bool | None = False,
-    spelling: Spelling = LLAMA,
     **fields: Any,
 ) -> ComposedArchitecture:
     """An architecture whose layers all attend.
 
-    Args:
-        attention: Attention of all layers without rope and window; or a function that makes a layer's mixer.
-        mlp: Channel mixer of all layers; or a function from a layer's number to its channel mixer.
+    Arguments:
+        config: The config.json, under the usual names of its keys.
+        mixer: Attention of all layers, to which rope and window are added; or a function that makes the
+            mixer of a layer.
+        channel_mixer: Channel mixer of all layers; or a function from a layer number to its channel mixer.
+        context: Positions, rope and windows.
         eps: Epsilon of the norms of the residual stream.
-        max_positions: Default of max_position_embeddings; None for an unbounded context.
-        rope: None for none.
-        head_dim: Entries of a head that rope may rotate, where `attention` makes the mixer of a layer.
-        windows: By layer; None for none.
-        norms: Where norms stand (`LayerSpec.norms`).
-        is_parallel: Whether attention and MLP both read the stream that enters.
-        has_two_norms: Whether each of them then reads it through a norm of its own.
-        looks_ahead: Whether queries see later keys; None for what is_causal says.
-        longest: Largest context, if longer prompts are computed otherwise by the reference.
-        tied: Default of tie_word_embeddings; None for a head of its own, whatever the config says.
-        fields: Of `ComposedArchitecture`.
-    """
-    hidden, layers, ahead = config.integer("hidden_size"), layers_of(config), asks_to_look_ahead(config)
-    windows = (None,) * layers if windows is None else windows
-    windows = both_ways(windows) if ahead else windows
-    if is_bidirectional := config.flag("use_bidirectional_attention", False):
-        windows = [window and window // 2 + 1 for window in windows]
-    looks_ahead = is_bidirectional or (ahead if looks_ahead is None else looks_ahead)
-    width = attention.head_dim if isinstance(attention, AttentionSpec) else head_dim
-    ropes: Sequence[RopeConfig | None] = (None,) * layers
-    if rope is not None:
-        assert width is not None  # families of other mixers give it
-        ropes = rope(config, width, max_positions, windows)
+        norms: Position of the norms in a layer (`LayerSpec.norms`).
+        parallel_norms: 0 if the MLP reads the stream after attention has been added. In layers where both
+            read the stream that enters: 1 if they share a norm, 2 if each has its own.
+        tied: Default of tie_word_embeddings; None for an untied head, whatever the config says.
+        fields: Further fields of `ComposedArchitecture`; `spelling` is `LLAMA` unless they set it.
 
-    def layer(number: int) -> LayerSpec:
-        layer_rope, window = ropes[number], windows[number]
-        if isinstance(attention, AttentionSpec):
-            mixer: MixerSpec = replace(
-                attention, rope=layer_rope, window=window, is_bidirectional=looks_ahead
+    Raises:
+        ConfigError: A required key is missing, or sizes do not fit together.
+    """
+    hidden, layers, is_acausal = config.integer("hidden_size"), layers_of(config), asks_to_look_ahead(config)
+    windows = (None,) * layers if context.windows is None else context.windows
+    # is_causal=false: the reference's window then excludes the query itself, on both sides.
+    windows = both_ways(windows) if is_acausal else windows
+    if is_bidirectional := config.flag("use_bidirectional_attention", False):
+        # The reference then splits the window between both sides of the query (EmbeddingGemma).
+        windows = [window and window // 2 + 1 for window in windows]
+    looks_ahead = is_bidirectional or (is_acausal if context.looks_ahead is None else context.looks_ahead)
+    head_dim = mixer.head_dim if isinstance(mixer, AttentionSpec) else context.head_dim
+    ropes: Sequence[RopeConfig | None] = (None,) * layers
+    if context.rope is not None:
+        assert head_dim is not None  # families with a function as mixer set `Context.head_dim`
+        ropes = context.rope(config, head_dim, context.max_positions, windows)
+
+    def layer_spec(layer: int) -> LayerSpec:
+        if isinstance(mixer, AttentionSpec):
+            layer_mixer: MixerSpec = replace(
+                mixer, rope=ropes[layer], window=windows[layer], is_bidirectional=looks_ahead
             )
         else:
-            mixer = attention(layer_rope, window, number)
+            layer_mixer = mixer(ropes[layer], windows[layer], layer)
         return LayerSpec(
-            (mixer,),
-            mlp(number) if callable(mlp) else mlp,
+            (layer_mixer,),
+            channel_mixer(layer) if callable(channel_mixer) else channel_mixer,
             norms,
-            is_parallel=is_parallel,
-            has_two_norms=has_two_norms or not is_parallel,
+            is_parallel=parallel_norms > 0,
+            has_two_norms=parallel_norms != 1,
         )
 
+    fields = {"spelling": LLAMA, **context.table, **fields}
     if "max_position_embeddings" not in fields:
-        most = None if max_positions is None else config.integer("max_position_embeddings", max_positions)
-        fields["max_position_embeddings"] = most if most is None or longest is None else min(most, longest)
+        length = context.max_positions and config.integer("max_position_embeddings", context.max_positions)
+        # Longer prompts would be computed differently by the reference, so they are refused.
+        is_cut = length is not None and context.longest is not None and context.longest < length
+        fields["max_position_embeddings"] = context.longest if is_cut else length
     return ComposedArchitecture(
         model_type=config.raw["model_type"],
         hidden_size=hidden,
         vocab_size=config.integer("vocab_size"),
-        blocks=tuple(checked(config, layer(number)) for number in range(layers)),
-        spelling=spelling,
+        blocks=tuple(checked(config, layer_spec(layer)) for layer in range(layers)),
         norm_eps=eps,
         tie_word_embeddings=config.flag("tie_word_embeddings", bool(tied)) and tied is not None,
         **fields,

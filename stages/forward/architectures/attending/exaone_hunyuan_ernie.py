@@ -14,8 +14,8 @@ from ..mixers import ChannelMixerSpec, ExpertsSpec, QkNorm
 from ..transformer import ConfigReader, RopeConfig
 from . import builders as build
 from .builders import TensorShapes, Windows, family
-from .experts import SHARED, is_listed_dense, sigmoid_experts
-from .qwen import SHAPED_AS_GPT2
+from .experts import DEEPSEEK_SPELLING, ExpertDefaults, ExpertKeys, is_listed_dense, sigmoid_experts
+from .qwen import QWEN1_SPELLING
 
 
 @family(
@@ -24,15 +24,15 @@ from .qwen import SHAPED_AS_GPT2
     aliases={"num_hidden_layers": "num_layers", "hidden_act": "activation_function"},
 )
 def exaone(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """Code that came with its checkpoints."""
+    """EXAONE 3 as computed by the code in its repositories on the Hugging Face hub, not by transformers."""
     return build.decoder(
         config,
         build.attention(config),
         build.mlp(config),
+        context=build.Context(2048),
         eps=config.number("layer_norm_epsilon", 1e-5),
-        max_positions=2048,
         spelling=replace(
-            SHAPED_AS_GPT2,
+            QWEN1_SPELLING,
             attention="attn.attention.",
             attention_in="",
             attention_out="out_proj",
@@ -43,74 +43,78 @@ def exaone(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
 
 @family("exaone4", "EXAONE 4")
 def exaone4(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """Rope in layers with a window; in all layers of a model without windows."""
+    """Rope only in layers with a sliding window; in all layers of a model without windows."""
     eps = config.number("rms_norm_eps", 1e-5)
     return build.decoder(
         config,
         build.attention(config, kv_heads=32, qk_norm=QkNorm("head", eps)),
         build.mlp(config),
-        rope=build.rope_in_windows(unless_none=True),
-        windows=build.windows_by_type(config, build.every_nth_full(4, "sliding_window_pattern")),
+        context=build.Context(
+            2048,
+            rope=build.rope_in_windows(unless_none=True),
+            windows=build.windows_by_type(config, build.every_nth_full(4, "sliding_window_pattern")),
+        ),
         norms="after",
         eps=eps,
-        max_positions=2048,
     )
 
 
 @family("exaone_moe", "K-EXAONE")
 def exaone_moe(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    """K-EXAONE: rope only in layers with a window; sigmoid-routed experts."""
     eps = config.number("rms_norm_eps", 1e-5)
 
     def channel_mixer(layer: int) -> ChannelMixerSpec:
         is_dense = is_listed_dense(config, layer)
         if is_dense is None:
             is_dense = layer < config.integer("first_k_dense_replace", 1, least=0)
-        return (
-            build.mlp(config)
-            if is_dense
-            else sigmoid_experts(
-                config,
-                count=64,
-                chosen=8,
-                width=1024,
-                factor=2.5,
-                count_key="num_experts",
-                shared_key="num_shared_experts",
-            )
+        if is_dense:
+            return build.mlp(config)
+        return sigmoid_experts(
+            config,
+            ExpertDefaults(count=64, chosen=8, width=1024, factor=2.5),
+            keys=ExpertKeys(count="num_experts", shared="num_shared_experts"),
         )
 
     return build.decoder(
         config,
         build.attention(config, kv_heads=32, qk_norm=QkNorm("head", eps)),
         channel_mixer,
-        rope=build.rope_in_windows(unless_none=True),
-        windows=build.windows_by_type(config, build.every_nth_full(4, "sliding_window_pattern")),
+        context=build.Context(
+            2048,
+            rope=build.rope_in_windows(unless_none=True),
+            windows=build.windows_by_type(config, build.every_nth_full(4, "sliding_window_pattern")),
+        ),
         eps=eps,
-        max_positions=2048,
-        spelling=replace(SHARED, experts=replace(SHARED.experts, correction="e_score_correction_bias")),
+        spelling=replace(
+            DEEPSEEK_SPELLING,
+            experts=replace(DEEPSEEK_SPELLING.experts, correction="e_score_correction_bias"),
+        ),
     )
 
 
 # -- Hunyuan
 
-OF_HUNYUAN = replace(LLAMA, attention_norms=("query_layernorm", "key_layernorm"))
+HUNYUAN_SPELLING = replace(LLAMA, attention_norms=("query_layernorm", "key_layernorm"))
 
 
 def _stretched_by_alpha(
-    config: ConfigReader, head_dim: int, most: int | None, windows: Windows
+    config: ConfigReader, head_dim: int, max_positions: int | None, windows: Windows
 ) -> tuple[RopeConfig, ...]:
-    """A dynamic rope with an alpha is a longer wavelength, whatever the length."""
-    told = config.mapping("rope_scaling") or config.mapping("rope_parameters")
-    if told.get("rope_type", told.get("type")) != "dynamic" or not told.get("alpha"):
-        return (build.rope()(config, head_dim, most),) * len(windows)
-    own = ConfigReader(told, f"{config.source}: rope_parameters")
-    theta = own.number("rope_theta", config.number("rope_theta", 10000.0))
-    stretched = theta * own.number("alpha") ** (head_dim / (head_dim - 2))
+    """`Ropes` of Hunyuan: rope_type "dynamic" with an `alpha` means a larger base for all prompt lengths."""
+    parameters = config.mapping("rope_scaling") or config.mapping("rope_parameters")
+    if parameters.get("rope_type", parameters.get("type")) != "dynamic" or not parameters.get("alpha"):
+        return (build.rope()(config, head_dim, max_positions),) * len(windows)
+    section = ConfigReader(parameters, f"{config.source}: rope_parameters")
+    theta = section.number("rope_theta", config.number("rope_theta", 10000.0))
+    # NTK-aware scaling with a fixed factor: theta * alpha^(d / (d - 2)).
+    stretched = theta * section.number("alpha") ** (head_dim / (head_dim - 2))
     return (RopeConfig(stretched, head_dim),) * len(windows)
 
 
 @family("hunyuan_v1_dense", "Hunyuan, dense")
 def hunyuan_v1_dense(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    """Hunyuan: queries and keys are normalised after rope."""
     eps = config.number("rms_norm_eps", 1e-5)
     return build.decoder(
         config,
@@ -118,27 +122,26 @@ def hunyuan_v1_dense(config: ConfigReader, shapes: TensorShapes) -> ComposedArch
             config, bias=build.attention_bias(config), qk_norm=QkNorm("head", eps, after_rope=True)
         ),
         build.mlp(config),
-        rope=_stretched_by_alpha,
+        context=build.Context(2048, rope=_stretched_by_alpha),
         eps=eps,
-        max_positions=2048,
-        spelling=OF_HUNYUAN,
+        spelling=HUNYUAN_SPELLING,
     )
 
 
 @family("hunyuan_v1_moe", "Hunyuan A13B")
 def hunyuan_v1_moe(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """Experts of every layer beside one of all tokens, as wide as they are; moe_topk may list a number of
-    each layer."""
+    """Routed experts and a shared expert of the same width in every layer; moe_topk may be a list with the
+    number of experts per token for each layer."""
     eps = config.number("rms_norm_eps", 1e-5)
 
     def experts(layer: int) -> ExpertsSpec:
         width, chosen = config.integer("intermediate_size"), config.raw.get("moe_topk", 1)
         if isinstance(chosen, list) and len(chosen) == build.layers_of(config):
             chosen = chosen[layer]
-        own = ConfigReader({"moe_topk": chosen}, config.source).integer("moe_topk", 1)
+        top_k = ConfigReader({"moe_topk": chosen}, config.source).integer("moe_topk", 1)
         return ExpertsSpec(
             config.integer("num_experts", config.integer("num_local_experts", 1)),
-            config.integer("num_experts_per_tok", own),
+            config.integer("num_experts_per_tok", top_k),
             width,
             read_activation(config),
             routing="softmax of chosen",
@@ -151,18 +154,18 @@ def hunyuan_v1_moe(config: ConfigReader, shapes: TensorShapes) -> ComposedArchit
             config, bias=build.attention_bias(config), qk_norm=QkNorm("head", eps, after_rope=True)
         ),
         experts,
-        rope=_stretched_by_alpha,
+        context=build.Context(2048, rope=_stretched_by_alpha),
         eps=eps,
-        max_positions=2048,
         spelling=replace(
-            OF_HUNYUAN,
-            experts=replace(OF_HUNYUAN.experts, router="gate.wg", shared="mlp.shared_mlp."),
+            HUNYUAN_SPELLING,
+            experts=replace(HUNYUAN_SPELLING.experts, router="gate.wg", shared="mlp.shared_mlp."),
         ),
     )
 
 
 @family("hy_v3", "Hunyuan 3")
 def hy_v3(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    """Hunyuan 3: sigmoid-routed experts in all layers but the first."""
     eps, bias = config.number("rms_norm_eps", 1e-5), config.flag("mlp_bias", False)
 
     def channel_mixer(layer: int) -> ChannelMixerSpec:
@@ -171,14 +174,9 @@ def hy_v3(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
             return build.mlp(config, bias=bias)
         return sigmoid_experts(
             config,
-            count=192,
-            chosen=8,
-            width=1536,
+            ExpertDefaults(count=192, chosen=8, width=1536, factor=2.826),
+            keys=ExpertKeys(count="num_experts", shared="num_shared_experts", factor="router_scaling_factor"),
             sums_to_one=None,
-            factor=2.826,
-            factor_key="router_scaling_factor",
-            count_key="num_experts",
-            shared_key="num_shared_experts",
             bias=bias,
         )
 
@@ -188,9 +186,8 @@ def hy_v3(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
             config, head_dim=128, kv_heads=8, bias=build.attention_bias(config), qk_norm=QkNorm("head", eps)
         ),
         channel_mixer,
-        rope=build.rope_everywhere(11158840.0),
+        context=build.Context(131072, rope=build.rope_everywhere(11158840.0)),
         eps=eps,
-        max_positions=131072,
         spelling=replace(
             LLAMA,
             experts=ExpertNames(router="router.gate", shared="mlp.shared_mlp.", correction="expert_bias"),
@@ -203,29 +200,30 @@ def hy_v3(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
 
 @family("ernie4_5", "ERNIE 4.5, 0.3B")
 def ernie4_5(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    """ERNIE 4.5, dense: rope of neighbouring entries."""
     bias = config.flag("use_bias", False)
     return build.decoder(
         config,
         build.attention(config, head_dim=128, kv_heads=2, bias=bias),
         build.mlp(config, bias=bias),
-        rope=build.rope_everywhere(500000.0, interleaved=True),
+        context=build.Context(131072, rope=build.rope_everywhere(500000.0, interleaved=True)),
         eps=config.number("rms_norm_eps", 1e-5),
-        max_positions=131072,
         tied=True,
     )
 
 
 @family("ernie4_5_moe", "ERNIE 4.5 with experts")
 def ernie4_5_moe(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """Experts of some layers, chosen by softmax and a correction, beside those of all tokens."""
+    """Experts in some layers, chosen by softmax scores plus a correction bias, and shared experts."""
     bias = config.flag("use_bias", False)
-    first = config.integer("moe_layer_start_index", 1, least=0)
+    start = config.integer("moe_layer_start_index", 1, least=0)
+    # moe_layer_end_index = -1 means the last layer.
     last = build.layers_of(config) - 1
     if config.raw.get("moe_layer_end_index", -1) != -1:
         last = config.integer("moe_layer_end_index", least=0)
 
     def channel_mixer(layer: int) -> ChannelMixerSpec:
-        if (layer + 1) % config.integer("moe_layer_interval", 1) or not first <= layer <= last:
+        if (layer + 1) % config.integer("moe_layer_interval", 1) or not start <= layer <= last:
             return build.mlp(config, bias=bias)
         width = config.integer("moe_intermediate_size", 1536)
         return ExpertsSpec(
@@ -244,12 +242,12 @@ def ernie4_5_moe(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitec
         config,
         build.attention(config, kv_heads=4, bias=bias),
         channel_mixer,
-        rope=build.rope_everywhere(500000.0, interleaved=True),
+        context=build.Context(131072, rope=build.rope_everywhere(500000.0, interleaved=True)),
         eps=config.number("rms_norm_eps", 1e-5),
-        max_positions=131072,
         has_head_bias=bias,
         tied=True,
         spelling=replace(
-            SHARED, experts=replace(SHARED.experts, correction="moe_statics.e_score_correction_bias")
+            DEEPSEEK_SPELLING,
+            experts=replace(DEEPSEEK_SPELLING.experts, correction="moe_statics.e_score_correction_bias"),
         ),
     )

@@ -1,11 +1,11 @@
-"""Builders of `ExpertsSpec`: routed and shared experts as configs of several families describe them.
+"""Builders of `ExpertsSpec` that several families share: softmax (Qwen) and sigmoid (DeepSeek) routing.
 
 Border: one config; never imports torch.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from .....store.errors import ConfigError
 from ..families import read_activation
@@ -14,14 +14,25 @@ from ..mixers import ExpertsSpec
 from ..transformer import ConfigReader
 from . import builders as build
 
-__all__ = ["SHARED", "is_listed_dense", "qwen_experts", "sigmoid_experts"]
+__all__ = [
+    "DEEPSEEK_SPELLING",
+    "ExpertDefaults",
+    "ExpertKeys",
+    "is_listed_dense",
+    "qwen_experts",
+    "sigmoid_experts",
+]
 
-SHARED = replace(LLAMA, experts=ExpertNames(shared="mlp.shared_experts."))
+DEEPSEEK_SPELLING = replace(LLAMA, experts=ExpertNames(shared="mlp.shared_experts."))
 """Tensor names of Llama with DeepSeek's shared experts."""
 
 
 def is_listed_dense(config: ConfigReader, layer: int) -> bool | None:
-    """Whether mlp_layer_types lists a layer as dense (an MLP without experts); None without that list."""
+    """Whether mlp_layer_types lists a layer as dense (an MLP without experts); None without that list.
+
+    Raises:
+        ConfigError: The list has another length than the number of layers, or an unknown type.
+    """
     listed, layers = config.strings("mlp_layer_types"), build.layers_of(config)
     if listed is None:
         return None
@@ -45,12 +56,16 @@ def qwen_experts(
 ) -> ExpertsSpec:
     """Experts routed by a softmax over all router logits, and optionally a gated shared expert (Qwen 2 MoE).
 
-    Args:
-        count, chosen, width: Defaults of the number of experts, of experts per token, and of their width.
-        shared: Default of the shared expert's width; 0 for no shared expert.
-        width_key: Config key of the experts' width.
-        sums_to_one: Default of norm_topk_prob.
+    Arguments:
+        config: The config.json.
+        count: Default of the number of routed experts.
+        chosen: Default of the number of experts per token.
+        width: Default of the hidden width of a routed expert.
+        width_key: Config key of that width.
+        shared: Default of the shared expert's hidden width; 0 for no shared expert.
+        sums_to_one: Default of norm_topk_prob: whether weights of the top-k experts sum to 1.
     """
+    # Families without a shared expert ignore that key.
     shared = config.integer("shared_expert_intermediate_size", shared) if shared else 0
     return ExpertsSpec(
         config.integer("num_experts", config.integer("num_local_experts", count)),
@@ -63,45 +78,66 @@ def qwen_experts(
     )
 
 
+@dataclass(frozen=True)
+class ExpertDefaults:
+    """Default values of expert settings in config.json; None marks a required config key."""
+
+    count: int | None
+    """Number of routed experts."""
+    chosen: int | None
+    """Number of routed experts per token, num_experts_per_tok."""
+    width: int
+    """Hidden width of an expert, moe_intermediate_size."""
+    shared: int | None = 1
+    """Number of shared experts."""
+    groups: tuple[int, int] = (1, 1)
+    """Number of groups of experts, and of groups that a token may choose from: n_group and topk_group."""
+    factor: float = 1.0
+    """Factor of the sum of the routed experts' outputs."""
+
+
+@dataclass(frozen=True)
+class ExpertKeys:
+    """Config keys whose names differ between families."""
+
+    count: str = "n_routed_experts"
+    """Number of routed experts; num_local_experts is read if this key is absent."""
+    shared: str = "n_shared_experts"
+    """Number of shared experts."""
+    factor: str = "routed_scaling_factor"
+    """Factor of the sum of the routed experts' outputs."""
+
+
 def sigmoid_experts(
     config: ConfigReader,
+    defaults: ExpertDefaults,
     *,
-    count: int | None,
-    chosen: int | None,
-    width: int,
-    shared: int | None = 1,
-    groups: tuple[int, int] = (1, 1),
+    keys: ExpertKeys = ExpertKeys(),
     sums_to_one: bool | None = True,
-    factor: float = 1.0,
-    factor_key: str = "routed_scaling_factor",
-    count_key: str = "n_routed_experts",
-    shared_key: str = "n_shared_experts",
     bias: bool = False,
 ) -> ExpertsSpec:
     """Experts routed by sigmoid scores within groups, and shared experts (DeepSeek-V3, 2024, section 2.1.2).
 
-    Args:
-        count, chosen, width: Defaults of the number of experts, of experts per token, and of their width;
-            None if the config must have the key.
-        shared: Default of the number of shared experts; None if the config must have the key.
-        groups: Defaults of n_group and topk_group.
-        sums_to_one: Default of norm_topk_prob; None to normalise always.
-        factor: Default of the factor of the routed output.
-        factor_key, count_key, shared_key: Config keys of that factor and of the two numbers of experts.
+    Arguments:
+        config: The config.json.
+        defaults: Values for keys that the config leaves out.
+        keys: Config keys whose names differ between families.
+        sums_to_one: Default of norm_topk_prob, whether weights of the top-k experts are divided by their
+            sum; None to do so always.
         bias: Whether experts have biases.
     """
-    inner = config.integer("moe_intermediate_size", width)
-    key = next((name for name in (count_key, "num_local_experts") if config.has(name)), count_key)
+    width = config.integer("moe_intermediate_size", defaults.width)
+    count_key = next((name for name in (keys.count, "num_local_experts") if config.has(name)), keys.count)
     return ExpertsSpec(
-        config.integer(key, count),
-        config.integer("num_experts_per_tok", chosen),
-        inner,
+        config.integer(count_key, defaults.count),
+        config.integer("num_experts_per_tok", defaults.chosen),
+        width,
         read_activation(config),
         routing="sigmoid",
-        shared_size=inner * config.integer(shared_key, shared),
-        groups=config.integer("n_group", groups[0]),
-        chosen_groups=config.integer("topk_group", groups[1]),
+        shared_size=width * config.integer(keys.shared, defaults.shared),
+        groups=config.integer("n_group", defaults.groups[0]),
+        chosen_groups=config.integer("topk_group", defaults.groups[1]),
         sums_to_one=sums_to_one is None or config.flag("norm_topk_prob", sums_to_one),
-        routed_factor=config.number(factor_key, factor),
+        routed_factor=config.number(keys.factor, defaults.factor),
         has_bias=bias,
     )

@@ -1,9 +1,9 @@
-"""Every family whose layers all attend: the modules of this folder, each of which enters its families.
+"""Table of the families whose layers all attend: importing the modules of this folder registers them.
 
 Border: never imports torch.
 """
 
-from . import (  # noqa: F401 - to be imported is to enter their families
+from . import (  # noqa: F401 - their decorators `@family` fill ATTENDING
     bert,
     cohere_glm,
     deepseek,

@@ -1,4 +1,4 @@
-"""Gemma's lineage, of which Gemma 3n and 4 are in ../carrying.
+"""Gemma 1 to 3 and VaultGemma; Gemma 3n and 4 are in ../carrying.
 
 Border: never imports torch.
 """
@@ -17,30 +17,34 @@ from ..transformer import ConfigReader
 from . import builders as build
 from .builders import TensorShapes, family
 
-PRE_FEEDFORWARD = replace(LLAMA, ln2="pre_feedforward_layernorm")
+GEMMA_SPELLING = replace(LLAMA, ln2="pre_feedforward_layernorm")
 
 
 def _scale(config: ConfigReader) -> float:
+    """Factor of the scores, 1 / sqrt(query_pre_attn_scalar)."""
     return 1 / math.sqrt(config.positive("query_pre_attn_scalar", 256.0))
 
 
 def _scaled_embedding(config: ConfigReader) -> dict[str, Any]:
-    """Embeddings times the root of their width, rounded to their dtype."""
+    """Fields of `ComposedArchitecture`: embeddings times sqrt(hidden_size), a factor that is rounded to the
+    dtype of the embeddings."""
     scale = math.sqrt(config.integer("hidden_size"))
     return {"embedding_scale": scale, "rounds_embedding_scale": True}
 
 
 @family("gemma", "Gemma 1, CodeGemma", reports_unread_keys=True)
 def gemma(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    """Gemma 1: norms with weight 1 + w, scaled embeddings, tanh-GELU."""
+    # Configs of Gemma 1 say "gelu" and mean the tanh approximation.
     act = read_activation(config, "gelu_pytorch_tanh", gelu_is_tanh=True)
     width, bias = config.integer("head_dim", 256), build.attention_bias(config)
     return build.decoder(
         config,
         build.attention(config, width=width, kv_heads=16, bias=bias),
         build.mlp(config, act),
+        context=build.Context(8192),
         norm_type="gemma_rms",
         eps=config.number("rms_norm_eps", 1e-6),
-        max_positions=8192,
         **_scaled_embedding(config),
         tied=True,
     )
@@ -48,6 +52,8 @@ def gemma(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
 
 @family("gemma2", "Gemma 2", reports_unread_keys=True)
 def gemma2(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    """Gemma 2: norms before and after each half of a layer, soft caps of scores and logits, windows in even
+    layers."""
     size = config.optional_integer("sliding_window", 4096)
     return build.decoder(
         config,
@@ -60,15 +66,16 @@ def gemma2(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
             logit_softcap=config.optional_number("attn_logit_softcapping", 50.0),
         ),
         build.mlp(config, read_activation(config, "gelu_pytorch_tanh", "hidden_activation")),
-        windows=build.windows_where_listed(config, lambda layer: layer % 2 == 0, size),
+        context=build.Context(
+            8192, windows=build.windows_where_listed(config, lambda layer: layer % 2 == 0, size)
+        ),
         norms="around",
         norm_type="gemma_rms",
         eps=config.number("rms_norm_eps", 1e-6),
-        max_positions=8192,
         **_scaled_embedding(config),
         final_logit_softcapping=config.optional_number("final_logit_softcapping", 30.0),
         tied=True,
-        spelling=PRE_FEEDFORWARD,
+        spelling=GEMMA_SPELLING,
     )
 
 
@@ -79,6 +86,8 @@ def gemma2(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
     follows_bidirectional=True,
 )
 def gemma3_text(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    """Gemma 3: as Gemma 2, with norms of queries and keys instead of the soft cap of scores, and two
+    ropes."""
     eps = config.number("rms_norm_eps", 1e-6)
     return build.decoder(
         config,
@@ -91,21 +100,24 @@ def gemma3_text(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitect
             qk_norm=QkNorm("head", eps, "gemma_rms"),
         ),
         build.mlp(config, read_activation(config, "gelu_pytorch_tanh", "hidden_activation")),
-        rope=build.two_ropes(1000000.0, 10000.0, "rope_local_base_freq"),
-        windows=build.windows_by_type(config, build.every_nth_full(6, "sliding_window_pattern")),
+        context=build.Context(
+            131072,
+            rope=build.two_ropes(1000000.0, 10000.0, "rope_local_base_freq"),
+            windows=build.windows_by_type(config, build.every_nth_full(6, "sliding_window_pattern")),
+        ),
         norms="around",
         norm_type="gemma_rms",
         eps=eps,
-        max_positions=131072,
         **_scaled_embedding(config),
         final_logit_softcapping=config.optional_number("final_logit_softcapping"),
         tied=True,
-        spelling=PRE_FEEDFORWARD,
+        spelling=GEMMA_SPELLING,
     )
 
 
 @family("vaultgemma", "VaultGemma")
 def vaultgemma(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    """VaultGemma: as Gemma 2, without norms after attention and MLP."""
     return build.decoder(
         config,
         build.attention(
@@ -117,12 +129,11 @@ def vaultgemma(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitectu
             logit_softcap=config.optional_number("attn_logit_softcapping", 50.0),
         ),
         build.mlp(config, read_activation(config, "gelu_pytorch_tanh", "hidden_activation")),
-        windows=build.windows_by_type(config, build.every_nth_full(2)),
+        context=build.Context(8192, windows=build.windows_by_type(config, build.every_nth_full(2))),
         norm_type="gemma_rms",
         eps=config.number("rms_norm_eps", 1e-6),
-        max_positions=8192,
         **_scaled_embedding(config),
         final_logit_softcapping=config.optional_number("final_logit_softcapping", 30.0),
         tied=True,
-        spelling=PRE_FEEDFORWARD,
+        spelling=GEMMA_SPELLING,
     )

@@ -1,5 +1,5 @@
-"""GPT's lineage before Llama: GPT-1, GPT-2, GPT-Neo, GPT-J, GPT-NeoX and what follows them, with layer norms
-and biases.
+"""Decoders with layer norms and biases: GPT-1, GPT-2, GPT-Neo, GPT-J, GPT-NeoX, and their successors
+StableLM, StarCoder, Persimmon and Phi.
 
 Border: never imports torch.
 """
@@ -18,7 +18,7 @@ from ..transformer import ConfigReader, RopeConfig
 from . import builders as build
 from .builders import TensorShapes, Windows, family
 
-KEYS_OF_GPT2 = {
+GPT2_ALIASES = {
     "hidden_size": "n_embd",
     "num_attention_heads": "n_head",
     "num_hidden_layers": "n_layer",
@@ -26,7 +26,8 @@ KEYS_OF_GPT2 = {
     "max_position_embeddings": "n_positions",
     "hidden_act": "activation_function",
 }
-OF_GPT2 = Spelling(
+"""Usual name of a config key -> its name in GPT-2."""
+GPT2_SPELLING = Spelling(
     embed="transformer.wte",
     positions="transformer.wpe",
     final_norm="transformer.ln_f",
@@ -40,8 +41,8 @@ OF_GPT2 = Spelling(
     mlp_parts=("c_fc", "c_proj"),
     is_transposed=True,
 )
-OF_GPTJ = replace(
-    OF_GPT2,
+GPTJ_SPELLING = replace(
+    GPT2_SPELLING,
     attention_in="qkv_proj",
     attention_out="out_proj",
     mlp_parts=("fc_in", "fc_out"),
@@ -51,19 +52,21 @@ ROOT = "transformer."
 
 
 def _four_times(config: ConfigReader) -> int:
+    """Default width of an MLP: four times the hidden size."""
     return 4 * config.integer("hidden_size")
 
 
 def _scale(config: ConfigReader, head_dim: int) -> float:
+    """Factor of the scores; 1 if scale_attn_weights is false."""
     return head_dim**-0.5 if config.flag("scale_attn_weights", True) else 1.0
 
 
-@family("openai-gpt", "GPT-1", aliases={**KEYS_OF_GPT2, "hidden_act": "afn"}, reads_tensors=True)
+@family("openai-gpt", "GPT-1", aliases={**GPT2_ALIASES, "hidden_act": "afn"}, reads_tensors=True)
 def gpt1(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """The decoder BERT was made after: norms on the sums of stream and what is added to it."""
+    """GPT-1, with post-norms: each norm is applied to the sum of stream and output, as later in BERT."""
     act, width = read_activation(config, "gelu", gelu_is_tanh=True), _four_times(config)
     spelling = replace(
-        OF_GPT2,
+        GPT2_SPELLING,
         embed="transformer.tokens_embed",
         positions="transformer.positions_embed",
         final_norm="",
@@ -73,26 +76,26 @@ def gpt1(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
         config,
         build.attention(config, bias=True, layout="by part"),
         build.mlp(config, act, width=width, is_gated=False, bias=True),
+        context=build.position_table(config, 512, start_row=0),
         norms="of sums",
         norm_type="layer",
         eps=config.number("layer_norm_epsilon", 1e-5),
-        max_positions=512,
-        rope=None,
-        **build.position_table(config, 512, first=0),
         has_final_norm=False,
         tied=True,
         spelling=build.rooted(spelling, ROOT, shapes),
     )
 
 
-@family("gpt-sw3", "GPT-SW3", aliases=KEYS_OF_GPT2, never=("add_cross_attention",), reads_tensors=True)
+@family("gpt-sw3", "GPT-SW3", aliases=GPT2_ALIASES, never=("add_cross_attention",), reads_tensors=True)
 @family(
-    "gpt2", "GPT-2, DistilGPT-2", aliases=KEYS_OF_GPT2, never=("add_cross_attention",), reads_tensors=True
+    "gpt2", "GPT-2, DistilGPT-2", aliases=GPT2_ALIASES, never=("add_cross_attention",), reads_tensors=True
 )
 def gpt2(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """Scores are scaled by the width of heads, and by the number of the layer where a config says so."""
+    """GPT-2; with scale_attn_by_inverse_layer_idx, scores of layer i are also divided by i + 1 (Mistral's
+    GPT-2 training runs)."""
     heads = build.attention(config, bias=True, layout="by part")
     act = read_activation(config, "gelu_new")
+    # A function as mixer, since the scale depends on the layer.
     scale, by_layer = _scale(config, heads.head_dim), config.flag("scale_attn_by_inverse_layer_idx", False)
     looks_ahead = not config.raw.get("is_causal", True)
     return build.decoder(
@@ -104,25 +107,23 @@ def gpt2(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
             is_bidirectional=looks_ahead,
         ),
         build.mlp(config, act, default_width=_four_times(config), is_gated=False, bias=True),
+        context=build.position_table(config, 1024, start_row=0),
         norm_type="layer",
         eps=config.number("layer_norm_epsilon", 1e-5),
-        max_positions=1024,
-        rope=None,
-        **build.position_table(config, 1024, first=0),
         tied=True,
-        spelling=build.rooted(OF_GPT2, ROOT, shapes),
+        spelling=build.rooted(GPT2_SPELLING, ROOT, shapes),
     )
 
 
 @family(
     "gpt_bigcode",
     "StarCoder 1, SantaCoder",
-    aliases=KEYS_OF_GPT2,
+    aliases=GPT2_ALIASES,
     never=("add_cross_attention",),
     reads_tensors=True,
 )
 def gpt_bigcode(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """All heads share one key head with multi_query."""
+    """With multi_query, all query heads share one key and value head."""
     is_shared = config.flag("multi_query", True)
     heads = config.integer("num_attention_heads")
     spec = build.attention(
@@ -136,20 +137,24 @@ def gpt_bigcode(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitect
         config,
         replace(spec, scale=_scale(config, spec.head_dim)),
         build.mlp(config, act, default_width=_four_times(config), is_gated=False, bias=True),
+        context=build.position_table(config, 1024, start_row=0),
         norm_type="layer",
         eps=config.number("layer_norm_epsilon", 1e-5),
-        max_positions=1024,
-        rope=None,
-        **build.position_table(config, 1024, first=0),
         tied=True,
-        spelling=build.rooted(replace(OF_GPT2, is_transposed=False), ROOT, shapes),
+        spelling=build.rooted(replace(GPT2_SPELLING, is_transposed=False), ROOT, shapes),
     )
 
 
 def _windows_of_gpt_neo(config: ConfigReader) -> Windows:
-    """attention_types lists kinds of layers, and how often to repeat them."""
+    """Windows of GPT-Neo: attention_types lists [layer kinds, repetitions], where kinds are "global" and
+    "local".
+
+    Raises:
+        ConfigError: The list does not give a known kind for each layer.
+    """
     layers, listed = build.layers_of(config), config.raw.get("attention_types")
     if listed is None:
+        # The reference's default pattern alternates between global and local.
         listed = [[config.strings("attention_layers") or ["global", "local"] * (layers // 2), 1]]
     try:
         kinds = [kind for kinds, times in listed for _ in range(times) for kind in kinds]
@@ -176,27 +181,27 @@ def _windows_of_gpt_neo(config: ConfigReader) -> Windows:
     reads_tensors=True,
 )
 def gpt_neo(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    spelling = replace(OF_GPT2, attention="attn.attention.", attention_out="out_proj", is_transposed=False)
+    """GPT-Neo: unscaled scores, and local windows in layers that attention_types lists."""
+    spelling = replace(
+        GPT2_SPELLING, attention="attn.attention.", attention_out="out_proj", is_transposed=False
+    )
     act = read_activation(config, "gelu_new")
     return build.decoder(
         config,
         build.attention(config, o_bias=True, scale=1.0),
         build.mlp(config, act, default_width=_four_times(config), is_gated=False, bias=True),
-        windows=_windows_of_gpt_neo(config),
+        context=build.position_table(config, 2048, start_row=0, windows=_windows_of_gpt_neo(config)),
         norm_type="layer",
         eps=config.number("layer_norm_epsilon", 1e-5),
-        max_positions=2048,
-        rope=None,
-        **build.position_table(config, 2048, first=0),
         tied=True,
         spelling=build.rooted(spelling, ROOT, shapes),
     )
 
 
 def _rope_of_gptj(
-    config: ConfigReader, head_dim: int, most: int | None, windows: Windows
+    config: ConfigReader, head_dim: int, max_positions: int | None, windows: Windows
 ) -> tuple[RopeConfig, ...]:
-    """Of the first rotary_dim entries of a head, with one wavelength for all models."""
+    """`Ropes` of GPT-J: the first rotary_dim entries of a head rotate, always with base 10000."""
     if config.raw.get("rotary_dim", 64) is None:
         raise ConfigError(
             f"{config.source}: expected rotary_dim to be a positive integer, found null, with which the "
@@ -206,28 +211,30 @@ def _rope_of_gptj(
 
 
 def _gptj(config: ConfigReader, **fields: Any) -> ComposedArchitecture:
+    """Architecture of GPT-J and CodeGen. fields: of `AttentionSpec`."""
     act = read_activation(config, "gelu_new")
     return build.decoder(
         config,
         build.attention(config, **fields),
         build.mlp(config, act, default_width=_four_times(config), is_gated=False, bias=True),
-        rope=_rope_of_gptj,
-        is_parallel=True,
+        context=build.Context(2048, rope=_rope_of_gptj),
+        parallel_norms=1,
         norm_type="layer",
         eps=config.number("layer_norm_epsilon", 1e-5),
-        max_positions=2048,
         has_head_bias=True,
-        spelling=OF_GPTJ,
+        spelling=GPTJ_SPELLING,
     )
 
 
-@family("gptj", "GPT-J", aliases=KEYS_OF_GPT2)
+@family("gptj", "GPT-J", aliases=GPT2_ALIASES)
 def gptj(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    """GPT-J: parallel attention and MLP, rope of the first entries of a head."""
     return _gptj(config)
 
 
-@family("codegen", "CodeGen", aliases=KEYS_OF_GPT2)
+@family("codegen", "CodeGen", aliases=GPT2_ALIASES)
 def codegen(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    """CodeGen: GPT-J with one tensor of queries, values and keys in four parts."""
     return _gptj(config, layout="by fourths")
 
 
@@ -238,6 +245,7 @@ def codegen(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
     reads_tensors=True,
 )
 def gpt_neox(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    """GPT-NeoX: parallel attention and MLP with a norm each, unless use_parallel_residual is false."""
     spelling = Spelling(
         embed="gpt_neox.embed_in",
         head="embed_out",
@@ -254,41 +262,39 @@ def gpt_neox(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture
         config,
         build.attention(config, bias=config.flag("attention_bias", True), layout="by head"),
         build.mlp(config, read_activation(config, "gelu"), is_gated=False, bias=True),
-        rope=build.rope_everywhere(share=0.25),
-        is_parallel=config.flag("use_parallel_residual", True),
-        has_two_norms=True,
+        context=build.Context(2048, rope=build.rope_everywhere(share=0.25)),
+        parallel_norms=2 if config.flag("use_parallel_residual", True) else 0,
         norm_type="layer",
         eps=config.number("layer_norm_eps", 1e-5),
-        max_positions=2048,
         spelling=build.rooted(spelling, "gpt_neox.", shapes),
     )
 
 
 @family("stablelm", "StableLM 2 and 3B", never=("qk_layernorm",))
 def stablelm(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    """StableLM: Llama with layer norms and rope of a quarter of each head."""
     return build.decoder(
         config,
         build.attention(config, kv_heads=32, qkv_bias=config.flag("use_qkv_bias", False)),
         build.mlp(config),
-        rope=build.rope_everywhere(share=0.25),
-        is_parallel=config.flag("use_parallel_residual", False),
+        context=build.Context(4096, rope=build.rope_everywhere(share=0.25)),
+        parallel_norms=int(config.flag("use_parallel_residual", False)),
         norm_type="layer",
         eps=config.number("layer_norm_eps", 1e-5),
-        max_positions=4096,
     )
 
 
 @family("starcoder2", "StarCoder 2", reports_unread_keys=True)
 def starcoder2(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    """StarCoder 2: plain MLPs, biases, and a sliding window."""
     bias, act = config.flag("use_bias", True), read_activation(config, "gelu_pytorch_tanh")
     return build.decoder(
         config,
         build.attention(config, kv_heads=2, bias=bias),
         build.mlp(config, act, is_gated=False, bias=bias),
-        windows=build.window_everywhere(config),
+        context=build.Context(4096, windows=build.window_everywhere(config)),
         norm_type="layer",
         eps=config.number("norm_epsilon", 1e-5),
-        max_positions=4096,
         tied=True,
         spelling=replace(LLAMA, mlp_parts=("c_fc", "c_proj")),
     )
@@ -296,16 +302,16 @@ def starcoder2(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitectu
 
 @family("persimmon", "Persimmon", never=("head_dim", "num_key_value_heads"))
 def persimmon(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    """Persimmon: layer norms of queries and keys, squared ReLU."""
     eps = config.number("layer_norm_eps", 1e-5)
     qk_norm = QkNorm("head", eps, "layer") if config.flag("qk_layernorm", True) else None
     return build.decoder(
         config,
         build.attention(config, bias=True, layout="by head", qk_norm=qk_norm),
         build.mlp(config, read_activation(config, "relu2"), is_gated=False, bias=True),
-        rope=build.rope_everywhere(share=0.5),
+        context=build.Context(16384, rope=build.rope_everywhere(share=0.5)),
         norm_type="layer",
         eps=eps,
-        max_positions=16384,
         spelling=replace(
             LLAMA,
             final_norm="model.final_layernorm",
@@ -319,17 +325,17 @@ def persimmon(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitectur
 
 @family("phi", "Phi 1, 1.5 and 2")
 def phi(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    """Phi: parallel attention and MLP with one norm, rope of half of each head, biases everywhere."""
     eps = config.number("layer_norm_eps", 1e-5)
     qk_norm = QkNorm("head", eps, "layer") if config.flag("qk_layernorm", False) else None
     return build.decoder(
         config,
         build.attention(config, bias=True, qk_norm=qk_norm),
         build.mlp(config, read_activation(config, "gelu_new"), is_gated=False, bias=True),
-        rope=build.rope_everywhere(share=0.5),
-        is_parallel=True,
+        context=build.Context(2048, rope=build.rope_everywhere(share=0.5)),
+        parallel_norms=1,
         norm_type="layer",
         eps=eps,
-        max_positions=2048,
         has_head_bias=True,
         spelling=replace(
             LLAMA,

@@ -1,4 +1,4 @@
-"""Llama's lineage: decoders with RMS norms and gated MLPs, whose files mostly follow Llama's names.
+"""Llama and relatives: decoders with RMS norms and mostly gated MLPs, whose tensor names follow Llama.
 
 Border: never imports torch.
 """
@@ -12,7 +12,7 @@ from .....store.errors import ConfigError
 from ..composed import ComposedArchitecture
 from ..families import read_activation
 from ..layer_tensors import LLAMA, ExpertNames
-from ..linear_families import OF_MIXTRAL
+from ..linear_families import MIXTRAL_PARTS
 from ..mixers import AttentionSpec, DifferentialSpec, ExpertsSpec, MlpSpec, QkNorm, TemperatureTuning
 from ..transformer import ConfigReader, RopeConfig
 from . import builders as build
@@ -24,38 +24,43 @@ LLAMA3 = {
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
 }
+"""rope_parameters of Llama 3.1, without base and factor."""
 
 
 def _mlp_bias(config: ConfigReader) -> bool:
+    """Value of the config key mlp_bias, with default False."""
     return config.flag("mlp_bias", False)
 
 
 @family("llama", "Llama 2 and 3, SmolLM", reports_unread_keys=True)
 def llama(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    """Llama."""
     return build.decoder(
         config,
         build.attention(config, bias=build.attention_bias(config)),
         build.mlp(config, bias=_mlp_bias(config)),
+        context=build.Context(2048),
         eps=config.number("rms_norm_eps", 1e-6),
-        max_positions=2048,
     )
 
 
 @family("helium", "Helium 1", reports_unread_keys=True)
 def helium(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    """Helium: rope of neighbouring entries; heads of a width that does not depend on hidden_size."""
     width, bias = config.integer("head_dim", 128), build.attention_bias(config)
     return build.decoder(
         config,
         build.attention(config, width=width, kv_heads=20, qkv_bias=bias),
         build.mlp(config, bias=_mlp_bias(config)),
-        rope=build.rope_everywhere(100000.0, interleaved=True),
+        context=build.Context(4096, rope=build.rope_everywhere(100000.0, interleaved=True)),
         eps=config.number("rms_norm_eps", 1e-8),
-        max_positions=4096,
     )
 
 
 @family("phi3", "Phi 3 and 3.5", reports_unread_keys=True)
 def phi3(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    """Phi 3: fused projections, sliding window, longrope under older names."""
+    # The first configs of Phi 3 call longrope "su" or "yarn".
     rope = build.rope_everywhere(
         is_partial=True, original_context=4096, aliases={"su": "longrope", "yarn": "longrope"}
     )
@@ -63,27 +68,27 @@ def phi3(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
         config,
         build.attention(config, layout="by part"),
         build.mlp(config, is_fused=True),
-        rope=rope,
-        windows=build.window_everywhere(config),
+        context=build.Context(4096, rope=rope, windows=build.window_everywhere(config)),
         eps=config.number("rms_norm_eps", 1e-5),
-        max_positions=4096,
         spelling=replace(LLAMA, attention_in="qkv_proj", mlp_parts=("gate_up_proj", "down_proj")),
     )
 
 
 @family("arcee", "AFM")
 def arcee(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    """AFM: Llama with plain MLPs and squared ReLU."""
     return build.decoder(
         config,
         build.attention(config, bias=build.attention_bias(config)),
         build.mlp(config, read_activation(config, "relu2"), is_gated=False, bias=_mlp_bias(config)),
+        context=build.Context(4096),
         eps=config.number("rms_norm_eps", 1e-5),
-        max_positions=4096,
     )
 
 
 @family("seed_oss", "Seed-OSS")
 def seed_oss(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    """Seed-OSS: Llama with biases of queries, keys and values."""
     return build.decoder(
         config,
         build.attention(
@@ -94,16 +99,18 @@ def seed_oss(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture
             o_bias=config.flag("attention_out_bias", False),
         ),
         build.mlp(config, bias=_mlp_bias(config)),
+        context=build.Context(524288),
         eps=config.number("rms_norm_eps", 1e-6),
-        max_positions=524288,
     )
 
 
 @family("smollm3", "SmolLM 3")
 def smollm3(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """Rope in three of four layers; a window, if any, in the others."""
+    """Rope in three of four layers; the layers without rope have a sliding window if the config enables
+    it."""
 
     def types(config: ConfigReader, layers: int) -> list[str]:
+        # Windows are only for layers without rope.
         flags = build.rope_flags(config, layers)
         return ["full_attention" if has_rope else "sliding_attention" for has_rope in flags]
 
@@ -111,82 +118,93 @@ def smollm3(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
         config,
         build.attention(config, kv_heads=4, bias=build.attention_bias(config)),
         build.mlp(config, bias=_mlp_bias(config)),
-        rope=build.rope_where_flagged(2000000.0),
-        windows=build.windows_by_type(config, types, None, has_flag=True),
+        context=build.Context(
+            32768,
+            rope=build.rope_where_flagged(2000000.0),
+            windows=build.windows_by_type(config, types, None, has_flag=True),
+        ),
         eps=config.number("rms_norm_eps", 1e-6),
-        max_positions=32768,
         tied=True,
     )
 
 
 @family("apertus", "Apertus")
 def apertus(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    """Apertus: plain MLPs with xIELU, whose parameters are learned; norms of queries and keys."""
     eps = config.number("rms_norm_eps", 1e-5)
     return build.decoder(
         config,
         build.attention(config, bias=build.attention_bias(config), qk_norm=QkNorm("head", eps)),
         build.mlp(config, read_activation(config, "xielu"), is_gated=False),
-        rope=build.rope_everywhere(12000000.0, default={**LLAMA3, "rope_theta": 12000000.0, "factor": 8.0}),
+        context=build.Context(
+            65536,
+            rope=build.rope_everywhere(
+                12000000.0, default={**LLAMA3, "rope_theta": 12000000.0, "factor": 8.0}
+            ),
+        ),
         eps=eps,
-        max_positions=65536,
         spelling=replace(LLAMA, ln1="attention_layernorm", ln2="feedforward_layernorm"),
     )
 
 
 @family("bitnet", "BitNet b1.58 2B4T, its plain weights")
 def bitnet(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """What heads and MLPs have computed is normed before it is projected."""
+    """RMS norms before the attention output projection and before the MLP down projection."""
     eps = config.number("rms_norm_eps", 1e-5)
     return build.decoder(
         config,
         build.attention(config, kv_heads=5, bias=build.attention_bias(config), inner_norm_eps=eps),
         build.mlp(config, read_activation(config, "relu2"), inner_norm_eps=eps),
-        rope=build.rope_everywhere(500000.0),
+        context=build.Context(2048, rope=build.rope_everywhere(500000.0)),
         eps=eps,
-        max_positions=2048,
         spelling=replace(LLAMA, inner_norms=("attn_sub_norm", "ffn_sub_norm")),
     )
 
 
 @family("cwm", "Code World Model")
 def cwm(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    """Code World Model: full attention in the first of every four layers, windows in the others."""
     return build.decoder(
         config,
         build.attention(config, head_dim=128, kv_heads=8),
         build.mlp(config, bias=_mlp_bias(config)),
-        rope=build.rope_everywhere(1000000.0, default={**LLAMA3, "rope_theta": 1000000.0, "factor": 16.0}),
-        windows=build.windows_by_type(config, build.first_of_four_full, 8192),
+        context=build.Context(
+            131072,
+            rope=build.rope_everywhere(
+                1000000.0, default={**LLAMA3, "rope_theta": 1000000.0, "factor": 16.0}
+            ),
+            windows=build.windows_by_type(config, build.first_of_four_full, 8192),
+        ),
         eps=config.number("rms_norm_eps", 1e-5),
-        max_positions=131072,
     )
 
 
 @family("diffllama", "DiffLlama", follows_is_causal=False)
 def diffllama(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """Pairs of heads, one pattern taken from the other; lambda begins larger in later layers (Ye et al.,
-    Differential Transformer, 2024, section 2.1)."""
+    """Differential attention: each pair of heads uses the difference of two attention patterns; the initial
+    lambda grows with the layer number (Ye et al., Differential Transformer, 2024, section 2.1)."""
     eps, heads = (
         config.number("rms_norm_eps", 1e-5),
         build.attention(config, bias=build.attention_bias(config)),
     )
 
     def mixer(rope: RopeConfig | None, window: int | None, layer: int) -> DifferentialSpec:
+        # The paper's initial lambda, with layers counted from 0.
         return DifferentialSpec(replace(heads, rope=rope), 0.8 - 0.6 * math.exp(-0.3 * layer), eps)
 
     return build.decoder(
         config,
         mixer,
         build.mlp(config),
-        head_dim=heads.head_dim,
+        context=build.Context(2048, head_dim=heads.head_dim),
         eps=eps,
-        max_positions=2048,
     )
 
 
 @family("doge", "Doge without experts", never=("is_moe",))
 def doge(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """Scores have a term by the values of a key, and the stream is multiplied by weights where something is
-    added to it."""
+    """Scores have a term computed from the value at the key's position (dynamic mask), and the stream is
+    multiplied by learned weights before each addition."""
     eps = config.number("rms_norm_eps", 1e-6)
     model = build.decoder(
         config,
@@ -194,11 +212,14 @@ def doge(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
             config, bias=build.attention_bias(config), has_value_scores=True, qk_norm=QkNorm("head", eps)
         ),
         build.mlp(config, bias=_mlp_bias(config)),
-        windows=build.window_everywhere(config),
+        context=build.Context(
+            2048,
+            windows=build.window_everywhere(
+                config
+            ),  # With more keys, the reference masks those with the smallest value scores.
+            longest=config.integer("keep_window_size", 2048),
+        ),
         eps=eps,
-        max_positions=2048,
-        # Of more keys the reference leaves out those whose values say least.
-        longest=config.integer("keep_window_size", 2048),
         spelling=replace(LLAMA, gains=("input_residual", "post_attention_residual")),
     )
     return build.with_layers(model, lambda layer: {"has_gains": True})
@@ -206,24 +227,28 @@ def doge(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
 
 @family("internlm3", "InternLM 3", aliases={"attention_bias": "qkv_bias", "mlp_bias": "bias"})
 def internlm3(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    """InternLM 3: Llama with other key names of biases."""
     return build.decoder(
         config,
         build.attention(config, head_dim=128, kv_heads=2, bias=build.attention_bias(config)),
         build.mlp(config, bias=_mlp_bias(config)),
+        context=build.Context(32768),
         eps=config.number("rms_norm_eps", 1e-5),
-        max_positions=32768,
     )
 
 
 @family("internlm2", "InternLM 2 and 2.5")
 def internlm2(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """Code that came with its checkpoints, as of the three below: queries, keys and values in one tensor."""
+    """InternLM 2, with queries, keys and values in one tensor.
+
+    Reference for this and the next two families is the code in their repositories on the Hugging Face hub.
+    """
     return build.decoder(
         config,
         build.attention(config, bias=config.flag("bias", True), layout="by head"),
         build.mlp(config),
+        context=build.Context(2048),
         eps=config.number("rms_norm_eps", 1e-6),
-        max_positions=2048,
         spelling=replace(
             LLAMA,
             embed="model.tok_embeddings",
@@ -234,15 +259,16 @@ def internlm2(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitectur
             attention_in="wqkv",
             attention_out="wo",
             mlp="feed_forward.",
-            mlp_parts=OF_MIXTRAL,
+            mlp_parts=MIXTRAL_PARTS,
         ),
     )
 
 
 @family("baichuan", "Baichuan 7B")
 def baichuan(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    # The 13B has ALiBi instead of a rope, and no key for positions; the second generation norms the rows of
-    # its LM head, and has a key for its loss.
+    """Baichuan 7B: Llama with queries, keys and values in one tensor."""
+    # Baichuan 13B has ALiBi and no max_position_embeddings; Baichuan 2 normalises the rows of its LM head and
+    # has z_loss_weight.
     if "z_loss_weight" in config.raw or "max_position_embeddings" not in config.raw:
         raise ConfigError(
             f"{config.source}: expected the config of Baichuan 7B, found that of a 13B or of Baichuan 2, "
@@ -252,51 +278,52 @@ def baichuan(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture
         config,
         build.attention(config, layout="by part"),
         build.mlp(config),
+        context=build.Context(4096),
         eps=config.number("rms_norm_eps", 1e-6),
-        max_positions=4096,
         spelling=replace(LLAMA, attention_in="W_pack"),
     )
 
 
 @family("iquestcoder", "IQuest-Coder", never=("clip_qkv", "use_sliding_window"))
 def iquestcoder(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    """IQuest-Coder: Llama with heads of width 128."""
     return build.decoder(
         config,
         build.attention(config, head_dim=128, kv_heads=8, bias=build.attention_bias(config)),
         build.mlp(config, bias=_mlp_bias(config)),
+        context=build.Context(131072),
         eps=config.number("rms_norm_eps", 1e-5),
-        max_positions=131072,
     )
 
 
 @family("jais2", "Jais 2")
 def jais2(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    """Jais 2: layer norms, biases, plain MLPs with squared ReLU."""
     return build.decoder(
         config,
         build.attention(config, bias=config.flag("attention_bias", True)),
         build.mlp(
             config, read_activation(config, "relu2"), is_gated=False, bias=config.flag("mlp_bias", True)
         ),
+        context=build.Context(8192),
         norm_type="layer",
         eps=config.number("layer_norm_eps", 1e-5),
-        max_positions=8192,
     )
 
 
 @family("nanochat", "nanochat")
 def nanochat(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """Norms without weights, of queries and keys behind a rope that rotates backwards."""
+    """Norms without weights; queries and keys are normalised after rope, whose angles are negative."""
     eps = config.number("rms_norm_eps", 1e-6)
     qk_norm = QkNorm("head", eps, has_weights=False, after_rope=True)
     return build.decoder(
         config,
         build.attention(config, bias=build.attention_bias(config), qk_norm=qk_norm),
         build.mlp(config, read_activation(config, "relu2"), is_gated=False),
-        rope=build.rope_everywhere(is_backwards=True),
+        context=build.Context(2048, rope=build.rope_everywhere(is_backwards=True)),
         has_embedding_norm=True,
         has_norm_weights=False,
         eps=eps,
-        max_positions=2048,
         final_logit_softcapping=config.optional_number("final_logit_softcapping", 15.0),
         spelling=replace(LLAMA, mlp_parts=("fc1", "fc2")),
     )
@@ -304,15 +331,15 @@ def nanochat(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture
 
 @family("nemotron", "Nemotron and Minitron")
 def nemotron(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    """Nemotron and Minitron: layer norms with weight 1 + w, rope of half of each head, squared ReLU."""
     return build.decoder(
         config,
         build.attention(config, bias=build.attention_bias(config)),
         build.mlp(config, read_activation(config, "relu2"), is_gated=False, bias=_mlp_bias(config)),
-        rope=build.rope_everywhere(share=0.5),
+        context=build.Context(4096, rope=build.rope_everywhere(share=0.5)),
         norm_type="layer",
         has_unit_norms=True,
         eps=config.number("norm_eps", 1e-5),
-        max_positions=4096,
     )
 
 
@@ -322,10 +349,15 @@ CHUNKED, FULL = "chunked_attention", "full_attention"
 
 
 def _chunks(config: ConfigReader) -> Windows:
-    """Layers with rope see their own chunk, unless types are listed."""
+    """Chunk size of each layer, None for full attention. If layer_types is absent, layers with rope attend
+    within chunks.
+
+    Raises:
+        ConfigError: layer_types does not list a known type for each layer.
+    """
     layers = build.layers_of(config)
-    usual = [CHUNKED if has_rope else FULL for has_rope in build.rope_flags(config, layers)]
-    types = config.strings("layer_types") or usual
+    default = [CHUNKED if has_rope else FULL for has_rope in build.rope_flags(config, layers)]
+    types = config.strings("layer_types") or default
     if len(types) != layers or not set(types) <= {CHUNKED, FULL}:
         raise ConfigError(
             f"{config.source}: expected layer_types to list {CHUNKED} or {FULL} for each of {layers} "
@@ -336,8 +368,8 @@ def _chunks(config: ConfigReader) -> Windows:
 
 
 def _mlp_of_llama4(config: ConfigReader, layer: int) -> MlpSpec | ExpertsSpec:
-    """Experts in layers that are listed, or every few, and one that all tokens go through; the others are
-    dense, of a width of their own."""
+    """Channel mixer of a layer of Llama 4: routed and shared experts in layers that moe_layers lists, by
+    default in every interleave_moe_layer_step-th; an MLP of width intermediate_size_mlp in the others."""
     step, listed = config.integer("interleave_moe_layer_step", 1), config.raw.get("moe_layers")
     act = read_activation(config)
     if (layer + 1) % step if listed is None else layer not in listed:
@@ -357,31 +389,34 @@ def _mlp_of_llama4(config: ConfigReader, layer: int) -> MlpSpec | ExpertsSpec:
 
 @family("llama4_text", "Llama 4 Scout and Maverick, their text model", follows_is_causal=False)
 def llama4_text(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """Layers with rope norm queries and keys behind it, without weights, and see chunks; in the others
-    queries are scaled by their position (attention temperature tuning)."""
+    """Layers with rope normalise queries and keys after it, without weights, and attend within chunks; layers
+    without rope scale queries by log(position) (attention temperature tuning)."""
     eps = config.number("rms_norm_eps", 1e-5)
     heads = build.attention(config, head_dim=128, kv_heads=8, bias=build.attention_bias(config))
     has_norms = config.flag("use_qk_norm", True)
     qk_norm = QkNorm("head", eps, has_weights=False, after_rope=True) if has_norms else None
 
     def tuning() -> TemperatureTuning | None:
-        if not config.raw.get("attn_temperature_tuning", True):  # 4 in some files
+        if not config.raw.get("attn_temperature_tuning", True):  # an integer, 4, in some released files
             return None
+        # Offset 1: the reference counts positions from 1 in this formula.
         return TemperatureTuning(config.number("attn_scale", 0.1), config.integer("floor_scale", 8192), 1)
 
     def mixer(rope: RopeConfig | None, window: int | None, layer: int) -> AttentionSpec:
-        own = {"temperature_tuning": tuning()} if rope is None else {"qk_norm": qk_norm}
-        return replace(heads, rope=rope, window=window, is_chunked=window is not None, **own)
+        changes = {"temperature_tuning": tuning()} if rope is None else {"qk_norm": qk_norm}
+        return replace(heads, rope=rope, window=window, is_chunked=window is not None, **changes)
 
     return build.decoder(
         config,
         mixer,
         lambda layer: _mlp_of_llama4(config, layer),
-        rope=build.rope_where_flagged(500000.0, interleaved=True),
-        head_dim=heads.head_dim,
-        windows=_chunks(config),
+        context=build.Context(
+            131072,
+            rope=build.rope_where_flagged(500000.0, interleaved=True),
+            windows=_chunks(config),
+            head_dim=heads.head_dim,
+        ),
         eps=eps,
-        max_positions=131072,
         spelling=replace(
             LLAMA,
             mlp="feed_forward.",
@@ -396,7 +431,7 @@ def llama4_text(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitect
     )
 
 
-# -- decoders trained to fill in masks (Nie et al., LLaDA, 2025), by the names of their code on the hub
+# -- masked diffusion models (Nie et al., LLaDA, 2025), with the key names of their code on the hub
 
 
 @family(
@@ -420,13 +455,14 @@ def llama4_text(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitect
     always={"block_type": "llama", "layer_norm_type": "rms", "rope": True},
 )
 def llada(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    """LLaDA: Llama with bidirectional attention."""
     return build.decoder(
         config,
         build.attention(config, qkv_bias=config.flag("include_qkv_bias", False)),
         build.mlp(config),
-        looks_ahead=True,
+        # A masked diffusion model: every token sees all others.
+        context=build.Context(4096, looks_ahead=True),
         eps=config.number("rms_norm_eps", 1e-5),
-        max_positions=4096,
         spelling=replace(
             LLAMA,
             embed="model.transformer.wte",

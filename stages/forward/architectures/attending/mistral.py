@@ -1,4 +1,4 @@
-"""Mistral's lineage.
+"""Mistral, Ministral, Mixtral, and Phi 3.5 MoE.
 
 Border: never imports torch.
 """
@@ -11,13 +11,13 @@ from .....store.errors import ConfigError
 from ..composed import ComposedArchitecture
 from ..families import read_activation
 from ..layer_tensors import LLAMA, ExpertNames
-from ..linear_families import OF_MIXTRAL
+from ..linear_families import MIXTRAL_PARTS
 from ..mixers import ExpertsSpec, TemperatureTuning
 from ..transformer import ConfigReader
 from . import builders as build
 from .builders import TensorShapes, family
 
-YARN_OF_MINISTRAL = {
+MINISTRAL_YARN = {
     "rope_type": "yarn",
     "rope_theta": 1000000.0,
     "factor": 16.0,
@@ -28,28 +28,31 @@ YARN_OF_MINISTRAL = {
     "mscale": 1.0,
     "llama_4_scaling_beta": 0.1,
 }
-OF_MIXTRAL_EXPERTS = replace(
+"""rope_parameters of Ministral 3."""
+MIXTRAL_SPELLING = replace(
     LLAMA,
-    experts=ExpertNames(room="block_sparse_moe.", parts=OF_MIXTRAL),
+    experts=ExpertNames(room="block_sparse_moe.", parts=MIXTRAL_PARTS),
 )
 
 
 @family("ministral", "Ministral 8B", reports_unread_keys=True)
 @family("mistral", "Mistral 7B", reports_unread_keys=True)
 def mistral(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    """Mistral and Ministral: Llama with a sliding window."""
     size = config.optional_integer("sliding_window", 4096)
+    # All layers have the window unless layer_types says otherwise.
     return build.decoder(
         config,
         build.attention(config, kv_heads=8),
         build.mlp(config),
-        windows=build.windows_where_listed(config, lambda layer: True, size),
+        context=build.Context(131072, windows=build.windows_where_listed(config, lambda layer: True, size)),
         eps=config.number("rms_norm_eps", 1e-6),
-        max_positions=131072,
     )
 
 
 @family("mixtral", "Mixtral 8x7B and 8x22B")
 def mixtral(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    """Mixtral: Mistral with experts, weighed by a softmax over the scores of the top k."""
     return build.decoder(
         config,
         build.attention(config, kv_heads=8),
@@ -60,19 +63,20 @@ def mixtral(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
             read_activation(config),
             routing="softmax of chosen",
         ),
-        rope=build.rope_everywhere(1000000.0),
-        windows=build.window_everywhere(config),
+        context=build.Context(
+            131072, rope=build.rope_everywhere(1000000.0), windows=build.window_everywhere(config)
+        ),
         eps=config.number("rms_norm_eps", 1e-5),
-        max_positions=131072,
-        spelling=OF_MIXTRAL_EXPERTS,
+        spelling=MIXTRAL_SPELLING,
     )
 
 
 @family("ministral3", "Ministral 3", never=("layer_types",))
 def ministral3(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """Queries are scaled by their position, as rope_parameters say (attention temperature tuning)."""
-    told = config.mapping("rope_scaling") or config.mapping("rope_parameters") or YARN_OF_MINISTRAL
-    rope = ConfigReader(dict(told), f"{config.source}: rope_parameters")
+    """Queries are scaled by log(position) with parameters in rope_parameters (attention temperature
+    tuning)."""
+    parameters = config.mapping("rope_scaling") or config.mapping("rope_parameters") or MINISTRAL_YARN
+    rope = ConfigReader(dict(parameters), f"{config.source}: rope_parameters")
     tuning = TemperatureTuning(
         rope.number("llama_4_scaling_beta"), rope.integer("original_max_position_embeddings")
     )
@@ -80,25 +84,27 @@ def ministral3(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitectu
         config,
         build.attention(config, head_dim=128, kv_heads=8, temperature_tuning=tuning),
         build.mlp(config),
-        rope=build.rope_everywhere(default=YARN_OF_MINISTRAL),
-        windows=build.window_everywhere(config),
+        context=build.Context(
+            262144,
+            rope=build.rope_everywhere(default=MINISTRAL_YARN),
+            windows=build.window_everywhere(config),
+        ),
         eps=config.number("rms_norm_eps", 1e-5),
-        max_positions=262144,
     )
 
 
 @family("phimoe", "Phi 3.5 MoE")
 def phimoe(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """A Mixtral with layer norms and biases, whose two experts are chosen one after the other (Liu et al.,
-    GRIN, 2024)."""
-    if (chosen := config.integer("num_experts_per_tok", 2)) != 2:
+    """Mixtral with layer norms and biases, and two experts per token that sparse mixing chooses one after the
+    other (Liu et al., GRIN, 2024)."""
+    if (top_k := config.integer("num_experts_per_tok", 2)) != 2:
         raise ConfigError(
             f"{config.source}: expected num_experts_per_tok to be 2, as many as sparse mixing weighs, found "
-            f"{chosen}; this model cannot run here"
+            f"{top_k}; this model cannot run here"
         )
     experts = ExpertsSpec(
         config.integer("num_local_experts", 16),
-        chosen,
+        top_k,
         config.integer("intermediate_size"),
         read_activation(config),
         routing="sparse mixing",
@@ -108,11 +114,11 @@ def phimoe(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
         config,
         build.attention(config, kv_heads=8, bias=build.attention_bias(config)),
         experts,
-        rope=build.rope_everywhere(1000000.0),
-        windows=build.window_everywhere(config),
+        context=build.Context(
+            131072, rope=build.rope_everywhere(1000000.0), windows=build.window_everywhere(config)
+        ),
         norm_type="layer",
         eps=config.number("rms_norm_eps", 1e-5),
-        max_positions=131072,
         has_head_bias=config.flag("lm_head_bias", False),
-        spelling=OF_MIXTRAL_EXPERTS,
+        spelling=MIXTRAL_SPELLING,
     )

@@ -1,5 +1,5 @@
-"""Decoders of experts without a lineage of dense models here: gpt-oss, Trinity, dots, JetMoE, Kolibri, Mellum
-and Solar.
+"""Mixture-of-experts decoders whose developers have no dense family here: gpt-oss, Trinity, dots, JetMoE,
+Kolibri, Mellum and Solar.
 
 Border: never imports torch.
 """
@@ -16,10 +16,17 @@ from ..mixers import ChannelMixerSpec, ExpertsSpec, GatedAttentionSpec, QkNorm, 
 from ..transformer import ConfigReader, RopeConfig
 from . import builders as build
 from .builders import TensorShapes, family
-from .experts import SHARED, is_listed_dense, qwen_experts, sigmoid_experts
-from .olmo_granite import unless_one
+from .experts import (
+    DEEPSEEK_SPELLING,
+    ExpertDefaults,
+    ExpertKeys,
+    is_listed_dense,
+    qwen_experts,
+    sigmoid_experts,
+)
+from .olmo_granite import none_if_one
 
-YARN_OF_GPT_OSS = {
+GPT_OSS_YARN = {
     "rope_type": "yarn",
     "factor": 32.0,
     "beta_fast": 32.0,
@@ -31,7 +38,7 @@ YARN_OF_GPT_OSS = {
 
 @family("gpt_oss", "gpt-oss 20B and 120B")
 def gpt_oss(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """Attention sinks; experts with biases and a gate held within limits."""
+    """Attention sinks; experts with biases, whose gate and up projections are clamped."""
     experts = ExpertsSpec(
         config.integer("num_local_experts", config.integer("num_experts", 128)),
         config.integer("num_experts_per_tok", 4),
@@ -48,10 +55,12 @@ def gpt_oss(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
             config, head_dim=64, kv_heads=8, bias=config.flag("attention_bias", True), attention_sinks=True
         ),
         experts,
-        rope=build.rope_everywhere(150000.0, default=YARN_OF_GPT_OSS),
-        windows=build.windows_by_type(config, build.every_nth_full(2), 128),
+        context=build.Context(
+            131072,
+            rope=build.rope_everywhere(150000.0, default=GPT_OSS_YARN),
+            windows=build.windows_by_type(config, build.every_nth_full(2), 128),
+        ),
         eps=config.number("rms_norm_eps", 1e-5),
-        max_positions=131072,
         spelling=replace(
             LLAMA,
             experts=ExpertNames(
@@ -63,8 +72,8 @@ def gpt_oss(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
 
 @family("afmoe", "Trinity")
 def afmoe(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """Gated heads; rope in layers with a window; embeddings scaled by the root of their width with
-    mup_enabled."""
+    """Gated heads; rope only in layers with a window; with mup_enabled, embeddings times
+    sqrt(hidden_size)."""
     eps, bias = config.number("rms_norm_eps", 1e-5), build.attention_bias(config)
     is_scaled = config.flag("mup_enabled", False)
     heads = build.attention(config, head_dim=128, bias=bias, qk_norm=QkNorm("head", eps))
@@ -74,26 +83,26 @@ def afmoe(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
             return build.mlp(config)
         return sigmoid_experts(
             config,
-            count=64,
-            chosen=6,
-            width=1408,
-            shared=2,
+            ExpertDefaults(count=64, chosen=6, width=1408, shared=2),
+            keys=ExpertKeys(count="num_experts", shared="num_shared_experts", factor="route_scale"),
+            # Trinity has no norm_topk_prob and always normalises the weights.
             sums_to_one=None,
-            factor_key="route_scale",
-            count_key="num_experts",
-            shared_key="num_shared_experts",
         )
 
     return build.decoder(
         config,
         GatedAttentionSpec(**vars(heads), has_gate_projection=True),
         channel_mixer,
-        rope=build.rope_in_windows(),
-        windows=build.windows_by_type(config, build.every_nth_full(4, "global_attn_every_n_layers"), 1024),
+        context=build.Context(
+            16384,
+            rope=build.rope_in_windows(),
+            windows=build.windows_by_type(
+                config, build.every_nth_full(4, "global_attn_every_n_layers"), 1024
+            ),
+        ),
         norms="around",
         eps=eps,
-        max_positions=16384,
-        embedding_scale=unless_one(math.sqrt(config.integer("hidden_size")) if is_scaled else 1.0),
+        embedding_scale=none_if_one(math.sqrt(config.integer("hidden_size")) if is_scaled else 1.0),
         spelling=replace(
             LLAMA,
             ln2="pre_mlp_layernorm",
@@ -105,44 +114,47 @@ def afmoe(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
 
 @family("dots1", "dots.llm1")
 def dots1(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    """dots.llm1: norms of queries and keys, an MLP in the first layers, then sigmoid-routed experts."""
     eps = config.number("rms_norm_eps", 1e-6)
 
     def channel_mixer(layer: int) -> ChannelMixerSpec:
         if layer < config.integer("first_k_dense_replace", 0, least=0):
             return build.mlp(config)
-        return sigmoid_experts(config, count=None, chosen=None, width=1408, shared=None, sums_to_one=False)
+        # The reference has no defaults for the numbers of experts of dots.llm1.
+        defaults = ExpertDefaults(count=None, chosen=None, width=1408, shared=None)
+        return sigmoid_experts(config, defaults, sums_to_one=False)
 
     return build.decoder(
         config,
         build.attention(config, kv_heads=32, bias=build.attention_bias(config), qk_norm=QkNorm("head", eps)),
         channel_mixer,
-        windows=build.windows_by_type(config, build.full_then_windows(62)),
+        context=build.Context(2048, windows=build.windows_by_type(config, build.full_then_windows(62))),
         eps=eps,
-        max_positions=2048,
-        spelling=SHARED,
+        spelling=DEEPSEEK_SPELLING,
     )
 
 
 @family(
     "jetmoe",
     "JetMoE 8B",
-    # Norms in layers have this one whatever the config says.
+    # The reference ignores rms_norm_eps in layers and uses 1e-6 there.
     always={"rms_norm_eps": 1e-6},
     aliases={"head_dim": "kv_channels", "hidden_act": "activation_function"},
     follows_is_causal=False,
 )
 def jetmoe(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """Attention, too, has experts, each with as many heads as there are of keys."""
-    count, chosen = config.integer("num_local_experts", 8), config.integer("num_experts_per_tok", 2)
+    """Attention consists of routed experts, too; each expert has num_key_value_heads query heads."""
+    count, top_k = config.integer("num_local_experts", 8), config.integer("num_experts_per_tok", 2)
     kv_heads = config.integer("num_key_value_heads", 16)
-    heads = build.attention(config, heads=kv_heads * chosen, head_dim=128, num_kv_heads=kv_heads)
+    # At each token, the heads of its top-k experts attend, num_key_value_heads each.
+    heads = build.attention(config, heads=kv_heads * top_k, head_dim=128, num_kv_heads=kv_heads)
 
     def mixer(rope: RopeConfig | None, window: int | None, layer: int) -> RoutedAttentionSpec:
-        return RoutedAttentionSpec(count, chosen, kv_heads, heads.head_dim, rope)
+        return RoutedAttentionSpec(count, top_k, kv_heads, heads.head_dim, rope)
 
     experts = ExpertsSpec(
         count,
-        chosen,
+        top_k,
         config.integer("intermediate_size", 5632),
         read_activation(config),
         routing="softmax of chosen",
@@ -153,9 +165,8 @@ def jetmoe(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
         config,
         mixer,
         experts,
-        head_dim=heads.head_dim,
+        context=build.Context(4096, head_dim=heads.head_dim),
         eps=config.number("rms_norm_eps", 1e-6),
-        max_positions=4096,
         tied=True,
         spelling=replace(
             LLAMA,
@@ -167,7 +178,8 @@ def jetmoe(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
 
 @family("kolibri1", "Kolibri 1")
 def kolibri1(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """Experts weighed by sigmoids and chosen by what is behind them; rope in layers with a window."""
+    """Experts chosen by router logits plus a correction bias and weighed by sigmoids; rope only in layers
+    with a window."""
     eps = config.number("rms_norm_eps", 1e-6)
     experts = ExpertsSpec(
         config.integer("num_experts", config.integer("num_local_experts", 384)),
@@ -177,28 +189,32 @@ def kolibri1(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture
         routing="sigmoid of chosen",
         shared_size=config.integer("shared_expert_intermediate_size", 512),
         sums_to_one=config.flag("norm_topk_prob", False),
+        # The reference adds no epsilon to the sum of the weights.
         sum_eps=0.0,
     )
     return build.decoder(
         config,
         build.attention(config, head_dim=128, kv_heads=4, qk_norm=QkNorm("head", eps)),
         experts,
-        rope=build.rope_in_windows(),
-        windows=build.windows_by_type(config, build.every_nth_full(5), 513),
+        context=build.Context(
+            262144,
+            rope=build.rope_in_windows(),
+            windows=build.windows_by_type(config, build.every_nth_full(5), 513),
+        ),
         norms="around",
         eps=eps,
-        max_positions=262144,
         spelling=replace(
-            SHARED,
+            DEEPSEEK_SPELLING,
             ln1_post="post_attn_norm",
             ln2_post="post_ffn_norm",
-            experts=replace(SHARED.experts, correction="/moe.router.expert_bias"),
+            experts=replace(DEEPSEEK_SPELLING.experts, correction="/moe.router.expert_bias"),
         ),
     )
 
 
 @family("mellum", "Mellum 2")
 def mellum(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    """Mellum 2: different ropes in windows and in full attention; softmax-routed experts."""
     eps = config.number("rms_norm_eps", 1e-6)
 
     def channel_mixer(layer: int) -> ChannelMixerSpec:
@@ -212,21 +228,23 @@ def mellum(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
             config, head_dim=128, kv_heads=4, bias=build.attention_bias(config), qk_norm=QkNorm("head", eps)
         ),
         channel_mixer,
-        rope=build.two_ropes(500000.0, 10000.0),
-        windows=build.windows_by_type(config, build.every_layer_full, 1024),
+        context=build.Context(
+            131072,
+            rope=build.two_ropes(500000.0, 10000.0),
+            windows=build.windows_by_type(config, build.every_layer_full, 1024),
+        ),
         eps=eps,
-        max_positions=131072,
     )
 
 
 @family("solar_open", "Solar Open")
 def solar_open(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    """Solar Open: sigmoid-routed experts in all layers."""
     return build.decoder(
         config,
         build.attention(config, head_dim=128, kv_heads=8, qkv_bias=config.flag("attention_bias", False)),
-        lambda layer: sigmoid_experts(config, count=128, chosen=8, width=1280),
-        rope=build.rope_everywhere(1000000.0),
+        lambda layer: sigmoid_experts(config, ExpertDefaults(count=128, chosen=8, width=1280)),
+        context=build.Context(131072, rope=build.rope_everywhere(1000000.0)),
         eps=config.number("rms_norm_eps", 1e-5),
-        max_positions=131072,
-        spelling=SHARED,
+        spelling=DEEPSEEK_SPELLING,
     )

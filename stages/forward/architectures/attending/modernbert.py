@@ -1,4 +1,4 @@
-"""Encoders since ModernBERT: ropes, and what else decoders have; and a decoder made like them.
+"""Encoders since ModernBERT, which take rope and other parts from decoders; and Ettin's decoders.
 
 Border: never imports torch.
 """
@@ -13,13 +13,13 @@ from .....store.errors import ConfigError
 from ..composed import ComposedArchitecture
 from ..families import listed_windows, read_activation
 from ..layer_tensors import LLAMA, EncoderNames, Spelling
-from ..mixers import QkNorm
+from ..mixers import AttentionSpec, MlpSpec, QkNorm
 from ..transformer import ConfigReader
 from . import builders as build
-from .bert import of_bert, of_roberta
+from .bert import bert_spelling, roberta_spelling
 from .builders import TensorShapes, Windows, family
 
-OF_MODERNBERT = Spelling(
+MODERNBERT_SPELLING = Spelling(
     embed="model.embeddings.tok_embeddings",
     embed_norm="model.embeddings.norm",
     head="decoder",
@@ -36,7 +36,11 @@ OF_MODERNBERT = Spelling(
 
 
 def _windows(config: ConfigReader, *, itself: int) -> Windows:
-    """A query sees `local_attention // 2` keys on each side, and itself; in every third layer all of them.
+    """Windows of `local_attention // 2` keys on each side; every third layer has full attention.
+
+    Arguments:
+        config: The config.json.
+        itself: 1 if the query is counted besides these keys; 0 if it is one of them.
 
     Raises:
         ConfigError: `sliding_window`, which the reference derives from `local_attention`, contradicts it.
@@ -48,9 +52,9 @@ def _windows(config: ConfigReader, *, itself: int) -> Windows:
             f"{config.source}: expected sliding_window to be half of local_attention ({half}), found "
             f"{listed}; correct the file, or fetch it again"
         )
-    every = config.integer("global_attn_every_n_layers", 3)
+    period = config.integer("global_attn_every_n_layers", 3)
     types = config.strings("layer_types") or [
-        "sliding_attention" if layer % every else "full_attention" for layer in range(layers)
+        "sliding_attention" if layer % period else "full_attention" for layer in range(layers)
     ]
     return listed_windows(config, types, listed + itself, layers)
 
@@ -58,7 +62,15 @@ def _windows(config: ConfigReader, *, itself: int) -> Windows:
 def _modernbert(
     config: ConfigReader, spelling: Spelling, windows: Windows, *, looks_ahead: bool | None, layout: str
 ) -> ComposedArchitecture:
-    """Attention of the first layer reads the embeddings as they are."""
+    """Architecture of a ModernBERT.
+
+    Arguments:
+        config: The config.json, under the usual names of its keys.
+        spelling: Names of the checkpoint's tensors.
+        windows: Window of each layer; None for full attention.
+        looks_ahead: Whether queries see later keys; None to follow is_causal.
+        layout: Layout of the query, key and value projections (`AttentionSpec.layout`).
+    """
     eps, has_norm_bias = config.number("norm_eps", 1e-5), config.flag("norm_bias", False)
     act = read_activation(config, "gelu", "hidden_activation")
     transform = build.head_transform(
@@ -72,35 +84,39 @@ def _modernbert(
         config,
         build.attention(config, bias=build.attention_bias(config), layout=layout),
         build.mlp(config, act, is_fused=True, bias=config.flag("mlp_bias", False)),
-        rope=build.two_ropes(160000.0, 10000.0, "local_rope_theta"),
-        windows=windows,
-        looks_ahead=looks_ahead,
+        context=build.Context(
+            8192,
+            rope=build.two_ropes(160000.0, 10000.0, "local_rope_theta"),
+            windows=windows,
+            looks_ahead=looks_ahead,
+        ),
         norm_type="layer",
         norm_biases="of layer norms" if has_norm_bias else "none",
         has_embedding_norm=True,
         eps=eps,
-        max_positions=8192,
         transform=transform,
         has_head_bias=config.flag("decoder_bias", True),
         tied=True,
         spelling=spelling,
     )
+    # Embeddings are normed already, so that attention of the first layer has no norm before it.
     return build.with_layers(model, lambda layer: {"reads_normed": layer > 0})
 
 
 @family("modernbert", "ModernBERT", aliases={"rope_theta": "global_rope_theta"})
 def modernbert(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    """ModernBERT, a bidirectional encoder."""
     windows = _windows(config, itself=1)
-    return _modernbert(config, OF_MODERNBERT, windows, looks_ahead=True, layout="by part")
+    return _modernbert(config, MODERNBERT_SPELLING, windows, looks_ahead=True, layout="by part")
 
 
 @family("modernbert-decoder", "Ettin, its decoders", aliases={"rope_theta": "global_rope_theta"})
 def modernbert_decoder(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """Half of what the encoder sees on both sides, and the query itself is one of them."""
+    """A causal decoder: windows are half as long as those of the encoder, and include the query."""
     spelling = replace(
-        OF_MODERNBERT,
+        MODERNBERT_SPELLING,
         attention_in="",
-        encoder=replace(OF_MODERNBERT.encoder, transform=("lm_head.dense", "lm_head.norm")),
+        encoder=replace(MODERNBERT_SPELLING.encoder, transform=("lm_head.dense", "lm_head.norm")),
     )
     windows = _windows(config, itself=0)
     return _modernbert(config, spelling, windows, looks_ahead=None, layout="separate")
@@ -108,21 +124,21 @@ def modernbert_decoder(config: ConfigReader, shapes: TensorShapes) -> ComposedAr
 
 @family("eurobert", "EuroBERT")
 def eurobert(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    """EuroBERT: Llama with bidirectional attention."""
     bias = config.flag("mlp_bias", False)
     return build.decoder(
         config,
         build.attention(config, bias=build.attention_bias(config)),
         build.mlp(config, bias=bias),
-        looks_ahead=True,
+        context=build.Context(8192, looks_ahead=True),
         eps=config.number("rms_norm_eps", 1e-5),
-        max_positions=8192,
         has_head_bias=bias,
     )
 
 
 @family("esmc", "ESM Cambrian")
 def esmc(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """What is added to the stream is multiplied by the root of 36 / layers."""
+    """Outputs of attention and MLP are multiplied by sqrt(36 / number of layers)."""
     residual = math.sqrt(36 / build.layers_of(config))
     qk_norm = QkNorm("all", 1e-5, "layer", has_bias=False)
     factors = (1.0, 1.0, residual)
@@ -130,10 +146,9 @@ def esmc(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
         config,
         build.attention(config, bias=build.attention_bias(config), factors=factors, qk_norm=qk_norm),
         build.mlp(config, bias=config.flag("mlp_bias", False), factors=(1.0, residual)),
-        looks_ahead=True,
+        context=build.Context(2048, looks_ahead=True),
         norm_type="layer",
         eps=1e-5,
-        max_positions=2048,
         has_final_norm_bias=False,
         transform=build.head_transform(config, 1e-5),
         has_head_bias=True,
@@ -150,13 +165,31 @@ def esmc(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
 
 
 def _rotary_bert(
-    config: ConfigReader, spelling: Spelling, *, theta: float, token_types: int, **options: Any
+    config: ConfigReader,
+    spelling: Spelling,
+    attention_spec: AttentionSpec,
+    mlp_spec: MlpSpec,
+    *,
+    context: build.Context,
+    token_types: int,
+    **options: Any,
 ) -> ComposedArchitecture:
-    """BERT's norms, token types and transform, with rope."""
+    """Architecture with BERT's norms, token types and head transform, and with rope.
+
+    Arguments:
+        config: The config.json, under the usual names of its keys.
+        spelling: Names of the checkpoint's tensors, except for names inside of layers that are set here.
+        attention_spec: Attention of all layers.
+        mlp_spec: MLP of all layers.
+        context: Positions and rope.
+        token_types: Default of type_vocab_size.
+        options: Further arguments of `decoder`.
+    """
     return build.decoder(
         config,
-        rope=build.rope_everywhere(theta),
-        looks_ahead=True,
+        attention_spec,
+        mlp_spec,
+        context=context,
         norms="of sums",
         norm_type="layer",
         has_embedding_norm=True,
@@ -171,13 +204,14 @@ def _rotary_bert(
 
 @family("nomic_bert", "Nomic Embed")
 def nomic_bert(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    """Nomic Embed: BERT with rope and gated MLPs."""
     eps = config.number("layer_norm_eps", 1e-12)
-    bert = of_bert("nomic_bert.")
+    base = bert_spelling("nomic_bert.")
     spelling = replace(
-        bert,
+        base,
         embed_norm="nomic_bert.emb_ln",
         encoder=replace(
-            bert.encoder,
+            base.encoder,
             transform=("cls.predictions.transform.dense", "cls.predictions.transform.layer_norm"),
         ),
         layer="nomic_bert.encoder.layers.{}.",
@@ -188,21 +222,21 @@ def nomic_bert(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitectu
     return _rotary_bert(
         config,
         spelling,
-        theta=1000.0,
+        build.attention(config, layout="by part"),
+        build.mlp(config),
+        context=build.Context(2048, rope=build.rope_everywhere(1000.0), looks_ahead=True),
         token_types=2,
-        attention=build.attention(config, layout="by part"),
-        mlp=build.mlp(config),
         eps=eps,
-        max_positions=2048,
         transform=build.head_transform(config, eps, "silu", key="hidden_act"),
     )
 
 
 @family("jina_embeddings_v3", "Jina Embeddings 3")
 def jina_embeddings_v3(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    """Jina Embeddings 3: XLM-RoBERTa with rope."""
     eps = config.number("layer_norm_eps", 1e-5)
     spelling = replace(
-        of_roberta("roberta."),
+        roberta_spelling("roberta."),
         embed_norm="roberta.emb_ln",
         layer="roberta.encoder.layers.{}.",
         attention="mixer.",
@@ -212,11 +246,10 @@ def jina_embeddings_v3(config: ConfigReader, shapes: TensorShapes) -> ComposedAr
     return _rotary_bert(
         config,
         spelling,
-        theta=20000.0,
+        build.attention(config, bias=True, layout="by part"),
+        build.mlp(config, read_activation(config, "gelu"), is_gated=False, bias=True),
+        context=build.Context(8194, rope=build.rope_everywhere(20000.0), looks_ahead=True),
         token_types=1,
-        attention=build.attention(config, bias=True, layout="by part"),
-        mlp=build.mlp(config, read_activation(config, "gelu"), is_gated=False, bias=True),
         eps=eps,
-        max_positions=8194,
         transform=build.head_transform(config, eps),
     )

@@ -1,4 +1,4 @@
-"""OLMo, and Granite, which multiplies embeddings, scores, what is added to the stream, and logits.
+"""OLMo; Granite, with factors of embeddings, scores, layer outputs and logits; and HyperCLOVA X.
 
 Border: never imports torch.
 """
@@ -21,76 +21,82 @@ from .experts import qwen_experts
 
 @family("olmo", "OLMo 1")
 def olmo(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """Layer norms without weights or biases; queries, keys and values are clipped where clip_qkv says so."""
+    """Layer norms without weights and biases; with clip_qkv, queries, keys and values are clipped."""
     return build.decoder(
         config,
         build.attention(
             config, bias=build.attention_bias(config), clip_qkv=config.optional_number("clip_qkv")
         ),
         build.mlp(config),
+        context=build.Context(2048),
         norm_type="layer",
         norm_biases="none",
         has_norm_weights=False,
+        # A constant in the reference; the config has no key for it.
         eps=1e-5,
-        max_positions=2048,
     )
 
 
 @family("olmo2", "OLMo 2")
 def olmo2(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    """OLMo 2: norms after attention and MLP, and of queries and keys over all heads."""
     eps = config.number("rms_norm_eps", 1e-5)
     return build.decoder(
         config,
         build.attention(config, bias=build.attention_bias(config), qk_norm=QkNorm("all", eps)),
         build.mlp(config),
+        context=build.Context(2048),
         norms="after",
         eps=eps,
-        max_positions=2048,
     )
 
 
 @family("olmo3", "Olmo 3")
 def olmo3(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    """Olmo 3: OLMo 2 with sliding windows in three of four layers."""
     eps = config.number("rms_norm_eps", 1e-5)
     return build.decoder(
         config,
         build.attention(config, bias=build.attention_bias(config), qk_norm=QkNorm("all", eps)),
         build.mlp(config),
-        rope=build.two_ropes(500000.0, 500000.0),
-        windows=build.windows_by_type(config, build.every_nth_full(4)),
+        context=build.Context(
+            2048,
+            rope=build.two_ropes(500000.0, 500000.0),
+            windows=build.windows_by_type(config, build.every_nth_full(4)),
+        ),
         norms="after",
         eps=eps,
-        max_positions=2048,
     )
 
 
 @family("olmoe", "OLMoE", never=("clip_qkv",))
 def olmoe(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    """OLMoE: norms of queries and keys over all heads; softmax-routed experts."""
     eps = config.number("rms_norm_eps", 1e-5)
     return build.decoder(
         config,
         build.attention(config, bias=build.attention_bias(config), qk_norm=QkNorm("all", eps)),
         qwen_experts(config, count=64, chosen=8, width=2048, width_key="intermediate_size"),
+        context=build.Context(4096),
         eps=eps,
-        max_positions=4096,
     )
 
 
 @family("flex_olmo", "FlexOlmo")
 def flex_olmo(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    """FlexOlmo: OLMo 2 with softmax-routed experts."""
     eps = config.number("rms_norm_eps", 1e-6)
     return build.decoder(
         config,
         build.attention(config, bias=build.attention_bias(config), qk_norm=QkNorm("all", eps)),
         qwen_experts(config, count=7, chosen=5, width=11008, width_key="intermediate_size"),
-        rope=build.rope_everywhere(500000.0),
+        context=build.Context(4096, rope=build.rope_everywhere(500000.0)),
         norms="after",
         eps=eps,
-        max_positions=4096,
     )
 
 
-OF_GRANITE = replace(
+GRANITE_SPELLING = replace(
     LLAMA,
     mlp_parts=("input_linear", "output_linear"),
     experts=ExpertNames(
@@ -102,16 +108,18 @@ OF_GRANITE = replace(
 )
 
 
-def unless_one(factor: float) -> float | None:
-    """A factor of embeddings; None for 1."""
+def none_if_one(factor: float) -> float | None:
+    """The factor, or None if it is 1 and changes nothing (`ComposedArchitecture.embedding_scale`)."""
     return None if factor == 1 else factor
 
 
 def _residual(config: ConfigReader) -> float:
+    """Factor of the outputs of attention and MLP."""
     return config.number("residual_multiplier", 1.0)
 
 
 def _attention(config: ConfigReader, **fields: Any) -> AttentionSpec:
+    """Attention of Granite. fields: further arguments of `attention` in builders.py."""
     return build.attention(
         config,
         bias=build.attention_bias(config),
@@ -122,14 +130,16 @@ def _attention(config: ConfigReader, **fields: Any) -> AttentionSpec:
 
 
 def _ends(config: ConfigReader) -> dict[str, Any]:
+    """Fields of `ComposedArchitecture`: factors of the embeddings and of the logits."""
     return {
-        "embedding_scale": unless_one(config.number("embedding_multiplier", 1.0)),
+        "embedding_scale": none_if_one(config.number("embedding_multiplier", 1.0)),
+        # Granite divides logits by logits_scaling.
         "logit_factor": 1 / config.number("logits_scaling", 1.0),
     }
 
 
 def _experts(config: ConfigReader, *, has_shared: bool = True) -> ExpertsSpec:
-    """Experts whose tensors are one, and in later releases one that all tokens go through."""
+    """Experts of Granite, all in one tensor. has_shared: whether the family may have a shared expert."""
     return ExpertsSpec(
         config.integer("num_local_experts", 8),
         config.integer("num_experts_per_tok", 2),
@@ -144,12 +154,13 @@ def _experts(config: ConfigReader, *, has_shared: bool = True) -> ExpertsSpec:
 
 @family("granite", "Granite 3")
 def granite(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    """Granite 3: Llama with four factors."""
     return build.decoder(
         config,
         _attention(config),
         build.mlp(config, bias=config.flag("mlp_bias", False), factors=(1.0, _residual(config))),
+        context=build.Context(2048),
         eps=config.number("rms_norm_eps", 1e-6),
-        max_positions=2048,
         **_ends(config),
     )
 
@@ -157,22 +168,27 @@ def granite(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
 @family("granitemoeshared", "Granite 3.1 MoE with a shared expert")
 @family("granitemoe", "Granite 3 MoE")
 def granitemoe(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    """Granite 3 with experts, and a shared expert in 3.1."""
     return build.decoder(
         config,
         _attention(config),
         _experts(config, has_shared=config.raw["model_type"] == "granitemoeshared"),
+        context=build.Context(2048),
         eps=config.number("rms_norm_eps", 1e-6),
-        max_positions=2048,
-        spelling=OF_GRANITE,
+        spelling=GRANITE_SPELLING,
         **_ends(config),
     )
 
 
-def _rope_by_theta(config: ConfigReader, head_dim: int, most: int | None, windows: Windows) -> Any:
-    """A wavelength for each layer, 0 for none, where layer_rope_theta lists them."""
+def _rope_by_theta(config: ConfigReader, head_dim: int, max_positions: int | None, windows: Windows) -> Any:
+    """`Ropes` of Granite with windows: layer_rope_theta may list a base for each layer, 0 for no rope.
+
+    Raises:
+        ConfigError: layer_rope_theta does not list a number for each layer.
+    """
     thetas, layers = config.raw.get("layer_rope_theta"), len(windows)
     if thetas is None:
-        return build.rope_everywhere()(config, head_dim, most, windows)
+        return build.rope_everywhere()(config, head_dim, max_positions, windows)
     is_list = isinstance(thetas, list) and len(thetas) == layers
     if not is_list or any(isinstance(theta, bool) or not isinstance(theta, int | float) for theta in thetas):
         raise ConfigError(
@@ -181,24 +197,26 @@ def _rope_by_theta(config: ConfigReader, head_dim: int, most: int | None, window
         )
     scaling = config.mapping("rope_scaling") or config.mapping("rope_parameters")
 
-    def of(theta: float) -> RopeConfig:
+    def with_theta(theta: float) -> RopeConfig:
         raw = {**config.raw, "rope_scaling": {**scaling, "rope_theta": theta}}
-        return build.rope(theta)(ConfigReader(raw, config.source), head_dim, most)
+        return build.rope(theta)(ConfigReader(raw, config.source), head_dim, max_positions)
 
-    by_theta = {theta: of(theta) for theta in set(thetas) if theta}
+    # Layers with equal bases share one RopeConfig, which is built and checked once.
+    by_theta = {theta: with_theta(theta) for theta in set(thetas) if theta}
     return [by_theta.get(theta) for theta in thetas]
 
 
 @family("granite_swa", "Granite with windows and sinks")
 def granite_swa(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    """Granite with sliding windows, attention sinks, and possibly a rope base per layer."""
     return build.decoder(
         config,
         _attention(config, kv_heads=4, attention_sinks=True),
         build.mlp(config, bias=config.flag("mlp_bias", False), factors=(1.0, _residual(config))),
-        rope=_rope_by_theta,
-        windows=build.windows_by_type(config, build.first_of_four_full, 128),
+        context=build.Context(
+            8192, rope=_rope_by_theta, windows=build.windows_by_type(config, build.first_of_four_full, 128)
+        ),
         eps=config.number("rms_norm_eps", 1e-5),
-        max_positions=8192,
         tied=True,
         **_ends(config),
     )
@@ -206,18 +224,19 @@ def granite_swa(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitect
 
 @family("granitemoe_swa", "Granite MoE with windows and sinks")
 def granitemoe_swa(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    """Granite with experts, sliding windows, attention sinks, and possibly a rope base per layer."""
     return build.decoder(
         config,
         _attention(config, attention_sinks=True),
         _experts(config),
-        rope=_rope_by_theta,
-        windows=build.windows_by_type(config, build.first_of_four_full, 128),
+        context=build.Context(
+            2048, rope=_rope_by_theta, windows=build.windows_by_type(config, build.first_of_four_full, 128)
+        ),
         eps=config.number("rms_norm_eps", 1e-6),
-        max_positions=2048,
         spelling=replace(
-            OF_GRANITE,
+            GRANITE_SPELLING,
             experts=replace(
-                OF_GRANITE.experts,
+                GRANITE_SPELLING.experts,
                 router="router",
                 parts=("experts.gate_up_proj", "experts.down_proj"),
                 ending="",
@@ -229,19 +248,19 @@ def granitemoe_swa(config: ConfigReader, shapes: TensorShapes) -> ComposedArchit
 
 @family("hyperclovax", "HyperCLOVA X SEED Think", always={"use_post_norm": True})
 def hyperclovax(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """Factors as Granite's, but that logits are multiplied, and scores scaled as those of others unless it is
-    told. What is added is multiplied behind its norm."""
-    usual = config.integer("hidden_size") // config.integer("num_attention_heads")
-    scale = config.number("attention_multiplier", config.integer("head_dim", usual) ** -0.5)
+    """Factors like those of Granite, with three differences: logits are multiplied instead of divided, the
+    default scale of scores is 1 / sqrt(head_dim), and outputs are multiplied after their post-norm."""
+    head_dim = config.integer("hidden_size") // config.integer("num_attention_heads")
+    scale = config.number("attention_multiplier", config.integer("head_dim", head_dim) ** -0.5)
     residual = _residual(config)
     model = build.decoder(
         config,
         build.attention(config, bias=build.attention_bias(config), scale=scale),
         build.mlp(config, bias=config.flag("mlp_bias", False)),
+        context=build.Context(2048),
         norms="around",
         eps=config.number("rms_norm_eps", 1e-6),
-        max_positions=2048,
-        embedding_scale=unless_one(config.number("embedding_multiplier", 1.0)),
+        embedding_scale=none_if_one(config.number("embedding_multiplier", 1.0)),
         logit_factor=config.number("logits_scaling", 1.0),
         spelling=replace(LLAMA, ln1_post="post_norm1", ln2_post="post_norm2"),
     )

@@ -1,4 +1,5 @@
-"""OPT and fairseq's decoders, BLOOM, MPT and Falcon: layer norms, and positions of every kind.
+"""OPT, BioGPT and XGLM (from fairseq), BLOOM, MPT and Falcon: decoders with layer norms, and with learned
+positions, sines and cosines, ALiBi, or rope.
 
 Border: never imports torch.
 """
@@ -15,11 +16,11 @@ from ..layer_tensors import LLAMA, Spelling
 from ..transformer import ConfigReader
 from . import builders as build
 from .builders import TensorShapes, family
-from .olmo_granite import unless_one
+from .olmo_granite import none_if_one
 
 FIRST_ROW = 2
-"""Of positions in tables as fairseq makes them."""
-OF_FAIRSEQ = Spelling(
+"""Row of the first position in tables of positions made by fairseq, whose rows 0 and 1 are for padding."""
+FAIRSEQ_SPELLING = Spelling(
     positions="model.embed_positions",
     final_norm="model.layer_norm",
     ln1="self_attn_layer_norm",
@@ -42,9 +43,10 @@ OF_FAIRSEQ = Spelling(
     reads_tensors=True,
 )
 def opt(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    """OPT, except for the 350M model, whose norms and embedding width differ."""
     bias = config.flag("enable_bias", True)
     spelling = replace(
-        OF_FAIRSEQ,
+        FAIRSEQ_SPELLING,
         embed="model.decoder.embed_tokens",
         positions="model.decoder.embed_positions",
         final_norm="model.decoder.final_layer_norm",
@@ -54,37 +56,36 @@ def opt(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
         config,
         build.attention(config, bias=bias),
         build.mlp(config, read_activation(config, "relu"), is_gated=False, bias=bias),
+        context=build.position_table(config, 2048, start_row=FIRST_ROW),
         norm_type="layer",
+        # PyTorch's default; the config has no key for it.
         eps=1e-5,
-        max_positions=2048,
-        rope=None,
-        **build.position_table(config, 2048, first=FIRST_ROW),
         tied=True,
         spelling=build.rooted(spelling, "model.", shapes),
     )
 
 
 def _embedding_scale(config: ConfigReader) -> float | None:
-    """The root of the embedding's width, where scale_embedding is on."""
+    """Factor sqrt(hidden_size) of the embeddings; None if scale_embedding is false."""
     hidden = config.integer("hidden_size")
-    return unless_one(math.sqrt(hidden)) if config.flag("scale_embedding", True) else None
+    return none_if_one(math.sqrt(hidden)) if config.flag("scale_embedding", True) else None
 
 
 @family("biogpt", "BioGPT")
 def biogpt(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    """BioGPT: learned positions, scaled embeddings."""
     return build.decoder(
         config,
         build.attention(config, bias=True),
         build.mlp(config, read_activation(config, "gelu"), is_gated=False, bias=True),
+        context=build.position_table(config, 1024, start_row=FIRST_ROW),
         norm_type="layer",
+        # PyTorch's default; the reference ignores layer_norm_eps here.
         eps=1e-5,
-        max_positions=1024,
-        rope=None,
-        **build.position_table(config, 1024, first=FIRST_ROW),
         embedding_scale=_embedding_scale(config),
         tied=True,
         spelling=replace(
-            OF_FAIRSEQ,
+            FAIRSEQ_SPELLING,
             embed="biogpt.embed_tokens",
             head="output_projection",
             positions="biogpt.embed_positions",
@@ -107,7 +108,8 @@ def biogpt(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
     never=("add_cross_attention",),
 )
 def xglm(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """Positions of sines and cosines."""
+    """XGLM, with positions encoded as sines and cosines."""
+    # The reference zeroes row pad_token_id of its table; from row 2 on, that row belongs to a real position.
     pad = config.raw.get("pad_token_id")
     if isinstance(pad, int) and pad >= FIRST_ROW:
         raise ConfigError(
@@ -118,15 +120,14 @@ def xglm(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
         config,
         build.attention(config, bias=True),
         build.mlp(config, read_activation(config, "gelu"), is_gated=False, bias=True),
+        context=build.position_table(config, 2048, start_row=FIRST_ROW),
         norm_type="layer",
+        # PyTorch's default; the config has no key for it.
         eps=1e-5,
-        max_positions=2048,
-        rope=None,
-        **build.position_table(config, 2048, first=FIRST_ROW),
         has_position_waves=True,
         embedding_scale=_embedding_scale(config),
         tied=True,
-        spelling=OF_FAIRSEQ,
+        spelling=FAIRSEQ_SPELLING,
     )
 
 
@@ -134,8 +135,9 @@ def xglm(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
 
 
 def _slopes(heads: int) -> tuple[float, ...]:
-    """Geometric, from 2^(-8/n) for the nearest lower power n of two; heads beyond it lie between (Press et
-    al., Train Short, Test Long, 2021, section 3, and its reference)."""
+    """ALiBi slopes, one per head: 2^(-8 i / n) for heads i = 1 to n, where n is the largest power of two up
+    to the number of heads; further heads get values between these (Press et al., Train Short, Test Long,
+    2021, section 3, and its reference code)."""
     power = 2 ** math.floor(math.log2(heads))
     base, between = (2 ** -(2 ** -(math.log2(size) - 3)) for size in (power, 2 * power))
     beyond = [between**place for place in range(1, 2 * (heads - power), 2)]
@@ -143,13 +145,14 @@ def _slopes(heads: int) -> tuple[float, ...]:
 
 
 def _slopes_of_mpt(heads: int) -> tuple[float, ...]:
-    """The same, but heads that are no power of two take every other one of the next power first."""
+    """ALiBi slopes of MPT, one per head. If the number of heads is no power of two, it takes the slopes of
+    the next power of two, those at even places first."""
     power = 2 ** math.ceil(math.log2(heads))
     whole = [2 ** -(place * 8 / power) for place in range(1, power + 1)]
     return tuple(whole if power == heads else (whole[1::2] + whole[::2])[:heads])
 
 
-OF_BLOOM = replace(
+BLOOM_SPELLING = replace(
     LLAMA,
     embed="transformer.word_embeddings",
     embed_norm="transformer.word_embeddings_layernorm",
@@ -170,19 +173,21 @@ OF_BLOOM = replace(
     reads_tensors=True,
 )
 def bloom(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
+    """BLOOM: ALiBi, and a norm of the embeddings."""
     slopes = _slopes(config.integer("num_attention_heads"))
+    # BLOOM has no config key for the width of its MLP.
     width = 4 * config.integer("hidden_size")
     return build.decoder(
         config,
         build.attention(config, bias=True, layout="by head", alibi_slopes=slopes),
         build.mlp(config, "gelu_tanh", width=width, is_gated=False, bias=True),
+        # ALiBi needs no table, so the context is unbounded.
+        context=build.Context(None, rope=None),
         norm_type="layer",
         has_embedding_norm=True,
         eps=config.number("layer_norm_epsilon", 1e-5),
-        max_positions=None,
-        rope=None,
         tied=True,
-        spelling=build.rooted(OF_BLOOM, "transformer.", shapes),
+        spelling=build.rooted(BLOOM_SPELLING, "transformer.", shapes),
     )
 
 
@@ -200,21 +205,26 @@ def bloom(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
     reads_tensors=True,
 )
 def mpt(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """attn_config says more of attention than the reference follows."""
-    own = ConfigReader(config.mapping("attn_config"), f"{config.source}: attn_config")
+    """MPT, with attention settings in attn_config; those that the reference does not implement are refused.
+
+    Raises:
+        ConfigError: attn_config has a value that is not implemented, or softmax_scale 0.
+    """
+    section = ConfigReader(config.mapping("attn_config"), f"{config.source}: attn_config")
     followed = {"alibi": True, "alibi_bias_max": 8, "attn_type": "multihead_attention"}
     followed |= {"qk_ln": False, "prefix_lm": False}
-    for key, usual in followed.items():
-        if own.raw.get(key, usual) != usual:
+    for key, value in followed.items():
+        if section.raw.get(key, value) != value:
             raise ConfigError(
-                f"{own.source}: expected {key} to be {usual!r}, found {own.raw[key]!r}, which is not "
+                f"{section.source}: expected {key} to be {value!r}, found {section.raw[key]!r}, which is not "
                 "followed for mpt; this model cannot run here"
             )
     slopes = _slopes_of_mpt(config.integer("num_attention_heads"))
+    # clip_qkv 0 means no clip, as null does.
     heads = build.attention(
-        config, layout="by part", alibi_slopes=slopes, clip_qkv=own.optional_number("clip_qkv") or None
+        config, layout="by part", alibi_slopes=slopes, clip_qkv=section.optional_number("clip_qkv") or None
     )
-    scale = own.number("softmax_scale", heads.head_dim**-0.5)
+    scale = section.number("softmax_scale", heads.head_dim**-0.5)
     if scale == 0:
         raise ConfigError(
             f"{config.source}: expected attn_config.softmax_scale other than 0, with which heads read all "
@@ -236,11 +246,10 @@ def mpt(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
         config,
         replace(heads, scale=scale),
         build.mlp(config, "gelu", width=4 * config.integer("hidden_size"), is_gated=False),
+        context=build.Context(2048, rope=None),
         norm_type="layer",
         norm_biases="none",
         eps=config.number("layer_norm_epsilon", 1e-5),
-        max_positions=2048,
-        rope=None,
         tied=True,
         spelling=build.rooted(spelling, "transformer.", shapes),
     )
@@ -255,13 +264,19 @@ def mpt(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
         "hidden_size": "n_embed",
     },
     never=("head_dim",),
-    # The reference adds slopes twice to scores it computes step by step, and once elsewhere.
+    # With ALiBi the reference is inconsistent: its eager attention adds the slopes twice, its fused one once.
     always={"alibi": False},
     reads_tensors=True,
 )
 def falcon(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """The newer releases say how many key heads there are, the older ones whether all share one; in parallel
-    layers of the newer ones attention and MLP have a norm each, unless a config says otherwise."""
+    """Falcon in its older (7B) and newer (40B, 180B) architecture.
+
+    The newer one has num_kv_heads, and in parallel layers by default a norm each for attention and MLP. The
+    older one has multi_query, one key head for all query heads.
+
+    Raises:
+        ConfigError: Parallel layers and the number of norms do not fit the architecture.
+    """
     heads, is_new = config.integer("num_attention_heads"), config.flag("new_decoder_architecture", False)
     is_shared, bias = not is_new and config.flag("multi_query", True), config.flag("bias", False)
     kv_heads = config.integer("num_kv_heads", heads) if is_new else 1 if is_shared else heads
@@ -273,19 +288,19 @@ def falcon(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
             f"new_decoder_architecture={is_new}, parallel_attn={is_parallel}, "
             f"num_ln_in_parallel_attn={norms}; this model cannot run here"
         )
+    # The tensors have other names if attention and MLP have a norm each.
     has_two_norms = is_new and norms == 2
-    spelling = replace(OF_BLOOM, ln1="ln_attn", ln2="ln_mlp") if has_two_norms else OF_BLOOM
+    spelling = replace(BLOOM_SPELLING, ln1="ln_attn", ln2="ln_mlp") if has_two_norms else BLOOM_SPELLING
     layout = "by part" if is_shared else "by head"
     act, width = read_activation(config, "gelu"), 4 * config.integer("hidden_size")
     return build.decoder(
         config,
         build.attention(config, num_kv_heads=kv_heads, bias=bias, layout=layout),
         build.mlp(config, act, default_width=width, is_gated=False, bias=bias),
-        is_parallel=is_parallel,
-        has_two_norms=has_two_norms,
+        context=build.Context(2048),
+        parallel_norms=norms if is_parallel else 0,
         norm_type="layer",
         eps=config.number("layer_norm_epsilon", 1e-5),
-        max_positions=2048,
         tied=True,
         spelling=build.rooted(spelling, "transformer.", shapes),
     )

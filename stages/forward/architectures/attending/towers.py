@@ -1,11 +1,11 @@
-"""Models that read images or sounds, of which the text model runs: a section of their config.json, and
-tensors behind a prefix.
+"""Multimodal models, of which only the text model runs: its section of config.json, and its tensors.
 
-A text without images is read by the text model alone; each of these is held to the reference in that (a
-test). Where a model turns queries and keys by three positions of an image (M-RoPE; Qwen2-VL, 2024, section
-2.1), they are one and the same in a text, and the rope is a plain one.
+Prompts without images only need the text model; a test compares each of these families with the reference.
+M-RoPE (Qwen2-VL, 2024, section 2.1) rotates by three positions of an image, which are equal for text tokens,
+so that plain rope is exact.
 
-Border: a config and names of tensors; which families there are is told by who asks. Never imports torch.
+Border: a config and names of tensors; the families of text models are looked up by the caller (known.py).
+Never imports torch.
 """
 
 from __future__ import annotations
@@ -22,18 +22,21 @@ __all__ = ["TOWERS", "Tower", "read_tower", "text_section"]
 
 TensorShapes = Mapping[str, tuple[int, ...]]
 EMBED, HEADS = "embed_tokens.weight", ("lm_head", "language_model.lm_head")
-_OF_IMAGES = ("mrope_section", "mrope_interleaved")
+"""Name of the embedding, after its prefix; possible names of the language head."""
+_MROPE_KEYS = ("mrope_section", "mrope_interleaved")
 
 
 @dataclass(frozen=True)
 class Tower:
-    """examples: what people know it by. text: model_type of its text model where the section does not say.
-    unread: keys of the section that the larger model does not follow, where the text model by itself does.
-    """
+    """A multimodal family, of which the text model runs."""
 
     examples: str
+    """Well-known models of the family."""
     text: str
+    """model_type of the text model, if text_config does not name one."""
     unread: tuple[str, ...] = ()
+    """Keys of text_config that the reference follows in the text model alone, but not in the multimodal
+    model; they must be null."""
 
 
 TOWERS: dict[str, Tower] = {
@@ -57,58 +60,72 @@ TOWERS: dict[str, Tower] = {
     "smolvlm": Tower("SmolVLM", "llama"),
     "vipllava": Tower("ViP-LLaVA", "llama"),
 }
-"""model_type -> row."""
+"""model_type of the multimodal model -> family."""
 
 
 def text_section(reader: ConfigReader, shapes: TensorShapes) -> ConfigReader:
-    """The config of the text model; of older releases that have no section for it, the whole.
+    """The config of the text model: the section text_config, or the whole config of older releases without
+    it.
 
-    Whether the head is the embedding is told in either of two places, of which the reference asks the one or
-    the other; where they differ, by whether there is a head. Raises ConfigError for a section that names no
-    family.
+    tie_word_embeddings may stand in the section, outside of it, or in both. If both values differ, the head
+    is tied unless the checkpoint has a tensor for it: the reference reads one or the other, by model.
+
+    Arguments:
+        reader: The config.json of the multimodal model.
+        shapes: Shapes of the checkpoint's tensors by name; empty if they are not known.
+
+    Raises:
+        ConfigError: A key of `Tower.unread` is not null.
     """
     raw, tower = reader.raw, TOWERS[reader.raw["model_type"]]
     section = reader.mapping("text_config")
     text = section or {key: value for key, value in raw.items() if key != "vision_config"}
-    told: dict[str, Any] = {**text, "model_type": section.get("model_type", tower.text)}
+    values: dict[str, Any] = {**text, "model_type": section.get("model_type", tower.text)}
     for key in tower.unread:
-        if told.get(key) is not None:
+        if values.get(key) is not None:
             raise ConfigError(
-                f"{reader.source}: expected no {key} in text_config, found {told[key]!r}, which the "
+                f"{reader.source}: expected no {key} in text_config, found {values[key]!r}, which the "
                 f"reference follows in {tower.text} alone; this model cannot run here"
             )
-    both = [each.get("tie_word_embeddings") for each in (raw, section)]
-    flags = {flag for flag in both if flag is not None}
+    flags = {config["tie_word_embeddings"] for config in (raw, section) if "tie_word_embeddings" in config}
+    flags.discard(None)
     if len(flags) > 1:
-        told["tie_word_embeddings"] = not any(f"{head}.weight" in shapes for head in HEADS)
+        values["tie_word_embeddings"] = not any(f"{head}.weight" in shapes for head in HEADS)
     elif flags:
-        told["tie_word_embeddings"] = flags.pop()
+        values["tie_word_embeddings"] = flags.pop()
+    # In a text all three M-RoPE positions are equal, so plain rope gives the same rotation.
     for key in ("rope_scaling", "rope_parameters"):
-        if isinstance(told.get(key), dict):
-            told[key] = _of_text(told[key])
-    return ConfigReader(told, f"{reader.source}: text_config" if section else reader.source)
+        if isinstance(values.get(key), dict):
+            values[key] = _without_mrope(values[key])
+    return ConfigReader(values, f"{reader.source}: text_config" if section else reader.source)
 
 
-def _of_text(rope: Mapping[str, Any]) -> dict[str, Any]:
-    """A rope without what it says of images."""
-    told = {key: value for key, value in rope.items() if key not in _OF_IMAGES}
-    return {key: "default" if value == "mrope" else value for key, value in told.items()}
+def _without_mrope(rope: Mapping[str, Any]) -> dict[str, Any]:
+    """rope_parameters without the keys of M-RoPE, and with the type "default" instead of "mrope"."""
+    values = {key: value for key, value in rope.items() if key not in _MROPE_KEYS}
+    return {key: "default" if value == "mrope" else value for key, value in values.items()}
 
 
 def read_tower(text: Architecture, shapes: TensorShapes) -> Architecture:
-    """The text model, its tensors under the names they have in a larger model's checkpoint; as it is where no
-    names are given.
+    """The text model's architecture with the tensor names of the multimodal checkpoint.
 
-    Raises ConfigError where no tensor, or more than one, could be its embedding.
+    Arguments:
+        text: The text model, with the tensor names of a checkpoint of its own.
+        shapes: Shapes of the multimodal checkpoint's tensors by name; if empty, `text` is returned unchanged.
+
+    Raises:
+        ConfigError: No tensor, or more than one, has the name and shape of the text model's embedding.
     """
     if not shapes:
         return text
-    held = [name for name, shape in shapes.items() if name.endswith(EMBED)]
-    table = [name for name in held if shapes[name] == (text.vocab_size, text.hidden_size)]
-    if len(table) != 1:
+    candidates = [name for name in shapes if name.endswith(EMBED)]
+    embeddings = [name for name in candidates if shapes[name] == (text.vocab_size, text.hidden_size)]
+    if len(embeddings) != 1:
         raise ConfigError(
             f"expected one tensor …{EMBED} of shape {[text.vocab_size, text.hidden_size]}, the text model's "
-            f"embedding, found {len(table)} of {', '.join(held) or 'none'}; is config.json of another model?"
+            f"embedding, found {len(embeddings)} of {', '.join(candidates) or 'none'}; is config.json of "
+            "another model?"
         )
+    # Checkpoints name the head with or without the prefix of the language model.
     head = next((name for name in HEADS if f"{name}.weight" in shapes), HEADS[0])
-    return text.under(table[0].removesuffix(EMBED), head)
+    return text.under(embeddings[0].removesuffix(EMBED), head)

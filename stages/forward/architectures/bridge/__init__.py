@@ -1,1 +1,1 @@
-"""Models that transformers computes, as values: what was found of them by running them."""
+"""Architectures of models that transformers computes (bridge), as measured by running them."""

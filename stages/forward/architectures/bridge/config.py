@@ -1,15 +1,16 @@
-"""BridgeConfig: a model that transformers computes, as what was found of it by running it.
+"""BridgeConfig: architecture of a model that transformers computes, as measured by running it.
 
-No family is described here: which modules are layers, what of them adds to the stream, and with what the last
-stream is read was found, and checked, by `networks/bridge/probe.py`. This value is what it found. A change
-may reach every position, as nobody says how layers mix them.
+It is not specific to a family: `networks/bridge/probe.py` measures and checks which modules are layers, which
+of their outputs are added to the residual stream, and which norm and head map the last stream to logits. The
+result is stored here. As it is unknown how layers mix positions, a change is assumed to affect all positions.
 
-Border: torch-free; a value that goes to and fro as plain JSON, so that it can be remembered.
+Border: torch-free; convertible to and from JSON, so that measurements can be cached.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
@@ -24,54 +25,62 @@ from .found import FoundLayer, FoundReadout, LayerPart, TensorPlace
 __all__ = ["BridgeConfig", "declared_digest"]
 
 STAMPS = ("transformers_version", "_name_or_path", "_commit_hash", "name_or_path")
-"""Keys of a config.json that say who wrote it."""
+"""Keys of a config.json that depend on its writer, not on the model."""
 
 
 def declared_digest(raw: Mapping[str, Any]) -> str:
-    """Digest of a config.json without its version stamps, in its order: a reader may try key by key."""
-    told = {key: value for key, value in raw.items() if key not in STAMPS}
-    return digest("declared", json.dumps(told))  # as text: it may hold an Infinity
+    """Digest of a config.json without `STAMPS`. The order of keys counts, as readers may depend on it."""
+    values = {key: value for key, value in raw.items() if key not in STAMPS}
+    # As text, since configs may contain Infinity, which the digest refuses as a number.
+    return digest("declared", json.dumps(values))
 
 
 @dataclass(frozen=True)
 class BridgeConfig(Architecture):
-    """A model behind the bridge.
-
-    class_name, transformers: what computes it, and of which version. declared: digest of config.json, all of
-    it but version stamps. stream_in, stream_out: where a layer takes its stream and gives it
-    (`TensorPlace.slot`). stream_tail: sizes of the stream's axes behind positions, which `hidden` counts as
-    one. position_first: whether positions come before prompts in it. next_token: whether logits are of the
-    next token, and no token sees a later one. norms: "of stream" where layers norm the stream itself.
-    remarks: what it cannot do, a line each.
-    """
+    """A model that transformers computes."""
 
     kind: ClassVar[str] = "bridge"
 
     model_type: str
     class_name: str
+    """Class of the model in transformers."""
     transformers: str
+    """Version of transformers."""
     declared: str
+    """`declared_digest` of its config.json."""
     context: int
+    """Largest length of a prompt, in tokens."""
     vocab_size: int
+    """Number of logits."""
     embedded_tokens: int
+    """Number of rows of the embedding: token ids that the model accepts."""
     stream_in: str
+    """Place of the stream among a layer's arguments (`TensorPlace.slot`)."""
     stream_out: str
+    """Place of the stream in a layer's output (`TensorPlace.slot`)."""
     stream_tail: tuple[int, ...]
+    """Sizes of the stream's axes after positions, which the axis "hidden" flattens."""
     position_first: bool
+    """Whether the stream is [position, batch, …] instead of [batch, position, …]."""
     next_token: bool
+    """Whether the model is a causal next-token predictor."""
     norms: Literal["before", "of stream"]
+    """"of stream" if layers normalise the residual stream itself."""
     found: tuple[FoundLayer, ...]
+    """The layers, in order of execution."""
     readout: FoundReadout | None = None
+    """Final norm and head; None if the logits are not computed by these from the last stream."""
     remarks: tuple[str, ...] = ()
+    """Limitations of the model behind the bridge, one line each."""
 
     @property
-    def version(self) -> str:  # type: ignore[override]  # of kinds we compute it is ours, and a constant
-        """Whose forward pass it is."""
+    def version(self) -> str:  # type: ignore[override]  # a constant in other kinds
+        """Version of transformers and class that compute the forward pass."""
         return f"transformers/{self.transformers}/{self.class_name}"
 
     @cached_property
     def digest(self) -> str:
-        """Of the whole configuration and of what was found, but for what is only told."""
+        """Digest of the config and of all measurements, without `remarks`."""
         return digest("bridge-config", self.fields | {"remarks": None})
 
     @property
@@ -81,11 +90,8 @@ class BridgeConfig(Architecture):
 
     @property
     def hidden_size(self) -> int:  # type: ignore[override]
-        """The axes of the stream behind positions, multiplied."""
-        size = 1
-        for each in self.stream_tail:
-            size *= each
-        return size
+        """Numbers per position of the stream: the product of its axes after positions."""
+        return math.prod(self.stream_tail)
 
     @property
     def context_length(self) -> int:
@@ -94,64 +100,66 @@ class BridgeConfig(Architecture):
 
     @property
     def axis_sizes(self) -> AxisSizes:
-        """The stream alone has axes here."""
+        """See `Architecture`; only axes of the stream, as other activations are not known."""
         return AxisSizes(hidden=self.hidden_size, one=1)
 
     @cached_property
     def hook_points(self) -> tuple[HookPoint, ...]:
-        """The stream, and in each layer those parts that were found to add up."""
+        """See `Architecture`: the stream, and the outputs of each layer that were measured to add up to its
+        change."""
         points = [HookPoint("embed")]
         for number, layer in enumerate(self.found):
+            # A part is only listed if the probe measured that parts add up to the stream's change.
             kinds = ("resid_pre", *(part.kind for part in layer.parts), "resid_post")
             points += [HookPoint(kind, number) for kind in kinds]
         return tuple(sorted(points, key=lambda point: point.order))
 
     @cached_property
     def layers(self) -> tuple[Layer, ...]:
-        """See `Architecture`; nothing is known of what is inside."""
+        """See `Architecture`; mixers are unknown (`OpaqueMixer`)."""
         return (Layer(OpaqueMixer(), None, self.norms),) * self.num_layers
 
     @property
     def norm_type(self) -> Literal["rms", "gemma_rms", "layer"]:  # type: ignore[override]
-        """Of the final norm. Raises ConfigError where none was found."""
+        """Of the final norm; ConfigError for a model without readout."""
         return self.require_readout().norm_type
 
     @property
     def norm_eps(self) -> float:  # type: ignore[override]
-        """Of the final norm. Raises ConfigError where none was found."""
+        """Of the final norm; ConfigError for a model without readout."""
         return self.require_readout().norm_eps
 
     @property
     def final_logit_softcapping(self) -> float | None:  # type: ignore[override]
-        """Of the logits. Raises ConfigError where no readout was found."""
+        """Cap of the logits; ConfigError for a model without readout."""
         return self.require_readout().soft_cap
 
     @property
     def tie_word_embeddings(self) -> bool:  # type: ignore[override]
-        """The bridge reads the head wherever it is."""
+        """False: the bridge loads the head under its own tensor name, tied or not."""
         return False
 
     @property
     def weight_counts(self) -> None:
-        """Not known: only the readout's tensors are."""
+        """None: tensor shapes of layers are unknown."""
 
     @cached_property
     def tensors(self) -> Tensors:
-        """The readout's, as the bridge knows of no other. Raises ConfigError where none was found."""
-        found, width = self.require_readout(), self.hidden_size
-        factors = () if found.scale == 1 else ((self.vocab_size, found.scale),)
+        """Tensors of the readout only; ConfigError for a model without readout."""
+        readout, width = self.require_readout(), self.hidden_size
+        factors = () if readout.scale == 1 else ((self.vocab_size, readout.scale),)
         outside = {
-            "final_norm": Stored(found.final_norm, (width,)),
-            "head": Stored(found.head, (self.vocab_size, width), factors=factors),
+            "final_norm": Stored(readout.final_norm, (width,)),
+            "head": Stored(readout.head, (self.vocab_size, width), factors=factors),
         }
-        if found.final_norm_bias:
-            outside["final_norm.bias"] = Stored(found.final_norm_bias, (width,))
-        if found.head_bias:
-            outside["head.bias"] = Stored(found.head_bias, (self.vocab_size,), factors=factors)
+        if readout.final_norm_bias:
+            outside["final_norm.bias"] = Stored(readout.final_norm_bias, (width,))
+        if readout.head_bias:
+            outside["head.bias"] = Stored(readout.head_bias, (self.vocab_size,), factors=factors)
         return Tensors(outside, ({},) * self.num_layers, "layer.{}.", {})
 
     def require_readout(self) -> FoundReadout:
-        """The readout. Raises ConfigError where the logits are no norm and head of the last stream."""
+        """The readout; ConfigError if logits are not computed by a norm and a head from the last stream."""
         if self.readout is None:
             raise ConfigError(
                 "expected a final norm and a head that give the logits of the last residual stream, found "
@@ -161,7 +169,7 @@ class BridgeConfig(Architecture):
         return self.readout
 
     def reach(self, point: HookPoint) -> Reach:
-        """Nobody says how layers mix positions, so every one may be reached."""
+        """Always "all", as it is unknown how layers mix positions."""
         return "all"
 
     @property
@@ -171,44 +179,45 @@ class BridgeConfig(Architecture):
 
     @cached_property
     def looks_ahead(self) -> bool:
-        """See `Architecture`; measured, as is what logits are of."""
+        """See `Architecture`; measured by the probe."""
         return not self.next_token
 
     @property
     def is_differentiable(self) -> bool:
-        """Hooks on somebody's modules are shown copies, through which nothing goes back."""
+        """False: hooks on modules of transformers get detached copies of activations."""
         return False
 
     @property
     def shares_prefixes(self) -> bool:
-        """A pass through transformers begins at its first layer."""
+        """False: every pass through transformers begins at the first layer."""
         return False
 
     @property
     def lengths_must_match(self) -> bool:
-        """No prompt is ever padded."""
+        """True, so that prompts are never padded."""
         return True
 
     def keeps_keys(self, before: int, length: int) -> bool:
-        """See `Architecture`: of no positions alone, as nothing is kept."""
+        """See `Architecture`; only for an empty prefix, as no keys are cached."""
         return before == 0
 
     def bytes_per_token(self, itemsize: int) -> int:
-        """Streams and an MLP's inside, as is usual; and the logits, which are computed at every position."""
+        """See `Architecture`: streams and an MLP of usual size; logits, which are computed at all
+        positions."""
         return itemsize * (32 * self.hidden_size + 2 * self.vocab_size)
 
     def attention_in(self, dtype: str) -> str:
-        """As transformers writes it out."""
+        """Always "eager", the plain implementation of transformers."""
         return "eager"
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values; `from_json` reads them."""
+        """All fields as plain values, for `from_json`."""
         return asdict(self)
 
     @classmethod
-    def from_json(cls, told: Mapping[str, Any]) -> BridgeConfig:
-        """What `to_json` gave. Raises KeyError or TypeError for anything else."""
-        values = {field.name: told[field.name] for field in fields(cls)}
+    def from_json(cls, record: Mapping[str, Any]) -> BridgeConfig:
+        """The architecture from the result of `to_json`. Raises KeyError or TypeError for anything else."""
+        values = {field.name: record[field.name] for field in fields(cls)}
         readout = values["readout"]
         return cls(
             **values

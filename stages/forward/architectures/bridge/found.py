@@ -1,5 +1,5 @@
-"""What is found of a model that transformers computes: where its layers are, what in them adds to the stream,
-and with what the last stream is read.
+"""Measured structure of a model that transformers computes: its layers, the outputs that they add to the
+stream, and its final norm and head.
 
 Border: paths of modules and names of tensors, as plain values.
 """
@@ -14,46 +14,51 @@ __all__ = ["FoundLayer", "FoundReadout", "LayerPart", "TensorPlace"]
 
 @dataclass(frozen=True)
 class TensorPlace:
-    """A tensor that a module gives.
-
-    path: of the module in the model; of a part, in its layer. slot: where the tensor is among what it gives:
-    "0" by position, a name, "" where it is all of it.
-    """
+    """Location of a tensor in the output of a module."""
 
     path: str
+    """Module path, relative to the model, or for `LayerPart` relative to the layer."""
     slot: str
+    """Position of the tensor in the module output: index ("0"), name, or "" for the whole output."""
 
 
 @dataclass(frozen=True)
 class LayerPart:
-    """What a layer adds to its stream. kind: the hook point, "attn_out" or "mlp_out"."""
+    """An output that a layer adds to its stream."""
 
     kind: str
+    """Kind of its hook point: "attn_out" or "mlp_out"."""
     place: TensorPlace
 
 
 @dataclass(frozen=True)
 class FoundLayer:
-    """A call of a module that takes a stream and gives the next. path: layers that share weights share it."""
+    """A layer: one call of a module that maps the stream to the next stream."""
 
     path: str
+    """Path of the module; layers that share weights have the same path."""
     parts: tuple[LayerPart, ...] = ()
+    """Module outputs whose sum is the layer's change of the stream; () if none were measured."""
 
 
 @dataclass(frozen=True)
 class FoundReadout:
-    """A final norm and a head that make the logits of the last stream, as `Architecture` tells them.
-
-    norm_path: of the norm's module. final_norm, head, …: names of tensors in the checkpoint; "" where there
-    is none. scale: what logits are multiplied by.
-    """
+    """Final norm and head that map the last stream to logits."""
 
     norm_path: str
+    """Path of the norm's module."""
     norm_type: Literal["rms", "gemma_rms", "layer"]
+    """Kind of norm, `Architecture.norm_type`."""
     norm_eps: float
     final_norm: str
+    """Tensor name of the norm's weight."""
     head: str
+    """Tensor name of the head's matrix."""
     final_norm_bias: str = ""
+    """Tensor name of the norm's bias; "" for none."""
     head_bias: str = ""
+    """Tensor name of the head's bias; "" for none."""
     soft_cap: float | None = None
+    """Cap c of the logits, c tanh(logits / c); None for no cap."""
     scale: float = 1.0
+    """Factor of the logits, before the cap."""

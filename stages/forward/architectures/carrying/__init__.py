@@ -1,1 +1,2 @@
-"""Decoders whose layers hand on more than one stream."""
+"""Architectures of Gemma 3n and 4, whose layers pass on more than the residual stream. Never imports
+torch."""

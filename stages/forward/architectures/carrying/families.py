@@ -1,7 +1,6 @@
-"""How the config.json of a Gemma 3n or Gemma 4 is read: their text models.
+"""Readers of config.json for the text models of Gemma 3n and Gemma 4.
 
-As in mamba_families.py, whose table of families these are part of: semantics and defaults are those of the
-reference implementation (transformers).
+Semantics and defaults are those of the reference implementation (transformers).
 
 Border: one config; never imports torch.
 """
@@ -10,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from .....store.errors import ConfigError
@@ -44,13 +43,13 @@ _SPELLING = replace(
 
 
 def _gemma3n(reader: ConfigReader, shapes: TensorShapes) -> CarryingConfig:
-    """AltUp, LAuReL, inputs of each layer, gates of which few are open, keys of earlier layers."""
+    """Gemma 3n: AltUp, LAuReL, inputs of each layer, sparse MLPs, keys and values of earlier layers."""
     layers = reader.integer("num_hidden_layers", 35)
     types = reader.strings("layer_types") or [SLIDING if (n + 1) % 5 else FULL for n in range(layers)]
     sizes = reader.integer("head_dim", 256), reader.integer("num_key_value_heads", 2)
     inner = _by_layer(reader, "intermediate_size", 16384, layers)
-    usual = [0.95] * 10 + [0.0] * (layers - 10) if layers > 10 else [0.0] * layers
-    sparsity = _by_layer(reader, "activation_sparsity_pattern", usual, layers)
+    default = [0.95] * 10 + [0.0] * (layers - 10) if layers > 10 else [0.0] * layers
+    sparsity = _by_layer(reader, "activation_sparsity_pattern", default, layers)
     if any(not 0 <= share < 1 for share in sparsity):
         raise ConfigError(
             f"{reader.source}: expected activation_sparsity_pattern to list shares from 0 to below 1, found "
@@ -61,19 +60,11 @@ def _gemma3n(reader: ConfigReader, shapes: TensorShapes) -> CarryingConfig:
         MlpSpec(int(width), activation, sparsity=float(share))
         for width, share in zip(inner, sparsity, strict=True)
     ]
-    told = _config(
-        reader,
-        types,
-        [sizes] * layers,
-        channels,
-        sharing=15,
-        hidden=2048,
-        heads=8,
-        context=32768,
-        kinds=_two_ropes(reader),
-    )
+    defaults = _Defaults(shared_layers=15, hidden=2048, heads=8, context=32768)
+    ropes = _two_ropes(reader)
+    model = _config(reader, types, [sizes] * layers, channels, ropes=ropes, defaults=defaults)
     return replace(
-        told,
+        model,
         vocab_size=reader.integer("vocab_size", 262400),
         final_logit_softcapping=reader.optional_number("final_logit_softcapping", 30.0),
         input_size=reader.integer("hidden_size_per_layer_input", 256),
@@ -86,11 +77,12 @@ def _gemma3n(reader: ConfigReader, shapes: TensorShapes) -> CarryingConfig:
 
 
 def _gemma4(reader: ConfigReader, shapes: TensorShapes) -> CarryingConfig:
-    """Heads that are wider in layers without a window, inputs of each layer, keys of earlier layers, values
-    made of keys, experts beside the MLP."""
+    """Gemma 4: wider heads in layers of full attention, inputs of each layer, keys and values of earlier
+    layers, values from the key projection, experts parallel to the MLP."""
     layers = reader.integer("num_hidden_layers", 30)
     types = reader.strings("layer_types") or [SLIDING if (n + 1) % 6 else FULL for n in range(layers)]
-    types = [*types[:-1], FULL]  # as the reference has it, whatever is listed
+    types = [*types[:-1], FULL]  # the reference overrides the type of the last layer
+    # "vision" makes image tokens attend both ways, which changes nothing in a text.
     if (ahead := reader.raw.get("use_bidirectional_attention")) not in (None, False, "vision"):
         raise ConfigError(
             f"{reader.source}: expected use_bidirectional_attention of images alone ('vision'), found "
@@ -98,43 +90,37 @@ def _gemma4(reader: ConfigReader, shapes: TensorShapes) -> CarryingConfig:
         )
     has_key_values = reader.flag("attention_k_eq_v", False)
     sizes = _sizes_of_gemma4(reader, types, has_key_values=has_key_values)
-    sharing = reader.integer("num_kv_shared_layers", 0, least=0)
+    n_sharing = reader.integer("num_kv_shared_layers", 0, least=0)
     inner, is_wider = reader.integer("intermediate_size", 9216), reader.flag("use_double_wide_mlp", False)
     channels = [
-        _channel_of_gemma4(reader, inner * (2 if is_wider and layer >= layers - sharing else 1))
+        _channel_of_gemma4(reader, inner * (2 if is_wider and layer >= layers - n_sharing else 1))
         for layer in range(layers)
     ]
-    told = _config(
-        reader,
-        types,
-        sizes,
-        channels,
-        sharing=0,
-        hidden=2304,
-        heads=8,
-        context=131072,
-        kinds=_two_ropes_of_gemma4(reader),
-    )
+    defaults = _Defaults(shared_layers=0, hidden=2304, heads=8, context=131072)
+    ropes = _two_ropes_of_gemma4(reader)
+    model = _config(reader, types, sizes, channels, ropes=ropes, defaults=defaults)
     if has_key_values:
-        told = replace(told, blocks=tuple(map(_with_key_values, told.blocks)))
+        model = replace(model, blocks=tuple(map(_with_key_values, model.blocks)))
     rows = reader.integer("vocab_size_per_layer_input", 262144)
-    if (width := reader.integer("hidden_size_per_layer_input", 256, least=0)) and rows < told.vocab_size:
+    if (width := reader.integer("hidden_size_per_layer_input", 256, least=0)) and rows < model.vocab_size:
         raise ConfigError(
-            f"{reader.source}: expected inputs of layers for all {told.vocab_size} tokens, found "
+            f"{reader.source}: expected inputs of layers for all {model.vocab_size} tokens, found "
             f"vocab_size_per_layer_input={rows}; this model cannot run here"
         )
-    return replace(told, has_scalars=True, input_size=width, input_rows=rows if width else 0)
+    return replace(model, has_scalars=True, input_size=width, input_rows=rows if width else 0)
 
 
 def _with_key_values(block: LayerSpec) -> LayerSpec:
-    """A layer whose values are what its keys are made of, unless it has a window."""
+    """Copy of a layer whose values come from the key projection, if it has full attention and keys of its
+    own."""
     (attention,) = block.mixers
     assert isinstance(attention, AttentionSpec)
-    made = replace(attention, values_from_keys=attention.window is None and attention.source is None)
-    return replace(block, mixers=(made,))
+    from_keys = attention.window is None and attention.source is None
+    return replace(block, mixers=(replace(attention, values_from_keys=from_keys),))
 
 
 def _channel_of_gemma4(reader: ConfigReader, inner: int) -> ChannelMixerSpec:
+    """Channel mixer of Gemma 4. inner: hidden width of the MLP."""
     activation, eps = (
         read_activation(reader, "gelu_pytorch_tanh", "hidden_activation"),
         reader.number("rms_norm_eps", 1e-6),
@@ -147,7 +133,7 @@ def _channel_of_gemma4(reader: ConfigReader, inner: int) -> ChannelMixerSpec:
         chosen=reader.integer("top_k_experts"),
         intermediate_size=reader.integer("moe_intermediate_size"),
         activation=activation,
-        # The largest of a softmax over all, over their sum.
+        # The reference normalises the top k of a softmax over all, which is the softmax over the top k.
         routing="softmax of chosen",
         is_listed=False,
     )
@@ -157,41 +143,63 @@ def _channel_of_gemma4(reader: ConfigReader, inner: int) -> ChannelMixerSpec:
 def _sizes_of_gemma4(
     reader: ConfigReader, types: Sequence[str], *, has_key_values: bool
 ) -> list[tuple[int, int]]:
-    """Width of heads, and key heads, of each layer: of layers without a window their own."""
-    usual = reader.integer("head_dim", 256), reader.integer("num_key_value_heads", 4)
+    """(head width, key heads) of each layer of Gemma 4; layers of full attention have sizes of their own.
+
+    Raises:
+        ConfigError: Sizes differ between layers of one type.
+    """
+    default = reader.integer("head_dim", 256), reader.integer("num_key_value_heads", 4)
     if reader.has("per_layer_config"):
-        sizes = _told_by_layer(reader, usual, len(types))
+        sizes = _sizes_by_layer(reader, default, len(types))
     else:
-        own = reader.optional_integer("num_global_key_value_heads") if has_key_values else None
-        whole = reader.integer("global_head_dim", 512), own or usual[1]
-        sizes = [usual if kind == SLIDING else whole for kind in types]
+        global_heads = reader.optional_integer("num_global_key_value_heads") if has_key_values else None
+        full = reader.integer("global_head_dim", 512), global_heads or default[1]
+        sizes = [default if kind == SLIDING else full for kind in types]
     for kind in dict.fromkeys(types):
-        found = sorted({size for size, own in zip(sizes, types, strict=True) if own == kind})
-        if len(found) > 1:
+        distinct = sorted({size for size, type_ in zip(sizes, types, strict=True) if type_ == kind})
+        if len(distinct) > 1:
             raise ConfigError(
                 f"{reader.source}: expected heads of one width and number in all {kind} layers, found "
-                f"(head_dim, num_key_value_heads) {found}; this model cannot run here"
+                f"(head_dim, num_key_value_heads) {distinct}; this model cannot run here"
             )
     return sizes
 
 
-def _told_by_layer(reader: ConfigReader, usual: tuple[int, int], layers: int) -> list[tuple[int, int]]:
-    """The same as `per_layer_config` lists what differs in some layers."""
-    sizes, keys = [usual] * layers, ("head_dim", "num_key_value_heads")
-    for name, own in reader.mapping("per_layer_config").items():
-        is_known = isinstance(own, dict) and set(own) <= set(keys)
-        if not name.isdigit() or int(name) >= layers or not is_known:
+def _sizes_by_layer(reader: ConfigReader, default: tuple[int, int], layers: int) -> list[tuple[int, int]]:
+    """(head width, key heads) of each layer from `per_layer_config`, which lists exceptions by layer number.
+
+    Raises:
+        ConfigError: An entry is for no layer, or has other keys.
+    """
+    sizes, keys = [default] * layers, ("head_dim", "num_key_value_heads")
+    for name, entry in reader.mapping("per_layer_config").items():
+        is_valid = isinstance(entry, dict) and set(entry) <= set(keys)
+        if not name.isdigit() or int(name) >= layers or not is_valid:
             raise ConfigError(
                 f"{reader.source}: expected per_layer_config to tell {' and '.join(keys)} of layers below "
-                f"{layers}, found {name!r}: {own!r}; this model cannot run here"
+                f"{layers}, found {name!r}: {entry!r}; this model cannot run here"
             )
-        told = ConfigReader(own, f"{reader.source}: per_layer_config")
-        sizes[int(name)] = (told.integer(keys[0], usual[0]), told.integer(keys[1], usual[1]))
+        section = ConfigReader(entry, f"{reader.source}: per_layer_config")
+        sizes[int(name)] = (section.integer(keys[0], default[0]), section.integer(keys[1], default[1]))
     return sizes
 
 
 Ropes = Mapping[str, tuple[ConfigReader, float]]
-"""By type of layer: what a config says of its rope, and its wavelength where that says none."""
+"""Layer type -> (section of the config with its rope parameters, default of rope_theta)."""
+
+
+@dataclass(frozen=True)
+class _Defaults:
+    """Values for keys that a config leaves out."""
+
+    shared_layers: int
+    """Number of last layers that reuse keys and values, num_kv_shared_layers."""
+    hidden: int
+    """Hidden size."""
+    heads: int
+    """Number of query heads."""
+    context: int
+    """max_position_embeddings."""
 
 
 def _config(
@@ -200,15 +208,19 @@ def _config(
     sizes: Sequence[tuple[int, int]],
     channels: Sequence[ChannelMixerSpec],
     *,
-    sharing: int,
-    hidden: int,
-    heads: int,
-    context: int,
-    kinds: Ropes,
+    ropes: Ropes,
+    defaults: _Defaults,
 ) -> CarryingConfig:
-    """What both families have in common. sizes: width of heads, and key heads, of each layer. sharing,
-    hidden, heads, context: how many layers read keys of others, the stream's width, heads, and positions,
-    where the config does not say."""
+    """Parts of the architecture that Gemma 3n and Gemma 4 have in common.
+
+    Arguments:
+        reader: The config.json.
+        types: Type of each layer.
+        sizes: (head width, key heads) of each layer.
+        channels: Channel mixer of each layer.
+        ropes: Rope parameters of each layer type.
+        defaults: Values for keys that the config leaves out.
+    """
     layers, eps = len(types), reader.number("rms_norm_eps", 1e-6)
     windows = listed_windows(
         reader,
@@ -216,20 +228,23 @@ def _config(
         reader.integer("sliding_window", 512),
         reader.integer("num_hidden_layers", layers),
     )
-    hidden, heads = reader.integer("hidden_size", hidden), reader.integer("num_attention_heads", heads)
-    sources = _sources(reader, types, reader.integer("num_kv_shared_layers", sharing, least=0))
-    context = reader.integer("max_position_embeddings", context)
+    hidden = reader.integer("hidden_size", defaults.hidden)
+    heads = reader.integer("num_attention_heads", defaults.heads)
+    n_sharing = reader.integer("num_kv_shared_layers", defaults.shared_layers, least=0)
+    sources = _sources(reader, types, n_sharing)
+    context = reader.integer("max_position_embeddings", defaults.context)
     has_bias = reader.flag("attention_bias", False)
     reader.read |= {"rope_parameters", "rope_scaling", "rope_theta", "rope_local_base_freq"}
 
     def block(layer: int) -> LayerSpec:
         head_dim, kv_heads = sizes[layer]
-        told, theta = kinds[types[layer]]
+        rope_section, theta = ropes[types[layer]]
         attention = AttentionSpec(
             heads,
             kv_heads,
             head_dim,
-            rope=_rope(told, theta, head_dim, context),
+            rope=_rope(rope_section, theta, head_dim, context),
+            # Queries and keys are normalised, so that scores need no scale.
             scale=1.0,
             window=windows[layer],
             qkv_bias=has_bias,
@@ -249,87 +264,109 @@ def _config(
         norm_eps=eps,
         max_position_embeddings=context,
         embedding_scale=math.sqrt(hidden),
+        # As in all Gemmas, sqrt(hidden) is rounded to the dtype of the embeddings.
         rounds_embedding_scale=True,
         final_logit_softcapping=reader.optional_number("final_logit_softcapping"),
         tie_word_embeddings=reader.flag("tie_word_embeddings", True),
     )
 
 
-def _sources(reader: ConfigReader, types: Sequence[str], sharing: int) -> list[int | None]:
-    """The layer whose keys each layer reads: of the last few, the last one before them of their type."""
-    first = len(types) - sharing
-    missing = set(types) - set(types[: max(first, 0)])
-    if sharing and missing:
+def _sources(reader: ConfigReader, types: Sequence[str], n_sharing: int) -> list[int | None]:
+    """Layer whose keys and values each layer reuses; None for layers with their own.
+
+    The last `n_sharing` layers reuse those of the last layer of their type before them.
+
+    Raises:
+        ConfigError: There is no such layer.
+    """
+    n_own = len(types) - n_sharing
+    missing = set(types) - set(types[: max(n_own, 0)])
+    if n_sharing and missing:
         raise ConfigError(
-            f"{reader.source}: expected a layer of each type before the last {sharing}, which read its keys "
-            f"and values (num_kv_shared_layers), found no {sorted(missing)[0]} among the first "
-            f"{max(first, 0)}; correct the file, or fetch it again"
+            f"{reader.source}: expected a layer of each type before the last {n_sharing}, which read its "
+            f"keys and values (num_kv_shared_layers), found no {sorted(missing)[0]} among the first "
+            f"{max(n_own, 0)}; correct the file, or fetch it again"
         )
-    last = {kind: layer for layer, kind in enumerate(types[:first])}
-    return [None if layer < first else last[kind] for layer, kind in enumerate(types)]
+    last = {kind: layer for layer, kind in enumerate(types[:n_own])}
+    return [None if layer < n_own else last[kind] for layer, kind in enumerate(types)]
 
 
 def _two_ropes(reader: ConfigReader) -> Ropes:
-    """Of Gemma 3n, whose older configs tell them as Gemma 3's do."""
-    raw, told = reader.raw, reader.mapping("rope_parameters")
-    of_whole = {
+    """Rope parameters of Gemma 3n; older configs have rope_theta and rope_local_base_freq, as Gemma 3."""
+    raw, parameters = reader.raw, reader.mapping("rope_parameters")
+    full = {
         "rope_theta": raw.get("rope_theta"),
-        **(told.get(FULL) or {}),
+        **(parameters.get(FULL) or {}),
         **reader.mapping("rope_scaling"),
     }
-    of_window = {"rope_theta": raw.get("rope_local_base_freq"), **(told.get(SLIDING) or {})}
+    sliding = {"rope_theta": raw.get("rope_local_base_freq"), **(parameters.get(SLIDING) or {})}
     section = f"{reader.source}: rope_parameters"
     return {
-        FULL: (ConfigReader(_without_nulls(of_whole), section), 1000000.0),
-        SLIDING: (ConfigReader(_without_nulls(of_window), section), 10000.0),
+        FULL: (ConfigReader(_without_nulls(full), section), 1000000.0),
+        SLIDING: (ConfigReader(_without_nulls(sliding), section), 10000.0),
     }
 
 
-def _without_nulls(told: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in told.items() if value is not None}
+def _without_nulls(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Rope parameters without null entries."""
+    return {key: value for key, value in parameters.items() if value is not None}
 
 
 def _two_ropes_of_gemma4(reader: ConfigReader) -> Ropes:
-    usual: dict[str, dict[str, Any]] = {
+    """Rope parameters of Gemma 4."""
+    defaults: dict[str, dict[str, Any]] = {
         SLIDING: {"rope_type": "default", "rope_theta": 10000.0},
         FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1000000.0},
     }
-    told = reader.mapping("rope_parameters") or usual
+    parameters = reader.mapping("rope_parameters") or defaults
     section = f"{reader.source}: rope_parameters"
-    return {kind: (ConfigReader(told.get(kind) or {}, section), 10000.0) for kind in usual}
+    return {kind: (ConfigReader(parameters.get(kind) or {}, section), 10000.0) for kind in defaults}
 
 
-def _rope(told: ConfigReader, theta: float, head_dim: int, context: int) -> RopeConfig:
-    """A rope as it is told of layers of one type; proportional ones turn the first pairs of a head by what
-    they turn by in a head that turns as a whole."""
-    if told.raw.get("truncate") is False:
+def _rope(section: ConfigReader, theta: float, head_dim: int, context: int) -> RopeConfig:
+    """Rope of the layers of one type.
+
+    A "proportional" rope rotates only a share of the pairs of a head, with the frequencies that these pairs
+    would have if the whole head rotated.
+
+    Arguments:
+        section: Rope parameters of the layer type.
+        theta: Default of rope_theta.
+        head_dim: Entries of a head.
+        context: Value of max_position_embeddings.
+
+    Raises:
+        ConfigError: The parameters are not implemented.
+    """
+    if section.raw.get("truncate") is False:
         raise ConfigError(
-            f"{told.source}: expected no truncate=False, which the reference looks for where there is one "
+            f"{section.source}: expected no truncate=False, which the reference looks for where there is one "
             "rope for all layers, found it of one type of layers; this model cannot run here"
         )
-    if told.raw.get("rope_type") != "proportional":
-        raw = {"rope_parameters": told.raw, "max_position_embeddings": context}
-        return read_rope(ConfigReader(raw, told.source), head_dim, context, theta=theta)
-    share = told.number("partial_rotary_factor", 1.0)
+    if section.raw.get("rope_type") != "proportional":
+        raw = {"rope_parameters": section.raw, "max_position_embeddings": context}
+        return read_rope(ConfigReader(raw, section.source), head_dim, context, theta=theta)
+    share = section.number("partial_rotary_factor", 1.0)
     return RopeConfig(
-        told.number("rope_theta", theta),
+        section.number("rope_theta", theta),
         head_dim,
         "proportional",
-        told.number("factor", 1.0),
+        section.number("factor", 1.0),
         rotated_pairs=int(share * head_dim // 2),
     )
 
 
-def _by_layer(reader: ConfigReader, key: str, usual: Any, layers: int) -> list[float]:
-    """A number of each layer, listed, or one for all of them."""
-    told = reader.raw.get(key, usual)
+def _by_layer(reader: ConfigReader, key: str, default: Any, layers: int) -> list[float]:
+    """One number per layer, from a list with one per layer or a single number for all; ConfigError
+    otherwise."""
+    value = reader.raw.get(key, default)
     reader.read.add(key)
-    told = usual if told is None else told
-    listed = told if isinstance(told, list) else [told] * layers
+    value = default if value is None else value
+    listed = value if isinstance(value, list) else [value] * layers
     if len(listed) != layers or any(isinstance(n, bool) or not isinstance(n, int | float) for n in listed):
         raise ConfigError(
             f"{reader.source}: expected {key} to be a number, or one for each of {layers} layers, found "
-            f"{told!r}; correct the file, or fetch it again"
+            f"{value!r}; correct the file, or fetch it again"
         )
     return list(listed)
 
@@ -338,7 +375,7 @@ CARRYING: dict[str, FamilyReader] = {
     "gemma3n_text": FamilyReader(
         _gemma3n,
         "Gemma 3n E2B and E4B, text",
-        "norms on q, k and v, a rope of their own in windows, sliding window, keys of earlier layers",
+        "norms on q, k and v, a second rope in windows, sliding window, keys of earlier layers",
         "gated GELU, sparse; inputs of each layer; LAuReL",
         "scaled embedding, four streams (AltUp), tied, soft cap",
     ),
@@ -351,4 +388,4 @@ CARRYING: dict[str, FamilyReader] = {
         may_look_both_ways=True,
     ),
 }
-"""Every family of this kind, by model_type."""
+"""model_type -> family, for Gemma 3n and Gemma 4."""

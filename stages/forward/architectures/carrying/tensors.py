@@ -1,8 +1,9 @@
-"""Which tensors of a checkpoint a decoder that carries more than a stream is made of.
+"""Names and shapes of the tensors of Gemma 3n and Gemma 4 checkpoints.
 
-Weights are named as networks/carrying/ asks for them: "input." of what a layer does with inputs of its own,
-"altup.", "laurel.", and "scalar" by itself; and outside of layers, behind `BESIDE`, the table of these
-inputs, "in.{i}" and "out.{i}", which make the i-th stream of the embedding, and merge it in the end.
+Weights are named as networks/carrying/ looks them up. In layers: "input." (inputs of a layer), "altup.",
+"laurel.", and "scalar". Outside of layers, with the prefix `BESIDE`: "table", "projection" and "norm" of the
+inputs of layers; "in.{i}" and "out.{i}", which project the embedding to stream i, and that stream back at the
+end.
 
 Border: names and shapes; never imports torch.
 """
@@ -20,11 +21,11 @@ from ..mixers import AttentionSpec
 __all__ = ["carrying_tensors"]
 
 _OWN_KEYS = ("k_proj.weight", "v_proj.weight", "k_norm.weight", "k_proj.bias", "v_proj.bias")
-"""What checkpoints may hold of layers that read keys of others."""
+"""Unused tensors that checkpoints may hold for layers that reuse keys and values of an earlier layer."""
 
 
 class _Shapes(HybridShapes, Protocol):
-    """What of a configuration decides which tensors there are, and their shapes."""
+    """Attributes of an architecture that determine its tensors and their shapes."""
 
     @property
     def num_layers(self) -> int: ...
@@ -44,23 +45,23 @@ class _Shapes(HybridShapes, Protocol):
 
 
 def carrying_tensors(config: _Shapes) -> Tensors:
-    """The map of such a decoder."""
-    found = composed_tensors(config)
-    own = dict(_in_layer(config))
-    room = config.spelling.layer, config.spelling.attention
+    """Map of the weights of a Gemma 3n or 4 to tensors."""
+    tensors = composed_tensors(config)
+    in_layer = dict(_in_layer(config))
+    layer_prefix, attention_prefix = config.spelling.layer, config.spelling.attention
     unread = {
-        f"{room[0].format(layer)}{room[1]}{name}"
+        f"{layer_prefix.format(layer)}{attention_prefix}{name}"
         for layer in range(config.num_layers)
         if config.attention(layer).source is not None
         for name in _OWN_KEYS
     }
     if config.streams > 1 and not config.scales_corrected:
-        unread |= {room[0].format(layer) + _SCALE for layer in range(config.num_layers)}
+        unread |= {layer_prefix.format(layer) + _SCALE for layer in range(config.num_layers)}
     return replace(
-        found,
-        outside={**found.outside, **{f"{BESIDE}{name}": stored for name, stored in _outside(config)}},
-        layers=[{**layer, **own} for layer in found.layers],
-        unread={*found.unread, *unread},
+        tensors,
+        outside={**tensors.outside, **{f"{BESIDE}{name}": stored for name, stored in _outside(config)}},
+        layers=[{**layer, **in_layer} for layer in tensors.layers],
+        unread={*tensors.unread, *unread},
     )
 
 
@@ -68,7 +69,8 @@ _SCALE = "altup.correct_output_scale"
 
 
 def _outside(config: _Shapes) -> Iterator[tuple[str, Stored]]:
-    # These stand beside the embedding, under whatever prefix that has.
+    """Tensors outside of the layers."""
+    # They have the same prefix as the embedding, which differs in multimodal checkpoints.
     root = config.spelling.embed.removesuffix("embed_tokens")
     c, hidden = config, config.hidden_size
     if c.input_size:
@@ -77,11 +79,12 @@ def _outside(config: _Shapes) -> Iterator[tuple[str, Stored]]:
         yield "projection", Stored(f"{root}per_layer_model_projection.weight", (width, hidden))
         yield "norm", Stored(f"{root}per_layer_projection_norm.weight", (c.input_size,))
     for stream in range(1, c.streams):
-        for way, name in (("in", "altup_projections"), ("out", "altup_unembed_projections")):
-            yield f"{way}.{stream}", Stored(f"{root}{name}.{stream - 1}.weight", (hidden, hidden))
+        for direction, name in (("in", "altup_projections"), ("out", "altup_unembed_projections")):
+            yield f"{direction}.{stream}", Stored(f"{root}{name}.{stream - 1}.weight", (hidden, hidden))
 
 
 def _in_layer(config: _Shapes) -> Iterator[tuple[str, Stored]]:
+    """Tensors of every layer besides those of attention, MLP and norms."""
     c, hidden, streams, rank = config, config.hidden_size, config.streams, config.laurel_rank
     if c.input_size:
         yield "input.gate", Stored("per_layer_input_gate.weight", (c.input_size, hidden))

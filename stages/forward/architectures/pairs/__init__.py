@@ -1,1 +1,1 @@
-"""Encoders with decoders, as architectures. Never imports torch."""
+"""Architectures of encoder-decoder models (T5, BART and relatives). Never imports torch."""

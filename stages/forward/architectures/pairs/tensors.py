@@ -1,8 +1,8 @@
-"""Which tensors of a checkpoint an encoder with a decoder is made of.
+"""Names and shapes of the tensors of encoder-decoder checkpoints.
 
-Layers of both are counted through here, and from 0 each in a checkpoint. What an encoder or a decoder has
-outside of its layers - positions, norms of embeddings, the encoder's final norm - is given to its first
-layer, under names that begin with "outer.".
+Layers of encoder and decoder are numbered consecutively here, but from 0 each in a checkpoint. Weights of
+encoder or decoder outside of their layers - positions, embedding norms, the encoder's final norm - belong to
+the first layer of their side, under names that begin with "outer.".
 
 Border: names and shapes.
 """
@@ -18,6 +18,7 @@ from ..architecture import Stored, Tensors
 __all__ = ["PairTensors", "pair_tensors"]
 
 OUTER = "outer."
+"""Prefix of the names of weights outside of layers that belong to the first layer of encoder or decoder."""
 _T5 = {
     "attn": ("layer.0.SelfAttention.", {"q": "q", "k": "k", "v": "v", "o": "o"}),
     "cross": ("layer.1.EncDecAttention.", {"q": "q", "k": "k", "v": "v", "o": "o"}),
@@ -27,7 +28,7 @@ _BART = {"attn": ("self_attn.", _BART_PARTS), "cross": ("encoder_attn.", _BART_P
 
 
 class PairShapes(Protocol):
-    """What of a configuration decides which tensors there are, and their shapes."""
+    """Attributes of an architecture that determine its tensors and their shapes."""
 
     @property
     def spelling(self) -> str: ...
@@ -74,11 +75,12 @@ class PairShapes(Protocol):
 
 @dataclass(frozen=True)
 class PairTensors(Tensors):
-    """`Tensors` whose first layers have one prefix, and all others another. depth: how many the first are;
-    decoder_prefix: of the others."""
+    """`Tensors` with different prefixes for encoder layers (`prefix`) and decoder layers."""
 
     depth: int = 0
+    """Number of encoder layers."""
     decoder_prefix: str = ""
+    """Prefix of the tensors of a decoder layer; "{}" stands for its number within the decoder."""
 
     def in_layer(self, layer: int, weight: str) -> str:
         """See `Tensors`."""
@@ -92,16 +94,16 @@ class PairTensors(Tensors):
 
     def placed(self, name: str) -> tuple[int | None, str]:
         """See `Tensors`."""
-        for prefix, first in ((self.prefix, 0), (self.decoder_prefix, self.depth)):
+        for prefix, start in ((self.prefix, 0), (self.decoder_prefix, self.depth)):
             before, after = prefix.split("{}")
-            number, found, rest = name.removeprefix(before).partition(after)
-            if name.startswith(before) and found and number.isdigit():
-                return first + int(number), rest
+            number, separator, name_in_layer = name.removeprefix(before).partition(after)
+            if name.startswith(before) and separator and number.isdigit():
+                return start + int(number), name_in_layer
         return None, name
 
 
 def pair_tensors(config: PairShapes) -> PairTensors:
-    """The map of a configuration."""
+    """Map of the weights of an encoder-decoder model to tensors."""
     c, is_t5 = config, config.spelling == "t5"
     root = "" if is_t5 else "model."
     table = (c.vocab_size, c.hidden_size)
@@ -117,22 +119,24 @@ def pair_tensors(config: PairShapes) -> PairTensors:
     layers = tuple(dict(_layer(c, layer)) for layer in range(c.num_layers))
     copies = {f"{root}{side}.embed_tokens.weight": embed.name for side in ("encoder", "decoder")}
     copies |= {"lm_head.weight": embed.name} if c.tie_word_embeddings else {}
-    # Older checkpoints of T5 hold a table of distances of cross-attention, those of M2M100 its waves.
+    # Old checkpoints of T5 hold an unused relative bias of cross-attention, those of M2M100 the sines and
+    # cosines.
     stale = [f"{root}{side}.embed_positions.weights" for side in ("encoder", "decoder")]
     stale = ["decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"] if is_t5 else stale
-    each = "block.{}." if is_t5 else "layers.{}."
+    layer_prefix = "block.{}." if is_t5 else "layers.{}."
     return PairTensors(
         outside,
         layers,
-        f"{root}encoder.{each}",
+        f"{root}encoder.{layer_prefix}",
         copies,
         stale,
         depth=c.encoder_layers,
-        decoder_prefix=f"{root}decoder.{each}",
+        decoder_prefix=f"{root}decoder.{layer_prefix}",
     )
 
 
 def _layer(c: PairShapes, layer: int) -> Iterator[tuple[str, Stored]]:
+    """Tensors of a layer."""
     is_decoder, is_t5 = c.is_decoder(layer), c.spelling == "t5"
     inner, hidden = c.heads * c.head_dim, c.hidden_size
     rooms = _T5 if is_t5 else _BART
@@ -157,17 +161,17 @@ def _layer(c: PairShapes, layer: int) -> Iterator[tuple[str, Stored]]:
         norms |= {"ln_cross": "encoder_attn_layer_norm"} if is_decoder else {}
     for weight, name in norms.items():
         yield from _norm(c, weight, name).items()
-    first = c.encoder_layers if is_decoder else 0
+    first_layer = c.encoder_layers if is_decoder else 0
     if c.buckets is not None:
         table = "layer.0.SelfAttention.relative_attention_bias.weight"
-        source = None if c.bias_in_each or layer == first else first
+        source = None if c.bias_in_each or layer == first_layer else first_layer
         yield "relative", Stored(table, (c.buckets, c.heads), layer=source)
-    if layer == first:
+    if layer == first_layer:
         yield from _outer(c, is_decoder=is_decoder)
 
 
 def _outer(c: PairShapes, *, is_decoder: bool) -> Iterator[tuple[str, Stored]]:
-    """What stands outside of layers, and its first layer is given."""
+    """Tensors outside of the layers of encoder or decoder, which belong to the first layer of that side."""
     root = "" if c.spelling == "t5" else "model."
     side = "decoder" if is_decoder else "encoder"
     if c.position_rows and not c.has_position_waves:
@@ -181,13 +185,15 @@ def _outer(c: PairShapes, *, is_decoder: bool) -> Iterator[tuple[str, Stored]]:
 
 
 def _map(c: PairShapes, weight: str, name: str, shape: tuple[int, int]) -> Iterator[tuple[str, Stored]]:
+    """Tensors of a linear layer [out, in]: its matrix, and its bias if the model has biases."""
     yield weight, Stored(f"{name}.weight", shape)
     if c.has_biases:
         yield f"{weight}.bias", Stored(f"{name}.bias", shape[:1])
 
 
 def _norm(c: PairShapes, weight: str, name: str) -> dict[str, Stored]:
-    found = {weight: Stored(f"{name}.weight", (c.hidden_size,))}
-    return found | (
+    """Checkpoint tensors of a norm layer: weight, and bias of layer norms."""
+    tensors = {weight: Stored(f"{name}.weight", (c.hidden_size,))}
+    return tensors | (
         {f"{weight}.bias": Stored(f"{name}.bias", (c.hidden_size,))} if c.norm_type == "layer" else {}
     )
