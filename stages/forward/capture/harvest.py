@@ -267,7 +267,8 @@ def _packed_axis(entry: Entry, kept_capture: KeptCapture) -> str:
 
 
 def ids_of(entry: Entry, batch: PieceBatch) -> list[list[int]]:
-    """Token ids [row][position] of a batch, padded with 0 to its length, and repeated `batch.copies` times."""
+    """Token ids [row][position] of a batch, padded with 0 to its length, and repeated `batch.copies`
+    times."""
     return [_padded(entry.tokens, piece, batch.length) for piece in batch.pieces] * batch.copies
 
 
@@ -366,7 +367,8 @@ def _padded(tokens: PackedTokens, piece: Piece, length: int) -> list[int]:
 
 
 def _token_major(value: Tensor, capture: Capture) -> Tensor:
-    """The value with axes in stored order, [batch, position, head, …]; a last axis of length one is dropped."""
+    """The value with axes in stored order, [batch, position, head, …]; a last axis of length one is
+    dropped."""
     dims = capture.point.dims
     if dims[-1] == "one":
         value = value.squeeze(-1)
@@ -410,7 +412,8 @@ def _is_segment(value: Tensor, batch: PieceBatch, segment: range, dtype: torch.d
 
 
 def _are_adjacent(piece: Piece, successor: Piece, length: int) -> bool:
-    """Whether two pieces are whole prompts of this length, and the second follows the first in the segment."""
+    """Whether two pieces are whole prompts of this length, and the second follows the first in the
+    segment."""
     whole = piece.start == successor.start == 0 and piece.stop == successor.stop == length
     return whole and successor.at == piece.at + length
 

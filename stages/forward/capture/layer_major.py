@@ -1,4 +1,5 @@
-"""The harvest of a model larger than memory: the whole corpus runs through layer l before layer l + 1 is read.
+"""The harvest of a model larger than memory: the whole corpus runs through layer l before layer l + 1 is
+read.
 
 As many consecutive layers as fit in memory are loaded, and every segment runs through them batch by batch.
 Their captures are committed; the output of the last of them is spooled to disk (spool.py) as the input of the

@@ -75,7 +75,8 @@ class SegmentBuffer:
 
 
 def send(value: Tensor, target: Tensor) -> None:
-    """Copy a tensor into part of a buffer; a copy from a GPU is complete when `SegmentBuffer.wait` returns."""
+    """Copy a tensor into part of a buffer. A copy from a GPU is complete once `SegmentBuffer.wait`
+    returns."""
     target.copy_(value, non_blocking=target.is_pinned())
 
 
