@@ -2,7 +2,7 @@
 
 `capture` is the function users call; `CaptureNode` does the same as the source node of a workflow. Both plan
 without torch: the key of the run, which captures are stored, and the cost of the missing ones. The model is
-loaded only if something is missing. Requesting more layers or hook points of a stored run computes only those.
+loaded only if something is missing. Adding layers or hook points to a stored run computes only those.
 """
 
 from __future__ import annotations
