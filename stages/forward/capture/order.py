@@ -121,7 +121,8 @@ def _weights_limit(source: ModelSource, limit: int, working: WorkingMemory) -> i
     if beside_layer_buffers <= 0:
         raise PlanError(
             f"expected a memory limit above {working.batch + working.layer_buffers:,} bytes, which a batch "
-            f"and buffers take without any weights, found {limit:,}; raise it, or lower batch_tokens or memory="
+            f"and buffers take without any weights, found {limit:,}; raise it, or lower batch_tokens or "
+            "memory="
         )
     if beside_all_buffers >= sizes.least:
         return beside_all_buffers

@@ -132,7 +132,7 @@ def room_for(
         device: device it computes on.
         max_memory: most bytes of weights; None for the free bytes of the device less `beside`.
         name: name of the model, for errors.
-        beside: bytes to leave free beside the weights; None for the activations of a pass over `TOKENS` tokens.
+        beside: bytes to leave free beside the weights; None for a pass over `TOKENS` tokens.
 
     Raises:
         ConfigError: if `max_memory` is too small for one layer.
