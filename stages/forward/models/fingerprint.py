@@ -198,12 +198,14 @@ def _weighted_sum(tensor: Tensor) -> int:
 def _bytes(path: str, source: Tensor | npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
     """The bytes of a tensor in C order, read-only; copied only from another device or order."""
     try:
-        tensor = torch.from_numpy(np.array(source)) if isinstance(source,
-        np.ndarray) else source.detach().cpu()
-    flat: npt.NDArray[np.uint8] = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
-        except (RuntimeError, TypeError, NotImplementedError)
-            as error: raise ConfigError( f"expected a plain tensor at {path}, found one whose bytes cannot be read ({error}); its model "
-            "has no identity, so nothing of it can be stored: load it from its files"
+        tensor = (
+            torch.from_numpy(np.array(source)) if isinstance(source, np.ndarray) else source.detach().cpu()
         )
-    from error flat.flags.writeable
-    = False return flat
+        flat: npt.NDArray[np.uint8] = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
+    except (RuntimeError, TypeError, NotImplementedError) as error:
+        raise ConfigError(
+            f"expected a plain tensor at {path}, found one whose bytes cannot be read ({error}); its model "
+            "has no identity, so nothing of it can be stored: load it from its files"
+        ) from error
+    flat.flags.writeable = False
+    return flat

@@ -64,9 +64,8 @@ def _revisions(name: str) -> Iterator[tuple[str, ModelFiles]]:
         for path in sorted((repository / "refs").rglob("*"))
         if path.is_file()
     }
-    cached_commits = sorted(
-        path.name for path in (repository / "snapshots").glob("*") if (path / CONFIG).is_file()
-    )
+    snapshots = (repository / "snapshots").glob("*")
+    cached_commits = sorted(path.name for path in snapshots if (path / CONFIG).is_file())
     unnamed = {commit: commit for commit in cached_commits if commit not in references.values()}
     for revision, commit in {**references, **unnamed}.items():
         if commit in cached_commits:

@@ -109,12 +109,14 @@ class Model:
         "specimen-guided", "specimen-rwkv", "specimen-experts".
 
         The dtype is float32 by default, whatever the dtype of the checkpoint. An unknown family runs through
-        transformers, with a warning, if that is installed. Changing the files later does not affect the model.
+        transformers, with a warning, if that is installed. Changing the files later does not affect the
+        model.
 
         Args:
             name: hub id, directory or shipped name.
             progress: whether to show a progress bar on stderr; None shows it for large checkpoints on a
-            terminal. max_memory: most bytes ("4GiB") of weights in memory; None for the free memory of the machine, or
+                terminal.
+            max_memory: most bytes ("4GiB") of weights in memory; None for the free memory of the machine, or
                 MIZARR_MEMORY. If the weights take more, each pass reads the layers that are not in memory
                 from the files (`streamed`), which must not change. Numbers are the same.
             options: see below.
@@ -339,7 +341,8 @@ class Model:
             hooks: captures and interventions. A payload with one row per prompt, in the order of the prompts,
                 requires prompts of one length.
             want: logits to return; None runs neither the LM head nor layers after the last capture.
-            recurrent: layers to repeat. Captures are those of the last repetition; interventions apply in each.
+            recurrent: layers to repeat. Captures are those of the last repetition; interventions apply in
+                each.
 
         Raises:
             PromptError, HookPointNotFound, InterventionError: for invalid arguments.

@@ -265,17 +265,21 @@ def _load(
     with setting_up():
         from .model import Model
 
-        reference = ModelRef(name, revision=arguments.revision, dtype=arguments.dtype,
-        device=arguments.device) model = Model.from_files(files or reference.files(),
-    reference, max_memory=max_memory) if (loaded_identity := model.require_identity()) !=
-        identity: raise SourceChanged(
-            f"expected {name} to be model {identity.short}, as when this was planned, found {loaded_identity.short}: "
-            "its files were replaced, or are others here; start again with the model as it is now"
+        reference = ModelRef(
+            name, revision=arguments.revision, dtype=arguments.dtype, device=arguments.device
+        )
+        model = Model.from_files(files or reference.files(), reference, max_memory=max_memory)
+    if (loaded_identity := model.require_identity()) != identity:
+        raise SourceChanged(
+            f"expected {name} to be model {identity.short}, as when this was planned, found "
+            f"{loaded_identity.short}: its files were replaced, or differ on this machine; start again with "
+            "the model as it is now"
         )
     vocabulary = None if model._tokenizer is None else model._tokenizer.digest
     if vocabulary != tokenizer:
         raise SourceChanged(
-            f"expected the tokenizer {(tokenizer or 'none')[:19]} of {name}, found {(vocabulary or 'none')[:19]}: "
-            "its file was replaced since this was planned; start again with the model as it is now"
+            f"expected the tokenizer {(tokenizer or 'none')[:19]} of {name}, found "
+            f"{(vocabulary or 'none')[:19]}: its file was replaced since this was planned; start again with "
+            "the model as it is now"
         )
     return model

@@ -309,7 +309,8 @@ class StreamedWeights(Weights[Any]):
     def known_by(self) -> dict[str, Any]:
         """State for fingerprint.py: names of the units in memory that were edited since they were read.
 
-        A value other than a tensor: a model with some weights edited, and others not read yet, has no identity.
+        A value other than a tensor: a model with some weights edited, and others not read yet, has no
+        identity.
         """
         altered = [str(unit) for unit in self.window.altered()]
         where = self._as_read.first_difference(fingerprint(self._ends))
