@@ -151,8 +151,8 @@ class ModelFiles:
         if missing:
             further = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
             raise WeightsError(
-                f"{index.name} lists {len(shards)} files, found no {missing[0]}{further} in {self.directory}; "
-                f"{self._fetch_hint()}"
+                f"{index.name} lists {len(shards)} files, found no {missing[0]}{further} in "
+                f"{self.directory}; {self._fetch_hint()}"
             )
         return shards
 
@@ -491,7 +491,7 @@ def resolve_runnable(
         return files
     if obstacle:
         raise kind(
-            f"{name}: {model_type!r} is no known family, and its layout is that of none; "
+            f"{name}: {model_type!r} is no family that is known here, and its layout is that of no known one; "
             f"{obstacle}. Details: mizarr models inspect {name}"
         )
     warnings.warn(

@@ -164,8 +164,8 @@ class LayoutCase:
                     if not apart <= TOLERANCE:  # not `>`, so that NaN is a disagreement
                         return Verdict(
                             False,
-                            f"expected {label} within {TOLERANCE:g} of those of {installed}, found them apart "
-                            f"by {apart:.2g} of their scale at length {length}",
+                            f"expected {label} within {TOLERANCE:g} of those of {installed}, found them "
+                            f"apart by {apart:.2g} of their scale at length {length}",
                         )
         listed = ", ".join(map(str, lengths))
         return Verdict(True, f"agrees with {installed} to {worst:.1g} of the scale at lengths {listed}")
