@@ -491,8 +491,8 @@ def resolve_runnable(
         return files
     if obstacle:
         raise kind(
-            f"{name}: {model_type!r} is no family that is known here, and its layout is that of no known one; "
-            f"{obstacle}. Details: mizarr models inspect {name}"
+            f"{name}: {model_type!r} is no family that is known here, and its layout is that of no known "
+            f"family; {obstacle}. Details: mizarr models inspect {name}"
         )
     warnings.warn(
         f"{name}: {model_type!r} is no family that is known here, so transformers runs it "

@@ -91,12 +91,8 @@ class Experiment(ABC):
 
     @property
     def registered(self) -> str:
-        """Name under which the kind of experiment is registered; an experiment of random draws has another
-        one.
-
-        By default `name`. An experiment that repeats another one with random draws gives the name of that
-        one.
-        """
+        """Name of the kind of experiment; for several random draws of one experiment, the name of that
+        one."""
         return self.name
 
     def params(self) -> dict[str, Any]:
