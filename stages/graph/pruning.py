@@ -26,7 +26,7 @@ from .rows.influence import GraphRows, influence, scores
 if TYPE_CHECKING:
     import xarray as xr
 
-__all__ = ["Kept", "cumulative_scores", "kept_part", "pruned_graph"]
+__all__ = ["KeptPart", "cumulative_scores", "kept_part", "pruned_graph"]
 
 
 @dataclass(frozen=True)
