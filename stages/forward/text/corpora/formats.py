@@ -93,8 +93,8 @@ def documents_in(raw: IO[bytes], kind: str, reading: Reading, file_name: str) ->
     uncompressed = kind.removesuffix(GZIP)
     if uncompressed in _NO_TEXT:
         raise PromptError(
-            f"expected text, or documents in {', '.join(FORMATS)}, found {uncompressed} at {file_name!r}; make it "
-            ".jsonl, or rename it to .txt if its lines are documents as they stand"
+            f"expected text, or documents in {', '.join(FORMATS)}, found {uncompressed} at {file_name!r}; "
+            "make it .jsonl, or rename it to .txt if its lines are documents as they stand"
         )
     read = FORMATS.get(uncompressed, _text)
     try:
