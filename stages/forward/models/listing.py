@@ -82,8 +82,8 @@ def _listed(files: ModelFiles, revision: str | None) -> ListedModel:
             layers, hidden = architecture.num_layers, architecture.hidden_size
     except (MizarrError, OSError) as error:
         obstacle = str(error).splitlines()[0]
-    known = not obstacle and files.has_known_family
+    is_known = not obstacle and files.has_known_family
     place = str(files.directory)
     return ListedModel(
-        files.name, revision, files.revision, model_type, known, layers, hidden, size, place, obstacle
+        files.name, revision, files.revision, model_type, is_known, layers, hidden, size, place, obstacle
     )

@@ -122,28 +122,31 @@ class Sources:
             return
         for position in range(self.replacement.n_positions):
             ends = torch.tensor([position * layers + writers[0], position * layers + writers[-1] + 1])
-            first, last = torch.searchsorted(self._place, ends.to(self._place)).tolist()
-            for start in range(first, last, self._piece):
-                chosen = self._sorted[start : min(start + self._piece, last)]
-                yield SourceBlock(position, start, self._vectors(layer, chosen))
+            begin, end = torch.searchsorted(self._place, ends.to(self._place)).tolist()
+            for start in range(begin, end, self._piece):
+                indices = self._sorted[start : min(start + self._piece, end)]
+                yield SourceBlock(position, start, self._vectors(layer, indices))
 
     def _writers(self, layer: int) -> list[int]:
         """Layers whose features write after `layer`."""
         dictionary = self.replacement.dictionary
         return [source for source in dictionary.layers if layer in dictionary.targets(source)]
 
-    def _vectors(self, layer: int, chosen: Tensor) -> Tensor:
-        """What features (places among the active ones, sorted by layer) add to the stream after `layer`."""
+    def _vectors(self, layer: int, indices: Tensor) -> Tensor:
+        """Contributions [feature, hidden] of features to the residual stream after `layer`.
+
+        indices: indices of active features, sorted by layer.
+        """
         parts, active = [], self.active
-        sources, counts = active.layer[chosen].unique_consecutive(return_counts=True)
-        for source, some in zip(sources.tolist(), chosen.split(counts.tolist()), strict=True):
+        sources, counts = active.layer[indices].unique_consecutive(return_counts=True)
+        for source, of_source in zip(sources.tolist(), indices.split(counts.tolist()), strict=True):
             if layer not in self.replacement.dictionary.targets(source):
-                parts.append(self._embed.new_zeros(len(some), self._embed.shape[1]))
+                parts.append(self._embed.new_zeros(len(of_source), self._embed.shape[1]))
                 continue
             features = self.replacement.dictionary.layer(source)
-            rows = features.decoder_rows(active.feature[some].cpu(), layer).to(self._embed)
-            rows *= active.value[some, None].to(rows)
-            parts.append(self.replacement.written(layer, rows, active.position[some]))
+            rows = features.decoder_rows(active.feature[of_source].cpu(), layer).to(self._embed)
+            rows *= active.value[of_source, None].to(rows)
+            parts.append(self.replacement.written(layer, rows, active.position[of_source]))
         return torch.cat(parts)
 
     def _nbytes(self) -> int:

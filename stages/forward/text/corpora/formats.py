@@ -1,10 +1,9 @@
 """Files of documents, read as a stream: text, JSON lines, Parquet, Arrow, tar archives.
 
-A reader for each format gives a document at a time, so memory is that of one document or one block of rows,
-whatever the size of the file. A document is a text or token ids, with the columns that are kept as labels.
+A reader for each format yields one document at a time, so memory is that of one document or one block of
+rows, whatever the size of the file. A document is a text or token ids, with label columns.
 
-Border: one file in, documents out; which files, and what is made of documents, is told in corpus.py. Nothing
-is ever unpacked to disk or unpickled.
+corpus.py chooses the files and turns documents into prompts. Nothing is unpacked to disk or unpickled.
 """
 
 from __future__ import annotations
@@ -142,33 +141,36 @@ def _json_lines(raw: IO[bytes], reading: Reading, file_name: str) -> Iterator[Do
             try:
                 row = read_json(line)
             except ValueError as error:  # also for a number of more digits than Python reads
-                found, why = line.strip()[:40], getattr(error, "msg", error)
-                raise PromptError(f"{file_name}:{number}: expected JSON, found {found!r} ({why})") from error
+                excerpt, reason = line.strip()[:40], getattr(error, "msg", error)
+                raise PromptError(
+                    f"{file_name}:{number}: expected JSON, found {excerpt!r} ({reason})"
+                ) from error
             yield _of_json(row, reading, f"{file_name}:{number}", line)
 
 
 def _of_json(row: Any, reading: Reading, where: str, line: str) -> Document:
+    """The document of a JSON value. where: file and line, for errors."""
     content = row
     if isinstance(row, dict):
-        # Where a text came from is often told as its source.
+        # Many data sets call the origin of a text "source", so a row with a text is no pair.
         if reading.pairs and not row.keys() & {TEXT, IDS} and row.keys() & {SOURCE, TARGET}:
             return _pair(row, where, line)
         content = row.get(reading.column) if reading.column else row.get(TEXT, row.get(IDS))
     if not isinstance(content, str) and not _is_ids(content):
         named = f"{{{reading.column!r}: …}}" if reading.column else "{'text': string} or {'ids': [integers]}"
         raise PromptError(f"{where}: expected a string, {named}, found {line.strip()[:40]!r}")
-    held = row if isinstance(row, dict) else {}
-    if missing := [name for name in reading.labels if name not in held]:
+    columns = row if isinstance(row, dict) else {}
+    if missing := [name for name in reading.labels if name not in columns]:
         raise PromptError(
-            f"{where}: expected {missing[0]!r} to keep as a label, found {', '.join(held) or 'no keys'}"
+            f"{where}: expected {missing[0]!r} to keep as a label, found {', '.join(columns) or 'no keys'}"
         )
-    labels = {name: held[name] for name in reading.labels}
+    labels = {name: columns[name] for name in reading.labels}
     _require_utf8([content, *labels.values()], where)
     return Document(content, labels)
 
 
 def _require_utf8(values: Iterable[Any], where: str) -> None:
-    """As `as_text`, of the texts among values."""
+    """Raise as `as_text` for a string that is not valid UTF-8; other values are ignored."""
     for value in values:
         if isinstance(value, str):
             as_text(value, where)
@@ -187,7 +189,7 @@ def _pair(row: Mapping[str, Any], where: str, line: str) -> Document:
 
 
 def _parquet(raw: IO[bytes], reading: Reading, file_name: str) -> Iterator[Document]:
-    """A row group in memory at a time."""
+    """Documents of a Parquet file; one batch of rows is in memory at a time."""
     _, parquet = _arrow()
     with _readable(file_name, "a Parquet file"):
         file = parquet.ParquetFile(raw)
@@ -198,7 +200,10 @@ def _parquet(raw: IO[bytes], reading: Reading, file_name: str) -> Iterator[Docum
 
 
 def _arrow_file(raw: IO[bytes], reading: Reading, file_name: str) -> Iterator[Document]:
-    """Arrow's stream format, as `datasets` saves it, or its file format; a record batch at a time."""
+    """Documents of Arrow's stream format, which `datasets` writes, or its file format.
+
+    One record batch is in memory at a time.
+    """
     arrow, _ = _arrow()
     from pyarrow import ipc
 
@@ -223,8 +228,8 @@ def _of_batches(batches: Iterable[Any], column: str, reading: Reading, file_name
                 raise PromptError(
                     f"{file_name}, row {row}: expected a string or a list of ids, found {content!r}"
                 )
-            kept = {name: values[place] for name, values in zip(reading.labels, labels, strict=True)}
-            yield Document(content, kept)
+            row_labels = {name: values[place] for name, values in zip(reading.labels, labels, strict=True)}
+            yield Document(content, row_labels)
             row += 1
 
 
@@ -253,8 +258,8 @@ def _tar(raw: IO[bytes], reading: Reading, file_name: str) -> Iterator[Document]
                     )
                 if ending in sample:
                     raise PromptError(f"{file_name}: expected each member once, found {member.name} again")
-                key, held = name, archive.extractfile(member) if ending in endings else None
-                sample[ending] = held.read() if held is not None else b""
+                key, file = name, archive.extractfile(member) if ending in endings else None
+                sample[ending] = file.read() if file is not None else b""
             if sample:
                 yield from _of_sample(sample, reading, f"{file_name}:{key.strip('/')}")
     except tarfile.TarError as error:
@@ -337,12 +342,13 @@ def _arrow() -> tuple[Any, Any]:
 
 
 def _column(names: Sequence[str], reading: Reading, file_name: str) -> str:
-    wanted = (reading.column,) if reading.column else (TEXT, IDS)
-    column = next((name for name in wanted if name in names), None)
+    """Name of the column of documents. PromptError if it or a label column is missing or duplicated."""
+    candidates = (reading.column,) if reading.column else (TEXT, IDS)
+    column = next((name for name in candidates if name in names), None)
     missing = [name for name in reading.labels if name not in names]
     if column is None or missing:
-        asked = " or ".join(map(repr, missing or wanted))
-        raise PromptError(f"expected a column {asked} in {file_name!r}, found {', '.join(names)}")
+        expected = " or ".join(map(repr, missing or candidates))
+        raise PromptError(f"expected a column {expected} in {file_name!r}, found {', '.join(names)}")
     if twice := [name for name in (column, *reading.labels) if list(names).count(name) > 1]:
         raise PromptError(
             f"expected one column {twice[0]!r} in {file_name!r}, found {list(names).count(twice[0])}"
