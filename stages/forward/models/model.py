@@ -178,6 +178,7 @@ class Model:
         is_native = config.kind != "bridge"
         if is_native and progress is not False and (unread := unread_line(files.checkpoint, config)):
             echo(f"{files.name}: {unread}", err=True)
+        # Loading takes long: files that changed since the digest would give wrong keys.
         files.pinned.check()
         return cls(
             network,
@@ -205,6 +206,7 @@ class Model:
         if self._identity is None or self._loaded is None:
             return None
         now = fingerprint(self.network)
+        # Tensor values have a digest; a replaced hook, function or setting has none.
         changed = self._loaded.first_difference(now, tensors=False)
         if changed is not None:
             raise ConfigError(
@@ -352,6 +354,7 @@ class Model:
         spec = self.bind(hooks)
         require_want(want)
         require_recurrent(recurrent)
+        # One batch per length: positions of interventions are resolved against one length.
         groups: dict[int, list[int]] = defaultdict(list)
         for row, ids in enumerate(rows):
             groups[len(ids)].append(row)
@@ -432,6 +435,7 @@ class Model:
         self.check(spec, want, batch=ids.shape[0], length=ids.shape[1])
         if spec.order is None:
             return self.tapped(ids, RunTaps(spec, sink, stop_early=want is None), want)
+        # A repeated layer reaches its hook points several times: a later value replaces an earlier one.
         last: dict[Capture, Tensor] = {}
         logits = self.tapped(ids, RunTaps(spec, last.__setitem__), want, spec.order)
         for capture, value in last.items():
@@ -762,7 +766,7 @@ def as_device(device: str | torch.device | None) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         place = torch.device(device)
-        torch.empty(0, device=place)
+        torch.empty(0, device=place)  # torch.device() accepts devices that do not exist; allocating does not
         if place.type == "meta":
             raise RuntimeError("which holds no numbers")
     except (RuntimeError, AssertionError, NotImplementedError, TypeError) as error:
