@@ -277,7 +277,7 @@ class AttributionGraph:
 
     @property
     def completeness_score(self) -> float:
-        """Share of the input of nodes that does not come from errors, weighted by their influence; 0 to 1."""
+        """Influence-weighted share of node inputs that do not come from error nodes, 0 to 1."""
         return scores(GraphRows.of(self.dataset), self._influence)["completeness_score"]
 
     def prune(self, node_threshold: float = 0.8, edge_threshold: float = 0.98) -> PrunedGraph:
@@ -318,7 +318,8 @@ class AttributionGraph:
 
 
 class PrunedGraph:
-    """The part of a graph that carries given shares of the influence; made by `AttributionGraph.prune`."""
+    """Pruned attribution graph: nodes and edges that carry given shares of influence
+    (`AttributionGraph.prune`)."""
 
     def __init__(
         self, graph: AttributionGraph, kept: KeptPart, node_threshold: float, edge_threshold: float

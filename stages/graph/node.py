@@ -113,7 +113,7 @@ class GraphNode(ResultNode):
 
     @property
     def pinned(self) -> Sequence[Pinned]:
-        """The files of the dictionary. Those of the model are checked when it is loaded."""
+        """Dictionary files. Model files are checked when the model is loaded."""
         return (self.resource,)
 
     # -- identity

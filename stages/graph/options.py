@@ -1,4 +1,4 @@
-"""Options of an attribution graph: those of the caller, and those that are part of its key."""
+"""Options of attribution graphs: `AttributionOptions` of callers, and `GraphOptions`, part of graph keys."""
 
 from __future__ import annotations
 

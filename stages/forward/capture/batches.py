@@ -113,7 +113,7 @@ def halves(batch: PieceBatch, *, fewest: int) -> list[PieceBatch]:
 
 
 def _copies(pieces: Sequence[Piece], length: int, fewest: int) -> int:
-    """How often to repeat a batch so that it has at least `fewest` positions."""
+    """Number of repetitions with which a batch reaches `fewest` positions."""
     return max(1, math.ceil(fewest / (len(pieces) * length)))
 
 

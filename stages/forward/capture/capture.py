@@ -490,7 +490,7 @@ class CaptureNode(Ports):
         return stored.entry, [(cell, record) for cell, record in records if record is not None]
 
     def provenance(self) -> dict[str, Any]:
-        """Names and settings for readers, which are no part of any key."""
+        """Provenance record: model, hooks, dictionaries and batch size; excluded from keys."""
         objective, prompts = self.spec.objective, self.run_key.prompt
         return {
             **self.source.provenance(),
@@ -631,7 +631,8 @@ class CaptureNode(Ports):
         )
 
     def _codec(self, beginning: LabelledEntry | None) -> str:
-        """Codec of new arrays: the option, or that of the run which this one extends; "" for none."""
+        """Compression codec of new arrays: the option, else the extended run's codec; empty for
+        uncompressed."""
         if self.options.codec is not None or beginning is None:
             return "" if self.options.codec in (None, PLAINLY) else str(self.options.codec)
         names = beginning.specs.keys() & {spec.variable for spec in self.specs}

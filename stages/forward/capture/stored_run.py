@@ -22,12 +22,12 @@ __all__ = ["StoredRun"]
 
 @dataclass(frozen=True)
 class StoredRun:
-    """A stored run, or some prompts of it."""
+    """Stored activations of a whole run, or of a subset of its prompts."""
 
     entry: LabelledEntry
     """The run in the store."""
     rows: list[int] | None = None
-    """Numbers of the prompts of the entry that are read; None for all, in order."""
+    """Prompt numbers to read from the entry; None reads all prompts in order."""
     views: Mapping[str, View] = field(default_factory=dict)
     """Variable -> view, for token selections that are read from a stored array of all tokens."""
 
@@ -36,7 +36,7 @@ class StoredRun:
         return self.record(cell) is not None
 
     def record(self, cell: VariableLayer) -> Record | None:
-        """Record of the array that a (variable, layer) is read from; None if it is not published."""
+        """Published record of the array behind a (variable, layer); None if unpublished."""
         return self.entry.record(*self._source_cell(cell))
 
     def content(self, cell: VariableLayer) -> str:

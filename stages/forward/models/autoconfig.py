@@ -103,7 +103,7 @@ class CompatibilityReport:
         return not self.issues
 
     def require(self) -> Architecture:
-        """The architecture. ConfigError that lists every issue if there are any."""
+        """Return the architecture. ConfigError lists every issue of an incompatible checkpoint."""
         if self.issues or self.config is None:
             kind = "" if self.known_family else ", an unknown family,"
             listed = "\n".join(f"  - {issue}" for issue in self.issues)

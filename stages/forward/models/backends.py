@@ -27,7 +27,7 @@ class BackendChoice:
     """The backend that would run a checkpoint."""
 
     name: Literal["native", "transformers"] | None
-    """The backend; None if no backend can run it."""
+    """Backend name; None if no backend can run the checkpoint."""
     reason: str
     """Why, in one line."""
     missing: tuple[str, ...] = ()

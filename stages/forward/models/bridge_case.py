@@ -31,9 +31,9 @@ class BridgeFinding:
     """Result of probing a checkpoint."""
 
     config: BridgeConfig | None
-    """The architecture; None if the checkpoint is refused."""
+    """Architecture found by the probe; None if the checkpoint is refused."""
     refused: str = ""
-    """Reason of the refusal, in one line; "" if it is not refused."""
+    """One-line reason of a refusal; empty for a supported checkpoint."""
 
     def require(self) -> BridgeConfig:
         """The architecture. ConfigError if the checkpoint is refused."""
@@ -61,7 +61,7 @@ class BridgeCase:
         return digest("bridge", METHOD, self.weights, json.dumps(dict(self.raw)))
 
     def remembered(self) -> BridgeFinding | None:
-        """The finding of an earlier probe with the installed version of transformers; None if there is none.
+        """Stored finding of an earlier probe with the installed transformers version; None without one.
 
         If transformers is not installed, the finding of the newest version that could run the checkpoint.
         """
@@ -74,7 +74,7 @@ class BridgeCase:
         return max(findings, key=_transformers_version, default=None)
 
     def finding(self) -> BridgeFinding:
-        """The remembered finding, or that of a probe now, which is then remembered.
+        """Return the stored finding, or probe the checkpoint and store the finding.
 
         Raises:
             ConfigError, WeightsError: if the checkpoint cannot be loaded; this is not remembered.
@@ -116,5 +116,5 @@ def _read(text: str | None) -> BridgeFinding | None:
 
 
 def _transformers_version(finding: BridgeFinding) -> list[int]:
-    """Numbers of the version of transformers that a finding was made with."""
+    """Version numbers of transformers at the time of the probe, e.g. [4, 57, 1]."""
     return [int(number) for number in re.findall(r"\d+", finding.require().transformers)]

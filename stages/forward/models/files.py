@@ -65,7 +65,7 @@ TRUSTED = " (layout trusted)"
 BRIDGED = " (transformers)"
 """Suffix of the name of a model that runs through the transformers bridge."""
 _ADAPTED = re.compile(r"(.*) \(adapter (.+)\)", re.DOTALL)
-"""Name of a model with an adapter: that of the base model, then the folder of the adapter."""
+"""Pattern of names with a LoRA adapter: base model name, then adapter folder."""
 BACKENDS = ("native", "transformers")
 """Implementations that can run a model: mizarr's own networks, or transformers behind a bridge."""
 CONFIG, WEIGHTS, INDEX, TOKENIZER = (
@@ -96,7 +96,7 @@ class ModelFiles:
     is_bridged: bool = False
     """Whether transformers runs the model."""
     adapter: Path | None = None
-    """Folder of a LoRA adapter that is merged into the weights; None for none."""
+    """Folder of a LoRA adapter to merge into the weights; None without adapter."""
     gguf: Path | None = None
     """GGUF file (the first of several) with weights and configuration; None for a folder with config.json."""
 

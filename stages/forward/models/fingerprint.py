@@ -64,7 +64,7 @@ class Fingerprint:
     use."""
 
     def first_difference(self, now: Fingerprint, *, tensors: bool = True) -> str | None:
-        """Path of the first difference to another state; None if both are equal.
+        """Attribute path of the first difference between two states; None if equal.
 
         Arguments:
             now: the other state.

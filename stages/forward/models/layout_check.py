@@ -84,7 +84,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class LayoutCase:
-    """A checkpoint and the architecture inferred for it."""
+    """Checkpoint of an unknown family, with the inferred architecture to check."""
 
     directory: Path
     """Folder of the checkpoint."""
@@ -119,9 +119,9 @@ class LayoutCase:
         return next((verdict for verdict in verdicts if verdict.agrees), None)
 
     def verdict(self) -> Verdict:
-        """The remembered verdict, or that of a check now, which is then remembered.
+        """Return the stored verdict, or run the check and store its verdict.
 
-        A check that could not run is not remembered, because its obstacle may be removed.
+        A check that could not run is not stored, because its obstacle may be removed.
         """
         verdict = self.remembered()
         if verdict is not None:

@@ -21,7 +21,7 @@ _MEMBERSHIP = Path("/proc/self/cgroup")
 
 
 def memory_there_is() -> int | None:
-    """Bytes that this process may allocate in addition to those it has; None if the system does not say.
+    """Further bytes that this process may allocate; None if the system reports no limit.
 
     Raises:
         PlanError: if MIZARR_MEMORY is no size such as "4GiB".

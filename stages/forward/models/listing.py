@@ -25,7 +25,7 @@ class ListedModel:
     commit: str | None
     """Commit of the snapshot; None for a shipped model."""
     model_type: str
-    """`model_type` of config.json; "" if it has none."""
+    """`model_type` of config.json; empty if the key is missing."""
     known_family: bool
     """Whether a row of the family table names it, and its config is understood."""
     layers: int | None

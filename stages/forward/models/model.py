@@ -88,7 +88,7 @@ class Model:
         self.network = network
         """The network that computes, with its weights."""
         self.streamed = streamed
-        """The weights of the network if only some are in memory at a time; None if all are."""
+        """Streamed weights, read from files layer by layer; None if all weights are in memory."""
         self.name = name
         self._identity = identity
         self._loaded = None if identity is None else fingerprint(network)
@@ -248,7 +248,7 @@ class Model:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of all weights in the dtype the model computes in, whether or not they are in memory."""
+        """Bytes of all weights in the compute dtype, including weights that are not in memory."""
         return tensor_bytes(self.network) if self.streamed is None else self.streamed.nbytes
 
     @property
@@ -285,7 +285,7 @@ class Model:
         return tokenize(prompts, self._tokenizer, self.config, self.name)
 
     def pair(self, source: str | Sequence[int], target: str | Sequence[int] = ()) -> list[int]:
-        """One prompt of a source and a target, for a model with an encoder and a decoder.
+        """Encode source and target as one prompt, for an encoder-decoder model.
 
         Arguments:
             source: text for the encoder, to which the tokenizer adds its special tokens, or token ids.
@@ -550,7 +550,7 @@ class Model:
         want: Logits | None = None,
         memory: int = MEMORY,
     ) -> tuple[Tensor, Gradients]:
-        """As `backward`, for the objective of a spec.
+        """Run `backward` with the metric gradient of the objective of a spec.
 
         Arguments:
             rows: token ids [prompt][position].
@@ -743,12 +743,12 @@ class Model:
 
 
 def _spec_of(taps: PassTaps) -> BoundSpec:
-    """The spec of taps; an empty one for taps that have none."""
+    """Spec of taps; an empty spec for taps without the attribute `spec`."""
     return getattr(taps, "spec", BoundSpec())
 
 
 def as_dtype(dtype: str | torch.dtype) -> torch.dtype:
-    """A torch dtype, given as such or by name. ConfigError for a dtype that no model computes in."""
+    """Convert a dtype name to a torch dtype. ConfigError unless models can compute in this dtype."""
     if isinstance(dtype, torch.dtype) and dtype in DTYPES.values():
         return dtype
     if str(dtype) not in DTYPES:
@@ -757,7 +757,7 @@ def as_dtype(dtype: str | torch.dtype) -> torch.dtype:
 
 
 def as_device(device: str | torch.device | None) -> torch.device:
-    """A torch device, given as such or by name; None for CUDA if there is a GPU, otherwise the CPU.
+    """Convert a device name to a torch device; None chooses CUDA if available, otherwise the CPU.
 
     Raises:
         ConfigError: if this machine has no such device.

@@ -1,4 +1,4 @@
-"""How many weights of a model are kept in memory: all of them, or as many layers as fit.
+"""Memory residency of weights: decides whether all weights stay in memory, or layers are streamed from files.
 
 Also sets what glibc does with memory that a pass frees (`keep_freed_memory`). Only sizes are computed here;
 streamed.py loads and evicts weights.
@@ -48,7 +48,7 @@ TOKENS = 4096
 
 @dataclass(frozen=True)
 class UnitBytes:
-    """Bytes of the weights of a model in the dtype it computes in."""
+    """Bytes of model weights in the compute dtype."""
 
     units: Mapping[Unit, int]
     """Bytes of each unit that can be loaded and evicted."""
@@ -99,7 +99,7 @@ def _numbers(stored: Stored) -> int:
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """Bytes that weights and passes may take on a device; None if the system does not say."""
+    """Free bytes of a device, for weights and activations; None if unknown."""
     import torch
 
     if device.type == "cuda":

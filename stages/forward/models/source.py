@@ -111,12 +111,12 @@ class ModelSource:
 
     @cached_property
     def tokenizer(self) -> Tokenizer | None:
-        """The tokenizer of the model; None if it has none."""
+        """Tokenizer of the model; None for a model without tokenizer."""
         return self._loaded_model()._tokenizer if self.files is None else self.files.tokenizer()
 
     @cached_property
     def tokenizer_digest(self) -> str | None:
-        """Digest of the vocabulary, part of the keys of results that hold words; None without a tokenizer."""
+        """Vocabulary digest, part of keys of results that contain words; None without tokenizer."""
         return None if self.tokenizer is None else self.tokenizer.digest
 
     def load(self, *, max_memory: int | None = None, beside: int = 0) -> Model:
@@ -197,7 +197,7 @@ class _LoadingArguments:
     dtype: str
     """Dtype it computes in."""
     device: str | None
-    """Device; None for a GPU if there is one."""
+    """Device name, such as "cuda:1"; None chooses a GPU if available, otherwise the CPU."""
 
 
 _ModelKey = tuple[_LoadingArguments, ModelIdentity, str | None]
@@ -211,7 +211,7 @@ class _CachedModel:
     key: _ModelKey
     """Key it was loaded under."""
     max_memory: int | None
-    """Memory limit in bytes that was requested for its weights; None for none."""
+    """Requested memory limit of the weights, in bytes; None for no limit."""
     model: Model
     """The model."""
 
@@ -224,7 +224,7 @@ class _CachedModel:
 
 
 _cache: list[_CachedModel] = []
-"""At most one: the model that was loaded last."""
+"""Empty, or one entry: the last loaded model."""
 _LOADING = threading.Lock()
 """Taken while a model is loaded, so that threads of a worker load it once."""
 

@@ -139,7 +139,7 @@ class Window:
             return self._loaded[unit][0]
 
     def keep_only(self, units: Collection[Unit]) -> None:
-        """Evict all other units. ConfigError if one of them was edited."""
+        """Evict all units except these. ConfigError if an evicted unit was edited in memory."""
         with self._lock:
             for unit in [unit for unit in self._loaded if unit not in units]:
                 self._evict(unit)
@@ -195,7 +195,7 @@ class Window:
 
 
 class StreamedLayers(Sequence[Layer], Generic[Layer]):
-    """The layers of a model, each read when it is accessed."""
+    """Sequence of model layers; indexing reads the layer's weights from files if necessary."""
 
     def __init__(self, window: Window, count: int) -> None:
         self._window, self._count = window, count
@@ -215,7 +215,7 @@ class StreamedLayers(Sequence[Layer], Generic[Layer]):
 
 
 class StreamedWeights(Weights[Any]):
-    """The weights of a network, of which only some are in memory at a time."""
+    """Network weights that are read from files on demand, within a memory limit."""
 
     def __init__(self, files: WeightFiles, room: int, name: str) -> None:
         """Read the weights that stay in memory.
@@ -326,7 +326,7 @@ def stream(
     room: int,
     name: str,
 ) -> StreamedWeights:
-    """Weights of an architecture that are read from a checkpoint as they are needed.
+    """Streamed weights of an architecture, read from a checkpoint on demand.
 
     Arguments:
         checkpoint: files of the weights.

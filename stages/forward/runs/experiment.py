@@ -73,7 +73,7 @@ class Experiment(ABC):
     values."""
 
     name: ClassVar[str]
-    """Name of the experiment, part of its keys."""
+    """Experiment name, part of every result key."""
     version: ClassVar[int]
     """Increased whenever results change; part of its keys."""
     outputs: ClassVar[Mapping[str, Output]]
@@ -120,12 +120,12 @@ class Experiment(ABC):
 
     @classmethod
     def describe(cls) -> str:
-        """The declaration as a text of a few lines."""
+        """Declaration as readable text: name, version, parameters, outputs."""
         return cls.declaration().describe()
 
     @abstractmethod
     def cells(self, config: Architecture) -> Sequence[CellLabels]:
-        """Labels of the cells, in the order in which they are joined."""
+        """Cell labels, in the order in which `joined` concatenates cell datasets."""
 
     @property
     def baseline(self) -> Hashable | None:
@@ -179,7 +179,7 @@ class Experiment(ABC):
         *,
         memory: int | str | None = None,
     ) -> ExperimentNode:
-        """This experiment on a model, as a node of a workflow.
+        """Bind the experiment to a model, as a workflow node.
 
         Arguments:
             model: a loaded model, or a reference to one.
@@ -189,7 +189,7 @@ class Experiment(ABC):
 
 
 class ExperimentNode(ResultNode):
-    """An experiment on a model, as a node of a workflow."""
+    """Workflow node that runs an experiment on a model."""
 
     inputs: tuple[Node, ...] = ()
 
@@ -222,7 +222,7 @@ class ExperimentNode(ResultNode):
         return self.experiment.cells(self.source.config)
 
     def cell_key(self, cell: CellLabels) -> ResultKey:
-        """Key of one cell; does not depend on the other cells."""
+        """Result key of one cell, independent of which further cells are requested."""
         return self._key(f"{self.name}/cell", {**self.experiment.params(), "cell": dict(cell)})
 
     def _key(self, label: str, params: Mapping[str, Any]) -> ResultKey:
@@ -233,13 +233,13 @@ class ExperimentNode(ResultNode):
 
     @remembered
     def missing(self, store: Store) -> list[CellLabels]:
-        """Labels of the cells that are not stored."""
+        """Labels of cells missing from the store."""
         return [cell for cell in self.cells() if store.lookup(self.cell_key(cell)) is None]
 
     # -- planning
 
     def status(self, store: Store) -> Status:
-        """Whether the result is stored; if not, why, and how many cells are.
+        """Cache status: whether the joined result is stored, otherwise the reason and number of stored cells.
 
         Raises:
             SourceChanged: if the model or a resource has changed since this node was created.

@@ -20,7 +20,7 @@ class WrittenGraph(Protocol):
     """A whole graph; its properties are those of `AttributionGraph`."""
 
     dataset: xr.Dataset
-    """The graph as it is stored."""
+    """Stored dataset of the graph."""
 
     @property
     def counts(self) -> NodeCounts: ...

@@ -76,7 +76,7 @@ class LayerMaps:
     skip: Tensor | None = None
     """Linear skip of the transcoder, [hidden, hidden]; None without one."""
     skip_scale: Tensor | None = None
-    """Divisors of the skip, [position]; None without one."""
+    """Norm divisors of the linear skip, [position]; None without skip."""
 
     @property
     def nbytes(self) -> int:

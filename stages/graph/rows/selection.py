@@ -29,7 +29,7 @@ class RowSelection:
     """How many features get a row, and how often features are ranked."""
 
     most: int | None = None
-    """Most features with a row; None for all features."""
+    """Maximum number of features with a row; None for all active features."""
     at_once: int = 2048
     """Features that get a row between two rankings."""
 

@@ -77,7 +77,7 @@ class Sources:
         return self._cache is not None
 
     def fill(self) -> None:
-        """Read all decoder vectors into the cache, if there is one, so that threads only read it."""
+        """Read all decoder vectors into the cache, if enabled, before several threads use it."""
         for layer in range(self.replacement.n_layers if self.is_kept else 0):
             for _ in self._blocks(layer, self.replacement.n_positions):
                 pass
