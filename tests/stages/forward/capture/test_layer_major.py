@@ -216,8 +216,8 @@ def test_a_limit_decides_the_order_and_provenance_tells_it(tmp_path, prompts, st
     save_random_model(tmp_path / "m", "llama", 2, num_hidden_layers=6, intermediate_size=2000)
     options = {"segment_tokens": 128, "batch_tokens": 64}
     node = CaptureNode(tmp_path / "m", prompts, "blocks.*.hook_resid_post", **options)
-    sizes, beside = bytes_of(node.source.config, 4), node._beside()
-    limit = sizes.always + 2 * sizes.units[0] + beside.of_pass + beside.buffers
+    sizes, working = bytes_of(node.source.config, 4), node._working_memory()
+    limit = sizes.always + 2 * sizes.units[0] + working.batch + working.buffers
     for store, allowed, expected in zip(stores, ("100MB", limit), ("batch", "layer"), strict=True):
         mizarr.capture(
             tmp_path / "m", prompts, "blocks.*.hook_resid_post", store=store, memory_limit=allowed, **options
@@ -502,7 +502,7 @@ def test_two_processes_take_turns(tmp_path, prompts, stores):
     save_random_model(tmp_path / "m", "llama", 2)
     few = one_layer_at_a_time(tmp_path / "m")
     node = CaptureNode(few, prompts, "blocks.*.hook_resid_post", segment_tokens=128)
-    entry = node._made(stores[1])
+    entry = node._create_entry(stores[1])
     folder = stores[1].path / entry.path / "seg"
     (folder / "layers.claim").write_text(f"{os.uname().nodename} 999999 left")
     capture(few, prompts, "blocks.*.hook_resid_post", stores[1])
